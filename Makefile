@@ -20,6 +20,8 @@ OPENENV_REQUIREMENTS := skyrl-gym/tests/openenv_server/requirements.txt
 TINKER := .venv-tinker
 TINKER_REQUIREMENTS := skyrl-tx/tests/sdk/requirements
 TINKER_VERSIONS := $(basename $(notdir $(wildcard $(TINKER_REQUIREMENTS)/[0-9]*.txt)))
+S3 := .venv-s3
+S3_REQUIREMENTS := skyrl-train/tests/s3/requirements.txt
 VERIFIERS := .venv-verifiers
 VERIFIERS_REQUIREMENTS := skyrl-gym/tests/verifiers_v0/requirements.txt
 VLLM := .venv-vllm
@@ -103,6 +105,10 @@ test-openenv: .venv/.dev $(OPENENV)/.ready ## test against servers of the openen
 test-ray: .venv/.dev ## train on Ray clusters of several nodes, simulated on this machine
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-train/tests/ray $(ARGS)
 
+.PHONY: test-s3
+test-s3: .venv/.dev $(S3)/.ready ## upload checkpoints to an S3 server, through a network with faults (separate environment)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-train/tests/s3 $(ARGS)
+
 .PHONY: test-tinker
 test-tinker: .venv/.dev $(TINKER_VERSIONS:%=$(TINKER)/%/.ready) ## train and sample with old and new versions of the tinker SDK (separate environments)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-tx/tests/sdk $(ARGS)
@@ -185,7 +191,7 @@ wheels: .venv/.dev ## build wheels into dist/, install them into a new environme
 
 # --- setup ---------------------------------------------------------------------------------------------------
 
-.venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(VERIFIERS)/bin/python $(VLLM)/bin/python \
+.venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(S3)/bin/python $(VERIFIERS)/bin/python $(VLLM)/bin/python \
 $(TINKER_VERSIONS:%=$(TINKER)/%/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "setup: $(PYTHON) is not Python 3.11 or newer; set one: make PYTHON=python3.12 …"; exit 1; }
@@ -216,7 +222,12 @@ $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(REQUIREMENTS)
 	@touch $@
 
-# A server that our client reaches over a socket: none of our packages is installed.
+# Servers that our clients reach over a socket: none of our packages is installed.
+$(S3)/.ready: $(S3_REQUIREMENTS) | $(S3)/bin/python
+	@echo "setup: installing $(S3_REQUIREMENTS) into $(S3)"
+	@$(S3)/bin/python -m pip install -qq --disable-pip-version-check -r $(S3_REQUIREMENTS)
+	@touch $@
+
 $(OPENENV)/.ready: $(OPENENV_REQUIREMENTS) | $(OPENENV)/bin/python
 	@echo "setup: installing $(OPENENV_REQUIREMENTS) into $(OPENENV)"
 	@$(OPENENV)/bin/python -m pip install -qq --disable-pip-version-check -r $(OPENENV_REQUIREMENTS)
@@ -239,6 +250,6 @@ $(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERI
 
 .PHONY: clean
 clean: ## remove .venv, caches and built docs; keep outputs/
-	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(TINKER) $(VERIFIERS) $(VLLM) $(WHEELS) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(S3) $(TINKER) $(VERIFIERS) $(VLLM) $(WHEELS) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -rf skyrl-*/build skyrl-*/*.egg-info

@@ -5,15 +5,28 @@ The trainer calls them in order: an evaluation before the logging of its metrics
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import shlex
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from skyrl_train.checkpoint import (
+    CheckpointStore,
+    RemoteCheckpoints,
+    RemoteFolder,
+    Upload,
+    Uploader,
+    find_credentials_fault,
+    step_of,
+    upload_files,
+)
 from skyrl_train.config import to_yaml
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.mixture import MixedPrompts
@@ -54,8 +67,28 @@ class Run(Protocol):
         """Stop after the current step, with a checkpoint of it; abandon it if its rollouts do not end in time."""
         ...
 
+    gauges: dict[str, float]
+    """Metrics that every following report contains."""
+    checkpoints: CheckpointStore
+    """The checkpoints on this machine."""
+    remote: RemoteCheckpoints | None
+    """The checkpoints of this run in remote storage; None without `trainer.remote_ckpt_url` or credentials."""
+
     async def save_checkpoint(self) -> None:
         """Write a checkpoint of the last finished step, complete or not at all."""
+        ...
+
+    async def begin_checkpoint(self) -> None:
+        """Write a checkpoint of the last finished step while training continues; a failure is an alert."""
+        ...
+
+    @property
+    def is_saving(self) -> bool:
+        """A checkpoint is being written in the background."""
+        ...
+
+    async def alert(self, text: str) -> None:
+        """Report a problem that does not end the run: in the log, in `storage/alerts`, and to `on_alert`."""
         ...
 
     async def check_space(self) -> None:
@@ -89,6 +122,9 @@ class Callback:
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
         """Called once the checkpoint at `path` is complete and is the one to resume from."""
+
+    async def on_alert(self, run: Run, text: str) -> None:
+        """Called when storage fails and the run continues, with what failed and what happens next."""
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
         """Called after the last step, or after the `error` or interrupt that ended the run."""
@@ -215,11 +251,13 @@ class TrajectoryDump(Callback):
 class Checkpointing(Callback):
     """A callback that saves every `trainer.ckpt_interval` steps, after the last one and when the run stops.
 
+    Training continues while a checkpoint is written. After a failure, every following step is saved until one succeeds.
     Checks the free disk space before the first step.
     """
 
     def __init__(self) -> None:
         self._saved_step = 0
+        self._has_failed = False
 
     async def on_train_start(self, run: Run) -> None:
         self._saved_step = run.global_step
@@ -229,17 +267,142 @@ class Checkpointing(Callback):
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         interval = run.cfg.trainer.ckpt_interval
         is_stopping = run.is_stopping and interval > 0 and report.global_step > 0
-        if is_stopping or is_due(interval, report):
+        if is_stopping or (report.is_last and is_due(interval, report)):
             await run.save_checkpoint()
+        elif is_due(interval, report) or (self._has_failed and not run.is_saving):
+            self._has_failed = True  # until on_checkpoint
+            await run.begin_checkpoint()
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
-        self._saved_step = run.global_step
+        self._saved_step, self._has_failed = step_of(path), False
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
         """Save the last step if a later callback, or a signal meanwhile, stopped the run."""
         is_unsaved = run.is_stopping and self._saved_step < run.global_step
         if error is None and is_unsaved and run.cfg.trainer.ckpt_interval > 0:
             await run.save_checkpoint()
+
+
+class RemoteStorage(Callback):
+    """A callback that uploads checkpoints and evaluated trajectories in the background.
+
+    A checkpoint on this machine is removed once it is uploaded and is neither among the `trainer.max_ckpts_to_keep`
+    newest nor the one to resume from. The end of the run waits for uploads, for `trainer.remote_exit_timeout_seconds`
+    at most.
+    """
+
+    def __init__(self, run_folder: RunFolder, trajectory_url: str | None = None) -> None:
+        """Upload evaluations below `trajectory_url`, if it is not None."""
+        self._run_folder = run_folder
+        self._uploader = Uploader()
+        self._newest_step = -1  # of this run's checkpoints
+        self._failing: set[Path] = set()
+        self._trajectory_url = trajectory_url
+        self._trajectories: RemoteFolder | None = None
+
+    async def on_train_start(self, run: Run) -> None:
+        """Upload what an earlier process of this run did not."""
+        self._trajectories = open_evaluations(self._trajectory_url, run.cfg.trainer.run_name)
+        for step in self._run_folder.eval_steps():
+            if step <= run.global_step:
+                self._upload_evaluation(step)
+        if run.remote is None:
+            return
+        self._newest_step = run.global_step
+        self._uploader.submit(
+            Upload(run.checkpoints.path, sys.maxsize, partial(_forget_later, run.remote, run.global_step))
+        )
+        for step in run.checkpoints.steps():
+            if step <= run.global_step:
+                self._upload_checkpoint(run, run.checkpoints.path / f"global_step_{step}", step)
+
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        if report.global_step in self._run_folder.eval_steps():
+            self._upload_evaluation(report.global_step)
+        await self._settle(run)
+
+    async def on_checkpoint(self, run: Run, path: Path) -> None:
+        if run.remote is not None:
+            self._newest_step = step_of(path)
+            self._upload_checkpoint(run, path, self._newest_step)
+            await self._settle(run)
+
+    async def on_train_end(self, run: Run, error: BaseException | None) -> None:
+        is_interrupt = error is not None and not isinstance(error, Exception)  # the user does not want to wait
+        timeout_s = 0.0 if is_interrupt else run.cfg.trainer.remote_exit_timeout_seconds
+        if n_pending := self._uploader.n_pending:
+            logger.info("Waiting up to %.0f s for %d uploads", timeout_s, n_pending)
+        is_done = await asyncio.to_thread(self._uploader.wait, timeout_s)
+        await self._settle(run)
+        self._uploader.close()
+        if not is_done:
+            await run.alert(
+                f"{self._uploader.n_pending} uploads are not complete; nothing is lost on this machine, and the same "
+                "command uploads the rest"
+            )
+
+    def _upload_checkpoint(self, run: Run, path: Path, step: int) -> None:
+        assert run.remote is not None
+        remote = run.remote
+
+        def send() -> int:
+            n_bytes = remote.upload(path)
+            if step >= self._newest_step:
+                remote.point_to(step)
+            return n_bytes
+
+        run.checkpoints.pinned.add(step)
+        self._uploader.submit(Upload(path, step, send, step))
+
+    def _upload_evaluation(self, step: int) -> None:
+        if self._trajectories is not None:
+            folder = self._run_folder.evals(step)
+            target = self._trajectories / folder.name
+            self._uploader.submit(Upload(folder, -1, partial(upload_files, folder, target)))
+
+    async def _settle(self, run: Run) -> None:
+        """Report the attempts that ended, and remove the checkpoints that are uploaded and superseded."""
+        if run.remote is None and self._trajectories is None:
+            return
+        gauges = run.gauges
+        for result in self._uploader.take_results():
+            upload = result.upload
+            if result.error is None:
+                self._failing.discard(upload.source)
+                gauges["storage/uploaded_bytes"] = gauges.get("storage/uploaded_bytes", 0.0) + result.n_bytes
+                gauges["storage/upload_seconds"] = result.seconds
+                if upload.step is not None:
+                    gauges["storage/uploaded_step"] = float(max(upload.step, gauges.get("storage/uploaded_step", 0)))
+                    logger.info("The checkpoint of step %d is in remote storage", upload.step)
+            elif upload.source not in self._failing:  # one alert for each folder
+                self._failing.add(upload.source)
+                outlook = "it stays on this machine" if result.is_final else "training continues, and it is tried again"
+                await run.alert(f"{upload.source} could not be uploaded: {result.error}; {outlook}")
+            if result.is_final and upload.step is not None and result.error is None:
+                run.checkpoints.pinned.discard(upload.step)
+        gauges["storage/pending_uploads"] = float(self._uploader.n_pending)
+        if run.remote is not None:
+            try:
+                await asyncio.to_thread(run.checkpoints.remove_superseded)
+            except OSError as error:
+                await run.alert(f"an uploaded checkpoint could not be removed: {error}")
+
+
+def open_evaluations(url: str | None, run_name: str) -> RemoteFolder | None:
+    """Return the folder of a run's evaluations below `url`; None, with a warning, if there are no credentials."""
+    if url is None:
+        return None
+    if fault := find_credentials_fault(url, os.environ):
+        logger.warning("trainer.remote_trajectory_url is set, but trajectories stay on this machine: %s", fault)
+        return None
+    return RemoteFolder(url) / "evals" / run_name
+
+
+def _forget_later(remote: RemoteCheckpoints, step: int) -> int:
+    """Mark remote checkpoints after `step`, from which the run starts, as those of an abandoned future."""
+    if any(later > step for later in remote.steps()):
+        remote.point_to(step)
+    return 0
 
 
 class Reporting(Callback):

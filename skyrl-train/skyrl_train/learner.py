@@ -80,17 +80,26 @@ class TrainedModels:
         """Estimate the size of a checkpoint."""
         return sum([await group.checkpoint_bytes() for group in self._changing().values()])
 
-    async def save(self, folder: Path) -> None:
-        """Write the state of each model into its own folder."""
+    async def save(self, folder: Path) -> Awaitable[None]:
+        """Copy the state of each model; return once training may continue.
+
+        Await the result until each model is written into its own folder.
+        """
         writing: list[Awaitable[Any]] = []
+
+        async def finish() -> None:
+            results = await asyncio.gather(*writing, return_exceptions=True)  # the folder may be removed next
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+
         try:
             for name, group in self._changing().items():
                 writing.append(await group.save(folder / name))
-        finally:
-            results = await asyncio.gather(*writing, return_exceptions=True)  # the folder may be removed next
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        except BaseException:
+            await asyncio.gather(*writing, return_exceptions=True)
+            raise
+        return finish()
 
     async def restore(self, folder: Path) -> None:
         """Load what `save` wrote; CheckpointError if it is incomplete or belongs to another model."""

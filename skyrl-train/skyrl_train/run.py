@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import os
+import shutil
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -16,10 +21,20 @@ import torch
 import yaml
 
 from skyrl_train.callbacks import Callback, StepReport
-from skyrl_train.checkpoint import CheckpointStore, write_complete
+from skyrl_train.checkpoint import (
+    DISK_ERRORS,
+    STORAGE_ERRORS,
+    CheckpointStore,
+    RemoteCheckpoints,
+    RemoteFolder,
+    find_credentials_fault,
+    make_folder,
+    step_of,
+    write_complete,
+)
 from skyrl_train.config import changed_settings, to_yaml
 from skyrl_train.config.run import RunConfig
-from skyrl_train.errors import CheckpointError, DivergenceError
+from skyrl_train.errors import CheckpointError, ConfigError, DivergenceError
 from skyrl_train.learner import TrainedModels
 from skyrl_train.timer import StepTimer
 from skyrl_train.types import Metrics, Trajectory
@@ -74,8 +89,12 @@ class TrainingRun(ABC):
         self._stop = asyncio.Event()
         self._position = position
         self._callbacks = callbacks
+        self.gauges: dict[str, float] = {}
+        self._saving: asyncio.Task[None] | None = None
         trainer: RunConfig = cfg.trainer
-        self._checkpoints = CheckpointStore(Path(trainer.ckpt_path), trainer.max_ckpts_to_keep)
+        self.remote = open_remote(trainer.remote_url(cfg.trainer.policy.model.path))
+        keeps_one = self.remote is not None and trainer.max_ckpts_to_keep < 0
+        self.checkpoints = CheckpointStore(Path(trainer.ckpt_path), 1 if keeps_one else trainer.max_ckpts_to_keep)
 
     @abstractmethod
     async def train(self) -> None:
@@ -91,6 +110,10 @@ class TrainingRun(ABC):
             error = raised
             raise
         finally:
+            try:
+                await self._finish_save()
+            except Exception:  # must not hide why the run ended
+                logger.exception("The last checkpoint could not be written")
             for callback in self._callbacks:
                 try:
                     await callback.on_train_end(self, error)
@@ -137,9 +160,22 @@ class TrainingRun(ABC):
         """Report the step to the callbacks."""
         self.global_step = step.number
         is_last = step.number == self.total_steps
-        report = StepReport(step.number, is_last, step.metrics.numbers(), step.played, step.timer)
+        report = StepReport(step.number, is_last, step.metrics.numbers() | self.gauges, step.played, step.timer)
         for callback in self._callbacks:
-            await callback.on_step_end(self, report)
+            try:
+                await callback.on_step_end(self, report)
+            except (OSError, CheckpointError) as error:
+                is_storage = isinstance(error, CheckpointError) or error.errno in DISK_ERRORS
+                if is_last or self.is_stopping or not is_storage:
+                    raise
+                await self.alert(f"{type(callback).__name__} failed at step {step.number}: {error}. Training continues")
+
+    async def alert(self, text: str) -> None:
+        """Report a problem that does not end the run: in the log, in `storage/alerts`, and to `on_alert`."""
+        logger.warning("Storage: %s", text)
+        self.gauges["storage/alerts"] = self.gauges.get("storage/alerts", 0.0) + 1
+        for callback in self._callbacks:
+            await callback.on_alert(self, text)
 
     # -- checkpoints and exports
 
@@ -150,20 +186,65 @@ class TrainingRun(ABC):
             CheckpointError: the disk refused; the last checkpoint is intact.
             DivergenceError: the weights are NaN or infinite, or can no longer learn; the last checkpoint is intact.
         """
+        await self._finish_save()
         await self.check_weights(self.global_step)
+        await self._save(asyncio.Event())
+
+    async def begin_checkpoint(self) -> None:
+        """Copy what `save_checkpoint` writes, and write it while training continues.
+
+        A failure to write it is an alert. Waits until the previous checkpoint is written.
+
+        Raises:
+            DivergenceError: as in `save_checkpoint`.
+        """
+        await self._finish_save()
+        await self.check_weights(self.global_step)
+        is_copied = asyncio.Event()
+        self._saving = asyncio.create_task(self._save_or_alert(is_copied))
+        copied = asyncio.create_task(is_copied.wait())
+        await asyncio.wait([self._saving, copied], return_when=asyncio.FIRST_COMPLETED)
+        copied.cancel()
+
+    @property
+    def is_saving(self) -> bool:
+        """A checkpoint is being written in the background."""
+        return self._saving is not None and not self._saving.done()
+
+    async def _finish_save(self) -> None:
+        """Wait until the checkpoint in the background is written."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
+
+    async def _save_or_alert(self, is_copied: asyncio.Event) -> None:
+        try:
+            await self._save(is_copied)
+        except CheckpointError as error:
+            await self.alert(f"{error}. Training continues, and the next step is saved instead")
+
+    async def _save(self, is_copied: asyncio.Event) -> None:
+        """Save the last finished step; set `is_copied` once training may change the weights."""
+        step, driver = self.global_step, BytesIO()
+        state = {
+            "global_step": step,
+            "config": to_yaml(self.cfg),
+            "source": self._position.state_dict(),
+            "learner": self.models.state_dict(),
+            "rng": random_state(),
+        }
+        torch.save(state, driver)
+        started = time.monotonic()
 
         async def write(folder: Path) -> None:
-            state = {
-                "global_step": self.global_step,
-                "config": to_yaml(self.cfg),
-                "source": self._position.state_dict(),
-                "learner": self.models.state_dict(),
-                "rng": random_state(),
-            }
-            await self.models.save(folder)
-            torch.save(state, folder / "driver.pt")
+            writing = await self.models.save(folder)
+            self.gauges["timing/checkpoint_pause"] = time.monotonic() - started
+            is_copied.set()
+            await writing
+            await asyncio.to_thread((folder / "driver.pt").write_bytes, driver.getvalue())
 
-        path = await self._checkpoints.save(self.global_step, write, await self.models.checkpoint_bytes())
+        path = await self.checkpoints.save(step, write, await self.models.checkpoint_bytes())
+        self.gauges["timing/save_checkpoint"] = time.monotonic() - started
         for callback in self._callbacks:
             await callback.on_checkpoint(self, path)
 
@@ -176,7 +257,7 @@ class TrainingRun(ABC):
         try:
             await self.models.check_weights()
         except DivergenceError as error:
-            last = self._checkpoints.resumable_step()
+            last = self.checkpoints.resumable_step()
             kept = "there is no earlier checkpoint" if last is None else f"the checkpoint of step {last} is kept"
             raise DivergenceError(
                 f"in step {step}, {error}; {kept}. The same command would diverge again: start a new run with a lower "
@@ -194,8 +275,23 @@ class TrainingRun(ABC):
                 logger.warning("The checkpoint of step %d is saved; rerun the command to resume", self.global_step)
 
     async def check_space(self) -> None:
-        """Raise CheckpointError if the disk has no room for a checkpoint beside the last one."""
-        self._checkpoints.check_space(await self.models.checkpoint_bytes())
+        """Check the disk before the first step; warn if it has no room for all exports.
+
+        Raises:
+            CheckpointError: it has no room for a checkpoint beside the last one.
+        """
+        checkpoint_bytes, trainer = await self.models.checkpoint_bytes(), self.cfg.trainer
+        self.checkpoints.check_space(checkpoint_bytes)
+        if trainer.hf_save_interval > 0:
+            folder = Path(trainer.export_path)
+            make_folder(folder)
+            n_exports = math.ceil((self.total_steps - self.global_step) / trainer.hf_save_interval)
+            needed, free = n_exports * checkpoint_bytes // 3, shutil.disk_usage(folder).free  # without the two moments
+            if free < needed:
+                await self.alert(
+                    f"{folder} has {free:,} bytes free, and the {n_exports} exports of this run take at least "
+                    f"{needed:,}; raise trainer.hf_save_interval, or set trainer.export_path to a larger disk"
+                )
 
     async def export(self, folder: Path) -> None:
         """Write the models as plain Hugging Face folders into `folder`, complete or not at all.
@@ -210,15 +306,21 @@ class TrainingRun(ABC):
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
                 f"cannot export step {self.global_step} to {folder}: {error}. Free disk space, or set "
-                f"trainer.export_path to a larger disk; the same command then {self._checkpoints.describe_rerun()}"
+                f"trainer.export_path to a larger disk; the same command then {self.checkpoints.describe_rerun()}"
             ) from error
 
     async def resume(self) -> None:
-        """Load the checkpoint that `trainer.resume_mode` asks for, if there is one."""
-        folder = self._checkpoints.find(self.cfg.trainer.resume_mode, self.cfg.trainer.resume_path)
+        """Load the checkpoint that `trainer.resume_mode` asks for, if there is one; download it if necessary."""
+        mode, path = self.cfg.trainer.resume_mode, self.cfg.trainer.resume_path
+        if mode == "latest" and self.remote is not None:
+            await self._fetch_newer(self.remote)
+        elif mode == "from_path" and "://" in path:
+            parent, _, name = path.rstrip("/").rpartition("/")
+            path = await self._fetch(RemoteCheckpoints(RemoteFolder(parent)), step_of(Path(name)))
+        folder = self.checkpoints.find(mode, None if path is None else str(path))
         if folder is None:
             return
-        await self._checkpoints.verify(folder)
+        await self.checkpoints.verify(folder)
         try:
             state = torch.load(folder / "driver.pt", weights_only=True)
             self.models.load_state_dict(state["learner"])
@@ -233,3 +335,56 @@ class TrainingRun(ABC):
         logger.info("Resumed from %s", folder)
         for line in changed_settings(yaml.safe_load(state["config"]), self.cfg.model_dump(mode="json")):
             logger.warning("Changed since the checkpoint, whose optimizer and schedule continue as they were: %s", line)
+
+    async def _fetch_newer(self, remote: RemoteCheckpoints) -> None:
+        """Download the newest complete checkpoint if this machine has none that is as new."""
+        local = self.checkpoints.resumable_step()
+        try:
+            step = await asyncio.to_thread(remote.latest_step)
+        except STORAGE_ERRORS as error:
+            if local is None:
+                raise CheckpointError(
+                    f"cannot look for checkpoints in {remote.folder.url}: {error!r}. Check the URL and the network, or "
+                    "set trainer.resume_mode=none to start again"
+                ) from error
+            await self.alert(
+                f"{remote.folder.url} cannot be read: {error!r}; the run resumes from its local step {local}"
+            )
+            return
+        if step is not None and (local is None or step > local):
+            await self._fetch(remote, step)
+
+    async def _fetch(self, remote: RemoteCheckpoints, step: int) -> Path:
+        """Download a checkpoint, complete or not at all; CheckpointError if that fails."""
+        logger.info("Downloading the checkpoint of step %d from %s", step, remote.folder.url)
+
+        async def write(folder: Path) -> None:
+            await asyncio.to_thread(remote.download, step, folder)
+
+        try:
+            return await self.checkpoints.receive(step, write, await asyncio.to_thread(remote.size, step))
+        except STORAGE_ERRORS as error:
+            raise CheckpointError(
+                f"cannot download the checkpoint of step {step} from {remote.folder.url}: {error!r}. Check the network "
+                "and the free space, then rerun the command"
+            ) from error
+
+
+def open_remote(url: str | None) -> RemoteCheckpoints | None:
+    """Return the checkpoints at a URL; None, with a warning, if there are no credentials for it.
+
+    Raises:
+        ConfigError: the protocol is unknown, or its package is not installed.
+    """
+    if url is None:
+        return None
+    if fault := find_credentials_fault(url, os.environ):
+        logger.warning("trainer.remote_ckpt_url is set, but checkpoints stay on this machine: %s", fault)
+        return None
+    folder = RemoteFolder(url)
+    try:
+        folder.connect()
+    except STORAGE_ERRORS as error:
+        raise ConfigError(f"trainer.remote_ckpt_url: cannot open {url}: {error}") from error
+    logger.info("Checkpoints are uploaded to %s", url)
+    return RemoteCheckpoints(folder)

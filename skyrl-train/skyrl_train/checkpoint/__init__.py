@@ -1,14 +1,32 @@
 """Checkpoints: complete or absent."""
 
-from skyrl_train.checkpoint.durable import disk_error, make_folder, replace_text
+from skyrl_train.checkpoint.durable import DISK_ERRORS, disk_error, make_folder, replace_text
 from skyrl_train.checkpoint.lock import folder_lock
-from skyrl_train.checkpoint.store import CheckpointStore, write_complete
+from skyrl_train.checkpoint.remote import (
+    STORAGE_ERRORS,
+    RemoteCheckpoints,
+    RemoteFolder,
+    find_credentials_fault,
+    upload_files,
+)
+from skyrl_train.checkpoint.store import CheckpointStore, step_of, write_complete
+from skyrl_train.checkpoint.uploader import Upload, Uploader, UploadResult
 
 __all__ = [
+    "DISK_ERRORS",
+    "STORAGE_ERRORS",
     "CheckpointStore",
+    "RemoteCheckpoints",
+    "RemoteFolder",
+    "Upload",
+    "UploadResult",
+    "Uploader",
     "disk_error",
+    "find_credentials_fault",
     "folder_lock",
     "make_folder",
     "replace_text",
+    "step_of",
+    "upload_files",
     "write_complete",
 ]

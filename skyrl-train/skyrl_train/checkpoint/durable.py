@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+
+DISK_ERRORS = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS),
+        *(errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT),  # of a network file system
+    }
+)
+"""Numbers of the errors of a file system that is full, read-only, broken or gone."""
 
 
 def disk_error(error: BaseException) -> BaseException:

@@ -40,18 +40,25 @@ def write_manifest(folder: Path) -> None:
 def find_damage(folder: Path) -> list[str]:
     """Return a phrase for each file of `checksums.json` that is missing or changed. Other files are ignored."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        files = {name: Fingerprint(**entry) for name, entry in manifest["files"].items()}
-        is_intact = manifest["xxh3_128"] == _checksum_of(manifest["files"])
+        files = parse_manifest((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         return [f"{MANIFEST} is missing, because the copy is incomplete or an older version wrote it"]
     except OSError as error:
         return [f"{MANIFEST} cannot be read ({error.strerror})"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        is_intact = False
-    if not is_intact:
+    if files is None:
         return [f"{MANIFEST} is damaged"]
     return [fault for name, saved in files.items() if (fault := _find_fault(folder / name, saved))]
+
+
+def parse_manifest(content: bytes) -> dict[str, Fingerprint] | None:
+    """Return the fingerprints in a `checksums.json` by relative path; None if it is damaged."""
+    try:
+        manifest = json.loads(content)
+        files = {name: Fingerprint(**entry) for name, entry in manifest["files"].items()}
+        is_inside = all(not Path(name).is_absolute() and ".." not in Path(name).parts for name in files)
+        return files if is_inside and manifest["xxh3_128"] == _checksum_of(manifest["files"]) else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _find_fault(path: Path, saved: Fingerprint) -> str | None:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import re
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
@@ -37,6 +38,9 @@ class CheckpointStore:
         """Keep the newest `max_to_keep` checkpoints; -1 keeps all that the disk has room for."""
         self.path = path
         self._max_to_keep = max_to_keep
+        self.pinned: set[int] = set()
+        """Steps that retention keeps, e.g. until they are uploaded."""
+        self._removing = threading.Lock()  # removals run in threads
         self._resumed_step: int | None = None  # kept until the next save, also if the pointer names another
 
     async def save(self, step: int, write: Write, expected_bytes: int = 0) -> Path:
@@ -65,9 +69,16 @@ class CheckpointStore:
             ) from error
         self._resumed_step = None
         try:
-            await asyncio.to_thread(self._remove_superseded, step)
+            await asyncio.to_thread(self.remove_superseded)
         except OSError as error:
             logger.warning("The checkpoint of step %d is saved; an old one could not be removed: %s", step, error)
+        return target
+
+    async def receive(self, step: int, write: Write, expected_bytes: int) -> Path:
+        """Let `write` copy a checkpoint with its checksums into an empty folder; make it the one to resume from."""
+        await asyncio.to_thread(self._make_room, expected_bytes)
+        target = await write_complete(self._folder(step), write)
+        await asyncio.to_thread(replace_text, self.path / POINTER, f"{step}\n")
         return target
 
     def find(self, mode: Literal["none", "latest", "from_path"], path: str | None = None) -> Path | None:
@@ -86,7 +97,7 @@ class CheckpointStore:
         if not folder.is_dir():
             raise CheckpointError(f"trainer.resume_path={folder} does not exist")
         if folder.parent.resolve() == self.path.resolve():
-            self._resumed_step = int(folder.name.removeprefix("global_step_"))
+            self._resumed_step = step_of(folder)
         return folder
 
     async def verify(self, folder: Path) -> None:
@@ -165,6 +176,19 @@ class CheckpointStore:
                 "trainer.ckpt_interval=-1 to run without checkpoints"
             )
 
+    def remove_superseded(self) -> None:
+        """Remove the checkpoints beyond the number to keep that are not pinned and not the one to resume from."""
+        with self._removing:
+            for removed in self.path.glob(".global_step_*.removed.partial"):
+                shutil.rmtree(removed)
+            newest = self.resumable_step()
+            if newest is None or self._max_to_keep <= 0:
+                return
+            n_excess = max(0, len(self.steps()) - self._max_to_keep)
+            for step in self._other_steps(newest)[:n_excess]:
+                if step not in self.pinned and step != self._resumed_step:
+                    self._remove(step)
+
     def _folder(self, step: int | str) -> Path:
         return self.path / f"global_step_{step}"
 
@@ -173,9 +197,10 @@ class CheckpointStore:
         return sorted((step for step in self.steps() if step != newest), key=lambda step: (step < newest, step))
 
     def _removable(self) -> list[int]:
-        """Return all steps but those to resume from; none while the pointer names a missing checkpoint."""
+        """Return all steps but those to resume from, pinned ones last; none while the pointer names a missing one."""
         pointed = self.resumable_step()
-        return [] if pointed is None else [step for step in self._other_steps(pointed) if step != self._resumed_step]
+        others = [] if pointed is None else [step for step in self._other_steps(pointed) if step != self._resumed_step]
+        return sorted(others, key=lambda step: step in self.pinned)
 
     def _pointed_step(self) -> str | None:
         """Return the pointer's text, or the newest step if a crash came before the first pointer was written."""
@@ -185,17 +210,12 @@ class CheckpointStore:
         return str(steps[-1]) if steps else None
 
     def _make_room(self, expected_bytes: int) -> None:
-        self._tidy_up()
-        for step in self._removable():
-            if shutil.disk_usage(self.path).free >= expected_bytes + SPARE_BYTES:
-                return
-            logger.warning("The disk is short: removing the checkpoint of step %d before saving the next", step)
-            self._remove(step)
-
-    def _remove_superseded(self, newest: int) -> None:
-        self._remove_leftovers()
-        if self._max_to_keep > 0:
-            for step in self._other_steps(newest)[: max(0, len(self.steps()) - self._max_to_keep)]:
+        with self._removing:
+            self._tidy_up()
+            for step in self._removable():
+                if shutil.disk_usage(self.path).free >= expected_bytes + SPARE_BYTES:
+                    return
+                logger.warning("The disk is short: removing the checkpoint of step %d before saving the next", step)
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
@@ -219,6 +239,11 @@ class CheckpointStore:
             target = self.path / replaced.name.removeprefix(".").removesuffix(".replaced")
             if not target.exists():
                 replaced.rename(target)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a folder `global_step_N`."""
+    return int(checkpoint.name.removeprefix("global_step_"))
 
 
 async def write_complete(target: Path, write: Write) -> Path:

@@ -117,7 +117,16 @@ class RunConfig(Section):
     """Folder of the checkpoints; null takes `<output_dir>/<project_name>/<run_name>/ckpts`."""
 
     max_ckpts_to_keep: CountOrMinusOne = -1
-    """Number of newest checkpoints to keep; -1 keeps as many as fit on the disk."""
+    """Number of newest checkpoints to keep; -1 keeps as many as fit on the disk, or one with `remote_ckpt_url`."""
+
+    remote_ckpt_url: Text | None = None
+    """Upload each checkpoint to `<remote_ckpt_url>/<project_name>/<model>/<run_name>/global_step_<N>/`, e.g.
+    `s3://skyrl-checkpoints`, or any URL of fsspec. S3 needs credentials (`$AWS_ACCESS_KEY_ID` and
+    `$AWS_SECRET_ACCESS_KEY`, or a profile); without them, nothing is uploaded. `resume_mode=latest` downloads a newer
+    checkpoint from there, and `max_ckpts_to_keep=-1` keeps one on this machine."""
+
+    remote_exit_timeout_seconds: Annotated[float, Ge(0)] = 600.0
+    """Maximum number of seconds that the end of a run waits for its uploads."""
 
     hf_save_interval: CountOrMinusOne = -1
     """Steps between exports of the policy as a Hugging Face folder; -1 exports none."""
@@ -130,7 +139,7 @@ class RunConfig(Section):
     `resume_path` (`from_path`)."""
 
     resume_path: Text | None = None
-    """A checkpoint folder, ending in `global_step_<N>`; read when `resume_mode=from_path`."""
+    """A checkpoint folder or its URL, ending in `global_step_<N>`; read when `resume_mode=from_path`."""
 
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 42
     """Seed of every random choice of the run."""
@@ -153,3 +162,10 @@ class RunConfig(Section):
     def run_dir(self) -> str:
         """The run folder, before `$HOME` and `~` are expanded."""
         return f"{self.output_dir.rstrip('/')}/{self.project_name}/{self.run_name}"
+
+    def remote_url(self, model: str) -> str | None:
+        """Return the folder of this run below `remote_ckpt_url`, given the path of its model; None without that key."""
+        if self.remote_ckpt_url is None:
+            return None
+        parts = (self.remote_ckpt_url.rstrip("/"), self.project_name, model.rstrip("/").rpartition("/")[2])
+        return "/".join((*parts, self.run_name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.base import Count, Resolved, resolved_later
+from skyrl_train.config.base import Count, Resolved, Text, resolved_later
 from skyrl_train.config.policy import CriticConfig, PolicyConfig, RefConfig
 from skyrl_train.config.run import PlacedRole, RunConfig, RunPlacementConfig
 
@@ -86,6 +86,10 @@ class TrainerConfig(RunConfig):
 
     dump_eval_results: bool = True
     """Write every evaluated trajectory under `evals/` in the run folder."""
+
+    remote_trajectory_url: Text | None = None
+    """Upload the evaluated trajectories to `<remote_trajectory_url>/evals/<run_name>/global_step_<N>/`, e.g.
+    `s3://skyrl-trajectories`; needs `dump_eval_results`."""
 
     dump_trajectories: bool = False
     """Write every training trajectory under `trajectories/` in the run folder."""

@@ -424,6 +424,33 @@ def resume_path_is_a_checkpoint(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
+def _url_problems(key: str, url: str | None) -> Iterator[str]:
+    if url is not None and not re.match(r"[a-z0-9+.-]+://.", url):
+        yield f"{key}={show(url)} must be a URL, e.g. {key}=s3://my-bucket, or null to upload nothing"
+
+
+def checkpoints_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse remote storage that is no URL, or without checkpoints."""
+    url = cfg.trainer.remote_ckpt_url
+    yield from _url_problems("trainer.remote_ckpt_url", url)
+    if url is not None and cfg.trainer.ckpt_interval < 0:
+        yield (
+            f"trainer.remote_ckpt_url={show(url)} needs checkpoints, but trainer.ckpt_interval=-1 writes none; set "
+            "trainer.ckpt_interval=10, or trainer.remote_ckpt_url=null"
+        )
+
+
+def trajectories_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse storage of trajectories that is no URL, or without trajectories."""
+    url = cfg.trainer.remote_trajectory_url
+    yield from _url_problems("trainer.remote_trajectory_url", url)
+    if url is not None and not cfg.trainer.dump_eval_results:
+        yield (
+            f"trainer.remote_trajectory_url={show(url)} uploads what trainer.dump_eval_results=false does not write; "
+            "set trainer.dump_eval_results=true"
+        )
+
+
 def resume_path_is_read(cfg: SkyRLConfig) -> Iterator[str]:
     """Warn of a path that `resume_mode` ignores."""
     if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
@@ -682,6 +709,8 @@ RULES: tuple[Rule, ...] = (
     names_are_folders,
     validation_data_is_read_once,
     resume_path_is_a_checkpoint,
+    checkpoints_are_uploaded,
+    trajectories_are_uploaded,
     distillation_has_a_teacher,
     filter_has_a_group,
     kl_in_reward_is_possible,

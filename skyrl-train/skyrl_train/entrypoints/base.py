@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import random
 from abc import ABC, abstractmethod
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from skyrl_train.checkpoint import CheckpointStore, folder_lock
+from skyrl_train.checkpoint import DISK_ERRORS, CheckpointStore, folder_lock
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.entrypoints.command import log_to_console
 from skyrl_train.entrypoints.preflight import find_unusable_folders
@@ -32,8 +31,6 @@ from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.types.specs import Role
 
 logger = logging.getLogger(__name__)
-
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class Experiment(ABC):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from skyrl_train.config.loading import Schema
@@ -136,6 +137,29 @@ def reward(
     _run_supervised(context, overrides or [], config, print_config, help, dry_run)
 
 
+@app.command(context_settings=RUN_SETTINGS)
+def doctor(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    task: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also check a SkyPilot task: workdir.ref and variables.")
+    ] = None,
+) -> None:
+    """Check what a training run needs, and say how to fix what is missing.
+
+    Versions, configuration, data, model, disk, memory, remote storage, keys and ports. The exit status is 1 if a
+    check fails.
+    """
+    from skyrl_train.entrypoints.command import run_command
+
+    def run() -> None:
+        from skyrl_train.entrypoints.doctor import run_doctor
+
+        run_doctor(overrides or [], config, task, typer.echo)
+
+    run_command(run)
+
+
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)
 def generate(
     context: typer.Context,
@@ -179,11 +203,24 @@ def tiny(
     run_command(write)
 
 
-@app.command()
-def report(
+class _ReportGroup(TyperGroup):
+    """A group whose first argument may be a run folder."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["run", *args])
+
+
+report = typer.Typer(
+    cls=_ReportGroup, help="Write the report of a run, or compare its trajectories.", no_args_is_help=True
+)
+app.add_typer(report, name="report")
+
+
+@report.command("run")
+def report_run(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="e.g. outputs/skyrl/my-run")],
 ) -> None:
-    """Write the report of a run, finished or not."""
+    """Write the report of a run, finished or not; `skyrl report RUN_FOLDER` is the same."""
     from skyrl_train.entrypoints.command import run_command
 
     def write() -> None:
@@ -195,6 +232,27 @@ def report(
         if page is None:
             raise DataError(f"{folder} has no metrics.jsonl with a step in it; pass the folder of a run")
         typer.echo(page)
+
+    run_command(write)
+
+
+@report.command("trajectories")
+def report_trajectories(
+    source: Annotated[str, typer.Argument(metavar="FOLDER_OR_URL", help="A run folder, or s3://bucket/evals/my-run.")],
+    first: Annotated[int | None, typer.Option("--from", metavar="STEP", help="Earlier step; the first one.")] = None,
+    last: Annotated[int | None, typer.Option("--to", metavar="STEP", help="Later step; the last one.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Samples of each category of failures.")] = 2,
+) -> None:
+    """Compare the evaluated trajectories of two steps, as Markdown.
+
+    Turns, tool calls, success and pass@n of each environment, and the failures by category.
+    """
+    from skyrl_train.entrypoints.command import run_command
+
+    def write() -> None:
+        from skyrl_train.report.trajectories import describe_trajectories
+
+        typer.echo(describe_trajectories(source, first, last, samples), nl=False)
 
     run_command(write)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from skyrl_train.callbacks import open_evaluations
+from skyrl_train.checkpoint import STORAGE_ERRORS, upload_files
 from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.experiment import BasePPOExp
@@ -51,6 +53,12 @@ class EvalOnlyEntrypoint(BasePPOExp):
         folder = self.run_folder.evals(None)
         dump_evaluation(folder, trajectories, metrics, ChatEncoder(self.tokenizer))
         logger.info("%d trajectories are in %s", len(trajectories), folder)
+        trainer = self.cfg.trainer
+        if (remote := open_evaluations(trainer.remote_trajectory_url, trainer.run_name)) is not None:
+            try:
+                await asyncio.to_thread(upload_files, folder, remote / folder.name)
+            except STORAGE_ERRORS as error:
+                logger.warning("They could not be uploaded to %s: %s. Rerun the command to retry", remote.url, error)
         if not any(t.is_valid for t in trajectories):
             raise EnvError(f"all {len(trajectories)} rollouts failed; the first: {trajectories[0].error}")
         return metrics

@@ -29,6 +29,7 @@ from skyrl_train.callbacks import (
     Evaluation,
     Export,
     Logging,
+    RemoteStorage,
     Reporting,
     SavedConfig,
     TrajectoryDump,
@@ -220,7 +221,14 @@ class BasePPOExp(Experiment):
         callbacks.append(Logging(tracker))
         if self.cfg.trainer.dump_trajectories:
             callbacks.append(TrajectoryDump(self.run_folder, chat))
-        return [SavedConfig(self.run_folder), *callbacks, Checkpointing(), Export(), Reporting(self.run_folder)]
+        return [
+            SavedConfig(self.run_folder),
+            *callbacks,
+            Checkpointing(),
+            Export(),
+            Reporting(self.run_folder),
+            RemoteStorage(self.run_folder, self.cfg.trainer.remote_trajectory_url),
+        ]
 
     async def _run(self) -> None:
         cfg = self.cfg.trainer

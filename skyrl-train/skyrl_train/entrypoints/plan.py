@@ -17,7 +17,7 @@ from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
 from skyrl_train.config.preferences import DPOTrainerConfig, PreferenceDataConfig, RewardConfig
-from skyrl_train.config.run import RunConfig, RunPlacementConfig
+from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.config.sft import SFTTrainerConfig, SupervisedConfig
 from skyrl_train.dataset.files import count_rows
 from skyrl_train.types.specs import Role, lora_spec
@@ -84,7 +84,7 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
     else:
         processes = "1"
     lines += [_device(), ("processes", processes)]
-    lines += _storage(trainer, models, "activations", ranks)
+    lines += _storage(trainer, models, data.train_data, "activations", ranks)
     return _format_plan(lines)
 
 
@@ -104,7 +104,7 @@ def _describe_model(model: PlannedModel) -> Iterator[tuple[str, str]]:
 
 def _what_is_trained(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     trainer = cfg.trainer
-    for model in _models(cfg):
+    for model in plan_models(cfg):
         yield from _describe_model(model)
     if reads_reference(trainer.algorithm) and trainer.policy_is_reference:
         yield "reference", "the policy without its adapter"
@@ -152,7 +152,7 @@ class PlannedModel:
         return (self.n_trained or 0) * width * COPIES_WHEN_TRAINED + frozen
 
 
-def _models(cfg: SkyRLConfig) -> list[PlannedModel]:
+def plan_models(cfg: SkyRLConfig) -> list[PlannedModel]:
     """Return each model that the run loads; ConfigError if an adapter does not fit."""
     trainer = cfg.trainer
     models = [_trained_model("policy", trainer.policy.model, trainer.seed)]
@@ -212,12 +212,21 @@ def _clock(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _steps(trainer: TrainerConfig | SFTTrainerConfig, sources: list[str]) -> tuple[str, str]:
+def _n_steps(trainer: TrainerConfig | SFTTrainerConfig, sources: Sequence[str]) -> int | None:
+    """Return the steps of a run; None before its data is downloaded."""
     counts = [count_rows(source) for source in sources]
-    if None in counts:
-        return "steps", str(trainer.max_training_steps or "unknown before the download")
+    if None in counts or not counts:
+        return trainer.max_training_steps
+    n_steps = trainer.epochs * (sum(filter(None, counts)) // trainer.train_batch_size)
+    return min(n_steps, trainer.max_training_steps or n_steps)
+
+
+def _steps(trainer: TrainerConfig | SFTTrainerConfig, sources: list[str]) -> tuple[str, str]:
+    n_steps = _n_steps(trainer, sources)
+    counts = [count_rows(source) for source in sources]
+    if n_steps is None or None in counts:
+        return "steps", str(n_steps or "unknown before the download")
     per_epoch = sum(filter(None, counts)) // trainer.train_batch_size
-    n_steps = min(trainer.epochs * per_epoch, trainer.max_training_steps or trainer.epochs * per_epoch)
     return "steps", f"{n_steps:,} of {_count(trainer.epochs, 'epoch')} with {_count(per_epoch, 'batch')}"
 
 
@@ -230,11 +239,11 @@ def _device() -> tuple[str, str]:
     else:
         free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
         device = f"CPU, {torch.get_num_threads()} threads"
-    return "device", f"{device} · {_format_bytes(free)} of {_format_bytes(total)} free"
+    return "device", f"{device} · {format_bytes(free)} of {format_bytes(total)} free"
 
 
 def _resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
-    models, placement = _models(cfg), cfg.trainer.placement
+    models, placement = plan_models(cfg), cfg.trainer.placement
     yield _device()
     ranks = _ranks(placement, models)
     if ranks:
@@ -247,11 +256,93 @@ def _resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     else:
         engine = "embedded, " + ("with a copy of" if placement.uses_ray else "shares") + " the policy's weights"
     yield "engine", f"{engine} · {cfg.generator.gpu_memory_utilization:.0%} of the memory that training leaves free"
-    yield from _storage(cfg.trainer, models, "activations and the key-value cache", ranks, has_engine=True)
+    sources = [] if cfg.data.custom_cls.path is not None else cfg.data.train_data
+    on_top = "activations and the key-value cache"
+    yield from _storage(cfg.trainer, models, sources, on_top, ranks, has_engine=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskForecast:
+    """The disk that checkpoints and exports of a run take."""
+
+    checkpoint_bytes: int
+    interval: int
+    n_kept: int | None  # at most; None if all are kept
+    n_checkpoints: int | None  # in the whole run; None before the data is downloaded
+    export_bytes: int
+    n_exports: int | None
+
+    @property
+    def min_bytes(self) -> int:
+        """The disk without which a checkpoint, or an export beside it, cannot be written."""
+        return 2 * self.checkpoint_bytes + (self.export_bytes if self.n_exports != 0 else 0)
+
+    @property
+    def total_bytes(self) -> int:
+        """The maximum of the whole run, if its length is known, with the checkpoint that is being written."""
+        n_checkpoints = 1 if self.n_checkpoints is None else self.n_checkpoints
+        n_kept = n_checkpoints if self.n_kept is None else min(self.n_kept, n_checkpoints)
+        n_there = min(n_kept + 1, max(n_checkpoints, 2)) if self.checkpoint_bytes else 0
+        return n_there * self.checkpoint_bytes + (self.n_exports or 0) * self.export_bytes
+
+    def describe(self) -> str:
+        """Return the forecast in one line."""
+        parts = []
+        if self.checkpoint_bytes:
+            kept = "all kept" if self.n_kept is None else f"the last {self.n_kept} kept"
+            every = _count(self.interval, "step")
+            parts.append(f"{format_bytes(self.checkpoint_bytes)} per checkpoint, every {every}, {kept}")
+        if self.export_bytes:
+            n_exports = "" if self.n_exports is None else f"{self.n_exports:,} × "
+            parts.append(f"exports {n_exports}{format_bytes(self.export_bytes)}")
+        if self.n_checkpoints is not None:
+            parts.append(f"up to {format_bytes(self.total_bytes)}")
+        return " · ".join(parts) or "no checkpoints and no exports"
+
+
+def forecast_disk(
+    trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel], sources: Sequence[str]
+) -> DiskForecast | None:
+    """Forecast the disk of a run on the data of `sources`; None if the size of a model is unknown."""
+    if any(model.n_parameters is None for model in models):
+        return None
+    n_steps = _n_steps(trainer, sources)
+
+    def times(interval: int) -> int | None:
+        return 0 if interval < 0 else None if n_steps is None else math.ceil(n_steps / interval)
+
+    is_saved = trainer.ckpt_interval > 0
+    n_kept = 1 if trainer.remote_ckpt_url is not None and trainer.max_ckpts_to_keep < 0 else trainer.max_ckpts_to_keep
+    trained = [model for model in models if model.role != "reference"]
+    return DiskForecast(
+        checkpoint_bytes=sum(model.checkpoint_bytes for model in trained) if is_saved else 0,
+        interval=trainer.ckpt_interval,
+        n_kept=None if n_kept < 0 else n_kept,
+        n_checkpoints=times(trainer.ckpt_interval),
+        export_bytes=sum(map(_export_bytes, trained)) if trainer.hf_save_interval > 0 else 0,
+        n_exports=times(trainer.hf_save_interval),
+    )
+
+
+def _export_bytes(model: PlannedModel) -> int:
+    if model.lora is None or model.lora.merge_on_export:
+        return model.weight_bytes
+    return model.checkpoint_bytes // COPIES_IN_CHECKPOINT
+
+
+def free_bytes(folder: str) -> int:
+    """Return the free bytes on the disk of a folder that need not exist."""
+    return shutil.disk_usage(_existing_parent(Path(folder))).free
 
 
 def _storage(
-    trainer: RunConfig, models: Sequence[PlannedModel], and_on_top: str, ranks: Ranks, *, has_engine: bool = False
+    trainer: TrainerConfig | SFTTrainerConfig,
+    models: Sequence[PlannedModel],
+    sources: Sequence[str],
+    and_on_top: str,
+    ranks: Ranks,
+    *,
+    has_engine: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """Yield memory, disk and run folder of a run that loads `models`, with `ranks` if it takes several processes."""
     if any(model.n_parameters is None for model in models):
@@ -260,24 +351,17 @@ def _storage(
         yield (
             "memory",
             (
-                f"{_format_bytes(sum(model.training_bytes for model in models))} for weights, gradients and optimizer; "
+                f"{format_bytes(sum(model.training_bytes for model in models))} for weights, gradients and optimizer; "
                 f"{and_on_top} come on top"
             ),
         )
         if ranks:
-            shards = (f"{m.role} {_format_bytes(m.training_bytes / math.prod(ranks[m.role]))}" for m in models)
-            engine = f"; engine {_format_bytes(models[0].weight_bytes)}" if has_engine else ""
+            shards = (f"{m.role} {format_bytes(m.training_bytes / math.prod(ranks[m.role]))}" for m in models)
+            engine = f"; engine {format_bytes(models[0].weight_bytes)}" if has_engine else ""
             yield "per process", f"{', '.join(shards)}{engine}"
-        if trainer.ckpt_interval > 0:
-            free_disk = shutil.disk_usage(_existing_parent(Path(trainer.ckpt_path))).free
-            kept = "all kept" if trainer.max_ckpts_to_keep < 0 else f"the last {trainer.max_ckpts_to_keep} kept"
-            yield (
-                "disk",
-                (
-                    f"{_format_bytes(sum(model.checkpoint_bytes for model in models))} per checkpoint, every "
-                    f"{_count(trainer.ckpt_interval, 'step')}, {kept} · {_format_bytes(free_disk)} free"
-                ),
-            )
+        forecast = forecast_disk(trainer, models, sources)
+        if forecast is not None and forecast.total_bytes:
+            yield "disk", f"{forecast.describe()} · {format_bytes(free_bytes(trainer.ckpt_path))} free"
     yield "run folder", trainer.run_dir
 
 
@@ -331,7 +415,7 @@ def _existing_parent(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
-def _format_bytes(n_bytes: float) -> str:
+def format_bytes(n_bytes: float) -> str:
     for unit in ("B", "KB", "MB", "GB"):
         if n_bytes < 1000:
             return f"{n_bytes:.3g} {unit}"

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.algorithms.objectives import CrossEntropyObjective, SupervisedObjective
-from skyrl_train.callbacks import Callback, Checkpointing, Export, Logging, Reporting, SavedConfig
+from skyrl_train.callbacks import Callback, Checkpointing, Export, Logging, RemoteStorage, Reporting, SavedConfig
 from skyrl_train.config.loading import ConfigSource, Schema, validate
 from skyrl_train.config.sft import SFT, SupervisedConfig
 from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, trained_segments
@@ -105,6 +105,7 @@ class SupervisedExp(Experiment):
             Checkpointing(),
             Export(),
             Reporting(self.run_folder),
+            RemoteStorage(self.run_folder),
         ]
 
     async def _run(self) -> None:

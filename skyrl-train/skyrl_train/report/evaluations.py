@@ -10,7 +10,7 @@ from typing import Any
 from skyrl_train.errors import DataError
 from skyrl_train.tracking import RunFolder
 
-_AGGREGATED = "aggregated_results.jsonl"
+AGGREGATED = "aggregated_results.jsonl"
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ def read_evaluation(run_folder: RunFolder, step: int) -> list[EvaluatedTrajector
     """Return every trajectory of one evaluation. Raises `DataError` for a line that is not one."""
     files = sorted(run_folder.evals(step).glob("*.jsonl"))
     return [
-        _trajectory(row)
+        parse_trajectory(row)
         for path in files
-        if path.name != _AGGREGATED
-        for row in _rows(path.read_text("utf-8"), str(path))
+        if path.name != AGGREGATED
+        for row in parse_rows(path.read_text("utf-8"), str(path))
     ]
 
 
@@ -58,7 +58,8 @@ def pick_examples(newest: list[EvaluatedTrajectory], first: list[EvaluatedTrajec
     return [Example(chosen[index], scored[index], earlier.get(scored[index].prompt)) for index in sorted(chosen)]
 
 
-def _rows(text: str, path: str) -> Iterator[dict[str, Any]]:
+def parse_rows(text: str, path: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a JSON-lines file; DataError, with its `path`, for a line that is none."""
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
@@ -71,7 +72,8 @@ def _rows(text: str, path: str) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:
+def parse_trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:
+    """Return the trajectory of a row, as this project or SkyRL writes it."""
     return EvaluatedTrajectory(
         prompt=_text(row.get("input_prompt")),
         response=_text(row.get("output_response")),

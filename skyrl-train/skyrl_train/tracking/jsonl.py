@@ -18,18 +18,27 @@ from skyrl_train.errors import DataError
 
 
 class MetricsFile:
-    """An append-only metrics file; every line reaches the operating system before `log` returns."""
+    """An append-only metrics file; every line reaches the operating system before `log` returns.
+
+    A line that a full or broken disk refuses is an OSError, and is written with the next one.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
+        self._unwritten = b""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         assert "step" not in metrics, "the step is a separate argument"
-        self._file.write(_line({"step": step, **{name: _finite(value) for name, value in metrics.items()}}))
-        self._file.flush()
+        self._unwritten += _line({"step": step, **{name: _finite(value) for name, value in metrics.items()}}).encode()
+        self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            n_written = self._file.write(self._unwritten)
+            self._unwritten = self._unwritten[n_written:]
 
     def truncate_after(self, step: int) -> None:
         """Move the lines of later steps to `metrics.superseded.jsonl`: a run resumed at `step` logs them again."""
@@ -41,10 +50,14 @@ class MetricsFile:
             superseded.write("".join(_line(row) for row in rows if row["step"] > step))
         self._file.close()
         replace_text(self.path, "".join(map(_line, kept)))
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            if not self._file.closed:
+                self._write()
+        finally:
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -144,9 +144,15 @@ class Tracking:
             self._closing = started.pop_all()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics of a step."""
+        """Log the metrics of a step to every backend; then raise the OSError of one whose disk refused."""
+        failures = []
         for tracker in self._trackers:
-            tracker.log(metrics, step)
+            try:
+                tracker.log(metrics, step)
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def truncate_after(self, step: int) -> None:
         """Drop what was logged after `step`, from whose checkpoint the run resumes."""

@@ -21,6 +21,10 @@ CAUSE_TIMEOUT_S = 2.0
 """Seconds that other ranks of a failed call may take to fail as well."""
 
 
+SAVE_POLL_S = 0.05
+"""Seconds between two looks at a save in progress."""
+
+
 class WorkerGroup:
     """Calls every rank of a model, one call at a time.
 
@@ -106,7 +110,13 @@ class WorkerGroup:
     async def save(self, folder: Path) -> Awaitable[Any]:
         """Return once training may continue; await the result until `folder` is on disk."""
         await self._call("begin_save", folder)
-        return self._call("finish_save")
+        return self._finish_save()
+
+    async def _finish_save(self) -> None:
+        """Wait until all ranks have written their part; other calls run in between."""
+        while not all(await self._call("is_written")):
+            await asyncio.sleep(SAVE_POLL_S)
+        await self._call("finish_save")
 
     async def load_state(self, folder: Path) -> None:
         """Load what any number of ranks saved; CheckpointError if it is incomplete or belongs to another model."""

@@ -169,6 +169,10 @@ class Worker:
                 (folder / BASE_CHECKSUM).write_text(f"{checksum}\n", encoding="utf-8")
         self._saving = self._strategy.save(self._state, folder)
 
+    def is_written(self) -> bool:
+        """Return True once `finish_save` would not wait."""
+        return self._saving is None or self._saving.done()
+
     def finish_save(self) -> None:
         """Wait until the last save is on disk."""
         assert self._saving is not None, "begin_save() comes first"

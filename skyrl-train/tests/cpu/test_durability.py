@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import re
+import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from skyrl_train.callbacks import Callback, Run, StepReport
-from skyrl_train.checkpoint import CheckpointStore, folder_lock
+from skyrl_train.checkpoint import CheckpointStore, durable, folder_lock
 from skyrl_train.checkpoint.manifest import find_damage, write_manifest
 from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli, run_command
 from skyrl_train.errors import ConfigError
@@ -176,6 +178,78 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_one_message_and_leaves_
     assert not (folder / "export/global_step_2").exists()
     train("trainer.hf_save_interval=2")
     assert (folder / "export/global_step_2/policy/model.safetensors").exists()
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_metrics_and_the_next_step_is_saved(
+    catch_run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """During steps 1 and 2 of 4, files cannot grow; the run has a checkpoint interval of 2."""
+    folder, alerts = tmp_path / "skyrl/test_run", list[str]()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class FillDisk(Callback):
+        async def on_step_end(self, run: Run, report: StepReport) -> None:
+            is_full = report.global_step in (1, 2)
+            size = (folder / "metrics.jsonl").stat().st_size if report.global_step else 0
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]) if is_full else limits)
+
+        async def on_alert(self, run: Run, text: str) -> None:
+            alerts.append(text)
+
+    class Experiment(BasePPOExp):
+        def get_callbacks(self, *parts: object) -> list[Callback]:
+            return [FillDisk(), *super().get_callbacks(*parts)]  # type: ignore[arg-type]
+
+    overrides = ["trainer.ckpt_interval=2", "trainer.eval_interval=-1", "trainer.epochs=2"]
+    try:
+        Experiment(parse_cli([*catch_run, *overrides])).run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3, 4]
+    assert sorted(path.name for path in folder.glob("ckpts/global_step_*")) == ["global_step_3", "global_step_4"]
+    assert list(folder.glob("ckpts/.global_step_*")) == []
+    assert any("cannot save the checkpoint of step 2" in text for text in alerts)
+    assert "Storage: Logging failed at step 1: [Errno 27] File too large. Training continues" in caplog.text
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["storage/alerts"] == len(alerts)
+
+
+def test_training_continues_while_a_checkpoint_is_written(
+    catch_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of step 1 is written only after step 2 is trained, and holds the weights of step 1."""
+    folder, step_2 = tmp_path / "skyrl/test_run", threading.Event()
+    sync_tree, states = durable.sync_tree, list[bool]()
+
+    def slow_sync(path: Path) -> None:
+        if "global_step_1." in path.name:
+            states.append(step_2.wait(60))
+        sync_tree(path)
+
+    class Experiment(BasePPOExp):
+        class trainer_class(Trainer):
+            async def update(self, step: Step, batch: TrainingBatch) -> None:
+                await super().update(step, batch)
+                if step.number == 2:
+                    step_2.set()
+
+    overrides = ["trainer.ckpt_interval=1", "trainer.eval_interval=-1", "generator.batched=true"]
+    with monkeypatch.context() as patch:
+        patch.setattr("skyrl_train.checkpoint.store.sync_tree", slow_sync)
+        Experiment(parse_cli([*catch_run, *overrides])).run()
+    assert states == [True]
+    weights = torch.load(folder / "ckpts/global_step_2/driver.pt", weights_only=True)["global_step"]
+    assert weights == 2
+    metrics = (folder / "metrics.jsonl").read_text().splitlines()
+    shutil.rmtree(folder / "ckpts/global_step_2")
+    (folder / "ckpts/latest_ckpt_global_step.txt").write_text("1")
+    main([*catch_run, *overrides])
+    again = (folder / "metrics.jsonl").read_text().splitlines()
+    untimed = [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(("timing", "trainer", "storage"))}
+        for line in (metrics[-1], again[-1])
+    ]
+    assert untimed[0] == untimed[1], "step 2 from the checkpoint of step 1 is step 2"
 
 
 def test_a_log_on_a_full_disk_is_warned_of_once_and_does_not_end_the_run(

@@ -1,9 +1,15 @@
-"""A run that is interrupted and resumed ends exactly like an uninterrupted one."""
+"""A run that is interrupted and resumed ends exactly like an uninterrupted one.
+
+`TEST_KILLS=50` kills runs at 50 random moments, instead of two: while they start, resume, train, save, upload, remove
+checkpoints and end.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +22,12 @@ import torch
 from safetensors.torch import load_file
 
 from examples.catch.catch_dataset import CatchDataset, write_dataset
+from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, RemoteFolder
+from skyrl_train.checkpoint.manifest import find_damage
+from skyrl_train.checkpoint.store import POINTER
 
 TRAIN_FOLDER = Path(__file__).parents[3]
+N_KILLS = int(os.environ.get("TEST_KILLS", "2"))
 N_STEPS = 6  # three epochs of two batches: checkpoints fall inside epochs and on their boundaries
 
 
@@ -55,7 +65,7 @@ def command(data_dir: Path, model: Path, output_dir: Path) -> list[str]:
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
     """Return the logged metrics without timings."""
     lines = (output_dir / "skyrl/test_run/metrics.jsonl").read_text().splitlines()
-    timed = ("timing/", "trainer/tokens_per_second")
+    timed = ("timing/", "storage/", "trainer/tokens_per_second")
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
 
 
@@ -111,3 +121,53 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     expected = weights(uninterrupted)
     for name, tensor in weights(tmp_path).items():
         assert torch.equal(tensor, expected[name]), f"{name}, {moment}"
+
+
+def test_runs_that_are_killed_again_and_again_end_like_an_uninterrupted_one(
+    data_dir: Path, tiny_model_path: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """Checkpoints are saved and uploaded after each step. Every second time, the machine is lost as well."""
+    generator = random.Random(seed := random.randrange(10**6))
+    remote = RemoteCheckpoints(RemoteFolder(f"file://{tmp_path}/remote/skyrl/{tiny_model_path.name}/test_run"))
+    folder, n_killed, n_rounds = tmp_path / "skyrl/test_run", 0, 0
+    arguments = [
+        *command(data_dir, tiny_model_path, tmp_path),
+        "trainer.ckpt_interval=1",
+        f"trainer.remote_ckpt_url=file://{tmp_path}/remote",
+    ]
+    whole_run_s = 15.0  # at first a guess
+    while n_killed < N_KILLS:
+        started = time.monotonic()
+        process = subprocess.Popen(arguments, cwd=TRAIN_FOLDER, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            status = process.wait(generator.uniform(0.2, 1.0) * whole_run_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            n_killed += 1
+        else:
+            assert status == 0, f"round {n_rounds} of seed {seed}"
+            whole_run_s = time.monotonic() - started
+        n_rounds += 1
+        moment = f"kill {n_killed} of seed {seed}"
+        store = CheckpointStore(folder / "ckpts")
+        if store.resumable_step() is not None:
+            latest = store.latest()
+            assert latest is not None, moment
+            assert find_damage(latest) == [], moment
+        step = remote.latest_step()
+        if n_killed % 2 and step is not None:  # step 0 of a run that starts again is logged again
+            shutil.rmtree(folder)
+        elif store.resumable_step() == N_STEPS:
+            shutil.rmtree(folder)
+            shutil.rmtree(tmp_path / "remote", ignore_errors=True)
+    run(arguments)
+    expected = weights(uninterrupted)
+    for name, tensor in weights(tmp_path).items():
+        assert torch.equal(tensor, expected[name]), f"{name}, seed {seed}"
+    reference = {row["step"]: row for row in metrics(uninterrupted)}
+    for row in metrics(tmp_path):
+        assert row == reference[row["step"]], f"seed {seed}"
+    left = {entry.name for entry in (folder / "ckpts").iterdir()}
+    assert left == {f"global_step_{N_STEPS}", POINTER}, f"nothing is left behind, seed {seed}"
+    assert all(remote.is_complete(step) for step in range(1, N_STEPS + 1))

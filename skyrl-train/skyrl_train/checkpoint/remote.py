@@ -1,0 +1,332 @@
+"""Checkpoints in remote storage: S3, or any file system of fsspec.
+
+<url>/<project>/<model>/<run_name>/
+    latest_ckpt_global_step.txt     the newest step of the run; later folders belong to an abandoned future
+    global_step_N/                  the files of a checkpoint; `checksums.json`, written last, makes it complete
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.implementations.arrow import ArrowFSWrapper
+from xxhash import xxh3_128
+
+from skyrl_train.checkpoint.manifest import MANIFEST, Fingerprint, parse_manifest
+from skyrl_train.checkpoint.store import POINTER, step_of
+from skyrl_train.errors import CheckpointError
+
+T = TypeVar("T")
+
+CHUNK_BYTES = 8 * 2**20
+N_ATTEMPTS = 3
+"""Attempts of each remote operation, beside those of the client itself."""
+
+RETRY_S = 0.5
+"""Seconds before the second attempt; doubled for each further one."""
+
+S3_SCHEMES = ("s3", "s3a")
+STORAGE_ERRORS = (OSError, RuntimeError, ValueError, ImportError)
+"""What clients of remote storage raise."""
+
+
+def find_credentials_fault(url: str, environ: Mapping[str, str]) -> str | None:
+    """Return what is missing to log in at a URL; None if nothing is, or if its protocol is not S3."""
+    if urlsplit(url).scheme not in S3_SCHEMES:
+        return None
+    keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    missing = [key for key in keys if not environ.get(key)]
+    roles = ("AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_ROLE_ARN")
+    file = Path(environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
+    if not missing or (len(missing) == 2 and (any(environ.get(name) for name in roles) or file.is_file())):
+        return None
+    return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and there is no {file}"
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """A folder at a URL. Methods block, retry failures, and raise one of `STORAGE_ERRORS`."""
+
+    url: str
+
+    def __truediv__(self, name: str) -> RemoteFolder:
+        return RemoteFolder(f"{self.url.rstrip('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rstrip("/").rpartition("/")[2]
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        return _open(self.url)
+
+    def connect(self) -> None:
+        """Open the file system, which reads no file."""
+        _ = self._opened
+
+    def names(self) -> list[str]:
+        """Return the names of the files and folders in this folder; none if it does not exist."""
+
+        def list_names() -> list[str]:
+            system, path = self._opened
+            system.invalidate_cache()
+            try:
+                entries = system.ls(path, detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted({entry.rstrip("/").rpartition("/")[2] for entry in entries})
+
+        return _retried(list_names)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size in bytes of each file below this folder, by relative path."""
+
+        def list_sizes() -> dict[str, int]:
+            system, path = self._opened
+            system.invalidate_cache()
+            try:
+                found = system.find(path, detail=True)
+            except FileNotFoundError:
+                return {}
+            root = path.strip("/")
+            return {
+                name.strip("/").removeprefix(f"{root}/"): int(entry["size"])
+                for name, entry in found.items()
+                if entry["type"] == "file"
+            }
+
+        return _retried(list_sizes)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file; None if it does not exist."""
+
+        def read_file() -> bytes | None:
+            system, path = self._opened
+            try:
+                with system.open(f"{path.rstrip('/')}/{name}", "rb") as file:
+                    content: bytes = file.read()
+                    return content
+            except FileNotFoundError:
+                return None
+
+        return _retried(read_file)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file."""
+        _retried(lambda: self._write(name, iter([content])))
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it exists."""
+
+        def remove_file() -> None:
+            system, path = self._opened
+            with suppress(FileNotFoundError):
+                system.rm_file(f"{path.rstrip('/')}/{name}")
+
+        _retried(remove_file)
+
+    def upload_file(self, source: Path, name: str) -> Fingerprint:
+        """Copy a local file to `name`, in parts if it is large; return the fingerprint of what was sent."""
+
+        def upload() -> Fingerprint:
+            checksum, n_bytes = xxh3_128(), 0
+
+            def read_chunks() -> Iterator[bytes]:
+                nonlocal n_bytes
+                with source.open("rb") as file:
+                    while chunk := file.read(CHUNK_BYTES):
+                        checksum.update(chunk)
+                        n_bytes += len(chunk)
+                        yield chunk
+
+            self._write(name, read_chunks())
+            return Fingerprint(n_bytes, checksum.hexdigest())
+
+        return _retried(upload)
+
+    def download_file(self, name: str, target: Path) -> Fingerprint:
+        """Copy the file `name` to a local path; return the fingerprint of what was received."""
+
+        def download() -> Fingerprint:
+            system, path = self._opened
+            checksum, n_bytes = xxh3_128(), 0
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with system.open(f"{path.rstrip('/')}/{name}", "rb") as remote, target.open("wb") as file:
+                while chunk := remote.read(CHUNK_BYTES):
+                    checksum.update(chunk)
+                    n_bytes += len(chunk)
+                    file.write(chunk)
+            return Fingerprint(n_bytes, checksum.hexdigest())
+
+        return _retried(download)
+
+    def _write(self, name: str, chunks: Iterator[bytes]) -> None:
+        system, path = self._opened
+        target = f"{path.rstrip('/')}/{name}"
+        if not isinstance(system, ArrowFSWrapper):  # in S3, a folder would be an empty object
+            system.makedirs(target.rpartition("/")[0], exist_ok=True)
+        with system.open(target, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it.
+
+    S3 is read with the client of pyarrow, which is installed in any case; $AWS_ENDPOINT_URL names another server.
+    """
+    if urlsplit(url).scheme not in S3_SCHEMES:
+        return fsspec.core.url_to_fs(url)
+    from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
+
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    parts = urlsplit(endpoint) if endpoint else None
+    client = S3FileSystem(
+        region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or None,
+        endpoint_override=parts.netloc if parts else None,
+        scheme=parts.scheme if parts else None,
+        connect_timeout=30,
+        retry_strategy=AwsStandardS3RetryStrategy(max_attempts=3),
+    )
+    return ArrowFSWrapper(client), url.partition("://")[2]
+
+
+def _retried(operation: Callable[[], T]) -> T:
+    for attempt in range(1, N_ATTEMPTS):
+        try:
+            return operation()
+        except (FileNotFoundError, PermissionError, ImportError, ValueError):
+            raise  # would fail again
+        except STORAGE_ERRORS:
+            time.sleep(RETRY_S * 2 ** (attempt - 1))
+    return operation()
+
+
+class RemoteCheckpoints:
+    """The checkpoints of one run in remote storage. Methods block, and raise one of `STORAGE_ERRORS`."""
+
+    def __init__(self, folder: RemoteFolder) -> None:
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints, complete or not, ascending."""
+        matches = (re.fullmatch(r"global_step_(\d+)", name) for name in self.folder.names())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def is_complete(self, step: int, like: Path | None = None) -> bool:
+        """Return True if each file of a checkpoint is there with its size, and its checksums are those of `like`."""
+        folder = self._folder(step)
+        manifest = folder.read(MANIFEST)
+        if manifest is None or (like is not None and manifest != (like / MANIFEST).read_bytes()):
+            return False
+        files = parse_manifest(manifest)
+        sizes = folder.sizes()
+        return files is not None and all(sizes.get(name) == saved.n_bytes for name, saved in files.items())
+
+    def latest_step(self) -> int | None:
+        """Return the newest complete checkpoint that does not belong to an abandoned future; None if there is none."""
+        pointer = (self.folder.read(POINTER) or b"").strip()
+        newest = int(pointer) if pointer.isdigit() else None
+        steps = (step for step in reversed(self.steps()) if newest is None or step <= newest)
+        return next((step for step in steps if self.is_complete(step)), None)
+
+    def point_to(self, step: int) -> None:
+        """Make `step` the newest of the run: a resumed run must not continue from a later one."""
+        self.folder.write(POINTER, f"{step}\n".encode())
+
+    def upload(self, checkpoint: Path) -> int:
+        """Upload a local checkpoint, the completion marker last, and check it; return the bytes, 0 if it is there.
+
+        Raises:
+            CheckpointError: a local file has changed since it was saved; uploading it again would not help.
+        """
+        manifest = (checkpoint / MANIFEST).read_bytes()
+        files = parse_manifest(manifest)
+        if files is None:
+            raise CheckpointError(f"{checkpoint / MANIFEST} is damaged; the checkpoint is not uploaded")
+        target = self.folder / checkpoint.name
+        if self.is_complete(step_of(checkpoint), like=checkpoint):
+            return 0
+        if target.read(MANIFEST) not in (None, manifest):
+            target.remove(MANIFEST)  # of a checkpoint that this one replaces
+        for name, saved in files.items():
+            sent = target.upload_file(checkpoint / name, name)
+            if sent != saved:
+                raise CheckpointError(
+                    f"the content of {checkpoint / name} has changed since it was saved; the checkpoint is not uploaded"
+                )
+        sizes = target.sizes()
+        if short := [name for name, saved in files.items() if sizes.get(name) != saved.n_bytes]:
+            raise OSError(f"{(target / short[0]).url} has {sizes.get(short[0], 0):,} bytes after the upload")
+        target.write(MANIFEST, manifest)
+        return sum(saved.n_bytes for saved in files.values())
+
+    def size(self, step: int) -> int:
+        """Return the bytes of a checkpoint."""
+        return sum(self._folder(step).sizes().values())
+
+    def download(self, step: int, folder: Path) -> None:
+        """Copy a checkpoint into an existing local folder, and compare each file with its checksum.
+
+        Raises:
+            CheckpointError: a file is missing or has changed; the message names it.
+        """
+        source = self._folder(step)
+        manifest = source.read(MANIFEST)
+        files = parse_manifest(manifest or b"")
+        if manifest is None or files is None:
+            fault = "is missing" if manifest is None else "is damaged"
+            raise CheckpointError(f"cannot resume from {source.url}: {MANIFEST} {fault}. {self._fix(step)}")
+        damage = []
+        for name, saved in files.items():
+            try:
+                received = source.download_file(name, folder / name)
+                if received != saved:
+                    received = source.download_file(name, folder / name)  # the network may have damaged it
+            except FileNotFoundError:
+                damage.append(f"{(source / name).url} is missing")
+                continue
+            if received != saved:
+                damage.append(f"the content of {(source / name).url} has changed since it was saved")
+        if damage:
+            raise CheckpointError(f"cannot resume from {source.url}: {', '.join(damage)}. {self._fix(step)}")
+        (folder / MANIFEST).write_bytes(manifest)
+
+    def _fix(self, damaged_step: int) -> str:
+        earlier = (step for step in reversed(self.steps()) if step != damaged_step)
+        complete = next((step for step in earlier if self.is_complete(step)), None)
+        if complete is None:
+            return f"No other checkpoint in {self.folder.url} is complete: set trainer.resume_mode=none to start again"
+        return (
+            f"The newest other one is {self._folder(complete).url}: set trainer.resume_mode=from_path and "
+            f"trainer.resume_path={self._folder(complete).url} to resume from it"
+        )
+
+    def _folder(self, step: int) -> RemoteFolder:
+        return self.folder / f"global_step_{step}"
+
+
+def upload_files(source: Path, target: RemoteFolder) -> int:
+    """Upload the files below a local folder that are not there with their size; return the bytes."""
+    paths = {path.relative_to(source).as_posix(): path for path in sorted(source.rglob("*")) if path.is_file()}
+    there = target.sizes()
+    sent = {
+        name: target.upload_file(path, name).n_bytes
+        for name, path in paths.items()
+        if there.get(name) != path.stat().st_size
+    }
+    there = target.sizes()
+    if short := [name for name, n_bytes in sent.items() if there.get(name) != n_bytes]:
+        raise OSError(f"{(target / short[0]).url} has {there.get(short[0], 0):,} bytes after the upload")
+    return sum(sent.values())

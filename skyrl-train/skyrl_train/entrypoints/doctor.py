@@ -1,0 +1,267 @@
+"""`skyrl doctor`: what a run needs, checked before a machine is paid for. Each failed check says how to fix it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+from packaging.requirements import InvalidRequirement, Requirement
+
+from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, find_credentials_fault
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.entrypoints.command import parse_cli
+from skyrl_train.entrypoints.plan import forecast_disk, format_bytes, free_bytes, plan_models
+from skyrl_train.entrypoints.preflight import check_data, find_missing
+from skyrl_train.errors import ConfigError, DataError, SkyRLError
+
+RAY_PORT = 6379
+TIMEOUT_S = 30.0
+PROBE = ".skyrl-doctor"
+
+
+class Finding(NamedTuple):
+    """The result of one check."""
+
+    name: str
+    status: Literal["ok", "warning", "failed"]
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.status:<8} {self.name:<13} {self.text}" + (f"\n{'':<23}{self.fix}" if self.fix else "")
+
+
+def examine(overrides: Sequence[str], file: Path | None = None, task: Path | None = None) -> Iterator[Finding]:
+    """Yield a finding for each check of a training run, and of the SkyPilot `task` that starts it."""
+    yield from _versions()
+    try:
+        cfg = parse_cli(overrides, file)
+    except ConfigError as error:
+        yield Finding("configuration", "failed", str(error), "the other checks need a valid configuration")
+    else:
+        yield Finding("configuration", "ok", "every key and value is valid")
+        data = list(_data(cfg))
+        yield from data
+        can_count = all(finding.status != "failed" for finding in data) and cfg.data.custom_cls.path is None
+        yield from _disk(cfg, cfg.data.train_data if can_count else [])
+        yield from _memory(cfg)
+        yield from _storage(cfg)
+        yield from _keys(cfg)
+        yield from _ports(cfg)
+    if task is not None:
+        yield from _task(task)
+
+
+def _versions() -> Iterator[Finding]:
+    """Compare installed packages with the requirements of skyrl-train."""
+    wrong = []
+    for text in metadata.requires("skyrl-train") or ():
+        try:
+            requirement = Requirement(text)
+            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            version = metadata.version(requirement.name)
+        except InvalidRequirement:
+            continue
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
+    if wrong:
+        yield Finding("versions", "failed", "; ".join(wrong), "pip install -c constraints.txt -e skyrl-train")
+    else:
+        versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
+        yield Finding("versions", "ok", f"{versions}, and all others that skyrl-train requires")
+
+
+def _data(cfg: SkyRLConfig) -> Iterator[Finding]:
+    missing = list(find_missing(cfg, trains=True))
+    for sentence in missing:
+        text, _, fix = sentence.rpartition("; ")
+        yield Finding("files", "failed", text or sentence, fix if text else "")
+    if missing:
+        return
+    yield Finding("files", "ok", "data, model and folders are there")
+    try:
+        is_complete = check_data(cfg, trains=True)
+    except (ConfigError, DataError) as error:
+        yield Finding("data", "failed", str(error))
+        return
+    if is_complete:
+        yield Finding("data", "ok", "every row fits its environment")
+    else:
+        yield Finding("data", "warning", "rows on the Hub, or of a custom class, are checked when the run starts")
+
+
+def _disk(cfg: SkyRLConfig, sources: Sequence[str]) -> Iterator[Finding]:
+    forecast = forecast_disk(cfg.trainer, plan_models(cfg), sources)
+    if forecast is None:
+        yield Finding("disk", "warning", "the size of the model is unknown before the download")
+        return
+    free = free_bytes(cfg.trainer.ckpt_path)
+    text = f"{forecast.describe()} · {format_bytes(free)} free"
+    if free < forecast.min_bytes:
+        yield Finding("disk", "failed", text, "set trainer.ckpt_path and trainer.export_path to a larger disk")
+    elif free < forecast.total_bytes:
+        fix = "set trainer.max_ckpts_to_keep=1, or trainer.remote_ckpt_url to upload them; export less often"
+        yield Finding("disk", "warning", text, fix)
+    else:
+        yield Finding("disk", "ok", text)
+
+
+def _memory(cfg: SkyRLConfig) -> Iterator[Finding]:
+    import psutil
+    import torch
+
+    models, placement = plan_models(cfg), cfg.trainer.placement
+    n_gpus, n_asked = torch.cuda.device_count(), placement.size("policy")[1]
+    if n_gpus and n_gpus < n_asked:
+        key = "trainer.placement.policy_num_gpus_per_node"
+        yield Finding("GPU", "failed", f"{key}={n_asked}, but this machine has {n_gpus}", f"set {key}={n_gpus}")
+        return
+    device = f"{n_gpus} × {torch.cuda.get_device_name(0)}" if n_gpus else "no GPU: the run uses the CPU"
+    free = torch.cuda.mem_get_info(0)[0] * n_asked if n_gpus else psutil.virtual_memory().available
+    needed = sum(model.training_bytes for model in models)
+    text = f"{device} · {format_bytes(needed)} for training, without activations · {format_bytes(free)} free"
+    if any(model.n_parameters is None for model in models):
+        yield Finding("memory", "warning", f"{device} · the size of the model is unknown before the download")
+    elif needed > free:
+        fix = "use more GPUs (trainer.placement), LoRA (trainer.policy.model.lora.rank=32), or a smaller model"
+        yield Finding("memory", "failed", text, fix)
+    else:
+        yield Finding("memory", "ok", text)
+
+
+def _storage(cfg: SkyRLConfig) -> Iterator[Finding]:
+    """Write and remove a small file at each URL that the run uploads to."""
+    urls = {key: getattr(cfg.trainer, key) for key in ("remote_ckpt_url", "remote_trajectory_url")}
+    for key, url in urls.items():
+        if url is None:
+            continue
+        if fault := find_credentials_fault(url, os.environ):
+            yield Finding("storage", "failed", f"trainer.{key}={url}: {fault}", "export both AWS keys, or AWS_PROFILE")
+            continue
+        folder = RemoteFolder(url)
+        try:
+            folder.write(PROBE, b"")
+            folder.remove(PROBE)
+        except STORAGE_ERRORS as error:
+            fix = "check the bucket's name and region, and that the key may list, write and delete there"
+            yield Finding("storage", "failed", f"trainer.{key}={url} cannot be written: {error}", fix)
+        else:
+            yield Finding("storage", "ok", f"trainer.{key}={url} can be written")
+
+
+def _keys(cfg: SkyRLConfig) -> Iterator[Finding]:
+    """Ask the Hub about its token. The configuration checks that of Weights & Biases."""
+    from huggingface_hub import get_token, whoami
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    if get_token() is None:
+        yield Finding("keys", "ok", "no Hub token: gated and private models cannot be downloaded")
+        return
+    try:
+        yield Finding("keys", "ok", f"the Hub knows the token of {whoami()['name']}")
+    except (HfHubHTTPError, LocalTokenNotFoundError) as error:
+        yield Finding("keys", "failed", f"the Hub refuses the token: {error}", "run `hf auth login`, or unset HF_TOKEN")
+    except (OfflineModeIsEnabled, OSError) as error:
+        yield Finding("keys", "warning", f"the Hub cannot be asked about the token: {error}")
+
+
+def _ports(cfg: SkyRLConfig) -> Iterator[Finding]:
+    if not cfg.trainer.placement.uses_ray or os.environ.get("RAY_ADDRESS"):
+        return
+    if _is_free(RAY_PORT):
+        yield Finding("ports", "ok", f"{RAY_PORT} is free for Ray")
+    else:
+        text = f"port {RAY_PORT} is in use: the run joins the Ray cluster there, or fails if it is something else"
+        yield Finding("ports", "warning", text, "run `ray status`; `ray stop` ends a cluster of yours")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _task(path: Path) -> Iterator[Finding]:
+    """Check a SkyPilot task: that `workdir.ref` is the pushed branch, and that its environment variables are set."""
+    try:
+        task = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        yield Finding("task", "failed", f"{path} cannot be read: {error}")
+        return
+    if not isinstance(task, dict):
+        yield Finding("task", "failed", f"{path} is not a mapping", "pass a SkyPilot task, e.g. tasks/my-task.yaml")
+        return
+    unset = [name for section in ("envs", "secrets") for name in _unset(task.get(section)) if not os.environ.get(name)]
+    if unset:
+        fix = "; ".join(f"--env {name}=${name}" for name in unset)
+        yield Finding("task", "failed", f"{path}: {', '.join(unset)} have no value", f"export them, and pass {fix}")
+    workdir = task.get("workdir")
+    if not isinstance(workdir, dict) or "ref" not in workdir:
+        yield Finding("workdir.ref", "ok", f"{path} uploads local files, or uses the default branch")
+        return
+    yield from _workdir(path, str(workdir["ref"]), str(workdir.get("url") or "origin"))
+
+
+def _unset(variables: Any) -> list[str]:
+    return [name for name, value in variables.items() if value in (None, "")] if isinstance(variables, dict) else []
+
+
+def _workdir(path: Path, ref: str, url: str) -> Iterator[Finding]:
+    """Compare the commit that a task checks out with the local one."""
+    folder = path.absolute().parent
+    branch, commit = _git(folder, "rev-parse", "--abbrev-ref", "HEAD"), _git(folder, "rev-parse", "HEAD")
+    listed = _git(folder, "ls-remote", url, ref)
+    if branch is None or commit is None:
+        yield Finding("workdir.ref", "warning", f"{folder} is no git repository: {ref} cannot be compared")
+    elif listed is None:
+        yield Finding("workdir.ref", "warning", f"{url} cannot be reached: {ref} cannot be compared with {branch}")
+    elif not listed and not commit.startswith(ref):
+        fix = f"push it, or set workdir.ref: {branch} in {path}"
+        yield Finding("workdir.ref", "failed", f"{url} has no branch or tag {ref}", fix)
+    elif listed and listed.split()[0] != commit:
+        fix = f"git push {url} {branch}, and set workdir.ref: {branch} in {path}"
+        text = f"the task would run {ref} at {listed[:8]}, not the local {branch} at {commit[:8]}"
+        yield Finding("workdir.ref", "failed", text, fix)
+    else:
+        yield Finding("workdir.ref", "ok", f"{ref} is the local commit {commit[:8]}")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return the output of git; None if it fails or takes too long."""
+    if (git := shutil.which("git")) is None:
+        return None
+    environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+    try:
+        done = subprocess.run(
+            [git, *arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def run_doctor(overrides: Sequence[str], file: Path | None, task: Path | None, write: Callable[[str], None]) -> None:
+    """Print every finding; SkyRLError if a check failed."""
+    findings = []
+    for finding in examine(overrides, file, task):
+        write(str(finding))
+        findings.append(finding)
+    if failed := [finding.name for finding in findings if finding.status == "failed"]:
+        raise SkyRLError(f"{len(failed)} of {len(findings)} checks failed: {', '.join(dict.fromkeys(failed))}")

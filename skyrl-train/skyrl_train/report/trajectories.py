@@ -1,0 +1,329 @@
+"""Analysis of evaluated trajectories: behavior by environment, and failures by category, between two steps.
+
+Reads `evals/global_step_N/<data_source>.jsonl` of a run folder or of remote storage, also as SkyRL writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from skyrl_gym.tools.calls import ToolCallError, parse_tool_calls, strip_thoughts
+from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder
+from skyrl_train.errors import DataError
+from skyrl_train.report.evaluations import AGGREGATED, EvaluatedTrajectory, parse_rows, parse_trajectory
+
+EXCERPT_CHARACTERS = 200
+ROLE = re.compile(r"<\|im_start\|>(\w+)\n|<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*")
+SPECIAL = re.compile(r"<\|[^|<>\s]{1,40}\|>")
+TOOL_RESULT = re.compile(r"</?tool_response>")
+ERROR_RESULT = re.compile(
+    r"^\s*(error\b|traceback|\w*(error|exception)\s*:)|[\"'](error|is_error)[\"']\s*:\s*(?!null|false|none)", re.I
+)
+DONE = re.compile(r"<done>|\[done\]", re.I)
+
+ARGUMENTS = re.compile(
+    r"not valid json|invalid (argument|parameter|input|value|type|request)|(missing|required|unexpected|unknown) "
+    r"(\w+ ){0,3}(argument|parameter|field|property|keyword)|required property|validation error|must be an? |"
+    r"type ?error|\b(400|422)\b|there is no tool|no tool call found",
+    re.I,
+)
+AUTHORIZATION = re.compile(
+    r"\b(401|403)\b|unauthori[sz]ed|forbidden|not (authori[sz]ed|authenticated|permitted|allowed)|"
+    r"(permission|access) denied|authentication|insufficient (permission|privilege|scope)|(invalid|expired) "
+    r"(\w+ )?(token|credential|api key)|log ?in required",
+    re.I,
+)
+NOT_FOUND = re.compile(
+    r"\b404\b|not found|does ?n[o']t exist|no such|could ?n[o']t (be found|find)|unknown (id|user|item|resource)", re.I
+)
+
+
+class Message(NamedTuple):
+    """One message of an episode, without special tokens."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A trajectory, taken apart into messages."""
+
+    trajectory: EvaluatedTrajectory
+    prompt_key: str
+    """The task, which several samples share."""
+    messages: tuple[Message, ...]
+    n_turns: int
+    env_metrics: dict[str, Any]
+
+    @property
+    def is_valid(self) -> bool:
+        """It has a reward."""
+        return self.trajectory.score is not None
+
+    @property
+    def is_success(self) -> bool:
+        """Its total reward is positive."""
+        return (self.trajectory.score or 0.0) > 0
+
+    @property
+    def replies(self) -> list[str]:
+        """The texts of the model, without its thoughts."""
+        return [strip_thoughts(text) for role, text in self.messages if role == "assistant"]
+
+    @cached_property
+    def n_tool_calls(self) -> int:
+        """Tool calls: those that the environment counted, or else those in the replies."""
+        counted = self.env_metrics.get("tool_calls")
+        return int(counted) if isinstance(counted, int | float) else sum(map(_count_calls, self.replies))
+
+    @cached_property
+    def errors(self) -> list[str]:
+        """Results of tools that are errors, in order."""
+        results = [TOOL_RESULT.sub("", text).strip() for role, text in self.messages if role != "assistant"]
+        return [text for text in results if ERROR_RESULT.search(text)]
+
+
+def _count_calls(reply: str) -> int:
+    try:
+        return len(parse_tool_calls(reply))
+    except ToolCallError:
+        return 1
+
+
+def _first_error(pattern: re.Pattern[str]) -> Callable[[Episode], str | None]:
+    return lambda episode: next((text for text in episode.errors if pattern.search(text)), None)
+
+
+def _argument_error(episode: Episode) -> str | None:
+    for reply in episode.replies:
+        try:
+            parse_tool_calls(reply)
+        except ToolCallError as error:
+            return str(error)
+    other = (AUTHORIZATION, NOT_FOUND)
+    errors = (text for text in episode.errors if not any(pattern.search(text) for pattern in other))
+    return next((text for text in errors if ARGUMENTS.search(text)), None)
+
+
+def _false_completion(episode: Episode) -> str | None:
+    last = episode.replies[-1] if episode.replies else ""
+    has_stopped = episode.trajectory.stop_reason == "stop" and episode.n_tool_calls > 0 and not _count_calls(last)
+    return last if DONE.search(last) or has_stopped else None
+
+
+def _overflow(episode: Episode) -> str | None:
+    return f"after {episode.n_turns} turns" if episode.trajectory.stop_reason == "length" else None
+
+
+def _turn_limit(episode: Episode) -> str | None:
+    return f"after {episode.n_turns} turns" if episode.trajectory.stop_reason == "max_turns" else None
+
+
+class Category(NamedTuple):
+    """A kind of failure; `find` returns the evidence in an episode, or None."""
+
+    name: str
+    rule: str
+    find: Callable[[Episode], str | None]
+
+
+CATEGORIES = (
+    Category("tool arguments", "a call is not valid JSON, or a tool refused its arguments", _argument_error),
+    Category("authorization", "a tool answered 401, 403 or denied access", _first_error(AUTHORIZATION)),
+    Category("resource not found", "a tool answered 404 or that something does not exist", _first_error(NOT_FOUND)),
+    Category("false completion", "the model declared the task done", _false_completion),
+    Category("context overflow", "the episode ended with stop reason `length`", _overflow),
+    Category("turn limit", "the episode ended with stop reason `max_turns`", _turn_limit),
+)
+
+
+def classify(episode: Episode) -> dict[str, str]:
+    """Return the categories of a failed episode, each with its evidence; "other" if none fits, nothing on success."""
+    if not episode.is_valid:
+        trajectory = episode.trajectory
+        return {f"invalid: {trajectory.stop_reason}": trajectory.error or trajectory.stop_reason}
+    if episode.is_success:
+        return {}
+    found = {name: evidence for name, _, find in CATEGORIES if (evidence := find(episode)) is not None}
+    return found or {"other": episode.replies[-1] if episode.replies else ""}
+
+
+def read_episodes(folder: RemoteFolder, step: int) -> list[Episode]:
+    """Return the episodes of one evaluation; DataError for a line that is not one."""
+    evaluation = folder / f"global_step_{step}"
+    episodes = []
+    for name in evaluation.names():
+        if name.endswith(".jsonl") and name != AGGREGATED:
+            text = (evaluation.read(name) or b"").decode("utf-8", errors="replace")
+            episodes += [_episode(row) for row in parse_rows(text, (evaluation / name).url)]
+    return episodes
+
+
+def _episode(row: dict[str, Any]) -> Episode:
+    trajectory = parse_trajectory(row)
+    earlier = [str(segment.get("output_response", "")) for segment in row.get("earlier") or ()]
+    messages = tuple(message for text in (*earlier, trajectory.response) for message in _messages(text))
+    extras = row.get("env_extras") or {}
+    uid = str(row.get("uid") or "")
+    key = extras.get("task_key") or uid.rpartition("_")[0] or trajectory.prompt
+    n_turns = len(row["turns"]) if row.get("turns") else sum(role == "assistant" for role, _ in messages)
+    return Episode(trajectory, str(key), messages, n_turns, row.get("env_metrics") or {})
+
+
+def _messages(response: str) -> list[Message]:
+    """Take the text after a prompt apart; it starts with a reply of the model."""
+    parts = ROLE.split(f"<|im_start|>assistant\n{response}" if not ROLE.match(response) else response)
+    found = [
+        Message(chat_ml or llama, SPECIAL.sub("", text).strip())
+        for chat_ml, llama, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True)
+    ]
+    return [message for message in found if message.text or message.role == "assistant"]
+
+
+class Summary(NamedTuple):
+    """The behavior in one environment at one step; means are over valid episodes, NaN without one."""
+
+    n_episodes: int
+    n_invalid: int
+    turns: float
+    tool_calls: float
+    tool_errors: float
+    success: float
+    pass_at_n: float
+    n_samples: int
+
+    @classmethod
+    def of(cls, episodes: Sequence[Episode]) -> Summary:
+        """Summarize episodes."""
+        valid = [episode for episode in episodes if episode.is_valid]
+        samples: dict[str, list[bool]] = {}
+        for episode in valid:
+            samples.setdefault(episode.prompt_key, []).append(episode.is_success)
+        n_samples = max(map(len, samples.values()), default=0)
+        return cls(
+            n_episodes=len(episodes),
+            n_invalid=len(episodes) - len(valid),
+            turns=_mean(episode.n_turns for episode in valid),
+            tool_calls=_mean(episode.n_tool_calls for episode in valid),
+            tool_errors=_mean(len(episode.errors) for episode in valid),
+            success=_mean(float(episode.is_success) for episode in valid),
+            pass_at_n=_mean(float(any(passed)) for passed in samples.values()),
+            n_samples=n_samples,
+        )
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return statistics.fmean(found) if found else float("nan")
+
+
+def describe_trajectories(source: str, first: int | None = None, last: int | None = None, n_samples: int = 2) -> str:
+    """Return a Markdown page that compares two evaluations of a run, the first and the last one by default.
+
+    Args:
+        source: a run folder, a folder with `global_step_N/`, or its URL.
+        first: step of the earlier evaluation.
+        last: step of the later evaluation.
+        n_samples: samples of each category of failures.
+
+    Raises:
+        DataError: the folder has no evaluation, or not that of a step; or a file cannot be read.
+    """
+    folder = RemoteFolder(source)
+    try:
+        if "evals" in folder.names():
+            folder = folder / "evals"
+        matches = (re.fullmatch(r"global_step_(\d+)", name) for name in folder.names())
+        steps = sorted(int(match[1]) for match in matches if match)
+        if not steps:
+            raise DataError(
+                f"{source} has no global_step_N/; pass a run folder, or the folder or URL of its evaluations"
+            )
+        chosen = [steps[0] if first is None else first, steps[-1] if last is None else last]
+        if missing := [step for step in chosen if step not in steps]:
+            raise DataError(f"{folder.url} has no evaluation of step {missing[0]}; choose from {steps}")
+        evaluations = {step: read_episodes(folder, step) for step in sorted(set(chosen))}
+    except STORAGE_ERRORS as error:
+        raise DataError(f"cannot read {source}: {error!r}; check the path and the credentials") from error
+    return _page(source, evaluations, n_samples)
+
+
+def _page(source: str, evaluations: dict[int, list[Episode]], n_samples: int) -> str:
+    steps = list(evaluations)
+    lines = [f"# Trajectories of {source}", "", f"Evaluations of steps {' and '.join(map(str, steps))}.", ""]
+    lines += ["## Environments", ""]
+    n_max = max((Summary.of(episodes).n_samples for episodes in evaluations.values()), default=1)
+    lines += _table(
+        [
+            "environment",
+            "step",
+            "episodes",
+            "invalid",
+            "turns",
+            "tool calls",
+            "tool errors",
+            "success",
+            f"pass@{n_max}",
+        ],
+        [
+            [
+                *(name, step, s.n_episodes, s.n_invalid),
+                *(_number(s.turns), _number(s.tool_calls), _number(s.tool_errors)),
+                *(_percent(s.success), _percent(s.pass_at_n)),
+            ]
+            for name in _environments(evaluations)
+            for step, episodes in evaluations.items()
+            for s in [Summary.of([e for e in episodes if name in ("all", e.trajectory.data_source)])]
+        ],
+    )
+    found = {
+        step: [(episode, name, evidence) for episode in episodes for name, evidence in classify(episode).items()]
+        for step, episodes in evaluations.items()
+    }
+    lines += ["", "## Failures", "", "An episode may be in several categories.", ""]
+    counts = {step: [name for _, name, _ in failures] for step, failures in found.items()}
+    rules = {name: rule for name, rule, _ in CATEGORIES} | {"other": "none of the rules fits"}
+    others = sorted({name for names in counts.values() for name in names} - set(rules))
+    rules |= dict.fromkeys(others, "no reward: left out of all rates")
+    lines += _table(
+        ["category", *(f"step {step}" for step in steps), "rule"],
+        [[name, *(counts[step].count(name) for step in steps), rule] for name, rule in rules.items()],
+    )
+    samples = [
+        f"- **{name}**, step {step}, {episode.trajectory.data_source}, task `{episode.prompt_key[:80]}`: "
+        f"{_excerpt(evidence)}"
+        for name in rules
+        for step, failures in found.items()
+        for episode, _, evidence in [failure for failure in failures if failure[1] == name][:n_samples]
+    ]
+    return "\n".join([*lines, *(["", "## Samples", "", *samples] if samples else []), ""])
+
+
+def _environments(evaluations: dict[int, list[Episode]]) -> list[str]:
+    names = sorted({e.trajectory.data_source for episodes in evaluations.values() for e in episodes})
+    return ["all", *names] if len(names) > 1 else names
+
+
+def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+def _number(value: float) -> str:
+    return "–" if value != value else f"{value:.1f}"
+
+
+def _percent(value: float) -> str:
+    return "–" if value != value else f"{value:.1%}"
+
+
+def _excerpt(text: str) -> str:
+    words = " ".join(text.split())
+    return json.dumps(words[:EXCERPT_CHARACTERS] + ("…" if len(words) > EXCERPT_CHARACTERS else ""), ensure_ascii=False)

@@ -1,0 +1,216 @@
+"""Remote storage without a server: local files and memory behind fsspec. `tests/s3` has the same with S3."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import threading
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from checkpoint.folders import read, save, write_named
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_128_hexdigest
+
+from skyrl_train.checkpoint import (
+    CheckpointStore,
+    RemoteCheckpoints,
+    RemoteFolder,
+    Upload,
+    Uploader,
+    find_credentials_fault,
+    upload_files,
+)
+from skyrl_train.checkpoint.manifest import MANIFEST, find_damage, fingerprint
+from skyrl_train.checkpoint.store import POINTER
+from skyrl_train.errors import CheckpointError
+
+
+@pytest.fixture(params=["file", "memory"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteCheckpoints:
+    """An empty folder in remote storage."""
+    url = f"file://{tmp_path}/remote/run" if request.param == "file" else f"memory://{uuid4()}/run"
+    return RemoteCheckpoints(RemoteFolder(url))
+
+
+def download(remote: RemoteCheckpoints, step: int, folder: Path) -> Path:
+    folder.mkdir()
+    remote.download(step, folder)
+    return folder
+
+
+def test_a_downloaded_checkpoint_equals_the_uploaded_one(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    assert (remote.steps(), remote.latest_step()) == ([], None)
+    path = save(CheckpointStore(tmp_path / "local"), 10, write_named("ten"))
+    assert remote.upload(path) == 2000
+    assert (remote.steps(), remote.latest_step()) == ([10], 10)
+    assert read(download(remote, 10, tmp_path / "copy")) == "ten"
+    assert remote.upload(path) == 0, "an uploaded checkpoint is not sent again"
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(files=st.dictionaries(st.sampled_from(["a", "b/c", "b/d e", "ü.pt"]), st.binary(max_size=3000), min_size=1))
+def test_any_files_survive_a_round_trip(files: dict[str, bytes], tmp_path: Path) -> None:
+    root = tmp_path / uuid4().hex
+
+    def write(folder: Path) -> None:
+        for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+
+    remote = RemoteCheckpoints(RemoteFolder(f"memory://{uuid4()}/run"))
+    remote.upload(save(CheckpointStore(root / "local"), 3, write))
+    copy = download(remote, 3, root / "copy")
+    assert find_damage(copy) == []
+    assert {name: (copy / name).read_bytes() for name in files} == files
+
+
+def test_a_changed_byte_in_any_file_is_named(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "local")
+    remote.upload(save(store, 5, write_named("five")))
+    remote.upload(save(store, 10, write_named("ten")))
+    folder = remote.folder / "global_step_10"
+    for name in ("driver.pt", "policy/schedule.pt", MANIFEST):
+        content = folder.read(name)
+        assert content is not None
+        position = random.randrange(len(content))
+        folder.write(name, content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        with pytest.raises(CheckpointError, match=rf"{name}.*The newest other one is .*global_step_5"):
+            download(remote, 10, tmp_path / f"copy-{name.replace('/', '-')}")
+        folder.write(name, content)
+
+
+def test_without_its_marker_or_a_whole_file_a_checkpoint_is_absent(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "local")
+    for step in (10, 20, 30):
+        remote.upload(save(store, step, write_named(str(step))))
+    (remote.folder / "global_step_30").remove(MANIFEST)
+    (remote.folder / "global_step_20").write("driver.pt", b"half")
+    assert remote.latest_step() == 10
+
+
+@pytest.mark.parametrize("name", ["../outside", "/tmp/outside"])
+def test_a_manifest_that_names_files_outside_of_its_folder_is_refused(
+    remote: RemoteCheckpoints, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "made/global_step_10"
+    folder.mkdir(parents=True)
+    (folder.parent / "outside").write_text("x")
+    files = {name: fingerprint(folder.parent / "outside")._asdict()}
+    manifest = {"files": files, "xxh3_128": xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())}
+    (remote.folder / "global_step_10").write(MANIFEST, json.dumps(manifest).encode())
+    with pytest.raises(CheckpointError, match=r"checksums.json is damaged"):
+        download(remote, 10, tmp_path / "copy")
+
+
+def test_checkpoints_of_an_abandoned_future_are_not_the_latest(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "local")
+    for step in (10, 20, 30):
+        remote.upload(save(store, step, write_named(str(step))))
+    remote.point_to(10)
+    assert remote.latest_step() == 10
+    remote.upload(save(store, 20, write_named("another twenty")))
+    remote.point_to(20)
+    assert remote.latest_step() == 20
+    assert read(download(remote, 20, tmp_path / "copy")) == "another twenty"
+
+
+def test_a_local_file_that_changed_since_it_was_saved_is_not_uploaded(
+    remote: RemoteCheckpoints, tmp_path: Path
+) -> None:
+    path = save(CheckpointStore(tmp_path / "local"), 10, write_named("ten"))
+    content = (path / "driver.pt").read_bytes()
+    (path / "driver.pt").write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(
+        CheckpointError, match=r"driver.pt has changed since it was saved; the checkpoint is not uploaded"
+    ):
+        remote.upload(path)
+    assert remote.latest_step() is None
+
+
+def test_evaluations_are_uploaded_once(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    (tmp_path / "evals").mkdir()
+    (tmp_path / "evals/catch.jsonl").write_text('{"a": 1}\n')
+    assert upload_files(tmp_path / "evals", remote.folder) == 9
+    assert upload_files(tmp_path / "evals", remote.folder) == 0
+    assert remote.folder.read("catch.jsonl") == b'{"a": 1}\n'
+
+
+def test_a_failed_upload_is_retried_until_it_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_train.checkpoint.uploader.MAX_BACKOFF_S", 0.01)
+    n_attempts = 0
+
+    def send() -> int:
+        nonlocal n_attempts
+        n_attempts += 1
+        if n_attempts < 4:
+            raise OSError("the network is down")
+        return 7
+
+    uploader = Uploader()
+    uploader.submit(Upload(tmp_path, 1, send))
+    assert uploader.wait(10)
+    assert [(result.error, result.n_bytes) for result in uploader.take_results()] == [
+        *[("OSError: the network is down", 0)] * 3,
+        (None, 7),
+    ]
+    uploader.close()
+
+
+def test_the_newest_checkpoint_is_uploaded_first_and_a_hanging_upload_does_not_outlast_the_wait(tmp_path: Path) -> None:
+    started, finish, order = threading.Event(), threading.Event(), list[int]()
+
+    def send(step: int) -> int:
+        order.append(step)
+        started.set()
+        finish.wait(20)
+        return 0
+
+    uploader = Uploader()
+    uploader.submit(Upload(tmp_path / "5", 5, lambda: send(5)))
+    assert started.wait(10)
+    for step in (10, 30, 20):
+        uploader.submit(Upload(tmp_path / str(step), step, lambda step=step: send(step)))
+    before = time.monotonic()
+    assert not uploader.wait(0.2)
+    assert time.monotonic() - before < 5
+    finish.set()
+    assert uploader.wait(10)
+    assert order == [5, 30, 20, 10]
+    uploader.close()
+
+
+@pytest.mark.parametrize(
+    ("environ", "fault"),
+    [
+        ({}, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set"),
+        ({"AWS_ACCESS_KEY_ID": "a"}, "AWS_SECRET_ACCESS_KEY is not set"),
+        ({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}, None),
+        ({"AWS_PROFILE": "work"}, None),
+    ],
+)
+def test_missing_credentials_are_named(environ: dict[str, str], fault: str | None, tmp_path: Path) -> None:
+    found = find_credentials_fault("s3://bucket", environ | {"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none")})
+    assert found is None if fault is None else str(found).startswith(fault)
+    assert find_credentials_fault("memory://bucket", {}) is None
+
+
+def test_a_pinned_checkpoint_is_kept_until_it_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    store = CheckpointStore(tmp_path, max_to_keep=1)
+    store.pinned |= {1, 2}
+    for step in (1, 2, 3):
+        save(store, step, write_named(str(step)))
+    assert store.steps() == [1, 2, 3]
+    store.pinned.discard(1)
+    store.remove_superseded()
+    assert store.steps() == [2, 3]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    save(store, 4, write_named("4"), expected_bytes=1)
+    assert store.steps() == [4], "a full disk removes pinned checkpoints, too, but never the one to resume from"
+    assert (tmp_path / POINTER).read_text() == "4\n"

@@ -1,0 +1,112 @@
+"""`skyrl doctor`."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.entrypoints import doctor
+from skyrl_train.entrypoints.cli import main
+
+
+@pytest.fixture(autouse=True)
+def without_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Log out of the Hub."""
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+
+
+def findings(*overrides: str, task: Path | None = None) -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in doctor.examine(overrides, task=task)}
+
+
+def test_a_run_that_can_start_passes_every_check(catch_run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *catch_run, "environment.env_class=catch"]) == 0
+    out = capsys.readouterr().out
+    for name in ("versions", "configuration", "files", "data", "disk", "memory", "keys"):
+        assert f"ok       {name}" in out
+    assert "failed" not in out
+
+
+def test_every_failed_check_is_printed_with_its_fix(catch_run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    missing = ["data.train_data=nowhere.parquet", "trainer.remote_ckpt_url=nosuch://bucket"]
+    assert main(["doctor", *catch_run, "environment.env_class=catch", *missing]) == 1
+    captured = capsys.readouterr()
+    assert (
+        "failed   files         data.train_data=nowhere.parquet: the file nowhere.parquet does not exist"
+        in captured.out
+    )
+    assert "use a .parquet, .json or .jsonl file" in captured.out
+    assert "failed   storage       trainer.remote_ckpt_url=nosuch://bucket cannot be written: " in captured.out
+    assert "error: 2 of " in captured.err
+    assert "checks failed: files, storage" in captured.err
+
+
+def test_an_invalid_configuration_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "trainer.epochs=0"]) == 1
+    assert "failed   configuration" in capsys.readouterr().out
+
+
+def test_a_disk_that_is_too_small_for_a_checkpoint_fails_and_for_all_warns(
+    catch_run: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = [*catch_run, "environment.env_class=catch", "trainer.epochs=50", "trainer.ckpt_interval=1"]
+    for free, status in ((1_000_000, "failed"), (10_000_000, "warning"), (10**12, "ok")):
+        monkeypatch.setattr(doctor, "free_bytes", lambda folder, free=free: free)
+        disk = findings(*overrides)["disk"]
+        assert disk.status == status, disk
+        assert "per checkpoint, every 1 step, all kept" in disk.text
+    monkeypatch.setattr(doctor, "free_bytes", lambda folder: 10_000_000)
+    assert findings(*overrides, "trainer.max_ckpts_to_keep=1")["disk"].status == "ok"
+    assert findings(*overrides, "trainer.max_ckpts_to_keep=1", "trainer.hf_save_interval=1")["disk"].status == "warning"
+
+
+def test_storage_is_written_and_left_empty(catch_run: list[str], tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/remote"
+    assert findings(*catch_run, f"trainer.remote_ckpt_url={url}")["storage"].status == "ok"
+    assert list((tmp_path / "remote").iterdir()) == []
+
+
+def test_a_port_in_use_is_a_warning(catch_run: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(doctor, "RAY_PORT", taken.getsockname()[1])
+        ports = findings(*catch_run, "trainer.placement.launcher=ray")["ports"]
+    assert (ports.status, "ray stop" in ports.fix) == ("warning", True)
+
+
+def test_the_ref_of_a_task_must_be_the_pushed_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEET_API_KEY", "key")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    remote, local = tmp_path / "remote.git", tmp_path / "local"
+
+    def git(*arguments: str, cwd: Path = local) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *identity, *arguments], cwd=cwd, check=True, capture_output=True)
+
+    git("init", "--bare", str(remote), cwd=tmp_path)
+    git("init", "-b", "main", str(local), cwd=tmp_path)
+    task = local / "task.yaml"
+    variables = "envs:\n  FLEET_API_KEY:\n  WANDB_API_KEY: ''\n  MODALITY: tool_use\n"
+    task.write_text(f"workdir:\n  url: {remote}\n  ref: main\n{variables}")
+    git("add", ".")
+    git("commit", "-m", "one")
+    assert findings(task=task)["workdir.ref"].text == f"{remote} has no branch or tag main"
+    git("push", str(remote), "main")
+    assert findings(task=task)["workdir.ref"].status == "ok"
+    git("commit", "--allow-empty", "-m", "two")
+    stale = findings(task=task)["workdir.ref"]
+    assert (stale.status, f"git push {remote} main" in stale.fix) == ("failed", True)
+    assert "WANDB_API_KEY have no value" in findings(task=task)["task"].text
+
+
+def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor.metadata, "requires", lambda name: ["torch>=99", "no-such-package", "ray; extra == 'ray'"]
+    )
+    (finding,) = doctor._versions()
+    assert finding.status == "failed"
+    assert "is not >=99; no-such-package is missing" in finding.text
+    assert "ray" not in finding.text

@@ -1,0 +1,138 @@
+"""The comparison of evaluated trajectories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.checkpoint import RemoteFolder
+from skyrl_train.entrypoints.cli import main
+from skyrl_train.report.trajectories import classify, read_episodes
+
+CALL = '<tool_call>{"name": "get", "arguments": {"id": 3}}</tool_call>'
+
+
+def chat(*texts: str) -> str:
+    """Return a response in ChatML: replies and results of tools in turn."""
+    roles = ["user", "assistant"]
+    parts = [f"<|im_start|>{roles[i % 2]}\n{text}<|im_end|>\n" for i, text in enumerate(texts[1:])]
+    return f"{texts[0]}<|im_end|>\n" + "".join(parts)
+
+
+def row(response: str, score: list[float] | None, **fields: Any) -> dict[str, Any]:
+    """Return a row as SkyRL writes it."""
+    return {
+        "input_prompt": "<|im_start|>user\nBook a flight<|im_end|>\n<|im_start|>assistant\n",
+        "output_response": response,
+        "score": score,
+        "stop_reason": "stop",
+        "env_class": "fleet_task",
+        "env_extras": {"task_key": "task_1", "data_source": "booking"},
+        "data_source": "booking",
+    } | fields
+
+
+@pytest.fixture
+def evals(tmp_path: Path) -> Any:
+    """Return a function that writes an evaluation."""
+
+    def write(step: int, rows: list[dict[str, Any]]) -> RemoteFolder:
+        folder = tmp_path / f"run/evals/global_step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "booking.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        (folder / "aggregated_results.jsonl").write_text('{"eval/all/avg_score": 0.5}\n')
+        return RemoteFolder(str(tmp_path / "run/evals"))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("response", "fields", "categories"),
+    [
+        (chat(CALL, "Tool result: ok", "All booked. <done>"), {}, {"false completion"}),
+        (chat(CALL, "Tool result: ok", "It is booked."), {}, {"false completion"}),
+        (
+            chat("<think>then <done></think>" + CALL, "Tool result: ok", CALL),
+            {"stop_reason": "max_turns"},
+            {"turn limit"},
+        ),
+        (chat(CALL, "Error: missing required parameter 'city'", CALL), {}, {"tool arguments"}),
+        (chat('<tool_call>{"name": oops}</tool_call>', "Error: bad", CALL), {}, {"tool arguments"}),
+        (chat(CALL, 'Tool result: {"error": "403 Forbidden"}', CALL), {}, {"authorization"}),
+        (chat(CALL, "<tool_response>\nError: booking 7 not found\n</tool_response>", CALL), {}, {"resource not found"}),
+        (chat(CALL, "Tool result: 404 Main Street", CALL), {"stop_reason": "length"}, {"context overflow"}),
+        (
+            chat(CALL, "Error: 401", CALL, "Error: no such user", "<done>"),
+            {},
+            {"authorization", "resource not found", "false completion"},
+        ),
+        (chat("I do not know."), {}, {"other"}),
+        (chat(CALL, 'Tool result: {"error": null, "id": 3}', CALL), {}, {"other"}),
+        (chat(CALL), {"score": None, "stop_reason": "env_timeout", "error": "timed out"}, {"invalid: env_timeout"}),
+        (chat(CALL, "Error: 401", "<done>"), {"score": [0.0, 1.0]}, set()),
+    ],
+)
+def test_failures_are_classified_by_what_tools_and_model_said(
+    evals: Any, response: str, fields: dict[str, Any], categories: set[str]
+) -> None:
+    (episode,) = read_episodes(evals(0, [row(response, **{"score": [0.0]} | fields)]), 0)
+    assert set(classify(episode)) == categories
+
+
+def test_turns_and_tool_calls_are_counted_in_both_formats(evals: Any) -> None:
+    llama = "<|eot_id|><|start_header_id|>{}<|end_header_id|>\n\n"
+    responses = [
+        chat(CALL + CALL, "Tool result: 1", "<done>"),
+        CALL + llama.format("user") + "Tool result: 1" + llama.format("assistant") + "<done><|eot_id|>",
+    ]
+    episodes = read_episodes(evals(0, [row(response, [1.0]) for response in responses]), 0)
+    assert [(episode.n_turns, episode.n_tool_calls) for episode in episodes] == [(2, 2), (2, 1)]
+    counted = row(responses[0], [1.0], turns=[{}] * 5, env_metrics={"tool_calls": 9})
+    (episode,) = read_episodes(evals(1, [counted]), 1)
+    assert (episode.n_turns, episode.n_tool_calls) == (5, 9)
+
+
+def test_the_page_compares_two_steps(evals: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failing, passing = chat(CALL, "Error: 404 not found", "Sorry | done"), chat(CALL, "Tool result: ok", "<done>")
+    evals(0, [row(failing, [0.0]), row(failing, [0.0]), row(passing, [1.0])])
+    evals(20, [row(passing, None, stop_reason="env_error", error="crashed")])
+    evals(40, [row(passing, [1.0]), row(passing, [0.5, 0.5]), row(failing, [0.0], env_extras={"task_key": "task_2"})])
+    assert main(["report", "trajectories", str(tmp_path / "run")]) == 0
+    page = capsys.readouterr().out
+    assert "| environment | step | episodes | invalid | turns | tool calls | tool errors | success | pass@3 |" in page
+    assert "| booking | 0 | 3 | 0 | 2.0 | 1.0 | 0.7 | 33.3% | 100.0% |" in page
+    assert "| booking | 40 | 3 | 0 | 2.0 | 1.0 | 0.3 | 66.7% | 50.0% |" in page
+    assert "| resource not found | 2 | 1 |" in page
+    assert '- **resource not found**, step 0, booking, task `task_1`: "Error: 404 not found"' in page
+    assert main(["report", "trajectories", f"file://{tmp_path}/run/evals", "--to", "20", "--samples", "0"]) == 0
+    page = capsys.readouterr().out
+    assert "| booking | 20 | 1 | 1 | – | – | – | – | – |" in page
+    assert "| invalid: env_error | 0 | 1 | no reward: left out of all rates |" in page
+    assert "Samples" not in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{0}/nothing"], "has no global_step_N/; pass a run folder"),
+        (["{0}/run", "--to", "7"], "has no evaluation of step 7; choose from [0]"),
+        (["nosuch://bucket/evals"], "cannot read nosuch://bucket/evals"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    evals: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    evals(0, [row("a", [1.0])])
+    assert main(["report", "trajectories", *(argument.format(tmp_path) for argument in arguments)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_line_that_is_no_trajectory_is_named(evals: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evals(0, [row("a", [1.0])])
+    with (tmp_path / "run/evals/global_step_0/booking.jsonl").open("a") as file:
+        file.write("{torn")
+    assert main(["report", "trajectories", str(tmp_path / "run")]) == 1
+    assert "booking.jsonl:2 is not JSON" in capsys.readouterr().err

@@ -1,0 +1,190 @@
+"""Runs whose checkpoints and evaluations are uploaded to S3, through a network with faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from checkpoint.folders import read, save, write_named
+from faulty_network import Faults
+
+from skyrl_train.callbacks import Callback, Run, StepReport
+from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, RemoteFolder
+from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli
+from skyrl_train.errors import CheckpointError
+
+
+@pytest.fixture
+def command(catch_run: list[str], bucket: str) -> list[str]:
+    """A run of two steps with a checkpoint after each."""
+    return [
+        *catch_run,
+        "trainer.ckpt_interval=1",
+        "generator.batched=true",
+        f"trainer.remote_ckpt_url={bucket}/ckpts",
+        f"trainer.remote_trajectory_url={bucket}/trajectories",
+    ]
+
+
+def run_url(bucket: str, model: Path) -> RemoteCheckpoints:
+    return RemoteCheckpoints(RemoteFolder(f"{bucket}/ckpts/skyrl/{model.name}/test_run"))
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    untimed = ("timing/", "trainer/", "storage/")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(untimed)} for row in rows]
+
+
+def test_checkpoints_and_evaluations_are_uploaded_and_one_checkpoint_stays(
+    command: list[str], bucket: str, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    main(command)
+    remote, folder = run_url(bucket, tiny_model_path), tmp_path / "skyrl/test_run"
+    assert remote.steps() == [1, 2]
+    assert all(remote.is_complete(step) for step in (1, 2))
+    assert CheckpointStore(folder / "ckpts").steps() == [2]
+    assert remote.is_complete(2, like=folder / "ckpts/global_step_2")
+    evals = RemoteFolder(f"{bucket}/trajectories/evals/test_run")
+    assert evals.names() == ["global_step_0", "global_step_2"]
+    assert (evals / "global_step_2").names() == ["aggregated_results.jsonl", "synthetic_catch.jsonl"]
+
+
+def test_a_machine_that_never_saw_the_run_continues_it(
+    command: list[str], bucket: str, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """The first machine stops after step 1 and is lost; the whole run on one machine gives the same metrics."""
+
+    class StopFirst(Callback):
+        async def on_step_end(self, run: Run, report: StepReport) -> None:
+            if report.global_step == 1:
+                run.request_stop("preempted")
+
+    class Experiment(BasePPOExp):
+        def get_callbacks(self, *parts: object) -> list[Callback]:
+            return [StopFirst(), *super().get_callbacks(*parts)]  # type: ignore[arg-type]
+
+    with pytest.raises(KeyboardInterrupt):
+        Experiment(parse_cli(command)).run()
+    folder = tmp_path / "skyrl/test_run"
+    first = metrics(folder)
+    shutil.rmtree(tmp_path / "skyrl")
+    main(command)
+    second = metrics(folder)
+    assert "Downloading the checkpoint of step 1" in (folder / "train.log").read_text()
+    assert [row["step"] for row in second] == [2]
+    assert run_url(bucket, tiny_model_path).latest_step() == 2
+    shutil.rmtree(tmp_path / "skyrl")
+    main([*command, "trainer.resume_mode=none", "trainer.remote_ckpt_url=null", "trainer.remote_trajectory_url=null"])
+    assert first + second == metrics(folder)
+
+
+def test_a_changed_byte_in_s3_is_named_and_the_offered_checkpoint_resumes(
+    command: list[str], bucket: str, tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(command)
+    folder = run_url(bucket, tiny_model_path).folder / "global_step_2"
+    content = bytearray(folder.read("policy/__0_0.distcp") or b"")
+    content[len(content) // 2] ^= 1
+    folder.write("policy/__0_0.distcp", bytes(content))
+    shutil.rmtree(tmp_path / "skyrl")
+    with pytest.raises(SystemExit):
+        main(command)
+    message = capsys.readouterr().err
+    assert f"the content of {folder.url}/policy/__0_0.distcp has changed since it was saved" in message
+    settings = [word for word in message.split() if word.startswith("trainer.resume_")]
+    assert settings[1].endswith("/global_step_1")
+    main([*command, *settings])
+    assert run_url(bucket, tiny_model_path).latest_step() == 2
+    shutil.rmtree(tmp_path / "skyrl")
+    main(command)
+
+
+def test_without_credentials_nothing_is_uploaded_and_the_log_says_so(
+    command: list[str], bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    main(command)
+    assert "checkpoints stay on this machine: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set" in caplog.text
+    assert CheckpointStore(tmp_path / "skyrl/test_run/ckpts").steps() == [1, 2]
+
+
+def test_storage_that_is_down_does_not_stop_training_and_the_rerun_uploads(
+    command: list[str],
+    bucket: str,
+    faults: Faults,
+    tiny_model_path: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    alerts = []
+
+    class Break(Callback):
+        async def on_step_end(self, run: Run, report: StepReport) -> None:
+            faults.is_down = True
+
+        async def on_alert(self, run: Run, text: str) -> None:
+            alerts.append(text)
+
+    class Experiment(BasePPOExp):
+        def get_callbacks(self, *parts: object) -> list[Callback]:
+            return [Break(), *super().get_callbacks(*parts)]  # type: ignore[arg-type]
+
+    started = time.monotonic()
+    Experiment(parse_cli([*command, "trainer.remote_exit_timeout_seconds=3"])).run()
+    assert time.monotonic() - started < 60, "the run waits for uploads only as long as it says"
+    assert "uploads are not complete; nothing is lost on this machine" in alerts[-1]
+    assert f"Storage: {alerts[-1]}" in caplog.text
+    assert CheckpointStore(tmp_path / "skyrl/test_run/ckpts").steps() == [1, 2], "only uploaded ones are removed"
+    faults.is_down = False
+    main(command)
+    assert run_url(bucket, tiny_model_path).steps() == [1, 2]
+    assert run_url(bucket, tiny_model_path).latest_step() == 2
+    assert CheckpointStore(tmp_path / "skyrl/test_run/ckpts").steps() == [2]
+
+
+@pytest.mark.parametrize("size", [10_000, 12_000_000])  # the second one is sent in parts
+def test_cut_connections_are_retried(bucket: str, faults: Faults, tmp_path: Path, size: int) -> None:
+    faults.error_rate = 0.2
+
+    def write(folder: Path) -> None:
+        write_named("ten")(folder)
+        (folder / "weights").write_bytes(os.urandom(size))
+
+    path = save(CheckpointStore(tmp_path / "local"), 10, write)
+    remote = RemoteCheckpoints(RemoteFolder(f"{bucket}/run"))
+    assert remote.upload(path) > size
+    (tmp_path / "copy").mkdir()
+    remote.download(10, tmp_path / "copy")
+    assert (tmp_path / "copy/weights").read_bytes() == (path / "weights").read_bytes()
+
+
+def test_a_stalled_network_delays_only_the_upload(bucket: str, faults: Faults, tmp_path: Path) -> None:
+    path = save(CheckpointStore(tmp_path / "local"), 10, write_named("ten"))
+    faults.stall_s = 1.0
+    remote = RemoteCheckpoints(RemoteFolder(f"{bucket}/run"))
+    assert remote.upload(path) > 0
+    assert remote.latest_step() == 10
+
+
+def test_a_half_upload_is_absent(bucket: str, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "local")
+    remote = RemoteCheckpoints(RemoteFolder(f"{bucket}/run"))
+    remote.upload(save(store, 10, write_named("ten")))
+    remote.upload(save(store, 20, write_named("twenty")))
+    (remote.folder / "global_step_20").remove("policy/schedule.pt")
+    assert (remote.steps(), remote.latest_step()) == ([10, 20], 10)
+    (tmp_path / "copy").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"policy/schedule.pt is missing. The newest other one is .*global_step_10"
+    ):
+        remote.download(20, tmp_path / "copy")
+    (tmp_path / "again").mkdir()
+    remote.download(10, tmp_path / "again")
+    assert read(tmp_path / "again") == "ten"
