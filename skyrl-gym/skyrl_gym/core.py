@@ -52,6 +52,14 @@ class Env(Generic[ObsType, ActType]):
         """Process one action of the policy."""
         raise NotImplementedError(f"{type(self).__name__} must implement step()")
 
+    def grade_unfinished(self) -> float | None:
+        """Return the reward of an episode that the trainer ends before `step` is done, beside the rewards of its steps.
+
+        It is called at most once, after the last step, if the conversation reached the maximum of turns or tokens. None
+        makes the rollout invalid. By default, there is no such reward.
+        """
+        return 0.0
+
     def close(self) -> None:
         """Release the resources of the episode (processes, connections, files). Calling it again does nothing."""
 

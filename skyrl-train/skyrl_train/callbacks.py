@@ -207,6 +207,10 @@ class Logging(Callback):
             logger.warning(warning)
             self._has_warned = True
 
+    async def on_checkpoint(self, run: Run, path: Path) -> None:
+        if run.cfg.trainer.wandb_artifacts:
+            await asyncio.to_thread(self._tracking.log_checkpoint, path, run.global_step)
+
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
         if self._progress is not None:
             self._progress.close()

@@ -94,6 +94,13 @@ def validate_metrics(metrics: Any) -> dict[str, Any]:
     return metrics
 
 
+def validate_reward(reward: Any, method: str) -> float | None:
+    """Return the return value of `method`, which is a number, or None for an unknown reward."""
+    if reward is not None and not _is_number(reward):
+        raise InvalidAnswer(f"{method}() returned {reward!r}; return a finite number of magnitude <= {MAX_REWARD:.0e}")
+    return None if reward is None else float(reward)
+
+
 def is_reward(value: Any) -> bool:
     """Return True for a number of magnitude <= `MAX_REWARD`, or a non-empty list of such numbers."""
     if isinstance(value, list):

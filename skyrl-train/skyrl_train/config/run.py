@@ -158,6 +158,10 @@ class RunConfig(Section):
     """Trackers of metrics; `console` prints all of them, wandb needs WANDB_API_KEY. A progress line and `metrics.jsonl`
     in the run folder are always written."""
 
+    wandb_artifacts: bool = False
+    """Log each checkpoint as an artifact of the Weights & Biases run, which copies and uploads all of its files; needs
+    `wandb` in `logger`."""
+
     @property
     def run_dir(self) -> str:
         """The run folder, before `$HOME` and `~` are expanded."""

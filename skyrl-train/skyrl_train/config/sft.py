@@ -26,6 +26,7 @@ from skyrl_train.config.run import RunConfig
 from skyrl_train.config.validation import (
     adapters_are_on,
     adapters_are_possible,
+    artifacts_have_a_run,
     checkpoints_are_uploaded,
     launcher_starts_every_process,
     names_are_folders,
@@ -237,6 +238,7 @@ SUPERVISED_RULES = (
     validation_data_is_read_once,
     resume_path_is_a_checkpoint,
     checkpoints_are_uploaded,
+    artifacts_have_a_run,
 )
 
 SUPERVISED_MACHINE_RULES = (ray_is_installed, sharding_fits_ranks, wandb_can_start)

@@ -470,6 +470,15 @@ def wandb_can_start(cfg: SkyRLConfig) -> Iterator[str]:
         yield problem
 
 
+def artifacts_have_a_run(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse artifacts of Weights & Biases without it."""
+    if cfg.trainer.wandb_artifacts and "wandb" not in cfg.trainer.logger:
+        yield (
+            f"trainer.wandb_artifacts=true needs wandb in trainer.logger={show(cfg.trainer.logger)}; add it, or set "
+            "trainer.wandb_artifacts=false"
+        )
+
+
 def wandb_login_problem(environ: Mapping[str, str]) -> str | None:
     """Return None if there is a key, a `wandb login`, or a mode that needs neither; else a sentence on how to log in.
 
@@ -711,6 +720,7 @@ RULES: tuple[Rule, ...] = (
     resume_path_is_a_checkpoint,
     checkpoints_are_uploaded,
     trajectories_are_uploaded,
+    artifacts_have_a_run,
     distillation_has_a_teacher,
     filter_has_a_group,
     kl_in_reward_is_possible,

@@ -22,14 +22,20 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
 from skyrl_gym.runtime.text import describe_error
-from skyrl_gym.runtime.validation import reward_components, validate_metrics, validate_prompt, validate_step_output
+from skyrl_gym.runtime.validation import (
+    reward_components,
+    validate_metrics,
+    validate_prompt,
+    validate_reward,
+    validate_step_output,
+)
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import EngineError, EnvError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
 from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
 from skyrl_train.generators.conversation import TokenConversation, conversation_factory
-from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, LocalEpisodes
+from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, Episode, LocalEpisodes
 from skyrl_train.generators.env_processes import ProcessEpisodes
 from skyrl_train.generators.rewards import RewardFunctions, weighted_reward
 from skyrl_train.generators.rollout import Rollout, play_until_valid
@@ -168,7 +174,10 @@ class SkyRLGymGenerator(GeneratorInterface):
             return
         started = time.perf_counter()
         with _boundary(rollout, "step"):
-            self._apply_step(rollout, conversation, validate_step_output(await episode.call("step", text)), text)
+            output = validate_step_output(await episode.call("step", text))
+            self._apply_step(rollout, conversation, output, text)
+            if rollout.is_over and not output["done"]:
+                await self._grade_unfinished(rollout, episode)
         rollout.env_s += time.perf_counter() - started
 
     async def _sample(
@@ -230,6 +239,18 @@ class SkyRLGymGenerator(GeneratorInterface):
         is_spent = cfg.max_response_length is not None and conversation.n_response_tokens >= cfg.max_response_length
         if is_spent or len(conversation.next_prompt()) > self._max_input_length:
             rollout.stop_reason = "length"
+
+    async def _grade_unfinished(self, rollout: Rollout, episode: Episode) -> None:
+        """Add the reward of an episode that ends before its environment is done."""
+        with _boundary(rollout, "grade_unfinished"):
+            reward = validate_reward(await episode.call("grade_unfinished"), "grade_unfinished")
+            if reward is None:
+                raise UnknownReward("grade_unfinished() returned None: the reward is unknown")
+            turn = rollout.turns[-1]
+            if isinstance(turn.reward, list):
+                turn.reward = [*turn.reward[:-1], turn.reward[-1] + reward]
+            else:
+                turn.reward += reward
 
     def _cannot_fit(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Return True for messages with far more text than the model reads, which takes minutes to tokenize."""

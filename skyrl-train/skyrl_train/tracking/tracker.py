@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from skyrl_train.checkpoint import replace_text
 from skyrl_train.config.validation import wandb_login_problem
 from skyrl_train.errors import ConfigError
 from skyrl_train.tracking.jsonl import MetricsFile
@@ -77,8 +80,14 @@ class TensorBoardTracker:
 class WandbTracker:
     """A tracker that logs to a Weights & Biases run, with files in `run_dir/wandb` or `$WANDB_DIR/wandb`.
 
+    The run's ID is in `run_dir/wandb_run_id.txt`, or in `$WANDB_RUN_ID`: a resumed run continues the same wandb run.
+    The horizontal axis is the metric `global_step`, not wandb's own step, so that steps can be logged again, and calls
+    of `wandb.log` in rewards and environments of this process are part of the run.
+
     Raises `ConfigError` when there is no login, the package is not installed, or wandb cannot start the run.
     """
+
+    STEP = "global_step"
 
     def __init__(self, project_name: str, run_name: str, config: Mapping[str, Any], run_dir: Path) -> None:
         if problem := wandb_login_problem(os.environ):
@@ -89,21 +98,48 @@ class WandbTracker:
             raise ConfigError(
                 "trainer.logger=wandb needs the wandb package: pip install wandb, or choose trainer.logger=tensorboard"
             ) from error
+        self._id_file = run_dir / "wandb_run_id.txt"
         folder = os.environ.get("WANDB_DIR") or str(run_dir)
         Path(folder).mkdir(parents=True, exist_ok=True)
-        try:
-            self._run = wandb.init(project=project_name, name=run_name, config=dict(config), dir=folder)
-        except wandb.Error as error:
-            raise ConfigError(
-                f"wandb could not start the run {project_name}/{run_name}: {error}; "
-                "check WANDB_API_KEY and the network, or export WANDB_MODE=offline"
-            ) from error
+        self._name = run_name
+
+        def start(run_id: str) -> Any:
+            try:
+                run = wandb.init(
+                    project=project_name, name=run_name, config=dict(config), dir=folder, id=run_id, resume="allow"
+                )
+            except wandb.Error as error:
+                raise ConfigError(
+                    f"wandb could not start the run {project_name}/{run_name}: {error}; "
+                    "check WANDB_API_KEY and the network, or export WANDB_MODE=offline"
+                ) from error
+            run.define_metric(self.STEP, hidden=True)
+            run.define_metric("*", step_metric=self.STEP)
+            replace_text(self._id_file, run_id)
+            return run
+
+        self._start = start
+        self._new_artifact = wandb.Artifact
+        known_id = self._id_file.read_text().strip() if self._id_file.exists() else ""
+        self._continues = bool(known_id) and not os.environ.get("WANDB_RUN_ID")
+        self._run = start(os.environ.get("WANDB_RUN_ID") or known_id or token_hex(4))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
+        self._run.log({**{name: float(value) for name, value in metrics.items()}, self.STEP: step})
+
+    def log_checkpoint(self, path: Path, step: int) -> None:
+        """Log the files of a checkpoint as a version of the artifact `<run_name>-checkpoint`."""
+        name = re.sub(r"[^\w.-]", "-", f"{self._name}-checkpoint")
+        artifact = self._new_artifact(name, type="model", metadata={self.STEP: step})
+        artifact.add_dir(str(path))
+        self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
     def truncate_after(self, step: int) -> None:
-        """Keep uploaded steps: a resumed run is a new wandb run unless `WANDB_RUN_ID` is set."""
+        """Start another wandb run if this one starts again from the beginning; a resumed run continues its own."""
+        if step < 0 and self._continues:
+            self._run.finish()
+            self._run = self._start(token_hex(4))
+        self._continues = False
 
     def close(self) -> None:
         self._run.finish()
@@ -153,6 +189,12 @@ class Tracking:
                 failures.append(error)
         if failures:
             raise failures[0]
+
+    def log_checkpoint(self, path: Path, step: int) -> None:
+        """Log a checkpoint as an artifact of the wandb run, if there is one."""
+        for tracker in self._trackers:
+            if isinstance(tracker, WandbTracker):
+                tracker.log_checkpoint(path, step)
 
     def truncate_after(self, step: int) -> None:
         """Drop what was logged after `step`, from whose checkpoint the run resumes."""

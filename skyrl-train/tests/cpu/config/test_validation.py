@@ -194,6 +194,12 @@ PROBLEMS: list[Case] = [
         [],
     ),
     (
+        ["trainer.wandb_artifacts=true"],
+        "trainer.wandb_artifacts=true needs wandb in trainer.logger=[tensorboard]; add it, or set "
+        "trainer.wandb_artifacts=false",
+        [["trainer.wandb_artifacts=true", "trainer.logger=[jsonl,wandb]"], ["trainer.logger=tensorboard"]],
+    ),
+    (
         ["trainer.resume_mode=from_path"],
         "trainer.resume_mode=from_path needs trainer.resume_path=null to be a folder ending in global_step_<N>; "
         "set it, or trainer.resume_mode=latest",

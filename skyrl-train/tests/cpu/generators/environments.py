@@ -57,6 +57,10 @@ class StoryEnv(BaseTextEnv):
         )
         return self._answer("step", output)
 
+    def grade_unfinished(self) -> float | None:
+        self._visit("grade_unfinished")
+        return self._answer("grade_unfinished", 0.0)
+
     def get_metrics(self) -> dict[str, Any]:
         self._visit("get_metrics")
         return self._answer("get_metrics", {"turns": self.turns, "n_letters": sum(map(len, self.replies))})

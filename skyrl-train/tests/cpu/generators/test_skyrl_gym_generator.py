@@ -211,6 +211,33 @@ async def test_an_environment_that_never_ends_stops_at_the_context_length(make_s
     assert stage.engine.info.context_length - 100 < n_tokens <= stage.engine.info.context_length
 
 
+@pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_response_length": 40}])
+async def test_an_environment_grades_the_episodes_that_the_trainer_ends(
+    make_stage: MakeStage, limit: dict[str, int]
+) -> None:
+    stage = make_stage(**limit)
+    finished, graded, unknown, broken, wrong = await stage.play(
+        [
+            story("finished", n_turns=1, returns={"grade_unfinished": 8.0}),
+            story("graded", n_turns=-1, returns={"grade_unfinished": 8.0}),
+            story("unknown", n_turns=-1, returns={"grade_unfinished": None}),
+            story("broken", n_turns=-1, fails="grade_unfinished"),
+            story("wrong", n_turns=-1, returns={"grade_unfinished": "8"}),
+        ]
+    )
+    assert finished.total_reward == 0.25
+    n_turns = len(graded.turns)
+    assert graded.total_reward == 8 + n_turns * (n_turns + 1) / 8  # and k / 4 for turn k
+    assert graded.rewards[-1] == 8 + n_turns / 4
+    assert [t.stop_reason for t in (graded, unknown, broken, wrong)] == [
+        "max_turns" if "max_turns" in limit else "length",
+        "reward_unknown",
+        "env_error",
+        "env_error",
+    ]
+    assert "story.grade_unfinished raised" in (broken.error or "")
+
+
 async def test_an_initial_prompt_that_is_too_long_makes_its_rollout_invalid(make_stage: MakeStage) -> None:
     stage = make_stage(max_input_length=60)
     long = story("long", n_turns=1)

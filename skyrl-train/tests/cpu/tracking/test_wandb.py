@@ -27,3 +27,50 @@ def test_offline_mode_works_without_a_key(tmp_path: Path) -> None:
     (log,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     assert b"reward/avg_raw_reward" in log.read_bytes()
     assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+_RESUMED_RUN = """
+import sys, threading, wandb
+from pathlib import Path
+from skyrl_train.tracking import Tracking
+folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+with Tracking("catch", "shaped", "wandb", {"trainer": {"seed": 1}}, folder / "run") as tracking:
+    tracking.truncate_after(first - 1 or -1)
+    for step in range(first, last + 1):
+        thread = threading.Thread(target=wandb.log, args=({f"my_reward/{step}": 0.25},))
+        thread.start()
+        thread.join()
+        tracking.log({f"reward/step_{step}": step / 8}, step=step)
+    (folder / "checkpoint").mkdir(exist_ok=True)
+    (folder / "checkpoint/weights.pt").write_bytes(b"weights")
+    tracking.log_checkpoint(folder / "checkpoint", last)
+"""
+
+
+def log_offline(folder: Path, first: int, last: int, **variables: str) -> str:
+    """Log steps in another process; return the wandb run's ID."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environ |= {"WANDB_MODE": "offline", "HOME": str(folder), **variables}
+    command = [sys.executable, "-c", _RESUMED_RUN, str(folder), str(first), str(last)]
+    subprocess.run(command, env=environ, check=True, timeout=120)
+    return (folder / "run/wandb_run_id.txt").read_text()
+
+
+def offline_logs(folder: Path) -> dict[str, bytes]:
+    """Return the content of each log by its name, which ends with the run's ID."""
+    files = (folder / "run/wandb").glob("offline-run-*/*.wandb")
+    return {file.parent.name: file.read_bytes() for file in files}
+
+
+def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
+    run_id = log_offline(tmp_path, 1, 2, WANDB_TAGS="fleet,tool_use", WANDB_RUN_GROUP="pilot")
+    (log,) = offline_logs(tmp_path).values()
+    for expected in (b"reward/step_2", b"my_reward/1", b"my_reward/2", b"tool_use", b"pilot", b"global_step"):
+        assert expected in log
+    assert b"shaped-checkpoint" in log
+    assert b"step-2" in log
+    assert log_offline(tmp_path, 3, 4) == run_id
+    assert all(name.endswith(run_id) for name in offline_logs(tmp_path))
+    assert any(b"my_reward/4" in log and b"reward/step_4" in log for log in offline_logs(tmp_path).values())
+    assert log_offline(tmp_path, 1, 1) != run_id  # from the beginning
+    assert log_offline(tmp_path, 1, 1, WANDB_RUN_ID="mine") == "mine"

@@ -1,0 +1,1 @@
+"""Training on environments that Fleet hosts, played through OpenEnv."""

@@ -1,0 +1,58 @@
+"""Train on Fleet tasks: `python -m integrations.fleet.entrypoints.main_fleet data.train_data=… generator.max_turns=50`.
+
+The same as `skyrl train`, with the environment `fleet_task`, metrics by environment and alerts. Without
+`trainer.project_name`, the project is `fleet-task-grpo`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import skyrl_gym
+from integrations.fleet.env import ENTRY_POINT, ENV_CLASS
+from integrations.fleet.metrics import FleetMetrics, ToolErrorAlert
+from skyrl_gym.envs.registration import registry
+from skyrl_train.callbacks import Callback
+from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
+from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.tracking import Tracking
+
+PROJECT_NAME = "fleet-task-grpo"
+
+
+class FleetExp(BasePPOExp):
+    """A training run on Fleet tasks."""
+
+    def get_callbacks(
+        self, eval_dataset: PromptDataset | None, generator: GeneratorInterface, tracker: Tracking
+    ) -> list[Callback]:
+        """Return the callbacks of a step, with metrics by environment before the logging, and alerts after it."""
+        return [FleetMetrics(), *super().get_callbacks(eval_dataset, generator, tracker), ToolErrorAlert()]
+
+
+def register_fleet() -> None:
+    """Register the environment `fleet_task` in this process."""
+    if ENV_CLASS not in registry:
+        skyrl_gym.register(ENV_CLASS, ENTRY_POINT)
+
+
+def with_project(arguments: Sequence[str]) -> list[str]:
+    """Return overrides with `trainer.project_name`, unless they or WANDB_PROJECT name the project."""
+    names_project = any(argument.lstrip("+").startswith("trainer.project_name=") for argument in arguments)
+    if names_project or os.environ.get("WANDB_PROJECT"):
+        return list(arguments)
+    return [*arguments, f"trainer.project_name={PROJECT_NAME}"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line, with overrides `key=value`."""
+    register_fleet()
+    arguments = sys.argv[1:] if argv is None else argv
+    run_command(lambda: FleetExp(parse_cli(with_project(arguments))).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,411 @@
+"""Fleet tasks as an environment, played through OpenEnv's `FleetTaskEnv`.
+
+    environment.skyrl_gym.fleet_task.tasks_file=~/data/fleet/tasks.json
+
+Rows of `integrations.fleet.prepare_dataset` name their task. OpenEnv provisions the software, lists its tools, calls
+them and runs the task's verifier; the Fleet SDK is never used directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import importlib
+import logging
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any, Protocol
+
+from integrations.fleet.context import CONTEXT_TOOL_NAMES, CONTEXT_TOOLS, Context, ContextToolError
+from integrations.fleet.prompts import DONE, format_result, is_error, system_prompt
+from integrations.fleet.tasks import TOOL_USE, FleetTask, tasks_by_key
+from skyrl_gym.adapters.async_env import AsyncEnv
+from skyrl_gym.adapters.observations import user_message
+from skyrl_gym.adapters.settings import read_settings
+from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.envs.row import read_max_turns
+from skyrl_gym.error import Error
+from skyrl_gym.runtime.text import describe_error
+from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
+from skyrl_gym.tools.messages import format_tool_response
+
+logger = logging.getLogger(__name__)
+
+ENV_CLASS = "fleet_task"
+ENTRY_POINT = "integrations.fleet.env:FleetTaskEnv"
+OPENENV_MODULE = "envs.fleet_env.task_env"
+DEFAULT_MAX_TURNS = 50
+MAX_RETRY_WAIT_S = 60.0
+COMPUTER_TOOL = "computer"
+CALL = re.compile(r"<(tool_call|function_call)>.*?(</\1>|\Z)", re.DOTALL)
+
+TRANSIENT = (
+    "health check",
+    "timeout",
+    "timed out",
+    "connection",
+    "temporarily",
+    "rate limit",
+    "too many",
+    "retryable:true",
+    "retryable: true",
+)
+"""Parts of messages, in lower case, of provisioning errors that another attempt may not have."""
+
+
+class ProvisioningError(Error):
+    """The software of a task could not be started."""
+
+
+class OpenEnvTask(Protocol):
+    """OpenEnv's `FleetTaskEnv`, as far as it is used here."""
+
+    async def reset_async(self) -> dict[str, Any]:
+        """Start the software; return `prompt`, `tools`, and other facts."""
+        ...
+
+    async def step_async(self, action: dict[str, Any]) -> tuple[Any, float | None, bool, dict[str, Any]]:
+        """Play `{"tool", "params", "done"}`; return observation, reward, done and info.
+
+        The verifier runs, and the reward counts, when the episode is done.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop the software."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """The section `environment.skyrl_gym.fleet_task`. The API key is read from the variable FLEET_API_KEY alone.
+
+    tasks_file: the task file that the dataset was prepared from; a row's `tasks_file` overrides it.
+    ttl_seconds: time after which Fleet stops the software of an episode.
+    enable_context_tools: True to offer tools that search the context and drop old turns.
+    max_output_chars: maximum characters of a tool result that the model sees.
+    n_provisioning_attempts: maximum attempts to start the software; only transient failures are repeated.
+    provisioning_wait_s: seconds before the second attempt; doubled before each further one.
+    partial_reward: True for the fraction of a task's checks that succeed, in place of 0 or 1.
+    """
+
+    tasks_file: str | None = None
+    ttl_seconds: int = 600
+    enable_context_tools: bool = False
+    max_output_chars: int = 10_000
+    n_provisioning_attempts: int = 3
+    provisioning_wait_s: float | int = 2.0
+    partial_reward: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value out of its range."""
+        for name in ("ttl_seconds", "max_output_chars", "n_provisioning_attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"environment.skyrl_gym.fleet_task.{name}={getattr(self, name)} must be at least 1")
+
+
+class FleetTaskEnv(AsyncEnv):
+    """One task of Fleet, from provisioning to its verifier.
+
+    The verifier's result is the only reward. It runs however the episode ends: when the model writes `<done>`, at the
+    maximum of turns, and when the conversation is too long. If the result is unknown, the reward is None.
+    """
+
+    validates_rows = True
+
+    def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+        """Find the row's task; ValueError if it does not exist, or the API key is missing."""
+        super().__init__()
+        if "api_key" in (env_config or {}):
+            raise ValueError(
+                "environment.skyrl_gym.fleet_task.api_key would be written to config.yaml and to the trackers; export "
+                "FLEET_API_KEY instead"
+            )
+        self.settings = read_settings(FleetSettings, ENV_CLASS, env_config, extras)
+        self.max_turns = read_max_turns(extras, DEFAULT_MAX_TURNS)
+        self.task = _find_task(self.settings, extras)
+        self._api_key = os.environ.get("FLEET_API_KEY", "")
+        if not self._api_key:
+            raise ValueError("environment.skyrl_gym.fleet_task needs the variable FLEET_API_KEY; export it")
+        self._env: OpenEnvTask | None = None
+        self._is_abandoned = False
+        self._context = Context([], self.settings.max_output_chars)
+        self._is_graded = False
+        self._is_verified = False
+        self._n_calls = 0
+        self._n_errors = 0
+        self._n_attempts = 0
+
+    async def init_async(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        """Provision the software; return the system message, with its tools, and the task.
+
+        Raises:
+            ModuleNotFoundError: OpenEnv with its Fleet environment is not installed.
+            ProvisioningError: the software cannot be started, or it has no tool for the task's modality.
+        """
+        if self._env is not None:
+            raise RuntimeError("this episode has started; create a new FleetTaskEnv for the next episode")
+        try:
+            observation = await self._provision()
+            tools = _select_tools(observation.get("tools") or [], self.task)
+        except BaseException:
+            self._is_abandoned = True  # a thread may still be starting the software
+            await self._release()
+            raise
+        if self.settings.enable_context_tools:
+            tools = [*tools, *CONTEXT_TOOLS]
+        today = datetime.datetime.now(datetime.UTC).date()
+        system = system_prompt(self.task.env_key, self.task.config.get("env_variables") or {}, tools, today)
+        self._context.prompt = [
+            {"role": "system", "content": system},
+            user_message(str(observation.get("prompt") or self.task.prompt)),
+        ]
+        facts = {"task_key": self.task.key, "env_key": self.task.env_key, "modality": self.task.modality}
+        return list(self._context.prompt), facts
+
+    async def step_async(self, action: str) -> BaseTextEnvStepOutput:
+        """Execute the tool call in a reply; run the verifier if the reply has `<done>` or is the last one.
+
+        Raises:
+            Exception: OpenEnv fails for another reason than the call. A failed call is shown to the model.
+        """
+        if self._env is None or self._is_graded:
+            raise RuntimeError("this episode is over" if self._is_graded else "call init before step")
+        self.turns += 1
+        said = CALL.sub("", strip_thoughts(action)).lower()
+        is_done = DONE in said or "[done]" in said
+        reward = None
+        metadata: dict[str, Any] = {"task_key": self.task.key, "turn": self.turns, "tool_call": None, "error": None}
+        self._context.turns.append([{"role": "assistant", "content": action}])
+        try:
+            calls = parse_tool_calls(action)
+        except ToolCallError as error:
+            self._n_calls += 1
+            text = self._explain(str(error), metadata)
+        else:
+            if calls:
+                text, reward = await self._execute(calls, metadata)
+            else:
+                text = 'No tool call found. Write <tool_call>{"name": …, "arguments": {…}}</tool_call>, or <done>.'
+        if self._is_graded:  # by the tool, e.g. submit_final_answer
+            return self._last_output(reward, metadata, str(metadata.get("done_reason") or "tool"))
+        if is_done or self.turns >= self.max_turns:
+            return self._last_output(await self._grade(), metadata, "agent_done" if is_done else "max_turns")
+        observation = user_message(format_tool_response(text) if calls_tool(metadata) else text)
+        history = self._context.messages if metadata.pop("has_dropped_turns", False) else None
+        self._context.turns[-1].append(observation)
+        if history is not None:
+            metadata["modified_chat_history"] = history
+        return BaseTextEnvStepOutput(observations=[observation], reward=0.0, done=False, metadata=metadata)
+
+    async def grade_unfinished_async(self) -> float | None:
+        """Run the verifier for an episode that the trainer ended; return None if its result is unknown."""
+        return await self._grade()
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Return the numbers of turns, calls and failed calls, and whether the verifier graded the task."""
+        return {
+            "env_key": self.task.env_key,
+            "turns": self.turns,
+            "tool_calls": self._n_calls,
+            "tool_errors": self._n_errors,
+            "is_verified": int(self._is_verified),
+            "provisioning_attempts": self._n_attempts,
+        }
+
+    @staticmethod
+    def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Aggregate the episodes of each Fleet environment, as `github/avg_turns`, and those of all, as `avg_turns`."""
+        groups: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for episode in metrics:
+            groups[episode["env_key"]].append(episode)
+        totals = _aggregate(metrics)
+        totals["total_episodes"] = totals.pop("num_episodes")
+        return totals | {
+            f"{env_key}/{name}": value
+            for env_key, episodes in sorted(groups.items())
+            for name, value in _aggregate(episodes).items()
+        }
+
+    async def _provision(self) -> dict[str, Any]:
+        """Start the software and return OpenEnv's first observation. Transient failures are repeated."""
+        kind = _openenv_class()
+        settings, wait_s = self.settings, self.settings.provisioning_wait_s
+        while True:
+            self._n_attempts += 1
+            try:
+                env = await asyncio.to_thread(self._create, kind)  # older versions provision in the constructor
+                return await env.reset_async()
+            except Exception as error:
+                await self._release()
+                if not is_transient(error) or self._n_attempts >= settings.n_provisioning_attempts:
+                    raise ProvisioningError(
+                        f"Failed to create OpenEnv FleetTaskEnv: {describe_error(error)} (task {self.task.key}, "
+                        f"attempt {self._n_attempts} of {settings.n_provisioning_attempts})"
+                    ) from error
+                logger.info("Provisioning of %s failed and is repeated: %s", self.task.env_key, describe_error(error))
+            await asyncio.sleep(min(wait_s, MAX_RETRY_WAIT_S))
+            wait_s *= 2
+
+    def _create(self, kind: Any) -> OpenEnvTask:
+        """Create OpenEnv's environment, and close it at once if the episode was cancelled meanwhile."""
+        options = {"partial_reward": True} if self.settings.partial_reward else {}
+        self._env = env = kind(
+            dict(self.task.config),
+            api_key=self._api_key,
+            ttl_seconds=self.settings.ttl_seconds,
+            max_steps=self.max_turns + 1,  # the last turn is graded here
+            **options,
+        )
+        if self._is_abandoned:
+            self._abandon()
+        return env
+
+    async def _execute(self, calls: list[ToolCall], metadata: dict[str, Any]) -> tuple[str, float | None]:
+        """Execute the first call; return the text for the model, and the reward if the call ended the episode."""
+        assert self._env is not None
+        call = calls[0]
+        self._n_calls += 1
+        metadata["tool_call"] = {"name": call.name, "arguments": call.arguments}
+        if self.settings.enable_context_tools and call.name in CONTEXT_TOOL_NAMES:
+            try:
+                text = self._context.call(call)
+            except ContextToolError as error:
+                return self._explain(str(error), metadata), None
+            metadata["has_dropped_turns"] = call.name == "manage_context"
+            return text, None
+        action = {"tool": call.name, "params": call.arguments, "done": False}
+        _, reward, self._is_graded, info = await self._env.step_async(action)
+        result, failure = info.get("tool_result"), info.get("tool_error")
+        if self._is_graded:
+            metadata["done_reason"] = info.get("done_reason")
+        if failure or is_error(result):
+            text = self._explain(format_result(failure or result), metadata)
+        else:
+            text = self._context.add_output(format_result(result))
+        if len(calls) > 1:
+            text += f"\nOnly the first of your {len(calls)} calls was executed."
+        return text, self._known_reward(reward, info) if self._is_graded else None
+
+    def _explain(self, problem: str, metadata: dict[str, Any]) -> str:
+        """Count a failed call; return its error for the model."""
+        self._n_errors += 1
+        problem = problem.removeprefix("Error: ")
+        metadata["error"] = problem
+        return self._context.truncate(f"Error: {problem}")
+
+    async def _grade(self) -> float | None:
+        """Run the verifier and return its result; None if it is unknown."""
+        assert self._env is not None
+        self._is_graded = True
+        try:
+            _, reward, is_done, info = await self._env.step_async({"done": True})
+        except Exception as error:  # noqa: BLE001, the boundary of a verifier
+            logger.warning("The verifier of the Fleet task %s failed: %s", self.task.key, describe_error(error))
+            return None
+        return self._known_reward(reward, info) if is_done else None
+
+    def _known_reward(self, reward: float | None, info: Mapping[str, Any]) -> float | None:
+        """Return the reward, or None if the verifier did not compute it."""
+        self._is_verified = reward is not None and bool(info.get("reward_computed", True))
+        return reward if self._is_verified else None
+
+    def _last_output(self, reward: float | None, metadata: dict[str, Any], reason: str) -> BaseTextEnvStepOutput:
+        metadata.pop("has_dropped_turns", None)
+        return BaseTextEnvStepOutput(
+            observations=[], reward=reward, done=True, metadata=metadata | {"done_reason": reason}
+        )
+
+    async def _release(self) -> None:
+        env, self._env = self._env, None
+        if env is None:
+            return
+        closings = [close_async] if (close_async := getattr(env, "close_async", None)) else []
+        for close in [*closings, partial(asyncio.to_thread, env.close)]:
+            try:
+                await close()
+                break
+            except Exception as error:  # noqa: BLE001, Fleet stops the software after `ttl_seconds`
+                logger.warning("Stopping the Fleet task %s failed: %s", self.task.key, describe_error(error))
+
+    def _abandon(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            env.close()
+
+
+def calls_tool(metadata: Mapping[str, Any]) -> bool:
+    """Return True if the observation of a turn is the result of a call, or its error."""
+    return metadata["tool_call"] is not None or metadata["error"] is not None
+
+
+def is_transient(error: Exception) -> bool:
+    """Return True for a provisioning error that another attempt may not have."""
+    message = str(error).lower()
+    return isinstance(error, TimeoutError | ConnectionError) or any(part in message for part in TRANSIENT)
+
+
+def _openenv_class() -> Any:
+    """Return OpenEnv's class, which the OpenEnv of Fleet has and the one of PyPI has not."""
+    try:
+        return importlib.import_module(OPENENV_MODULE).FleetTaskEnv
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"Fleet tasks need {OPENENV_MODULE}, which {error.name or OPENENV_MODULE} is missing for: pip install "
+            "'git+https://github.com/fleet-ai/OpenEnv' fleet-python. The package openenv of PyPI does not have it",
+            name=error.name,
+        ) from error
+
+
+def _find_task(settings: FleetSettings, extras: Mapping[str, Any]) -> FleetTask:
+    """Return the task of a row; ValueError if the row or the task file does not have it."""
+    path = extras.get("tasks_file") or settings.tasks_file
+    if not path:
+        raise ValueError("environment.skyrl_gym.fleet_task.tasks_file is missing; set it to the file of the tasks")
+    key = extras.get("task_key")
+    if not isinstance(key, str) or not key:
+        raise ValueError(f"task_key={key!r} must name a Fleet task; write rows with integrations.fleet.prepare_dataset")
+    tasks = tasks_by_key(str(path))
+    if key not in tasks:
+        raise ValueError(
+            f"task_key={key!r} is not in {path}, whose {len(tasks)} tasks begin with {', '.join(list(tasks)[:5])}; "
+            "prepare the dataset from the same file"
+        )
+    return tasks[key]
+
+
+def _select_tools(tools: Sequence[Mapping[str, Any]], task: FleetTask) -> list[Mapping[str, Any]]:
+    """Return the tools of the task's modality: all but `computer` for tool use, otherwise only that one."""
+    is_tool_use = task.modality == TOOL_USE
+    selected = [tool for tool in tools if (_tool_name(tool) == COMPUTER_TOOL) != is_tool_use]
+    if not selected:
+        names = ", ".join(map(_tool_name, tools)) or "none"
+        raise ProvisioningError(f"{task.env_key} has no tool for the modality {task.modality}; it has: {names}")
+    return selected
+
+
+def _tool_name(tool: Mapping[str, Any]) -> str:
+    return str((tool.get("function") or tool).get("name"))
+
+
+def _aggregate(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    turns = [episode["turns"] for episode in episodes]
+    n_calls = sum(episode["tool_calls"] for episode in episodes)
+    n_errors = sum(episode["tool_errors"] for episode in episodes)
+    return {
+        "num_episodes": len(episodes),
+        "avg_turns": fmean(turns),
+        "min_turns": min(turns),
+        "max_turns": max(turns),
+        "avg_tool_calls": n_calls / len(episodes),
+        "tool_calls_per_turn": n_calls / max(1, sum(turns)),
+        "avg_tool_errors": n_errors / len(episodes),
+        "total_tool_errors": n_errors,
+        "tool_error_rate": n_errors / max(1, n_calls),
+        "avg_provisioning_attempts": fmean(episode["provisioning_attempts"] for episode in episodes),
+    }

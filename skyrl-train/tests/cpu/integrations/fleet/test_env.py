@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_tasks import write_tasks
+
+from integrations.fleet.env import FleetTaskEnv, ProvisioningError, is_transient
+from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
+
+TASK = {
+    "key": "notes_1",
+    "env_id": "notes",
+    "version": "v2",
+    "prompt": "Write a note.",
+    "env_variables": {"LOGGED_IN_USER": "ann", "CURRENT_DATE": "2026-01-31", "ZONE": "UTC"},
+}
+
+
+@pytest.fixture
+def tasks_file(tmp_path: Path) -> Path:
+    return write_tasks(tmp_path / "tasks.json", [TASK, TASK | {"key": "screen_1", "task_modality": "computer_use"}])
+
+
+def make(tasks_file: Path, key: str = "notes_1", max_turns: int = 5, **settings: Any) -> FleetTaskEnv:
+    config = {"tasks_file": str(tasks_file), "provisioning_wait_s": 0.0, **settings}
+    return FleetTaskEnv(config, {"task_key": key, "max_turns": max_turns})
+
+
+async def play(env: FleetTaskEnv, *replies: str) -> list[BaseTextEnvStepOutput]:
+    await env.init_async([{"role": "user", "content": "ignored"}])
+    return [await env.step_async(reply) for reply in replies]
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def test_an_episode_from_the_prompt_to_the_grade(openenv: Any, tasks_file: Path) -> None:
+    env = make(tasks_file)
+    prompt, facts = await env.init_async([{"role": "user", "content": "ignored"}])
+    assert [message["role"] for message in prompt] == ["system", "user"]
+    assert prompt[1]["content"] == "Write a note."
+    system = prompt[0]["content"]
+    assert (
+        system.index("2026-01-31")
+        < system.index("LOGGED_IN_USER: ann")
+        < system.index("ZONE")
+        < system.index("add_note")
+    )
+    assert '"computer"' not in system
+    assert facts == {"task_key": "notes_1", "env_key": "notes", "modality": "tool_use"}
+    step = await env.step_async(call("add_note", text="milk"))
+    assert not step["done"]
+    assert "milk" in step["observations"][0]["content"]
+    last = await env.step_async("Done. <done>")
+    assert (last["done"], last["reward"], last["observations"]) == (True, 1.0, [])
+    await env.close_async()
+    (server,) = openenv.created
+    assert (server.n_verified, server.is_closed, server.notes) == (1, True, ["milk"])
+    assert server.task_config["env_version"] == "v2"
+    assert env.get_metrics() | {"turns": 2, "tool_calls": 1, "tool_errors": 0, "is_verified": 1} == env.get_metrics()
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_done"),
+    [
+        ("<think>I write <done> later</think>Not yet", False),
+        ("<think>then <done>", False),
+        (call("add_note", text="<done>"), False),
+        ("<think>all is well</think> [DONE]", True),
+        (call("add_note", text="a") + " <done>", True),
+        (call("submit_final_answer", answer="4"), True),
+    ],
+)
+async def test_which_replies_end_an_episode(reply: str, is_done: bool, openenv: Any, tasks_file: Path) -> None:
+    env = make(tasks_file)
+    (output,) = await play(env, reply)
+    assert output["done"] is is_done
+    assert (output["reward"] == 1.0) is is_done
+    await env.close_async()
+
+
+async def test_the_verifier_grades_the_last_turn_and_unfinished_episodes(openenv: Any, tasks_file: Path) -> None:
+    outputs = await play(make(tasks_file, max_turns=2), "hm", "hm")
+    assert [output["reward"] for output in outputs] == [0.0, 1.0]
+    env = make(tasks_file)
+    await play(env, "hm")
+    assert await env.grade_unfinished_async() == 0.5  # the second instance's grade
+    assert [server.n_verified for server in openenv.created] == [1, 1]
+
+
+async def test_an_unknown_grade_is_no_reward(openenv: Any, tasks_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for failure in (None, RuntimeError("no orchestrator")):
+
+        async def verify(self: Any, failure: Any = failure) -> None:
+            if failure:
+                raise failure
+
+        monkeypatch.setattr(openenv, "_verify", verify)
+        env = make(tasks_file)
+        (output,) = await play(env, "<done>")
+        assert (output["done"], output["reward"]) == (True, None)
+        assert env.get_metrics()["is_verified"] == 0
+    with pytest.raises(RuntimeError, match="this episode is over"):
+        await env.step_async("more")
+
+
+async def test_only_transient_provisioning_failures_are_repeated(
+    openenv: Any, tasks_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEET_STAND_IN_FAULTS", "1")
+    with pytest.raises(ProvisioningError, match=r"health check timed out.*attempt 3 of 3"):
+        await make(tasks_file).init_async([])
+    assert len(openenv.created) == 3
+    assert all(server.is_closed for server in openenv.created)
+
+    async def refuse(self: Any) -> dict[str, Any]:
+        raise RuntimeError("401: invalid API key")
+
+    monkeypatch.setattr(openenv, "reset_async", refuse)
+    with pytest.raises(ProvisioningError, match="attempt 1 of 3"):
+        await make(tasks_file).init_async([])
+    assert len(openenv.created) == 4
+
+
+def test_transient_errors() -> None:
+    assert is_transient(TimeoutError())
+    assert is_transient(RuntimeError("Too many in-flight requests"))
+    assert not is_transient(RuntimeError("environment notes:v3 does not exist"))
+
+
+async def test_software_that_starts_after_a_cancel_is_stopped(
+    openenv: Any, tasks_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, may_continue = threading.Event(), threading.Event()
+    create = openenv.__init__
+
+    def slow(self: Any, *args: Any, **options: Any) -> None:
+        started.set()
+        may_continue.wait(10)
+        create(self, *args, **options)
+
+    monkeypatch.setattr(openenv, "__init__", slow)
+    task = asyncio.create_task(make(tasks_file).init_async([]))
+    await asyncio.to_thread(started.wait, 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    may_continue.set()
+    for _ in range(200):
+        if openenv.created and openenv.created[0].is_closed:
+            break
+        await asyncio.sleep(0.01)
+    assert openenv.created[0].is_closed
+
+
+async def test_errors_of_calls_are_shown_and_counted(openenv: Any, tasks_file: Path) -> None:
+    env = make(tasks_file, max_turns=9)
+    replies = [call("add_note"), call("fly"), "<tool_call>{", "hello", call("list_notes")]
+    texts = [output["observations"][0]["content"] for output in await play(env, *replies)]
+    assert "Error: KeyError: 'text'" in texts[0]
+    assert "no tool fly" in texts[1]
+    assert "not valid JSON" in texts[2]
+    assert "No tool call found" in texts[3]
+    assert "notes" in texts[4]
+    metrics = env.get_metrics()
+    assert (metrics["tool_calls"], metrics["tool_errors"]) == (4, 3)
+    totals = FleetTaskEnv.aggregate_metrics([metrics, {**metrics, "env_key": "b", "tool_errors": 0}])
+    assert (totals["notes/tool_error_rate"], totals["tool_error_rate"], totals["total_episodes"]) == (0.75, 0.375, 2)
+
+
+async def test_a_computer_task_has_only_the_computer(
+    openenv: Any, tasks_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, _ = await make(tasks_file, "screen_1").init_async([])
+    assert '"computer"' in prompt[0]["content"]
+    assert "add_note" not in prompt[0]["content"]
+    monkeypatch.setattr("envs.fleet_env.task_env.TOOLS", ("add_note",))
+    env = make(tasks_file, "screen_1")
+    with pytest.raises(ProvisioningError, match="no tool for the modality computer_use"):
+        await env.init_async([])
+    assert openenv.created[-1].is_closed
+
+
+async def test_context_tools(openenv: Any, tasks_file: Path) -> None:
+    env = make(tasks_file, max_turns=20, enable_context_tools=True, max_output_chars=120)
+    lines = "\n".join(f"line {i}" for i in range(100))
+    outputs = await play(
+        env,
+        call("add_note", text=lines),
+        call("view_tool_output", page=2, page_size=3),
+        call("search_history", pattern="WRITE"),
+        call("manage_context", keep_recent_turns=2),
+        call("check_context"),
+        call("view_tool_output", page=99),
+    )
+    texts = [output["observations"][0]["content"] for output in outputs]
+    assert "[Truncated: 120 of" in texts[0]
+    assert "Page 2 of" in texts[1] or "does not exist" in texts[1]
+    assert "user: Write a note." in texts[2]
+    history = outputs[3]["metadata"]["modified_chat_history"]
+    assert [message["role"] for message in history] == ["system", "user", "assistant", "user", "assistant"]
+    assert history[1]["content"] == "Write a note."
+    assert '"dropped_turns": 2' in texts[4]
+    assert "Error: page=99 does not exist" in texts[5]
+    assert all("modified_chat_history" not in output["metadata"] for output in (*outputs[:3], *outputs[4:]))
+
+
+@pytest.mark.parametrize(
+    ("config", "row", "message"),
+    [
+        ({"api_key": "k"}, {"task_key": "notes_1"}, "export FLEET_API_KEY"),
+        ({}, {}, "task_key=None must name"),
+        ({}, {"task_key": "x"}, "is not in .* begin with notes_1, screen_1"),
+        ({"tasks_file": None}, {"task_key": "x"}, "tasks_file is missing"),
+        ({"ttl_second": 1}, {"task_key": "x"}, "did you mean ttl_seconds"),
+        ({"max_output_chars": 0}, {"task_key": "x"}, "must be at least 1"),
+    ],
+)
+def test_rows_and_settings_are_checked(
+    config: dict[str, Any], row: dict[str, Any], message: str, openenv: Any, tasks_file: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        FleetTaskEnv({"tasks_file": str(tasks_file), **config}, row)
+
+
+async def test_without_openenv_the_error_says_what_to_install(
+    tasks_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEET_API_KEY", "test")
+    with pytest.raises(ModuleNotFoundError, match="fleet-ai/OpenEnv"):
+        await make(tasks_file).init_async([])
+
+
+def test_the_blocking_methods(openenv: Any, tasks_file: Path) -> None:
+    with make(tasks_file) as env:
+        env.init([])
+        assert env.step("<done>")["reward"] == 1.0
+    assert openenv.created[0].is_closed

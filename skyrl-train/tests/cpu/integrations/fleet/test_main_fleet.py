@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_tasks import fleet_entries, write_tasks
+from transformers import PreTrainedTokenizerBase
+
+from integrations.fleet.entrypoints.main_fleet import main
+from integrations.fleet.prepare_dataset import main as prepare
+from skyrl_train.dataset.files import read_rows
+from skyrl_train.models.tiny import tiny_qwen3
+
+N_STEPS = 3
+
+
+@pytest.fixture
+def fleet_run(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, openenv: Any) -> list[str]:
+    """Overrides for a run of three steps on two environments, with evaluations of a held-out one."""
+    model = tmp_path / "model"
+    tiny_tokenizer.save_pretrained(model)
+    tiny_qwen3(tiny_tokenizer, seed=0, context_length=8192).save_pretrained(model)
+    counts = {"github": (6, 0), "booking": (6, 0), "outlook": (2, 0)}
+    tasks = write_tasks(tmp_path / "tasks.json", fleet_entries(counts))
+    prepare(["--tasks-json", str(tasks), "--output-dir", str(tmp_path / "data"), "--modality", "tool_use"])
+    return [
+        f"data.train_data=['{tmp_path}/data/train.parquet']",
+        f"data.val_data=['{tmp_path}/data/validation.parquet']",
+        f"trainer.policy.model.path='{model}'",
+        f"trainer.output_dir='{tmp_path}'",
+        "trainer.run_name=test_run",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=4",
+        f"trainer.max_training_steps={N_STEPS}",
+        f"trainer.eval_interval={N_STEPS}",
+        "trainer.eval_before_train=false",
+        "trainer.dump_trajectories=true",
+        "trainer.max_prompt_length=8000",
+        "generator.n_samples_per_prompt=4",
+        "generator.max_turns=3",
+        "generator.sampling_params.max_generate_length=12",
+        "generator.eval_sampling_params.max_generate_length=12",
+        f"environment.skyrl_gym.fleet_task.tasks_file='{tasks}'",
+        "environment.skyrl_gym.fleet_task.provisioning_wait_s=0.01",
+    ]
+
+
+def read_run(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the logged steps, and the trajectories of training."""
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return metrics, [row for file in (folder / "trajectories").iterdir() for row in read_rows(str(file))]
+
+
+def test_a_run_in_which_a_fifth_of_all_services_fail(
+    fleet_run: list[str], tmp_path: Path, openenv: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEET_STAND_IN_FAULTS", "0.2")
+    main(fleet_run)
+    folder = tmp_path / "fleet-task-grpo/test_run"
+    metrics, trajectories = read_run(folder)
+    steps = [row for row in metrics if row["step"] > 0]
+    assert steps[-1]["step"] == N_STEPS
+    assert len(trajectories) == N_STEPS * 16
+    invalid = [row for row in trajectories if row["error"]]
+    assert 0 < len(invalid) < 16
+    assert {row["stop_reason"] for row in invalid} <= {"reward_unknown", "env_error"}
+    assert all(row["score"] is None for row in invalid)
+    assert {row["total_reward"] for row in trajectories if not row["error"]} == {0.5, 1.0}  # no grade is lost
+    assert max(row["policy/grad_norm"] for row in steps) > 0
+    assert sum(row["rollouts/invalid"] for row in steps) == len(invalid)
+    assert steps[-1]["environment/fleet_task/avg_provisioning_attempts"] >= 1
+    assert {name for row in steps for name in row} >= {
+        *(f"reward/{env}/{name}" for env in ("github", "booking") for name in ("variance_per_prompt", "signal_ratio")),
+        *(f"reward/{env}/{name}" for env in ("github", "booking") for name in ("pass_at_4", "mean_positive_reward")),
+        "environment/fleet_task/github/tool_error_rate",
+        "environment/fleet_task/total_episodes",
+        "rollout/github/env_init_failed",
+        "eval/outlook/avg_score",
+    }
+    assert all(env.is_closed for env in openenv.created)
+    assert all(env.n_verified <= 1 for env in openenv.created)
+
+
+def test_rollouts_that_the_trainer_ends_have_the_verifiers_grade(
+    fleet_run: list[str], tmp_path: Path, openenv: Any
+) -> None:
+    main([*fleet_run, "generator.max_response_length=14", "generator.max_turns=50", "trainer.max_training_steps=1"])
+    _, trajectories = read_run(tmp_path / "fleet-task-grpo/test_run")
+    assert {row["stop_reason"] for row in trajectories} == {"length"}
+    assert {row["total_reward"] for row in trajectories} == {0.5, 1.0}
+
+
+def test_a_missing_task_is_refused_before_the_run(
+    fleet_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tasks(tmp_path / "tasks.json", fleet_entries({"github": (1, 0)}))
+    with pytest.raises(SystemExit):
+        main(fleet_run)
+    assert "prepare the dataset from the same file" in capsys.readouterr().err
