@@ -107,6 +107,10 @@ test-openenv: .venv/.dev $(OPENENV)/.ready ## test against servers of the openen
 test-ray: .venv/.dev ## train on Ray clusters of several nodes, simulated on this machine
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-train/tests/ray $(ARGS)
 
+.PHONY: test-recipes
+test-recipes: .venv/.dev ## train with every script of veritas-rl in its --tiny form
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q veritas-rl/tests/recipes $(ARGS)
+
 .PHONY: test-s3
 test-s3: .venv/.dev $(S3)/.ready ## upload checkpoints to an S3 server, through a network with faults (separate environment)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-train/tests/s3 $(ARGS)

@@ -17,6 +17,7 @@ MARKERS = {
     "skyrl-tx/tests/sdk": "integrations",
     "skyrl-gym/tests/openenv_server": "integrations",
     "skyrl-gym/tests/verifiers_v0": "integrations",
+    "veritas-rl/tests/recipes": "recipes",
 }
 """The marker of all tests in a folder."""
 

@@ -27,11 +27,14 @@ def site_pages() -> dict[str, str]:
         "skyrl-train/README.md": "packages/skyrl-train.md",
         "skyrl-tx/README.md": "packages/skyrl-tx.md",
         "skyrl-train/examples/algorithms/README.md": "examples/algorithms/index.md",
+        "veritas-rl/README.md": "veritas/index.md",
     }
     examples = ROOT / "skyrl-train/examples"
     for readme in [*examples.glob("*/README.md"), *examples.glob("*/*/README.md")]:
         folder = readme.parent.relative_to(examples).as_posix().replace("+", "plus")
         pages.setdefault(readme.relative_to(ROOT).as_posix(), f"examples/{folder}.md")
+    for path in ROOT.glob("veritas-rl/docs/*.md"):
+        pages[path.relative_to(ROOT).as_posix()] = f"veritas/{path.name}"
     for path in [*ROOT.glob("learnings/*.md"), *ROOT.glob("benchmarks/*/*.md"), *ROOT.glob("benchmarks/*/*.png")]:
         name = path.relative_to(ROOT).as_posix()
         pages[name] = name

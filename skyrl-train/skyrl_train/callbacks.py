@@ -38,6 +38,7 @@ from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.timer import StepTimer
 from skyrl_train.tracking import Progress, RunFolder, Tracking, find_missing_signal
 from skyrl_train.tracking.signal import N_STEPS
+from skyrl_train.tracking.verl_metrics import verl_metrics
 from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -190,6 +191,9 @@ class Logging(Callback):
         if report.trajectories:
             n_tokens = sum(t.n_tokens for t in report.trajectories)
             report.metrics["trainer/tokens_per_second"] = n_tokens / report.metrics["timing/step"]
+            if run.cfg.trainer.log_verl_metrics:
+                n_sampled = sum(turn.end - turn.start for t in report.trajectories for turn in t.turns)
+                report.metrics |= verl_metrics(report.metrics, report.global_step, n_sampled)
         if report.metrics:
             self._tracking.log(report.metrics, report.global_step)
         if self._progress is not None and report.global_step > 0:

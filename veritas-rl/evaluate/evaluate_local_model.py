@@ -7,7 +7,9 @@ scores are appended to `--output`; rerunning the command plays what is missing.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from pathlib import Path
 from data_processing.arguments import add_endpoint, add_family, chat_model, not_negative, positive
 from data_processing.jobs import Record, ToolError, read_records, run_tool, work
 from skyrl_gym.tasks import DynamicEnvDataset, task_family
+from skyrl_train.config.validation import wandb_login_problem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,13 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--samples", type=positive, default=1, help="replies per task (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="of the model (default: %(default)s)")
     add("--output", type=Path, default=Path("evaluate/results/rollouts.jsonl"), help="(default: %(default)s)")
+    add("--wandb-project", help="log the scores to this project of Weights & Biases, e.g. lgc-v2-Benchmark")
+    add("--wandb-name", help="name of that run (default: the model)")
     add_endpoint(parser, model=None, base_url="http://localhost:30000/v1", timeout=300)
     args = parser.parse_args(argv)
     return run_tool(lambda: evaluate(args))
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Play the tasks, and write and print the summary."""
+    """Play the tasks, write and print the summary, and log it."""
+    if args.wandb_project and (problem := find_wandb_problem()):
+        raise ToolError(problem)
     family = task_family(args.env, args.adapter_config)
     if args.task_id_range and args.task_id_range[0] > args.task_id_range[1]:
         raise ToolError(f"--task-id-range {args.task_id_range} must be the first and the last id")
@@ -70,14 +77,38 @@ def evaluate(args: argparse.Namespace) -> int:
     summary = work(requests, play, args.output, n_total=len(requests), concurrency=concurrency, title=title)
     wanted = {request["key"] for request in requests}
     played = [record for record in read_records(args.output) if record["key"] in wanted]
-    _report(args, family.env, played, summary.n_failed)
+    result = _report(args, family.env, played, summary.n_failed)
+    if args.wandb_project:
+        _log_to_wandb(args, family.env, played, result)
     if summary.n_failed:
         print(f"{summary.n_failed} replies failed; the first: {summary.first_error}. Rerun the command to retry")
     return int(summary.n_failed > 0)
 
 
-def _report(args: argparse.Namespace, env: str, played: list[Record], n_failed: int) -> None:
-    """Write the summary beside the rollouts, and print it. Failed requests are counted, not scored as 0."""
+def find_wandb_problem() -> str | None:
+    """Return a sentence if Weights & Biases cannot be used: its package or a login is missing."""
+    if importlib.util.find_spec("wandb") is None:
+        return "--wandb-project needs the package wandb; pip install wandb, or leave the flag out"
+    problem = wandb_login_problem(os.environ)
+    return None if problem is None else problem.replace("trainer.logger=wandb", "--wandb-project")
+
+
+def _log_to_wandb(args: argparse.Namespace, env: str, played: list[Record], result: Record) -> None:
+    """Log the score of each reply with the mean so far, and the summary."""
+    import wandb
+
+    config = {name: str(value) for name, value in vars(args).items() if not name.startswith("wandb_")}
+    with wandb.init(project=args.wandb_project, name=args.wandb_name or args.model, config=config) as run:
+        total = 0.0
+        for count, record in enumerate(played, start=1):
+            total += record["score"]
+            run.log({f"{env}/score": record["score"], f"{env}/avg_score": total / count, f"{env}/count": count})
+        run.summary.update({f"{env}/{name}/avg_score": value for name, value in result["task_type_scores"].items()})
+        run.summary[f"{env}/failed"] = result["failed"]
+
+
+def _report(args: argparse.Namespace, env: str, played: list[Record], n_failed: int) -> Record:
+    """Write the summary beside the rollouts, print it and return it. Failed requests are counted, not scored as 0."""
     types = sorted({record["task_type"] for record in played})
     scores = {name: [record["score"] for record in played if record["task_type"] == name] for name in types}
     everything = [record["score"] for record in played]
@@ -95,6 +126,7 @@ def _report(args: argparse.Namespace, env: str, played: list[Record], n_failed: 
         print(f"{name:<34} {statistics.fmean(values):.3f}  ({len(values)} replies)")
     if everything:
         print(f"{'all':<34} {statistics.fmean(everything):.3f}  ({len(everything)} replies); {args.output}")
+    return result
 
 
 if __name__ == "__main__":

@@ -244,6 +244,20 @@ def test_without_ids_validation_tasks_are_played(model: Model, tmp_path: Path) -
     assert {family.split_of(record["task_id"]) for record in read_records(output)} == {"validation"}
 
 
+def test_an_evaluation_is_logged_to_wandb(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    flags = ["--base-url", model.url, "--model", "tiny", "--num-tasks", "2", "--output", str(tmp_path / "r.jsonl")]
+    assert evaluate_local_model.main([*flags, "--wandb-project", "bench"]) == 1
+    assert not model.prompts, "the login is checked first"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert evaluate_local_model.main([*flags, "--wandb-project", "bench"]) == 0
+    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert b"lgc-v2/avg_score" in log.read_bytes()
+
+
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
 

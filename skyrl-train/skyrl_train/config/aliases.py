@@ -71,6 +71,7 @@ SKYRL = {
 
 KL_IN_REWARD = "trainer.algorithm.use_kl_in_reward"
 VERL_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+VERL_SCHEDULERS = {"constant": "constant_with_warmup"}
 
 VERL = {
     "data.train_files": Alias("data.train_data"),
@@ -79,6 +80,8 @@ VERL = {
     "data.val_batch_size": Alias("trainer.eval_batch_size"),
     "data.max_prompt_length": Alias("trainer.max_prompt_length"),
     "data.max_response_length": Alias("generator.sampling_params.max_generate_length"),
+    "data.seed": Alias("trainer.seed"),
+    "data.apply_chat_template_kwargs": Alias("generator.chat_template_kwargs"),
     "algorithm.adv_estimator": Alias(
         "trainer.algorithm.advantage_estimator",
         {
@@ -118,11 +121,20 @@ VERL = {
     "actor_rollout_ref.actor.optim.lr": Alias("trainer.policy.optimizer_config.lr"),
     "actor_rollout_ref.actor.optim.weight_decay": Alias("trainer.policy.optimizer_config.weight_decay"),
     "actor_rollout_ref.actor.optim.lr_warmup_steps": Alias("trainer.policy.optimizer_config.num_warmup_steps"),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
+    "actor_rollout_ref.actor.optim.warmup_style": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": Alias(
+        "trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS
+    ),
+    "actor_rollout_ref.actor.optim.betas": Alias("trainer.policy.optimizer_config.adam_betas"),
     "actor_rollout_ref.actor.grad_clip": Alias("trainer.policy.optimizer_config.max_grad_norm"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": Alias("trainer.policy_mini_batch_size"),
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": Alias("trainer.micro_train_batch_size_per_gpu"),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": Alias("trainer.max_tokens_per_microbatch"),
     "actor_rollout_ref.actor.ppo_epochs": Alias("trainer.update_epochs_per_batch"),
+    "actor_rollout_ref.actor.clip_ratio": Alias(
+        "trainer.algorithm.eps_clip_low", also={"trainer.algorithm.eps_clip_high": lambda value: value}
+    ),
     "actor_rollout_ref.actor.clip_ratio_low": Alias("trainer.algorithm.eps_clip_low"),
     "actor_rollout_ref.actor.clip_ratio_high": Alias("trainer.algorithm.eps_clip_high"),
     "actor_rollout_ref.actor.clip_ratio_c": Alias("trainer.algorithm.clip_ratio_c"),
@@ -156,10 +168,14 @@ VERL = {
     "actor_rollout_ref.rollout.response_length": Alias("generator.sampling_params.max_generate_length"),
     "actor_rollout_ref.rollout.gpu_memory_utilization": Alias("generator.gpu_memory_utilization"),
     "actor_rollout_ref.rollout.max_num_seqs": Alias("generator.max_num_seqs"),
+    "actor_rollout_ref.rollout.max_num_batched_tokens": Alias("generator.max_num_batched_tokens"),
     "actor_rollout_ref.rollout.enforce_eager": Alias("generator.enforce_eager"),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": Alias("generator.inference_engine_tensor_parallel_size"),
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": Alias("trainer.micro_forward_batch_size_per_gpu"),
     "actor_rollout_ref.rollout.val_kwargs.n": Alias("generator.eval_n_samples_per_prompt"),
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": Alias(
+        "generator.eval_sampling_params.temperature", {False: 0.0, True: None}
+    ),
     "actor_rollout_ref.rollout.val_kwargs.temperature": Alias("generator.eval_sampling_params.temperature"),
     "actor_rollout_ref.rollout.val_kwargs.top_p": Alias("generator.eval_sampling_params.top_p"),
     "actor_rollout_ref.rollout.val_kwargs.top_k": Alias("generator.eval_sampling_params.top_k"),
@@ -170,6 +186,7 @@ VERL = {
     "critic.optim.lr": Alias("trainer.critic.optimizer_config.lr"),
     "critic.optim.weight_decay": Alias("trainer.critic.optimizer_config.weight_decay"),
     "critic.optim.lr_warmup_steps": Alias("trainer.critic.optimizer_config.num_warmup_steps"),
+    "critic.optim.lr_warmup_steps_ratio": Alias("trainer.critic.optimizer_config.warmup_ratio"),
     "critic.grad_clip": Alias("trainer.critic.optimizer_config.max_grad_norm"),
     "critic.ppo_mini_batch_size": Alias("trainer.critic_mini_batch_size"),
     "critic.cliprange_value": Alias("trainer.algorithm.value_clip"),

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -159,3 +160,9 @@ def _not_one_override(text: str, fields: Fields) -> list[str]:
         return []
     key, _, value = text.partition("=")
     return [f"{text} is a sweep over several runs, but this command starts one run; write a list as {key}=[{value}]"]
+
+
+def read_option(text: str) -> tuple[str, Any]:
+    """Return the key and the value of an override; ConfigError if it cannot be parsed."""
+    override = _parse(text)
+    return override.key_or_group, override.value()

@@ -94,6 +94,10 @@ class TrainerConfig(RunConfig):
     dump_trajectories: bool = False
     """Write every training trajectory under `trajectories/` in the run folder."""
 
+    log_verl_metrics: bool = False
+    """Log the metrics of a step under the names of recipes for verl, too: `train/policy_loss`, `train/reward`,
+    `rollout/throughput`, … `skyrl verl main_ppo` sets this."""
+
     @property
     def policy_is_reference(self) -> bool:
         """True if the reference is the policy without its adapter, so that no second model is loaded."""

@@ -25,6 +25,7 @@ app = typer.Typer(
   skyrl train --help trainer.algorithm
   skyrl sft data.train_data=chats.jsonl trainer.policy.model.path=Qwen/Qwen2.5-0.5B
   skyrl dpo data.train_data=pairs.jsonl trainer.policy.model.path=Qwen/Qwen2.5-0.5B-Instruct
+  skyrl verl main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct
   skyrl env check my_env:MyEnv --data train.jsonl
 """,
     no_args_is_help=True,
@@ -95,7 +96,7 @@ def train(
     help: Help = False,
 ) -> None:
     """Train a policy on its own rollouts."""
-    _run(context, "experiment:BasePPOExp", overrides or [], config, print_config, help, dry_run)
+    _run(context, overrides or [], config, print_config, help, dry_run, trains=True)
 
 
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)
@@ -160,6 +161,35 @@ def doctor(
     run_command(run)
 
 
+@app.command(context_settings=RUN_SETTINGS)
+def verl(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROGRAM KEY=VALUE", help="main_ppo or fsdp_sft_trainer, or a whole command line with one of them."
+        ),
+    ],
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+) -> None:
+    """Run a command line of verl.
+
+    A line says what each option became; options that have no counterpart here are refused by name.
+    """
+    from skyrl_train.entrypoints.command import run_command
+
+    def run() -> None:
+        from skyrl_train.config.verl import MAIN_PPO, read_command
+
+        program, overrides = read_command(command)
+        if program is MAIN_PPO:
+            _start_rl(overrides, None, print_config, dry_run, trains=True)
+        else:
+            _start_supervised("sft", overrides, None, print_config, dry_run)
+
+    run_command(run)
+
+
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)
 def generate(
     context: typer.Context,
@@ -169,7 +199,7 @@ def generate(
     help: Help = False,
 ) -> None:
     """Evaluate a model without training it."""
-    _run(context, "evaluation:EvalOnlyEntrypoint", overrides or [], config, print_config, help)
+    _run(context, overrides or [], config, print_config, help, trains=False)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
@@ -351,42 +381,56 @@ def _main(
 
 def _run(
     context: typer.Context,
-    experiment: str,
     overrides: Sequence[str],
     config: Path | None,
     print_config: bool,
     help: bool,
     dry_run: bool = False,
+    *,
+    trains: bool,
 ) -> None:
-    """Answer `--help`, or check the configuration, and then print it, plan the run, or run the experiment."""
-    from skyrl_train.config.generate import describe_keys, describe_sections
-    from skyrl_train.config.problems import raise_problems
-    from skyrl_train.entrypoints.command import parse_cli, run_command
-    from skyrl_train.entrypoints.preflight import check_data, find_missing
+    """Answer `--help`, or start a run of reinforcement learning."""
+    from skyrl_train.entrypoints.command import run_command
 
     def run() -> None:
         if help:
+            from skyrl_train.config.generate import describe_keys, describe_sections
+
             typer.echo(describe_keys(overrides) if overrides else f"{context.get_help()}\n\n{describe_sections()}")
-            return
-        cfg = parse_cli(overrides, config)
-        trains = context.command.name == "train"
-        raise_problems(find_missing(cfg, trains=trains))
-        if print_config:
-            from skyrl_train.config import to_yaml
-
-            typer.echo(to_yaml(cfg), nl=False)
-            return
-        data_is_checked = check_data(cfg, trains=trains)
-        if dry_run:
-            from skyrl_train.entrypoints.plan import describe_plan
-
-            typer.echo(describe_plan(cfg))
         else:
-            module, _, name = experiment.partition(":")
-            experiment_class = getattr(import_module(f"skyrl_train.entrypoints.{module}"), name)
-            experiment_class(cfg, data_is_checked=data_is_checked).run()
+            _start_rl(overrides, config, print_config, dry_run, trains=trains)
 
     run_command(run)
+
+
+def _start_rl(
+    overrides: Sequence[str], config: Path | None, print_config: bool, dry_run: bool, *, trains: bool
+) -> None:
+    """Check the configuration, and then print it, plan the run, train, or evaluate."""
+    from skyrl_train.config.problems import raise_problems
+    from skyrl_train.entrypoints.command import parse_cli
+    from skyrl_train.entrypoints.preflight import check_data, find_missing
+
+    cfg = parse_cli(overrides, config)
+    raise_problems(find_missing(cfg, trains=trains))
+    if print_config:
+        from skyrl_train.config import to_yaml
+
+        typer.echo(to_yaml(cfg), nl=False)
+        return
+    data_is_checked = check_data(cfg, trains=trains)
+    if dry_run:
+        from skyrl_train.entrypoints.plan import describe_plan
+
+        typer.echo(describe_plan(cfg))
+    elif trains:
+        from skyrl_train.entrypoints.experiment import BasePPOExp
+
+        BasePPOExp(cfg, data_is_checked=data_is_checked).run()
+    else:
+        from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
+
+        EvalOnlyEntrypoint(cfg, data_is_checked=data_is_checked).run()
 
 
 SUPERVISED = {
@@ -415,34 +459,42 @@ def _run_supervised(
     from skyrl_train.entrypoints.command import run_command
 
     def run() -> None:
-        from skyrl_train.config.cli import parse
         from skyrl_train.config.generate import describe_keys, describe_sections
-        from skyrl_train.config.problems import raise_problems
-        from skyrl_train.entrypoints.preflight import check_answers, find_missing_for_supervised
 
         command = str(context.command.name)
-        schema = _supervised_schema(command)
         if help:
-            sections = f"{context.get_help()}\n\n{describe_sections(schema.fields, command)}"
-            typer.echo(describe_keys(overrides, schema.fields) if overrides else sections)
-            return
-        cfg = parse(overrides, schema, file=config)
-        raise_problems(find_missing_for_supervised(cfg))
-        if print_config:
-            from skyrl_train.config import to_yaml
-
-            typer.echo(to_yaml(cfg), nl=False)
-            return
-        check_answers(cfg)
-        if dry_run:
-            from skyrl_train.entrypoints.plan import describe_supervised_plan
-
-            typer.echo(describe_supervised_plan(cfg))
+            fields = _supervised_schema(command).fields
+            sections = f"{context.get_help()}\n\n{describe_sections(fields, command)}"
+            typer.echo(describe_keys(overrides, fields) if overrides else sections)
         else:
-            *_, module, name = SUPERVISED[command]
-            getattr(import_module(module), name)(cfg).run()
+            _start_supervised(command, overrides, config, print_config, dry_run)
 
     run_command(run)
+
+
+def _start_supervised(
+    command: str, overrides: Sequence[str], config: Path | None, print_config: bool, dry_run: bool
+) -> None:
+    """Check the configuration, and then print it, plan the run, or train."""
+    from skyrl_train.config.cli import parse
+    from skyrl_train.config.problems import raise_problems
+    from skyrl_train.entrypoints.preflight import check_answers, find_missing_for_supervised
+
+    cfg = parse(overrides, _supervised_schema(command), file=config)
+    raise_problems(find_missing_for_supervised(cfg))
+    if print_config:
+        from skyrl_train.config import to_yaml
+
+        typer.echo(to_yaml(cfg), nl=False)
+        return
+    check_answers(cfg)
+    if dry_run:
+        from skyrl_train.entrypoints.plan import describe_supervised_plan
+
+        typer.echo(describe_supervised_plan(cfg))
+    else:
+        *_, module, name = SUPERVISED[command]
+        getattr(import_module(module), name)(cfg).run()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

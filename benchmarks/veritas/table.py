@@ -1,0 +1,47 @@
+"""Print the legal-move rates of the runs of `openspiel.sh` as a page: `table.py <outputs> <name>`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from harness import conditions
+
+RUNS = {
+    "lora": "adapter of rank 32, `openspiel-ppo-trainer.sh --tiny`",
+    "continued": "`LORA_ADAPTER_PATH=` the first run's adapter, lr 1e-3",
+    "full": "`ENABLE_LORA=0`: all weights, from the model of the first run",
+    "merged": "`ENABLE_LORA=0`, from the first run's adapter, merged by `merge.sh`, lr 1e-4",
+}
+HEAD = """# OpenSpiel recipe with a tiny model
+
+{conditions}, under other load.
+`bash benchmarks/veritas/openspiel.sh`: moves in tic-tac-toe after up to six random moves; greedy, on 256 validation
+positions that are not trained. The model starts from one that was fine-tuned on answers to other positions.
+
+| run | {steps} | seconds per step |
+|---|{rules}---|"""
+
+
+def main() -> None:
+    """Read the metrics and print the page."""
+    outputs, name = Path(sys.argv[1]), sys.argv[2]
+    rates: dict[str, dict[int, float]] = {}
+    seconds: dict[str, float] = {}
+    for run in RUNS:
+        (path,) = outputs.glob(f"*/*/*/{name}-{run}/metrics.jsonl")
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rates[run] = {row["step"]: row["eval/all/avg_score"] for row in rows if "eval/all/avg_score" in row}
+        times = [row["timing/step"] for row in rows if "timing/step" in row]
+        seconds[run] = sum(times) / len(times)
+    steps = sorted({step for run in rates.values() for step in run if step % 10 == 0})
+    titles = " | ".join(f"step {step}" for step in steps)
+    print(HEAD.format(conditions=conditions(), steps=titles, rules="---|" * len(steps)))
+    for run, title in RUNS.items():
+        cells = " | ".join(f"{rates[run][step]:.1%}" if step in rates[run] else "" for step in steps)
+        print(f"| {title} | {cells} | {seconds[run]:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Command lines of verl, read as overrides."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from skyrl_train.config.base import value_at
+from skyrl_train.config.cli import parse
+from skyrl_train.config.loading import Schema
+from skyrl_train.config.verl import FSDP_SFT_TRAINER, MAIN_PPO, PROGRAMS, VerlProgram, read_command
+from skyrl_train.errors import ConfigError
+
+GRPO = [
+    "python3 -m verl.trainer.main_ppo",
+    "algorithm.adv_estimator=grpo",
+    "data.train_files=train.parquet",
+    "data.val_files=test.parquet",
+    "data.train_batch_size=32",
+    "data.max_response_length=256",
+    "data.filter_overlong_prompts=True",
+    "data.truncation=left",
+    "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "actor_rollout_ref.actor.clip_ratio=0.3",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=False",
+    "actor_rollout_ref.rollout.n=8",
+    "+actor_rollout_ref.model.lora_rank=64",
+    "trainer.critic_warmup=0",
+    "trainer.resume_mode=disable",
+    "trainer.save_freq=20",
+]
+
+
+def words(command: list[str]) -> list[str]:
+    return " ".join(command).split()
+
+
+def refuse(*options: str, program: str = "main_ppo") -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_command([program, *options])
+    return str(caught.value)
+
+
+def test_a_command_line_of_grpo_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        program, overrides = read_command(words(GRPO))
+        cfg = parse(overrides, program.schema)
+    assert program is MAIN_PPO
+    read = {
+        "data.train_data": ["train.parquet"],
+        "trainer.train_batch_size": 32,
+        "trainer.algorithm.advantage_estimator": "grpo",
+        "trainer.algorithm.eps_clip_low": 0.3,
+        "trainer.algorithm.eps_clip_high": 0.3,
+        "trainer.policy.optimizer_config.warmup_ratio": 0.1,
+        "trainer.policy.model.lora.rank": 64,
+        "generator.n_samples_per_prompt": 8,
+        "generator.sampling_params.max_generate_length": 256,
+        "trainer.resume_mode": "none",
+        "trainer.ckpt_interval": 20,
+        "trainer.algorithm.use_kl_loss": False,  # from here on, defaults of verl
+        "trainer.algorithm.policy_loss_type": "dual_clip",
+        "trainer.eval_interval": -1,
+        "trainer.epochs": 30,
+    }
+    assert {key: value_at(cfg, key) for key in read} == read
+    lines = {record.message for record in caplog.records}
+    changed = [word for word in words(GRPO)[3:] if word.partition("=")[0].lstrip("+") not in program.schema.fields]
+    for word in [*changed, "trainer.resume_mode=disable"]:
+        assert any(line.startswith(word.partition("=")[0].lstrip("+")) for line in lines), word
+    assert "trainer.resume_mode=disable is read as trainer.resume_mode=none" in lines
+    assert (
+        "data.truncation=left has no effect: prompts above trainer.max_prompt_length are left out, not cut"
+    ) in lines
+
+
+def test_the_command_line_of_supervised_fine_tuning_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    options = "data.train_files=a.parquet data.micro_batch_size_per_gpu=8 data.max_length=2048 optim.lr=2e-6"
+    options += " model.partial_pretrain=org/model model.fsdp_config.model_dtype=bf16 optim.betas=[0.9,0.98]"
+    launcher = "torchrun --standalone --nnodes=1 --nproc_per_node=2 -m verl.trainer.fsdp_sft_trainer"
+    program, overrides = read_command(f"{launcher} {options}".split())
+    assert program is FSDP_SFT_TRAINER
+    cfg = parse(overrides, program.schema)
+    optimizer = cfg.trainer.policy.optimizer_config
+    assert (optimizer.lr, optimizer.adam_betas, optimizer.weight_decay) == (2e-6, (0.9, 0.98), 0.01)
+    assert (cfg.trainer.policy.model.dtype, cfg.data.max_length, cfg.trainer.epochs) == ("bfloat16", 2048, 4)
+    assert caplog.records[0].message.startswith("--nproc_per_node=2 has no effect: supervised fine-tuning runs in one")
+
+
+@pytest.mark.parametrize("name", ["fsdp_sft_trainer", "sft_trainer", "verl.trainer.sft_trainer"])
+def test_both_names_of_the_sft_trainer_are_known(name: str) -> None:
+    """T15: verl 0.10 has dropped `fsdp_sft_trainer`."""
+    assert read_command([name])[0] is FSDP_SFT_TRAINER
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("reward_model.enable=True", "rewards come from environments or custom_reward_function; remove it"),
+        ("data.shuffle=False", "training prompts are always shuffled"),
+        ("trainer.critic_warmup=10", "trainer.critic_warmup=10 is not supported"),
+        ("trainer.rollout_data_dir=x", "set trainer.dump_trajectories=true"),
+        ("actor_rollout_ref.rollout.nn=3", "did you mean actor_rollout_ref.rollout.n?"),
+        ("actor_rollout_ref.actor.quantum=3", "there is no key actor_rollout_ref.actor.quantum"),
+        ("hydra.sweep.dir=x", "there is no key hydra.sweep.dir"),
+        ("trainer.balance_batch=[", "cannot be read"),
+    ],
+)
+def test_an_option_that_is_lacking_is_refused_by_name(option: str, sentence: str) -> None:
+    assert sentence in refuse(option)
+    assert option.partition("=")[0] in refuse(option)
+
+
+def test_all_refusals_are_listed_at_once() -> None:
+    message = refuse("reward_model.enable=True", "data.shuffle=False")
+    assert message.startswith("2 problems in the configuration:")
+
+
+def test_a_command_without_a_program_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names none of verl's programs main_ppo, fsdp_sft_trainer"):
+        read_command(["main_eval", "data.path=x"])
+
+
+def test_the_folder_of_hydra_is_the_output_folder() -> None:
+    assert "trainer.output_dir=runs/1" in read_command(["main_ppo", "hydra.run.dir=runs/1"])[1]
+
+
+def test_a_default_of_verl_gives_way_to_our_own_key() -> None:
+    overrides = read_command(["main_ppo", "trainer.algorithm.use_kl_loss=true", "trainer.total_epochs=2"])[1]
+    assert "trainer.algorithm.use_kl_loss=false" not in overrides
+    assert "trainer.epochs=30" not in overrides
+
+
+def test_defaults_of_the_critic_are_set_with_a_critic() -> None:
+    assert "trainer.algorithm.value_clip=0.5" not in read_command(["main_ppo"])[1]
+    assert "trainer.algorithm.value_clip=0.5" in read_command(["main_ppo", "critic.model.path=m"])[1]
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values())
+def test_the_tables_are_disjoint_and_name_keys(program: VerlProgram) -> None:
+    schema: Schema = program.schema
+    for table in (program.fixed, program.refused):
+        assert not table.keys() & (schema.fields.keys() | schema.aliases.keys() | schema.without_effect.keys())
+    assert not program.fixed.keys() & program.refused.keys()
+    for key, value in {**program.defaults, **program.critic_defaults}.items():
+        default = schema.fields[key].get_default()
+        assert (list(default) if isinstance(default, tuple) else default) != value

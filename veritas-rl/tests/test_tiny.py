@@ -1,0 +1,77 @@
+"""The recipes in their `--tiny` form, from data to a merged model; `tests/recipes/` has the other scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from recipe_shell import Recipes
+
+
+def metrics(recipes: Recipes, run: str) -> list[dict[str, float]]:
+    """Return the steps of the newest run of this name, whose folder is dated."""
+    files = sorted(recipes.root.glob(f"train/outputs/20*-*-*/*-*-*/*/{run}*/metrics.jsonl"))
+    return [json.loads(line) for line in files[-1].read_text().splitlines()]
+
+
+def test_sourced_supervised_fine_tuning(recipes: Recipes) -> None:
+    result = recipes.shell(["bash", "-c", ". train/scripts/lgc-v2-SFT-trainer.sh --tiny; echo status $?"])
+    assert "status 0" in result.stdout, result.stderr
+    steps = metrics(recipes, "tiny-sft-")
+    assert len(steps) == 10
+    assert steps[-1]["val/loss"] < steps[4]["val/loss"]
+    names = {"train/loss", "train/learning_rate", "train/epoch", "train/global_step", "train/throughput"}
+    assert names | {"system/memory_usage"} <= steps[0].keys()
+    checkpoints = list(recipes.root.glob("train/artifacts/checkpoints/tiny-sft-*-batch_size-8/global_step_*"))
+    assert {path.name for path in checkpoints} == {"global_step_5", "global_step_10"}
+    (run_id,) = recipes.root.glob("train/artifacts/wandb/run_ids/tiny-sft-*")
+    name = run_id.read_text().strip()
+    assert list(recipes.root.glob(f"train/artifacts/wandb/Qwen3-4B-Instruct-SFT-20*/wandb/*/run-{name}.wandb"))
+
+
+@pytest.fixture(scope="module")
+def openspiel(recipes: Recipes) -> Path:
+    """The checkpoints of a tiny run."""
+    result = recipes.run("openspiel-ppo-trainer.sh", "--tiny", WANDB_EXP="openspiel-1")
+    assert result.returncode == 0, result.stderr
+    return recipes.root / "train/artifacts/RL/checkpoints/openspiel-1"
+
+
+def test_openspiel_trains_an_adapter(openspiel: Path, recipes: Recipes) -> None:
+    steps = metrics(recipes, "openspiel-1")
+    assert [step["train/global_step"] for step in steps if step["step"] > 0] == [1, 2, 3]
+    assert 0 < steps[1]["policy/adapter_norm"] < steps[-1]["policy/adapter_norm"]
+    assert steps[-1]["generate/n_invalid"] == 0
+    assert (openspiel / "global_step_3/policy/lora_adapter/adapter_config.json").is_file()
+
+
+def test_the_adapter_is_merged(openspiel: Path, recipes: Recipes) -> None:
+    result = recipes.run("merge.sh", CHECKPOINT_BASE=str(openspiel), TARGET_DIR="train/merged_model_1")
+    assert result.returncode == 0, result.stderr
+    target = recipes.root / "train/merged_model_1"
+    assert "of them changed" in result.stdout
+    assert {path.name for path in (target / "lora_adapter").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    base, merged = (
+        json.loads((path / "config.json").read_text())
+        for path in (recipes.root / "train/models/tiny-openspiel", target)
+    )
+    assert merged["hidden_size"] == base["hidden_size"]
+    again = recipes.run("merge.sh", CHECKPOINT_BASE=str(openspiel), TARGET_DIR="train/merged_model_1")
+    assert again.returncode == 1
+    assert "already exists" in again.stderr
+
+
+def test_a_run_from_an_adapter_starts_where_it_stopped(openspiel: Path, recipes: Recipes) -> None:
+    adapter = openspiel / "global_step_3/policy/lora_adapter"
+    variables = {"LORA_ADAPTER_PATH": str(adapter), "WANDB_EXP": "openspiel-2"}
+    more = ["trainer.val_before_train=True", "trainer.total_training_steps=1"]
+    result = recipes.run("openspiel-ppo-trainer.sh", "--tiny", *more, **variables)
+    assert result.returncode == 0, result.stderr
+    before, after = metrics(recipes, "openspiel-1")[-1], metrics(recipes, "openspiel-2")[0]
+    assert after["step"] == 0
+    assert after["eval/all/avg_score"] == before["eval/all/avg_score"]
+    assert metrics(recipes, "openspiel-2")[1]["policy/adapter_norm"] > 0.9 * before["policy/adapter_norm"]

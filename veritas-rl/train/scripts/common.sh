@@ -1,0 +1,236 @@
+# shellcheck shell=bash
+# Settings and functions of the recipes. Each script sources this file in a subshell, so that a shell that sources the
+# script keeps its options, its folder and its variables, and survives an error.
+
+set -euo pipefail
+unset CDPATH
+CALLER=$PWD
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+TIME=$(date +%Y%m%d-%H%M%S)
+TINY=0
+DRY_RUN=0
+OVERRIDES=()
+
+say() { printf '%s\n' "$*" >&2; }
+
+die() {
+    say "error: $*"
+    exit 1
+}
+
+# Print a command and run it.
+try() {
+    printf '+' >&2
+    printf ' %q' "$@" >&2
+    printf '\n' >&2
+    "$@"
+}
+
+# Print a command, run it, and end the recipe if it fails, also where set -e is off: . script || …
+run() { try "$@" || exit; }
+
+# Sort the arguments of a script: --tiny, --dry-run, and overrides, which come last and therefore win.
+read_arguments() {
+    local argument name
+    for argument in "$@"; do
+        case $argument in
+        --tiny) TINY=1 ;;
+        --dry-run) DRY_RUN=1 ;;
+        *) OVERRIDES+=("$argument") ;;
+        esac
+    done
+    load_env "$ROOT/.env"
+    for name in HF_TOKEN WANDB_API_KEY WANDB_MODE WANDB_ENTITY WANDB_TAGS WANDB_RUN_GROUP WANDB_RUN_ID; do
+        if [ -n "${!name+set}" ]; then export "${name?}"; fi # a shell that sources a script may not have exported it
+    done
+    if ! command -v skyrl >/dev/null && [ -x "$ROOT/../.venv/bin/skyrl" ]; then
+        PATH="$ROOT/../.venv/bin:$PATH"
+    fi
+    command -v skyrl >/dev/null || die "the command skyrl is not installed; see docs/start/install.md"
+    if [ "$DRY_RUN" = 1 ]; then OVERRIDES+=(--dry-run); fi
+    cd "$ROOT"
+}
+
+# Export the variables of a .env file that are not set. The file is read, not run.
+load_env() {
+    local line name value
+    [ -f "$1" ] || return 0
+    while IFS= read -r line || [ -n "$line" ]; do
+        line=${line%$'\r'}
+        line=${line#"${line%%[![:space:]]*}"}
+        line=${line#export }
+        case $line in '' | '#'*) continue ;; esac
+        name=${line%%=*}
+        [[ $line == *=* && $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "$1: the line \"$line\" is not NAME=value"
+        value=${line#*=}
+        case $value in
+        \"*\" | \'*\') value=${value:1:${#value}-2} ;;
+        *) value=${value%%[[:space:]]#*} ;;
+        esac
+        if [ -z "${!name+set}" ]; then export "$name=$value"; fi
+    done <"$1"
+}
+
+# Succeed for 1, true, yes and on; fail for 0, false, no, off and nothing. Arguments: name and value of a variable.
+is_on() {
+    case $(printf '%s' "$2" | tr '[:upper:]' '[:lower:]') in
+    1 | true | yes | on) return 0 ;;
+    0 | false | no | off | '') return 1 ;;
+    *) die "$1=$2 must be 1 or 0" ;;
+    esac
+}
+
+# Print a path that is relative to the caller's folder, or else to veritas-rl/, as an absolute one.
+absolute() {
+    case $1 in
+    /*) printf '%s' "$1" ;;
+    *) if [ -e "$CALLER/$1" ]; then printf '%s' "$CALLER/$1"; else printf '%s' "$ROOT/$1"; fi ;;
+    esac
+}
+
+# Set MODEL and MODEL_NAME: the folder AGENT_MODEL_REPO_ID, or that model of the Hub, downloaded into train/models/.
+choose_model() {
+    local repo=${AGENT_MODEL_REPO_ID:-rhuanmatias/trained-top-sn120}
+    MODEL_NAME=${repo##*/}
+    MODEL=$(absolute "$repo")
+    if [ -d "$MODEL" ]; then return 0; fi
+    MODEL=$ROOT/train/models/$repo
+    if [ -d "$MODEL" ]; then return 0; fi
+    if [ -z "${HF_TOKEN:-}" ]; then
+        die "HF_TOKEN is not set, which the download of $repo needs; add HF_TOKEN=<token> to $ROOT/.env, or set" \
+            "AGENT_MODEL_REPO_ID to the folder of a model"
+    fi
+    if [ "$DRY_RUN" = 1 ]; then
+        MODEL=$repo
+        return 0
+    fi
+    try hf download "$repo" --local-dir "$MODEL.partial" || die "$repo could not be downloaded; rerun to resume"
+    mv "$MODEL.partial" "$MODEL"
+}
+
+# Name the run and set up Weights & Biases: WANDB_PROJECT, WANDB_EXP, WANDB_DIR and LOGGER. Arguments: task, batch size.
+name_run() {
+    WANDB_EXP=${WANDB_EXP:-$MODEL_NAME-$TIME-batch_size-$2}
+    export WANDB_PROJECT=${WANDB_PROJECT:-Qwen3-4B-Instruct}
+    export WANDB_DIR=${WANDB_DIR:-$ROOT/train/artifacts/wandb/$WANDB_PROJECT-$1-${TIME%-*}}
+    LOGGER='[console,wandb]'
+    if ! python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("wandb") is None)'; then
+        LOGGER='[console,tensorboard]'
+        say "wandb is not installed: metrics go to TensorBoard; pip install wandb, and rerun"
+    elif [ -z "${WANDB_MODE:-}" ] && { [ "$TINY" = 1 ] || [ -z "${WANDB_API_KEY:-}" ]; }; then
+        export WANDB_MODE=offline
+        [ "$TINY" = 1 ] || say "WANDB_API_KEY is not set: W&B logs to $WANDB_DIR; upload it later with wandb sync, or" \
+            "add WANDB_API_KEY=<key> to $ROOT/.env"
+    fi
+}
+
+# Set RUN to the options that all recipes share, and let a run that resumes continue its run of W&B. Argument: folder of
+# checkpoints, below train/artifacts/.
+set_run_options() {
+    local id_file=$ROOT/train/artifacts/wandb/run_ids/$WANDB_EXP
+    if [ "$DRY_RUN" = 0 ] && [ -z "${WANDB_RUN_ID:-}" ]; then
+        if [ -f "$id_file" ] && [ -f "$ROOT/train/artifacts/$1/$WANDB_EXP/latest_ckpt_global_step.txt" ]; then
+            WANDB_RUN_ID=$(cat "$id_file")
+            export WANDB_RESUME=allow
+        else
+            WANDB_RUN_ID=$TIME-$RANDOM
+            mkdir -p "$(dirname "$id_file")"
+            printf '%s\n' "$WANDB_RUN_ID" >"$id_file"
+        fi
+        export WANDB_RUN_ID
+    fi
+    RUN=(
+        "trainer.project_name=$WANDB_PROJECT"
+        "trainer.experiment_name=$WANDB_EXP"
+        "trainer.logger=$LOGGER"
+        "trainer.default_local_dir=$ROOT/train/artifacts/$1/$WANDB_EXP"
+        "hydra.run.dir=$ROOT/train/outputs/${TIME:0:4}-${TIME:4:2}-${TIME:6:2}/${TIME:9:2}-${TIME:11:2}-${TIME:13:2}"
+    )
+}
+
+# Set BACKEND to ROLLOUT_BACKEND; by default, vLLM where it is installed, and else the embedded engine.
+choose_backend() {
+    BACKEND=${ROLLOUT_BACKEND:-}
+    if [ -n "$BACKEND" ]; then return 0; fi
+    BACKEND=vllm
+    if [ "$TINY" = 1 ]; then
+        BACKEND=hf
+    elif ! python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then
+        BACKEND=hf
+        say "vLLM is not installed: ROLLOUT_BACKEND=hf, the embedded engine"
+    fi
+}
+
+# Set LORA to the options of the adapter, and LR to its learning rate or to that of full fine-tuning.
+choose_lora() {
+    LORA=()
+    LR=6e-6
+    if is_on ENABLE_LORA "${ENABLE_LORA:-1}"; then
+        LR=6e-5
+        LORA=(
+            actor_rollout_ref.model.lora_rank=32
+            actor_rollout_ref.model.lora_alpha=32
+            actor_rollout_ref.model.target_modules=all-linear
+            actor_rollout_ref.model.use_shm=True
+            actor_rollout_ref.rollout.load_format=safetensors
+        )
+        if [ -n "${LORA_ADAPTER_PATH:-}" ]; then
+            LORA+=("actor_rollout_ref.model.lora_adapter_path=$(absolute "$LORA_ADAPTER_PATH")")
+        fi
+        if is_on LAYERED_SUMMON "${LAYERED_SUMMON:-0}"; then LORA+=(actor_rollout_ref.rollout.layered_summon=True); fi
+    elif [ -n "${LORA_ADAPTER_PATH:-}" ]; then
+        die "LORA_ADAPTER_PATH=$LORA_ADAPTER_PATH is not read with ENABLE_LORA=${ENABLE_LORA:-}; unset one of them." \
+            "To fine-tune all weights from an adapter, merge it first: train/tools/merge_adapter_into_base.py"
+    fi
+}
+
+# Rename a folder, unless another process has made the target meanwhile.
+publish() {
+    python -c 'import os, sys; os.rename(*sys.argv[1:])' "$1" "$2" 2>/dev/null || [ -d "$2" ] || die "$2 cannot be written"
+}
+
+# Set MODEL to a tiny model that writes answers of the right format, but to other tasks. Arguments: its name, a task
+# family, and the family's options as JSON.
+make_tiny_model() {
+    local folder=$ROOT/train/models/$1 work
+    MODEL_NAME=$1
+    MODEL=$folder
+    if [ -d "$folder" ]; then return 0; fi
+    work=$folder.$$
+    mkdir -p "$work"
+    run python train/tools/write_attempts.py --env "$2" --adapter-config "$3" --output "$work/attempts.jsonl"
+    run skyrl tiny "$work/random" --data "$work/attempts.jsonl"
+    run skyrl sft data.train_data="$work/attempts.jsonl" trainer.policy.model.path="$work/random" \
+        data.max_length=512 trainer.epochs=2 trainer.train_batch_size=16 trainer.policy.optimizer_config.lr=3e-3 \
+        trainer.ckpt_interval=-1 trainer.hf_save_interval=100000 trainer.logger=jsonl \
+        trainer.output_dir="$work" trainer.project_name=warm trainer.run_name=up trainer.export_path="$work/export"
+    publish "$work"/export/global_step_*/policy "$folder"
+    rm -rf "$work"
+}
+
+# Merge the newest checkpoint of CHECKPOINT_BASE, or that of GLOBAL_STEP, into TARGET_DIR. Argument: its default.
+merge_actor() {
+    local base target source runs
+    base=$(absolute "${CHECKPOINT_BASE:-train/artifacts/RL/checkpoints}")
+    target=$(absolute "${TARGET_DIR:-$1}")
+    if [ "$TINY" = 1 ]; then
+        base=$ROOT/train/artifacts/RL/checkpoints/tiny-merge
+        target=$(absolute "${TARGET_DIR:-$1_tiny}")
+        rm -rf "$base" "$target"
+        WANDB_EXP=tiny-merge bash train/scripts/openspiel-ppo-trainer.sh --tiny trainer.total_training_steps=2 \
+            trainer.save_freq=2 trainer.test_freq=-1
+    fi
+    source=$base${GLOBAL_STEP:+/global_step_$GLOBAL_STEP}
+    [ -d "$base" ] || die "$base does not exist; set CHECKPOINT_BASE to the folder of a run's checkpoints"
+    if [ -z "${GLOBAL_STEP:-}" ] && [ -z "$(find "$base" -maxdepth 1 -name 'global_step_*')" ]; then
+        runs=$(find "$base" -mindepth 2 -maxdepth 2 -name 'global_step_*' -exec dirname {} \; | sort -u)
+        die "$base has no checkpoint; set CHECKPOINT_BASE to the folder of a run's checkpoints${runs:+:$'\n'$runs}"
+    fi
+    if [ "$DRY_RUN" = 1 ]; then
+        [ -d "$source" ] || die "$source does not exist"
+        [ ! -e "$target" ] || die "$target already exists; set TARGET_DIR to a new folder"
+        say "would merge $source into $target"
+        return 0
+    fi
+    run skyrl merge checkpoint "$source" "$target" ${OVERRIDES[@]+"${OVERRIDES[@]}"}
+}

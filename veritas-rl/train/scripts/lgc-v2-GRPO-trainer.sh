@@ -1,0 +1,1 @@
+lgc-v2-RL-GRPO-trainer.sh

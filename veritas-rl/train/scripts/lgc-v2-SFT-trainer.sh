@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Fine-tune a model on parquet files with the columns prompt and response (docs/dataset_generation.md).
+#
+#   bash train/scripts/lgc-v2-SFT-trainer.sh [--tiny] [--dry-run] [KEY=VALUE …]
+#
+# Or source it: `. train/scripts/lgc-v2-SFT-trainer.sh`. --tiny makes a tiny model and data, and takes a minute on a CPU.
+# Variables, from the environment or .env: AGENT_MODEL_REPO_ID, HF_TOKEN, gpu_count, dataset_path, WANDB_PROJECT,
+# WANDB_EXP, WANDB_DIR, WANDB_MODE, WANDB_API_KEY.
+(
+    # shellcheck source=SCRIPTDIR/common.sh
+    . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+    read_arguments "$@"
+
+    gpu_count=${gpu_count:-1} # this version trains on one
+    dataset_path=$(absolute "${dataset_path:-train/parquet}")
+    train_batch_size=32
+    micro_batch_size=8
+    max_length=2048
+    total_epochs=10
+    model_dtype=bf16
+    lr=2e-6
+    save_freq=50
+    test_freq=50
+
+    if [ "$TINY" = 1 ]; then
+        dataset_path=$ROOT/train/parquet_tiny
+        train_batch_size=8 micro_batch_size=4 max_length=512 total_epochs=2 model_dtype=fp32 lr=3e-3
+        save_freq=5 test_freq=5
+        run python -m data_processing.generate_dataset --env lgc-v2 --task-types operation --num-samples 50 \
+            --output "$dataset_path/tasks.jsonl"
+        run python -m data_processing.convert_to_parquet --input "$dataset_path/tasks.jsonl" --format sft \
+            --out-dir "$dataset_path"
+        MODEL_NAME=tiny-sft
+        MODEL=$ROOT/train/models/$MODEL_NAME
+        [ -d "$MODEL" ] || {
+            run skyrl tiny "$MODEL.$$" --data "$dataset_path/train.parquet"
+            publish "$MODEL.$$" "$MODEL"
+        }
+    else
+        choose_model
+        [ -f "$dataset_path/train.parquet" ] || die "$dataset_path/train.parquet does not exist; write it with" \
+            "data_processing.convert_to_parquet --format sft (docs/dataset_generation.md), or set dataset_path"
+    fi
+    name_run SFT "$train_batch_size"
+    set_run_options checkpoints
+
+    run skyrl verl torchrun --nnodes=1 --nproc_per_node="$gpu_count" -m verl.trainer.fsdp_sft_trainer \
+        data.train_files="$dataset_path/train.parquet" \
+        data.val_files="$dataset_path/val.parquet" \
+        data.prompt_key=prompt \
+        data.response_key=response \
+        data.train_batch_size="$train_batch_size" \
+        data.micro_batch_size_per_gpu="$micro_batch_size" \
+        data.max_length="$max_length" \
+        model.partial_pretrain="$MODEL" \
+        model.fsdp_config.model_dtype="$model_dtype" \
+        optim.lr="$lr" \
+        'optim.betas=[0.9,0.98]' \
+        optim.weight_decay=0.05 \
+        trainer.total_epochs="$total_epochs" \
+        trainer.save_freq="$save_freq" \
+        trainer.test_freq="$test_freq" \
+        "${RUN[@]}" ${OVERRIDES[@]+"${OVERRIDES[@]}"}
+)
