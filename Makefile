@@ -78,6 +78,10 @@ bench-rollout: .venv/.runtime ## compare tokens/s with transformers.generate and
 bench-loop: .venv/.runtime ## measure the overhead of the agent loop; writes benchmarks/rollout/loop.md
 	@$(BENCH)/rollout/loop.py $(ARGS)
 
+.PHONY: bench-sync
+bench-sync: .venv/.runtime ## send 2.5 GB of weights through shared memory and gloo; writes benchmarks/sync/results.md
+	@$(BENCH)/sync/transports.py $(ARGS)
+
 .PHONY: bench-tx
 bench-tx: .venv/.dev ## compare the Tinker server with peft and transformers; writes benchmarks/tx/throughput.md
 	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/tx/throughput.py $(ARGS)

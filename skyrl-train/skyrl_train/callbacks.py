@@ -122,7 +122,10 @@ class Callback:
         """Called after each step, once the engines have its weights."""
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
-        """Called once the checkpoint at `path` is complete and is the one to resume from."""
+        """Called once the checkpoint at `path` is complete and is the one to resume from.
+
+        Training may be further: the step of the checkpoint is in its name.
+        """
 
     async def on_alert(self, run: Run, text: str) -> None:
         """Called when storage fails and the run continues, with what failed and what happens next."""

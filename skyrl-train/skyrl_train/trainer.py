@@ -13,15 +13,18 @@ from typing import Any
 from skyrl_train.callbacks import Callback
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.batch import build_training_batch
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.generators.source import BatchSource, StepData
 from skyrl_train.learner import Learner
 from skyrl_train.run import Step, TrainingRun
-from skyrl_train.types import TrainingBatch, Trajectory
+from skyrl_train.types import Metrics, TrainingBatch, Trajectory
 
 __all__ = ["RolloutsAbandonedError", "Step", "Trainer"]
 
 logger = logging.getLogger(__name__)
+
+SyncEngines = Callable[[int], Awaitable[Metrics]]
+"""Sends the policy's weights to the engines, as those of a version."""
 
 STOP_GRACE_S = 20.0
 """Seconds that the rollouts of a step may take after a stop request, before the step is abandoned."""
@@ -40,7 +43,7 @@ class Trainer(TrainingRun):
         *,
         source: BatchSource,
         learner: Learner,
-        sync_engines: Callable[[int], Awaitable[None]],
+        sync_engines: SyncEngines,
         total_steps: int,
         pad_token_id: int,
         callbacks: Sequence[Callback],
@@ -143,7 +146,11 @@ class Trainer(TrainingRun):
     async def sync_weights(self, step: Step) -> None:
         """Send the policy's weights, as version `step.number`, to the engines."""
         with step.timer("sync_weights"):
-            await self._sync_engines(step.number)
+            try:
+                step.record(await self._sync_engines(step.number))
+            except EngineError:
+                await self.check_weights(step.number)  # divergence explains why engines refuse the weights
+                raise
             await self._source.on_weights(step.number)
 
 

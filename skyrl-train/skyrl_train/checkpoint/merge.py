@@ -43,7 +43,8 @@ from skyrl_train.checkpoint.store import CheckpointStore
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, MatrixChange, read_changes, read_config
 from skyrl_train.types.specs import TensorSpec
-from skyrl_train.weight_sync.broadcast import chunked, tensor_checksum
+from skyrl_train.weight_sync.base import chunked
+from skyrl_train.weight_sync.checksum import tensor_checksum
 
 logger = logging.getLogger(__name__)
 

@@ -119,9 +119,25 @@ class GeneratorConfig(Section):
     inference_engine_tensor_parallel_size: Count = 1
     """Number of GPUs per engine; only 1 is supported."""
 
-    weight_sync_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Transport of new weights to an engine in another process. In this version, `auto` is gloo, and nccl is accepted
-    only by runs in one process, which send nothing."""
+    weight_sync_backend: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    """Transport of new weights to other processes. `auto` takes shared memory for processes on the node of the policy's
+    first rank, and gloo for the others; `shm` and `gloo` take one of them for all. A run in one process
+    sends nothing; only there, nccl is accepted."""
+
+    weight_sync_check: Literal["auto", "off", "checksum", "logprobs"] = "auto"
+    """Check after each weight sync. `checksum` compares all values that were copied to another process. `logprobs` also
+    lets the engine sample 32 tokens, which the policy scores: `sync/logprob_gap`. A difference ends the run. `auto` is
+    `logprobs`, unless the engine generates with the policy's own tensors."""
+
+    weight_sync_tolerance: Annotated[float, Gt(0)] | None = None
+    """Maximum of `sync/logprob_gap`, in nats; null is 0.001 in float32 and 0.1 in bfloat16."""
+
+    weight_sync_delta: bool = False
+    """Send only the values that changed since the last weight sync, where that is shorter. The policy's first rank
+    keeps a copy of the weights."""
+
+    weight_sync_timeout_seconds: Annotated[float, Gt(0)] = 600.0
+    """Maximum time that a process may keep a weight sync waiting."""
 
     async_engine: bool = True
     """No effect: engines are always asynchronous."""

@@ -51,7 +51,7 @@ class RunPlacementConfig(Section):
     """GPUs of the policy on each node. Each holds one rank, with a shard of the model."""
 
     def size(self, role: PlacedRole) -> tuple[int, int]:
-        """Return the nodes of a model, and its ranks on each of them."""
+        """Return the nodes of a model, and its ranks on each of them: those of the policy."""
         return self.policy_num_nodes, self.policy_num_gpus_per_node
 
     @property

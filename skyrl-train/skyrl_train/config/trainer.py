@@ -31,7 +31,8 @@ class PlacementConfig(RunPlacementConfig):
     """GPUs of the reference on each node; null takes those of the policy."""
 
     def size(self, role: PlacedRole) -> tuple[int, int]:
-        role = "policy" if role == "reward" else role  # reward models are on the policy's devices
+        """Return the nodes of a model, and its ranks on each of them. A reward model has the policy's."""
+        role = "policy" if role == "reward" else role
         return getattr(self, f"{role}_num_nodes"), getattr(self, f"{role}_num_gpus_per_node")
 
     @property

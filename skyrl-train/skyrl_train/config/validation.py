@@ -135,12 +135,25 @@ def colocated_models_have_the_same_size(cfg: SkyRLConfig) -> Iterator[str]:
                 )
 
 
-def weights_travel_through_gloo(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a transport of weights that does not exist."""
-    if cfg.trainer.placement.uses_ray and cfg.generator.weight_sync_backend == "nccl":
+def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a transport of weights that does not exist, and changes that nothing can apply."""
+    generator = cfg.generator
+    if cfg.trainer.placement.uses_ray and generator.weight_sync_backend == "nccl":
         yield (
-            "generator.weight_sync_backend=nccl: this version sends weights to other processes through gloo; set "
-            "generator.weight_sync_backend=gloo"
+            "generator.weight_sync_backend=nccl: this version sends weights to other processes through shared memory "
+            "or gloo; set generator.weight_sync_backend=auto"
+        )
+    if not generator.weight_sync_delta:
+        return
+    if not cfg.trainer.placement.uses_ray:
+        yield (
+            "generator.weight_sync_delta=true sends changes to another process, and this run has one; set "
+            "generator.weight_sync_delta=false, or trainer.placement.launcher=ray"
+        )
+    elif generator.backend not in ("auto", "hf"):
+        yield (
+            f"generator.weight_sync_delta=true: generator.backend={generator.backend} holds the weights in another "
+            "layout and cannot apply changes; set generator.weight_sync_delta=false, or generator.backend=hf"
         )
 
 
@@ -707,7 +720,7 @@ RULES: tuple[Rule, ...] = (
     input_length_covers_prompts,
     launcher_starts_every_process,
     colocated_models_have_the_same_size,
-    weights_travel_through_gloo,
+    weights_have_a_transport,
     one_engine_is_enough,
     engine_has_its_options,
     sampling_lengths_are_ordered,

@@ -29,6 +29,7 @@ from skyrl_train.run import TrainingRun
 from skyrl_train.threads import compute_thread
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.types.specs import Role
+from skyrl_train.weight_sync import SyncOptions
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +114,9 @@ class Experiment(ABC):
         config = self.cfg.model_dump(mode="json")
         return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, self.run_folder.path)
 
-    def new_launcher(self, roles: Sequence[Role], *, has_engine: bool) -> Launcher:
-        """Create the launcher of `trainer.placement`, for the models in `roles`.
+    def new_launcher(self, roles: Sequence[Role], sync: SyncOptions | None = None) -> Launcher:
+        """Create the launcher of `trainer.placement`, for the models in `roles`, and for an engine if `sync` describes
+        how its weights are sent.
 
         Raises:
             ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
@@ -122,14 +124,14 @@ class Experiment(ABC):
         torchrun = Torchrun.find()
         if torchrun is not None and torchrun.size > 1:
             raise ConfigError(
-                f"torchrun has started {torchrun.size} processes, and a run of several models starts its own; start it "
+                f"torchrun has started {torchrun.size} processes, and this kind of run starts its own; start it "
                 f"without torchrun, with trainer.placement.policy_num_gpus_per_node={torchrun.size}"
             )
         placement = self.cfg.trainer.placement
         if placement.uses_ray:
             from skyrl_train.launch.ray.launcher import RayLauncher  # ray is optional
 
-            return RayLauncher(placement, roles, has_engine=has_engine)
+            return RayLauncher(placement, roles, sync)
         assert self._compute is not None, "running() comes first"
         return InlineLauncher(self._compute)
 
@@ -142,7 +144,7 @@ class Experiment(ABC):
         """
         torchrun = Torchrun.find()
         if torchrun is None or torchrun.size == 1 or len(roles) > 1:
-            return self.new_launcher(roles, has_engine=False)
+            return self.new_launcher(roles)
         torchrun.check(self.cfg.trainer.placement)
         assert self._compute is not None, "running() comes first"
         return TorchrunLauncher(self._compute, torchrun)

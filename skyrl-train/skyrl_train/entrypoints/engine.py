@@ -9,10 +9,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.memory import cache_bytes_per_token
 from skyrl_train.types.specs import SyncKind
+from skyrl_train.weight_sync import SyncOptions
+from skyrl_train.weight_sync.base import Transport
+
+FLOAT32_TOLERANCE, BF16_TOLERANCE = 1e-3, 0.1  # nats
 
 
 def new_engine(
@@ -61,6 +66,31 @@ def sync_kind(cfg: SkyRLConfig) -> SyncKind:
     """Return the kind of weight sync: the embedded engine computes with the adapter itself."""
     has_adapter = cfg.trainer.policy.model.lora.is_used and cfg.generator.backend != "vllm"
     return "adapter" if has_adapter else "full"
+
+
+def sync_options(cfg: GeneratorConfig) -> SyncOptions:
+    """Return the settings of weight syncs to other processes."""
+    transports: dict[str, Transport] = {"auto": "auto", "shm": "shared_memory", "gloo": "broadcast"}
+    return SyncOptions(
+        transports[cfg.weight_sync_backend],
+        timeout_s=cfg.weight_sync_timeout_seconds,
+        has_checksum=cfg.weight_sync_check != "off",
+        sends_changes=cfg.weight_sync_delta,
+    )
+
+
+def sync_tolerance(cfg: SkyRLConfig, device: torch.device, *, is_copied: bool) -> float | None:
+    """Return the largest allowed difference between the log-probs of engine and policy; None if they are not compared.
+
+    `is_copied` is False if the engine generates with the policy's own tensors. `device` is that of the policy.
+    """
+    check = cfg.generator.weight_sync_check
+    if check in ("off", "checksum") or (check == "auto" and not is_copied):
+        return None
+    if cfg.generator.weight_sync_tolerance is not None:
+        return cfg.generator.weight_sync_tolerance
+    computes_in_bf16 = cfg.trainer.bf16 and device.type == "cuda"
+    return BF16_TOLERANCE if computes_in_bf16 or cfg.trainer.policy.model.dtype != "float32" else FLOAT32_TOLERANCE
 
 
 def _memory() -> tuple[int, int]:

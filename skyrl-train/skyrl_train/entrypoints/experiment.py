@@ -44,7 +44,7 @@ from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import TaskRow, check_environments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.command import validate_cfg
-from skyrl_train.entrypoints.engine import new_engine, sync_kind
+from skyrl_train.entrypoints.engine import new_engine, sync_kind, sync_options, sync_tolerance
 from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
@@ -68,9 +68,10 @@ from skyrl_train.models.loading import (
 )
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.tracking import Tracking
-from skyrl_train.trainer import RayPPOTrainer, Trainer
+from skyrl_train.trainer import RayPPOTrainer, SyncEngines, Trainer
 from skyrl_train.types.specs import LoraSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.weight_check import CheckedSync
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +259,7 @@ class BasePPOExp(Experiment):
                     parts: dict[str, Any] = {
                         "source": source,
                         "learner": learner,
-                        "sync_engines": launcher.weight_sync(learner.policy, [engine], sync_kind(self.cfg)),
+                        "sync_engines": self._engine_sync(launcher, learner.policy, engine),
                         "total_steps": total_steps,
                         "pad_token_id": self.tokenizer.pad_token_id,
                         "callbacks": [*curriculum, *self.get_callbacks(eval_dataset, generator, tracker)],
@@ -281,10 +282,17 @@ class BasePPOExp(Experiment):
         roles += ["critic"] if trainer.critic.model.path is not None else []
         roles += ["ref"] if reads_reference(trainer.algorithm) and not trainer.policy_is_reference else []
         try:
-            async with started(self.new_launcher(roles, has_engine=True)) as self._launcher:
+            async with started(self.new_launcher(roles, sync_options(self.cfg.generator))) as self._launcher:
                 yield self._launcher
         finally:
             self._launcher = None
+
+    def _engine_sync(self, launcher: Launcher, policy: WorkerGroup, engine: InferenceEngine) -> SyncEngines:
+        """Return the function that sends the policy's weights to the engine, with the check that is configured."""
+        sync = launcher.weight_sync(policy, {"the engine": engine}, sync_kind(self.cfg))
+        is_copied = launcher.policy is None or self.cfg.generator.backend == "vllm"
+        tolerance = sync_tolerance(self.cfg, launcher.device, is_copied=is_copied)
+        return sync if tolerance is None else CheckedSync(sync, engine, policy, len(self.tokenizer), tolerance)
 
     async def _load_models(
         self, launcher: Launcher, estimator: AdvantageEstimator, objective: PolicyObjective, total_steps: int
@@ -346,7 +354,7 @@ class BasePPOExp(Experiment):
                         "trainer.ref.model.path has another architecture; set trainer.update_ref_every_epoch=false, "
                         "or omit trainer.ref.model.path"
                     )
-                reference_sync = launcher.weight_sync(policy, [ref])
+                reference_sync = launcher.weight_sync(policy, {"the reference": ref})
         return Learner(cfg, estimator, policy=policy, critic=critic, ref=ref, reference_sync=reference_sync)
 
     def _warn_of_long_warmup(self, n_updates: int) -> None:

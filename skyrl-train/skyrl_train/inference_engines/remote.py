@@ -152,7 +152,7 @@ class RemoteEngine:
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         if plan.transport == "shared":
-            raise EngineError("transport=shared cannot reach an engine in another process; use transport=broadcast")
+            raise EngineError("transport=shared cannot reach an engine in another process; use transport=auto")
         receipt: Receipt = await self._call("receive_weights", plan)
         return receipt
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any
 
@@ -50,7 +50,7 @@ class InlineLauncher:
     def bytes_beside_engine(self, n_bytes: int) -> int:
         return n_bytes
 
-    def weight_sync(self, source: WorkerGroup, sinks: Sequence[WeightSink], kind: SyncKind = "full") -> WeightSync:
+    def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
         return WeightSync(source, sinks, kind=kind)
 
     async def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
@@ -49,8 +49,11 @@ class Launcher(ModelLauncher, Protocol):
         """Return the part of `n_bytes`, which all ranks together still allocate, that is in the engine's memory."""
         ...
 
-    def weight_sync(self, source: WorkerGroup, sinks: Sequence[WeightSink], kind: SyncKind = "full") -> WeightSync:
-        """Return a channel for the weights of a model that this launcher has loaded, or for its adapter alone."""
+    def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
+        """Return a channel for the weights of a model that this launcher has loaded, or for its adapter alone.
+
+        Sinks have names for error messages.
+        """
         ...
 
 

@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from skyrl_train.types.specs import SyncKind, TensorSpec
 
-Transport = Literal["shared", "broadcast"]
+Transport = Literal["shared", "shared_memory", "broadcast", "auto"]
+
+
+def chunked(specs: Sequence[TensorSpec], chunk_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+    """Divide tensors, in order, into chunks of at most `chunk_bytes`; a larger tensor has a chunk of its own."""
+    chunks: list[list[TensorSpec]] = []
+    size = 0
+    for spec in specs:
+        if not chunks or size + spec.n_bytes > chunk_bytes:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(spec)
+        size += spec.n_bytes
+    return tuple(tuple(chunk) for chunk in chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """One transfer of the weights of a model, or of its adapter.
+    """A transfer of the weights of a model, or of its adapter.
 
-    `shared` passes references within one process, without a copy. `broadcast` sends chunks from rank 0 of the model to
-    `n_receivers` processes through gloo.
+    `shared` passes references within one process, without a copy. The other transports send a stream of bytes from
+    rank 0 of the model to `n_receivers` processes: `shared_memory` through memory of their common machine, `broadcast`
+    through gloo. `auto` takes memory for each receiver on the sender's machine, and gloo for the others.
     """
 
     version: int
     transport: Transport
     address: str  # "host:port" of the sender's store; for `shared`, the key of the references
-    chunks: tuple[tuple[TensorSpec, ...], ...] = ()  # one broadcast each
+    chunks: tuple[tuple[TensorSpec, ...], ...] = ()  # the tensors in order
     n_receivers: int = 1
     rank: int = 0  # 0 sends, 1 … n_receivers receive
     timeout_s: float = 600.0
     kind: SyncKind = "full"
+    chunk_bytes: int = 1 << 24  # size of a piece of the stream; each end holds a few pieces at a time
+    has_checksum: bool = True  # False: receipts have the checksum 0
+    tracks_changes: bool = False  # the sender keeps a copy of what it sends, for `base_version` of the next plan
+    base_version: int | None = None  # set: each tensor is sent as its changes since this version, where that is shorter
+    names: tuple[str, ...] = ()  # of sender and receivers, for error messages
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """The tensors in order."""
+        return list(chain.from_iterable(self.chunks))
+
+    def name(self, rank: int) -> str:
+        """Return the name of an end."""
+        return self.names[rank] if self.names else f"receiver {rank}" if rank else "the sender"
 
 
 class Receipt(NamedTuple):
@@ -34,3 +64,4 @@ class Receipt(NamedTuple):
     version: int
     n_bytes: int
     checksum: int = 0  # of the tensors' bits; 0 if nothing was copied
+    n_sent: int = 0  # bytes of the stream, which are fewer than `n_bytes` if only changes were sent

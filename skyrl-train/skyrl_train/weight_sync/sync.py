@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from skyrl_train.errors import SyncError
+from skyrl_train.types import Metrics
 from skyrl_train.types.specs import SyncKind, TensorSpec
-from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport
-from skyrl_train.weight_sync.broadcast import call_off, chunked, receive_broadcast, send_broadcast
+from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport, chunked
+from skyrl_train.weight_sync.rendezvous import call_off
 from skyrl_train.weight_sync.shared import receive_shared, release, send_shared
+from skyrl_train.weight_sync.transfer import SentWeights, receive_stream, send_stream
 
 
-def send(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]]) -> Receipt:
-    """Send tensors, in the order of the plan. Call it on every rank of the model: gathering them is collective."""
-    return (send_shared if plan.transport == "shared" else send_broadcast)(plan, tensors)
+def send(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kept: SentWeights | None = None) -> Receipt:
+    """Send tensors, in the order of the plan. Call it on every rank of the model: gathering them is collective.
+
+    A plan that `tracks_changes` needs the copy that the last call `kept`.
+    """
+    return send_shared(plan, tensors) if plan.transport == "shared" else send_stream(plan, tensors, kept)
 
 
 class Receiver:
@@ -31,12 +36,17 @@ class Receiver:
     receipt: Receipt
     """Set after the last tensor."""
 
-    def __init__(self, plan: SyncPlan) -> None:
+    def __init__(self, plan: SyncPlan, into: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write tensors of the same name, shape and dtype straight `into` those of the receiver, and yield these.
+
+        The receipt then proves what the receiver holds. Without them, a plan with a `base_version` fails.
+        """
         self._plan = plan
+        self._into = into or {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        receive = receive_shared if self._plan.transport == "shared" else receive_broadcast
-        self.receipt = yield from receive(self._plan)
+        is_shared = self._plan.transport == "shared"
+        self.receipt = yield from receive_shared(self._plan) if is_shared else receive_stream(self._plan, self._into)
 
 
 class WeightSource(Protocol):
@@ -64,73 +74,116 @@ class WeightSink(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SyncOptions:
+    """The settings of a weight sync."""
+
+    transport: Transport = "shared"
+    chunk_bytes: int = 1 << 24  # size of a piece of the stream
+    timeout_s: float = 600.0
+    has_checksum: bool = True
+    sends_changes: bool = False  # since the last sync, instead of all weights, where that is shorter
+
+
 class WeightSync:
     """A channel that sends the weights of one model to its sinks, and checks that they have arrived."""
 
     def __init__(
         self,
         source: WeightSource,
-        sinks: Sequence[WeightSink],
-        transport: Transport = "shared",
+        sinks: Mapping[str, WeightSink],
+        options: SyncOptions = SyncOptions(),
         *,
-        chunk_bytes: int = 1 << 28,
         find_address: Callable[[], Awaitable[str]] | None = None,
-        timeout_s: float = 600.0,
         kind: SyncKind = "full",
     ) -> None:
-        """Connect source and sinks. `shared` requires them in one process.
+        """Connect the source to its sinks, by name. `transport="shared"` requires them in one process.
 
         `find_address` returns a free "host:port" of the source's rank 0, which is on this machine by default. Sinks
         without the source's adapter need a sync of the kind `full`; others share or load its base.
         """
         self._source = source
-        self._sinks = list(sinks)
-        self._transport: Transport = transport
-        self._chunk_bytes = chunk_bytes
+        self._sinks = dict(sinks)
+        self._options = options
         self._find_address = find_address or _local_address
-        self._timeout_s = timeout_s
         self._kind: SyncKind = kind
+        self._version: int | None = None  # that every sink holds
 
-    async def __call__(self, version: int) -> None:
+    async def __call__(self, version: int) -> Metrics:
         """Send the weights to every sink, as those of `version`. Sinks must be idle or paused.
 
         Raises:
             SyncError: a sink received different bytes, or none in time.
             EngineError: a sink refused, e.g. because it is asleep.
         """
-        plan = await self._plan(version)
-        first, plans = 1, []
-        for sink in self._sinks:
-            plans.append(replace(plan, rank=first))
+        base_version, self._version = self._version, None
+        receipt = await self._send(self._sinks, version, base_version)
+        self._version = version
+        if self._options.transport == "shared":
+            return Metrics()
+        n_copies = sum(sink.n_weight_copies for sink in self._sinks.values())
+        verified = {"sync/verified_copies": n_copies} if self._options.has_checksum else {}
+        return Metrics.of({"sync/megabytes": receipt.n_sent / 1e6, **verified})
+
+    async def send_to(self, name: str, sink: WeightSink, version: int) -> None:
+        """Send all weights, as those of `version`, to a sink that replaces another one of this name."""
+        await self._send({name: sink}, version, None)
+
+    async def _send(self, sinks: Mapping[str, WeightSink], version: int, base_version: int | None) -> Receipt:
+        plan = await self._plan(sinks, version, base_version)
+        first, plans = 1, {}
+        for name, sink in sinks.items():
+            plans[name] = replace(plan, rank=first)
             first += sink.n_weight_copies
-        pairs = list(zip(self._sinks, plans, strict=True))
-        if self._transport == "shared":
+        if plan.transport == "shared":
             sent = await self._source.send_weights(plan)  # stores the references that the sinks read
             try:
-                received = [await sink.receive_weights(sink_plan) for sink, sink_plan in pairs]
+                received = {name: await sink.receive_weights(plans[name]) for name, sink in sinks.items()}
             finally:
                 release(plan.address)
         else:
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    send_task = tasks.create_task(self._source.send_weights(plan))
-                    receive_tasks = [tasks.create_task(sink.receive_weights(sink_plan)) for sink, sink_plan in pairs]
+                    sending = tasks.create_task(self._source.send_weights(plan))
+                    receiving = {
+                        name: tasks.create_task(sink.receive_weights(plans[name])) for name, sink in sinks.items()
+                    }
             except ExceptionGroup as errors:
                 first_error = errors.exceptions[0]  # it cancelled the other tasks, but their processes still wait
-                await asyncio.to_thread(call_off, plan)
+                await asyncio.to_thread(call_off, plan, first_error)
                 raise first_error from first_error.__cause__
-            sent, received = send_task.result(), [task.result() for task in receive_tasks]
-        for index, receipt in enumerate(received):
+            sent, received = sending.result(), {name: task.result() for name, task in receiving.items()}
+        for name, receipt in received.items():
             if receipt != sent:
-                raise SyncError(f"weight sync {version}: {sent} was sent, but sink {index} received {receipt}")
+                raise SyncError(
+                    f"weight sync {version} failed: {name} holds other weights than the policy: {receipt} instead of "
+                    f"{sent}. Training on its samples would be wrong; rerun the command to resume from the last "
+                    "checkpoint"
+                )
+        return sent
 
-    async def _plan(self, version: int) -> SyncPlan:
-        if self._transport == "shared":
+    async def _plan(self, sinks: Mapping[str, WeightSink], version: int, base_version: int | None) -> SyncPlan:
+        options = self._options
+        if options.transport == "shared":
             return SyncPlan(version, "shared", f"sync-{id(self)}-{version}", kind=self._kind)
-        chunks = chunked(await self._source.tensor_specs(self._kind), self._chunk_bytes)
-        n_receivers = sum(sink.n_weight_copies for sink in self._sinks)
-        address = await self._find_address()
-        return SyncPlan(version, "broadcast", address, chunks, n_receivers, timeout_s=self._timeout_s, kind=self._kind)
+        names = ["rank 0 of the model"]
+        for name, sink in sinks.items():
+            n = sink.n_weight_copies
+            names += [name] if n == 1 else [f"{name} (copy {i} of {n})" for i in range(1, n + 1)]
+        return SyncPlan(
+            version,
+            options.transport,
+            await self._find_address(),
+            chunked(await self._source.tensor_specs(self._kind), options.chunk_bytes),
+            n_receivers=len(names) - 1,
+            timeout_s=options.timeout_s,
+            kind=self._kind,
+            chunk_bytes=options.chunk_bytes,
+            has_checksum=options.has_checksum,
+            tracks_changes=options.sends_changes,
+            base_version=base_version if options.sends_changes else None,
+            names=tuple(names),
+        )
 
 
 async def _local_address() -> str:

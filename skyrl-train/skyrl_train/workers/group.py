@@ -46,6 +46,11 @@ class WorkerGroup:
         """The part that the model plays in a run."""
         return self._spec.role
 
+    @property
+    def temperature(self) -> float:
+        """The temperature of the scored distribution."""
+        return self._spec.temperature
+
     async def load(self) -> None:
         """Load the model on every rank; ConfigError if its path holds none."""
         await asyncio.gather(*(rank.load(self._spec, self._objective) for rank in self._ranks))

@@ -25,7 +25,8 @@ from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, count_paramet
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan, send
-from skyrl_train.weight_sync.broadcast import tensor_checksum
+from skyrl_train.weight_sync.checksum import tensor_checksum
+from skyrl_train.weight_sync.transfer import SentWeights
 from skyrl_train.workers.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Worker:
         else:
             self._state.optimizer, self._state.scheduler = self._make_optimizer(spec.optimizer)
         self._saving: Future[Any] | None = None
+        self._sent: SentWeights | None = None  # set by the first sync that sends changes
         self._is_skipping = False  # True while gradients are NaN or infinite
 
     def _make_optimizer(self, spec: OptimizerSpec) -> tuple[torch.optim.Optimizer, Any]:
@@ -223,7 +225,10 @@ class Worker:
 
     def send_weights(self, plan: SyncPlan) -> Receipt:
         """Send the weights to the receivers of `plan`. Gathering is collective: every rank must call this."""
-        return send(plan, self._strategy.full_tensors(self.module, plan.kind))
+        if plan.tracks_changes and self._sent is None:
+            self._sent = SentWeights()
+        kept = self._sent if plan.tracks_changes else None
+        return send(plan, self._strategy.full_tensors(self.module, plan.kind), kept)
 
     def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Load the weights of a model of the same architecture, as the receiver `plan.rank` plus this rank."""

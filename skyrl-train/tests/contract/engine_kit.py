@@ -31,7 +31,7 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.types.specs import SyncKind, TensorSpec
-from skyrl_train.weight_sync import Receipt, SyncPlan, WeightSync, send
+from skyrl_train.weight_sync import Receipt, SyncOptions, SyncPlan, WeightSync, send
 from skyrl_train.weight_sync.base import Transport
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -52,7 +52,7 @@ class EngineKit:
     cache_block_size: int
     """Number of tokens per block of the prefix cache."""
     transport: Transport = "shared"
-    """Transport of new weights; "broadcast" if the engine is in another process."""
+    """Transport of new weights; "auto" if the engine is in another process."""
 
     @property
     def eos_id(self) -> int:
@@ -188,7 +188,7 @@ class TensorSource:
 
     named_tensors: Callable[[], NamedTensors]
 
-    async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
+    async def tensor_specs(self, kind: SyncKind = "full") -> list[TensorSpec]:
         """Return name, shape and dtype of each tensor."""
         return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.named_tensors()]
 
@@ -205,7 +205,8 @@ async def sync_weights(
     transport: Transport = "shared",
 ) -> None:
     """Send weights to the engine, as `version`."""
-    await WeightSync(TensorSource(named_tensors), [engine], transport, timeout_s=SYNC_TIMEOUT_S)(version)
+    options = SyncOptions(transport, timeout_s=SYNC_TIMEOUT_S)
+    await WeightSync(TensorSource(named_tensors), {"the engine": engine}, options)(version)
 
 
 def _shaped(logits: torch.Tensor, request: EngineRequest, sampled: list[int], eos_id: int) -> torch.Tensor:

@@ -140,7 +140,9 @@ from skyrl_train.callbacks import Callback
 from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
 
 class LimitFiles(Callback):
-    async def {method}(self, run, _):
+    async def {method}(self, run, report_or_path):
+        if "{method}" == "on_checkpoint" and report_or_path.name != "global_step_2":
+            return
         if run.global_step == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from ray.cluster_utils import Cluster
 from ray_runs import N_STEPS, assert_same_run, metrics, weights
 
 from skyrl_train.entrypoints.main_base import main
+from skyrl_train.launch.ray.placement import Request, Reservation
 
 TRAIN_FOLDER = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)  # each process imports PyTorch, and a test has up to 12
@@ -91,6 +93,20 @@ def test_devices_that_others_hold_are_waited_for_only_for_a_while(
     message = capsys.readouterr().err.partition("error: ")[2]
     assert "trainer.placement asks for 1 × 1 CPU for" in message
     assert "of 1 CPU on 1 node, 0 are free beside those that it already got" in message
+
+
+def test_nodes_that_join_late_are_waited_for(
+    start_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = start_cluster(1)
+    ray.init(address=cluster.address)
+    monkeypatch.setenv("SKYRL_RAY_JOIN_TIMEOUT_IN_S", "60")
+    with ThreadPoolExecutor() as pool:
+        reserving = pool.submit(Reservation, [Request(("policy",), 2, 1)])
+        with pytest.raises(TimeoutError):
+            reserving.result(timeout=3)
+        cluster.add_node(num_cpus=1)
+        assert reserving.result(timeout=60).n_cluster_nodes == 2
 
 
 def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(

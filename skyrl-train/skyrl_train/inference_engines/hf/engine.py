@@ -149,7 +149,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
     def _copy_weights(self, plan: SyncPlan) -> Receipt:
         """Copy weights into the model, except those that share the policy's memory."""
         own = trained_parameters(self._model) if plan.kind == "adapter" else dict(self._model.named_parameters())
-        receiver = Receiver(plan)
+        receiver = Receiver(plan, into=own)
         received = set()
         for name, tensor in receiver:
             if name not in own or own[name].shape != tensor.shape:

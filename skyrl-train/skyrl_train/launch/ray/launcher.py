@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -22,7 +22,7 @@ from skyrl_train.launch.ray.cluster import connect
 from skyrl_train.launch.ray.placement import Request, Reservation
 from skyrl_train.launch.ray.ranks import RayRank
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, World
-from skyrl_train.weight_sync import WeightSink, WeightSync
+from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -35,20 +35,22 @@ class RayLauncher:
 
     policy: PreTrainedModel | None = None
 
-    def __init__(self, placement: RunPlacementConfig, roles: Sequence[Role], *, has_engine: bool) -> None:
-        """Connect to the cluster, for the models in `roles` and perhaps an engine. `start` comes next.
+    def __init__(self, placement: RunPlacementConfig, roles: Sequence[Role], sync: SyncOptions | None) -> None:
+        """Connect to the cluster, for the models in `roles`. `start` comes next.
+
+        `sync` describes the weight sync to the engine; None is a run without one.
 
         Raises:
             ConfigError: the cluster does not answer, or is too small.
         """
         self._placement = placement
         self._roles = roles
-        self._has_engine = has_engine
+        self._sync = sync
         self._ranks: dict[Role, list[RayRank]] = {}
         self._engine: Any = None
         self._groups: dict[WorkerGroup, RayRank] = {}  # with their first ranks
         self._has_connected = connect()
-        self._requests = list_requests(placement, roles, has_engine)
+        self._requests = list_requests(placement, roles, has_engine=sync is not None)
         try:
             self._reservation = Reservation(self._requests)
         except BaseException:
@@ -66,7 +68,7 @@ class RayLauncher:
         for request in self._requests:
             logger.info("Reserved %s", request.describe(self._reservation.kind))
         self._ranks = {role: self._start_ranks(role) for role in self._roles}
-        if self._has_engine:
+        if self._sync is not None:
             self._engine = start_engine_actor(self._reservation.devices(ENGINE)[0].options())
 
     def _start_ranks(self, role: Role) -> list[RayRank]:
@@ -93,8 +95,9 @@ class RayLauncher:
         n_nodes, n_per_node = self._placement.size("policy")
         return n_bytes // (n_nodes * n_per_node) if self._placement.shares_devices else 0
 
-    def weight_sync(self, source: WorkerGroup, sinks: Sequence[WeightSink], kind: SyncKind = "full") -> WeightSync:
-        return WeightSync(source, sinks, "broadcast", find_address=self._groups[source].find_address, kind=kind)
+    def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
+        assert self._sync is not None, "the run has no engine"
+        return WeightSync(source, sinks, self._sync, find_address=self._groups[source].find_address, kind=kind)
 
     async def close(self) -> None:
         """End all ranks and return the devices."""
@@ -118,7 +121,7 @@ class RayLauncher:
             ray.shutdown()
 
 
-def list_requests(placement: RunPlacementConfig, roles: Sequence[Role], has_engine: bool) -> list[Request]:
+def list_requests(placement: RunPlacementConfig, roles: Sequence[Role], *, has_engine: bool) -> list[Request]:
     """Return the devices of a run: one request for everything that shares them."""
     if placement.shares_devices:
         return [Request((*roles, *([ENGINE] if has_engine else [])), *placement.size("policy"))]

@@ -31,7 +31,7 @@ def test_every_default_is_valid() -> None:
     [
         ("trainer.epochs", "an integer >= 1"),
         ("trainer.bf16", "true or false"),
-        ("trainer.strategy", "one of fsdp2, fsdp"),
+        ("trainer.placement.launcher", "one of auto, inline, ray"),
         ("trainer.output_dir", "a non-empty string"),
         ("trainer.resume_path", "a non-empty string or null"),
         ("trainer.max_training_steps", "an integer >= 1 or null"),

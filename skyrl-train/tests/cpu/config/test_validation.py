@@ -126,9 +126,24 @@ PROBLEMS: list[Case] = [
     ),
     (
         ["generator.weight_sync_backend=nccl", "trainer.placement.launcher=ray"],
-        "generator.weight_sync_backend=nccl: this version sends weights to other processes through gloo; set "
-        "generator.weight_sync_backend=gloo",
-        [["generator.weight_sync_backend=gloo", "trainer.placement.launcher=ray"]],
+        "generator.weight_sync_backend=nccl: this version sends weights to other processes through shared memory or "
+        "gloo; set generator.weight_sync_backend=auto",
+        [
+            ["generator.weight_sync_backend=shm", "trainer.placement.launcher=ray"],
+            ["generator.weight_sync_backend=nccl"],
+        ],
+    ),
+    (
+        ["generator.weight_sync_delta=true"],
+        "generator.weight_sync_delta=true sends changes to another process, and this run has one; set "
+        "generator.weight_sync_delta=false, or trainer.placement.launcher=ray",
+        [["generator.weight_sync_delta=true", "trainer.placement.launcher=ray"]],
+    ),
+    (
+        ["generator.weight_sync_delta=true", "trainer.placement.launcher=ray", "generator.backend=vllm"],
+        "generator.weight_sync_delta=true: generator.backend=vllm holds the weights in another layout and cannot apply "
+        "changes; set generator.weight_sync_delta=false, or generator.backend=hf",
+        [["generator.weight_sync_delta=true", "trainer.placement.launcher=ray", "generator.backend=hf"]],
     ),
     (
         ["generator.engine_init_kwargs.block_size=32"],
@@ -198,6 +213,24 @@ PROBLEMS: list[Case] = [
         "trainer.wandb_artifacts=true needs wandb in trainer.logger=[tensorboard]; add it, or set "
         "trainer.wandb_artifacts=false",
         [["trainer.wandb_artifacts=true", "trainer.logger=[jsonl,wandb]"], ["trainer.logger=tensorboard"]],
+    ),
+    (
+        ["trainer.remote_ckpt_url=my-bucket"],
+        "trainer.remote_ckpt_url=my-bucket must be a URL, e.g. trainer.remote_ckpt_url=s3://my-bucket, or null to "
+        "upload nothing",
+        [["trainer.remote_ckpt_url=s3://my-bucket"]],
+    ),
+    (
+        ["trainer.remote_ckpt_url=s3://my-bucket", "trainer.ckpt_interval=-1"],
+        "trainer.remote_ckpt_url=s3://my-bucket needs checkpoints, but trainer.ckpt_interval=-1 writes none; set "
+        "trainer.ckpt_interval=10, or trainer.remote_ckpt_url=null",
+        [],
+    ),
+    (
+        ["trainer.remote_trajectory_url=s3://my-bucket", "trainer.dump_eval_results=false"],
+        "trainer.remote_trajectory_url=s3://my-bucket uploads what trainer.dump_eval_results=false does not write; set "
+        "trainer.dump_eval_results=true",
+        [],
     ),
     (
         ["trainer.resume_mode=from_path"],
@@ -498,6 +531,7 @@ def test_every_message_has_a_test() -> None:
             "_optimizers",
             "group_filters",
             "ray_is_installed",
+            "sharding_fits_ranks",  # in test_sft.py
             "vllm_is_installed",
             "wandb_can_start",
             "wandb_login_problem",

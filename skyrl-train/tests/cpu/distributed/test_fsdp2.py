@@ -37,7 +37,7 @@ from skyrl_train.launch.process import ProcessRank, start_ranks
 from skyrl_train.models.loading import load_model, load_reward_model, load_value_model
 from skyrl_train.types import DrawnPrompt, Metrics, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, World, lora_spec
-from skyrl_train.weight_sync import WeightSync
+from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
 
@@ -290,7 +290,7 @@ async def test_weights_are_synchronized_from_sharded_ranks_to_another_group(
     batch = as_batch(random_trajectories(2, 3, 400, seed=1), config())
     await group.update(batch)
     before = await other.score(batch)
-    await WeightSync(group, [other], "broadcast", chunk_bytes=50_000, timeout_s=60)(1)
+    await WeightSync(group, {"other": other}, SyncOptions("broadcast", chunk_bytes=50_000, timeout_s=60))(1)
     after, sharded = await other.score(batch), await group.score(batch)
     assert not torch.equal(before["logprobs"], after["logprobs"])
     torch.testing.assert_close(after["logprobs"], sharded["logprobs"], rtol=0, atol=2e-5)
@@ -407,7 +407,7 @@ async def test_an_adapter_learns_after_the_reference_was_scored_without_it(
     torch.testing.assert_close(after["logprobs"], scores[1]["logprobs"], rtol=0, atol=2e-5)
     plain = spec("policy", tiny_model_path, config().trainer)
     merged_group = await load_group([single_rank()], plain, policy_objective(config().trainer))
-    await WeightSync(group, [merged_group], "broadcast", timeout_s=60)(1)
+    await WeightSync(group, {"merged": merged_group}, SyncOptions("auto", timeout_s=60))(1)
     merged = await merged_group.score(batches[0])
     torch.testing.assert_close(merged["logprobs"], scores[1]["logprobs"], rtol=0, atol=2e-5)
 
@@ -491,7 +491,7 @@ async def test_nan_weights_on_any_rank_are_found(ranks: list[ProcessRank], tiny_
     with torch.no_grad():  # one value, in the slice of the last rank
         rank.worker.module.get_parameter("model.model.layers.1.mlp.up_proj.weight")[-1, -1] = torch.nan
     group = await load_group(ranks, policy_spec, policy_objective(config().trainer))
-    await WeightSync(diverged, [group], "broadcast", timeout_s=60)(1)
+    await WeightSync(diverged, {"group": group}, SyncOptions("broadcast", timeout_s=60))(1)
     assert not await group.is_finite()
 
 

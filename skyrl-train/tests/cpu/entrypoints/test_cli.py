@@ -63,7 +63,8 @@ def test_keys_are_completed_level_by_level(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("COMP_WORDS", "skyrl train trainer.policy.")
     monkeypatch.setenv("COMP_CWORD", "2")
     main([])
-    assert capsys.readouterr().out.split() == ["trainer.policy.model.", "trainer.policy.optimizer_config."]
+    sections = ["model", "optimizer_config", "fsdp_config"]
+    assert capsys.readouterr().out.split() == [f"trainer.policy.{name}." for name in sections]
 
 
 def test_the_configuration_is_printed(catch_run: list[str], capsys: pytest.CaptureFixture[str]) -> None:

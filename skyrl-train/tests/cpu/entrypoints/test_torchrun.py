@@ -22,6 +22,7 @@ from skyrl_train.entrypoints.cli import main
 from skyrl_train.entrypoints.sft import SFTExp
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.torchrun import Torchrun
+from skyrl_train.weight_sync import SyncOptions
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 COMMAND = [*TORCHRUN, "--nproc_per_node=2", "-m", "skyrl_train.entrypoints.main_sft"]
@@ -125,4 +126,4 @@ def test_runs_with_an_engine_are_refused_under_torchrun(
         monkeypatch.setenv(name, value)
     experiment = SFTExp(parse(overrides(data, tiny_model_path, tmp_path / "out"), SFT))
     with pytest.raises(ConfigError, match="torchrun has started 2 processes, and this kind of run starts its own"):
-        experiment.new_launcher(["policy"], has_engine=True)
+        experiment.new_launcher(["policy"], SyncOptions())

@@ -79,7 +79,7 @@ def engine_kit(
 ) -> EngineKit:
     """An engine in another process, with its own copy of the policy."""
     model = copy.deepcopy(tiny_model)
-    return EngineKit(new_engine, model, tiny_tokenizer, tolerance=1e-5, cache_block_size=1, transport="broadcast")
+    return EngineKit(new_engine, model, tiny_tokenizer, tolerance=1e-5, cache_block_size=1, transport="auto")
 
 
 class TestRemoteContract(EngineContract):
@@ -305,7 +305,7 @@ async def test_a_pause_is_undone_if_its_caller_is_cancelled(
 
 
 async def test_weights_cannot_be_shared_with_another_process(new_engine: Callable[..., RemoteEngine]) -> None:
-    with pytest.raises(EngineError, match="use transport=broadcast"):
+    with pytest.raises(EngineError, match="use transport=auto"):
         await new_engine().receive_weights(SyncPlan(1, "shared", "sync-1"))
 
 

@@ -1,0 +1,253 @@
+"""The meeting of all ends of a weight sync: receivers connect to the sender, and both send lines of JSON.
+
+An end that closes its connection, fails or stays silent for too long ends the sync at once, with its name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from skyrl_train.errors import SyncError
+from skyrl_train.weight_sync.base import SyncPlan
+
+logger = logging.getLogger(__name__)
+
+HELLO, MESSAGE, FAILED = "hello", "message", "failed"
+MIN_POLL_S, MAX_POLL_S = 0.002, 0.1
+CALL_OFF_TIMEOUT_S = 2.0
+GRACE_S = 5.0  # beyond the timeout, so that the sender names the end that it waits for
+LINGER_S = 1.0  # a sender that fails tells receivers that connect within this time
+READ_BYTES = 1 << 16
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """A connection of the sender to a receiver, or to the driver."""
+
+    sock: socket.socket
+    rank: int | None = None  # None until it has introduced itself
+    received: bytes = b""
+    messages: deque[Any] = field(default_factory=deque)
+    is_open: bool = True
+
+
+class Host:
+    """The sender's end of the meeting."""
+
+    def __init__(self, plan: SyncPlan) -> None:
+        """Listen at the plan's address."""
+        self._plan = plan
+        self._receivers = range(1, plan.n_receivers + 1)
+        host, port = _parse(plan.address)
+        try:
+            self._listener = socket.create_server((host, port))
+        except OSError as error:
+            raise SyncError(f"weight sync {plan.version}: cannot listen at {plan.address}: {error}") from error
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._connections: list[_Connection] = []
+
+    def gather(self, stage: str) -> dict[int, Any]:
+        """Return the next message of every receiver, by rank.
+
+        Raises:
+            SyncError: an end has failed, or a receiver sent nothing in time; `stage` completes "did not …".
+        """
+        deadline = time.monotonic() + self._plan.timeout_s
+        while missing := [rank for rank in self._receivers if not self._messages(rank)]:
+            for rank in missing:
+                if any(c.rank == rank and not c.is_open for c in self._connections):
+                    raise SyncError(
+                        f"weight sync {self._plan.version}: {self._plan.name(rank)} ended before it could {stage}; see "
+                        "its own messages"
+                    )
+            if (left_s := deadline - time.monotonic()) <= 0:
+                names = ", ".join(map(self._plan.name, missing))
+                raise SyncError(_describe_silence(self._plan, names, stage))
+            self._receive(left_s)
+        return {rank: self._messages(rank).popleft() for rank in self._receivers}
+
+    def tell(self, message: Any) -> None:
+        """Send a message to every receiver that has connected."""
+        line = _encode(MESSAGE, message)
+        for connection in self._connections:
+            if connection.rank is not None:
+                with suppress(OSError):  # reading reports it
+                    connection.sock.sendall(line)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all receivers, also those that connect within a moment, that the sync has failed."""
+        told: set[int | None] = {None}
+        deadline = time.monotonic() + LINGER_S
+        while len(told) <= len(self._receivers) and time.monotonic() < deadline:
+            for connection in self._connections:
+                if connection.rank not in told:
+                    told.add(connection.rank)
+                    with suppress(OSError):
+                        connection.sock.sendall(_encode(FAILED, str(error)))
+            if len(told) <= len(self._receivers):
+                with suppress(SyncError):
+                    self._receive(MAX_POLL_S)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._selector.close()
+        for connection in self._connections:
+            connection.sock.close()
+        self._listener.close()
+
+    def _messages(self, rank: int) -> deque[Any]:
+        return next((c.messages for c in self._connections if c.rank == rank), deque())
+
+    def _receive(self, timeout_s: float) -> None:
+        """Wait for data, and sort it into messages."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                connection = _Connection(self._listener.accept()[0])
+                self._connections.append(connection)
+                self._selector.register(connection.sock, selectors.EVENT_READ, connection)
+            else:
+                self._read(key.data)
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            data = connection.sock.recv(READ_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            connection.is_open = False
+            self._selector.unregister(connection.sock)
+        *lines, connection.received = (connection.received + data).split(b"\n")
+        for line in lines:
+            try:
+                kind, value = json.loads(line)
+            except (ValueError, TypeError):  # a stranger
+                continue
+            if kind == FAILED:
+                raise SyncError(f"weight sync {self._plan.version} was called off: {value}")
+            if kind == HELLO:
+                connection.rank = value
+            else:
+                connection.messages.append(value)
+
+
+class Guest:
+    """A receiver's end of the meeting."""
+
+    def __init__(self, plan: SyncPlan) -> None:
+        """Connect to the sender, which may start to listen later."""
+        self._plan = plan
+        self._sock = _connect(plan, plan.timeout_s)
+        self._sock.settimeout(plan.timeout_s + GRACE_S)
+        self._lines = self._sock.makefile("rb")
+        self._send(HELLO, plan.rank)
+
+    def tell(self, message: Any) -> None:
+        """Send a message to the sender."""
+        self._send(MESSAGE, message)
+
+    def receive(self, stage: str) -> Any:
+        """Return the next message of the sender.
+
+        Raises:
+            SyncError: the sender has failed, or sent nothing in time; `stage` completes "did not …".
+        """
+        try:
+            line = self._lines.readline()
+        except TimeoutError as error:
+            raise SyncError(_describe_silence(self._plan, self._plan.name(0), stage)) from error
+        except OSError:
+            line = b""
+        if not line.endswith(b"\n"):
+            raise SyncError(
+                f"weight sync {self._plan.version} broke off: {self._plan.name(0)} ended before it could {stage}"
+            )
+        kind, value = json.loads(line)
+        if kind == FAILED:
+            raise SyncError(f"weight sync {self._plan.version} was called off: {value}")
+        return value
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the sender, and through it the other receivers, that this one has failed."""
+        self._send(FAILED, str(error))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._lines.close()
+        self._sock.close()
+
+    def _send(self, kind: str, value: Any) -> None:
+        with suppress(OSError):  # reading reports it
+            self._sock.sendall(_encode(kind, value))
+
+
+def call_off(plan: SyncPlan, reason: BaseException) -> None:
+    """Tell the sender that an end failed before it connected."""
+    try:
+        with _connect(plan, CALL_OFF_TIMEOUT_S) as sock:
+            sock.sendall(_encode(FAILED, str(reason)))
+    except (OSError, SyncError) as error:
+        logger.debug("Weight sync %d could not be called off: %s", plan.version, error)
+
+
+@contextmanager
+def gloo_errors(plan: SyncPlan, others: Collection[int]) -> Iterator[None]:
+    """Turn errors of gloo into a SyncError that names the other ends."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        names = ", ".join(map(plan.name, others))
+        reason = str(error).strip().splitlines()[0]
+        raise SyncError(f"weight sync {plan.version} broke off between {names} and this process: {reason}") from error
+
+
+def open_store(plan: SyncPlan, port: int = 0) -> dist.TCPStore:
+    """Return the store through which gloo connects; the sender opens it on a free port."""
+    host, _ = _parse(plan.address)
+    timeout = timedelta(seconds=plan.timeout_s)
+    return dist.TCPStore(host, port, is_master=plan.rank == 0, timeout=timeout, wait_for_workers=False)
+
+
+def _connect(plan: SyncPlan, timeout_s: float) -> socket.socket:
+    deadline, poll_s = time.monotonic() + timeout_s, MIN_POLL_S
+    while True:
+        try:
+            sock = socket.create_connection(_parse(plan.address), timeout_s)
+            if sock.getsockname() != sock.getpeername():  # a free port of this machine may connect to itself
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return sock
+            sock.close()
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            raise SyncError(_describe_silence(plan, plan.name(0), f"listen at {plan.address}"))
+        time.sleep(poll_s)
+        poll_s = min(2 * poll_s, MAX_POLL_S)
+
+
+def _parse(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _encode(kind: str, value: Any) -> bytes:
+    return json.dumps([kind, value]).encode() + b"\n"
+
+
+def _describe_silence(plan: SyncPlan, names: str, stage: str) -> str:
+    return (
+        f"weight sync {plan.version}: {names} did not {stage} within {plan.timeout_s:g} s; see its own messages, or "
+        "raise generator.weight_sync_timeout_seconds"
+    )

@@ -1,0 +1,169 @@
+"""The tensors of a plan as a stream: sent from rank 0 of a model, and received as whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from skyrl_train.errors import SyncError
+from skyrl_train.types.specs import TensorSpec
+from skyrl_train.weight_sync.base import Receipt, SyncPlan
+from skyrl_train.weight_sync.changes import INT_OF_SIZE, Changes, bits_of, find_changes
+from skyrl_train.weight_sync.checksum import flat_bytes, tensor_checksum
+from skyrl_train.weight_sync.stream import StreamReader, StreamWriter
+
+WHOLE = -1  # instead of the number of changes, before a tensor that is sent whole
+
+
+class SentWeights:
+    """A copy of the weights that the last sync sent; the next one sends the changes since then."""
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._bits: dict[str, torch.Tensor] = {}
+
+    def check(self, plan: SyncPlan) -> None:
+        """Raise SyncError if a plan starts from another version than this one."""
+        if plan.base_version is not None and plan.base_version != self._version:
+            raise SyncError(
+                f"weight sync {plan.version} sends the changes since version {plan.base_version}, but the sender has "
+                f"kept version {self._version}; send all weights first"
+            )
+        self._version = None  # until the new one is complete
+
+    def replace(self, name: str, tensor: torch.Tensor) -> Changes | None:
+        """Keep a copy of a tensor; return its changes since the last one, if there is one."""
+        new, old = bits_of(tensor), self._bits.get(name)
+        if old is None or old.shape != new.shape or old.dtype != new.dtype:
+            self._bits[name] = new.clone()
+            return None
+        changes = find_changes(old, new)
+        old.copy_(new)
+        return changes
+
+    def complete(self, version: int) -> None:
+        """Mark the copy as that of a version."""
+        self._version = version
+
+
+def send_stream(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kept: SentWeights | None) -> Receipt:
+    """Send the tensors in the order of the plan from rank 0; the other ranks only help to gather them.
+
+    Raises:
+        SyncError: the model's tensors are not those of the plan, or a receiver failed or did not answer in time.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        for _ in tensors:
+            pass
+        return Receipt(plan.version, 0)
+    if kept is not None:
+        kept.check(plan)
+    writer = StreamWriter(plan)
+    checksum, n_bytes = 0, 0
+    try:
+        for spec in plan.specs:
+            name, tensor = next(tensors, ("no tensor", torch.empty(0)))
+            if name != spec.name or tuple(tensor.shape) != spec.shape:
+                raise SyncError(f"the model has {name} {tuple(tensor.shape)} where the plan has {spec}")
+            tensor = tensor.detach().to(spec.dtype).contiguous()
+            _write(writer, plan, spec, tensor, kept)
+            n_bytes += spec.n_bytes
+            if plan.has_checksum:
+                checksum += tensor_checksum(name, tensor)
+        writer.finish()
+    except BaseException as error:
+        writer.fail(error)
+        raise
+    finally:
+        writer.close()
+    if kept is not None:
+        kept.complete(plan.version)
+    return Receipt(plan.version, n_bytes, checksum % 2**64, writer.n_sent)
+
+
+def _write(
+    writer: StreamWriter, plan: SyncPlan, spec: TensorSpec, tensor: torch.Tensor, kept: SentWeights | None
+) -> None:
+    changes = None if kept is None else kept.replace(spec.name, tensor.cpu())
+    if plan.base_version is None:
+        writer.write(flat_bytes(tensor))
+    elif changes is None or changes.n_bytes >= spec.n_bytes:
+        writer.write(torch.tensor([WHOLE]).view(torch.uint8))
+        writer.write(flat_bytes(tensor))
+    else:
+        writer.write(torch.tensor([len(changes.gaps)]).view(torch.uint8))
+        writer.write(changes.gaps)
+        writer.write(flat_bytes(changes.bits))
+
+
+def receive_stream(
+    plan: SyncPlan, into: Mapping[str, torch.Tensor]
+) -> Generator[tuple[str, torch.Tensor], None, Receipt]:
+    """Yield the tensors: those in `into`, where name, shape and dtype are the same, and others from a buffer.
+
+    Raises:
+        SyncError: the sender failed, or did not answer in time.
+    """
+    reader = StreamReader(plan)
+    checksum, n_bytes = 0, 0
+    try:
+        for spec in plan.specs:
+            tensor = _read(reader, plan, spec, _own(into, spec))
+            yield spec.name, tensor
+            n_bytes += spec.n_bytes
+            if plan.has_checksum:
+                checksum += tensor_checksum(spec.name, tensor)
+        reader.finish()
+    except BaseException as error:
+        reason = "it could not load them" if isinstance(error, GeneratorExit) else str(error)
+        reader.fail(SyncError(f"{plan.name(plan.rank)} stopped receiving: {reason}"))
+        reader.close()
+        raise
+    return Receipt(plan.version, n_bytes, checksum % 2**64, reader.n_received)
+
+
+def _own(into: Mapping[str, torch.Tensor], spec: TensorSpec) -> torch.Tensor | None:
+    """Return the receiver's tensor if the stream can be written into it."""
+    own = into.get(spec.name)
+    if own is None or own.dtype != spec.dtype or tuple(own.shape) != spec.shape or not own.is_contiguous():
+        return None
+    return own.detach()
+
+
+def _read(reader: StreamReader, plan: SyncPlan, spec: TensorSpec, own: torch.Tensor | None) -> torch.Tensor:
+    if plan.base_version is not None:
+        if own is None:
+            raise SyncError(
+                f"changes of {spec.name} since version {plan.base_version} arrived, but {plan.name(plan.rank)} has no "
+                "such tensor of the same dtype; set generator.weight_sync_delta=false"
+            )
+        n_changes = int(_read_record(reader, 1, torch.int64))
+        if n_changes != WHOLE:
+            gaps = _read_record(reader, n_changes, torch.uint8).clone()  # the next record may overwrite it
+            Changes(gaps, _read_record(reader, n_changes, INT_OF_SIZE[spec.dtype.itemsize])).apply(bits_of(own))
+            return own
+    if own is None:
+        return _read_record(reader, spec.n_bytes // spec.dtype.itemsize, spec.dtype).view(spec.shape)
+    _fill(own, reader)
+    return own
+
+
+def _read_record(reader: StreamReader, n_values: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return values (n,) that are valid until the next record: a view of the stream if they are in one piece of it."""
+    n_bytes = n_values * dtype.itemsize
+    if 0 < n_bytes <= reader.n_left:
+        (part,) = reader.read(n_bytes)
+        return part.view(dtype)
+    values = torch.empty(n_values, dtype=dtype)
+    _fill(values, reader)
+    return values
+
+
+def _fill(tensor: torch.Tensor, reader: StreamReader) -> None:
+    """Copy the next record into a contiguous tensor."""
+    flat, start = flat_bytes(tensor), 0
+    for part in reader.read(len(flat)):
+        flat[start : start + len(part)].copy_(part)
+        start += len(part)

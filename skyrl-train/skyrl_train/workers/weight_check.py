@@ -1,0 +1,69 @@
+"""A check after each weight sync that the engines compute with the policy's weights."""
+
+from __future__ import annotations
+
+import torch
+
+from skyrl_train.dataset.batch import pad_right, pad_tokens
+from skyrl_train.errors import SyncError
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
+from skyrl_train.types import Metrics, TrainingBatch
+from skyrl_train.weight_sync import WeightSync
+from skyrl_train.workers.group import WorkerGroup
+
+N_TOKENS = 32
+PROMPT_LENGTH = 16
+ADVICE = "Training on its samples would be wrong; rerun the command to resume from the last checkpoint"
+
+
+class CheckedSync:
+    """A weight sync, after which an engine samples 32 tokens that the policy scores as well."""
+
+    def __init__(
+        self, sync: WeightSync, engine: InferenceEngine, policy: WorkerGroup, n_token_ids: int, tolerance: float
+    ) -> None:
+        """Allow a mean difference of `tolerance` nats; prompts are made of the first `n_token_ids` token ids."""
+        self._sync = sync
+        self._engine = engine
+        self._policy = policy
+        self._tolerance = tolerance
+        length = min(PROMPT_LENGTH, engine.info.longest_sequence - 1)
+        generator = torch.Generator().manual_seed(0)
+        self._prompts: list[list[int]] = torch.randint(n_token_ids, (N_TOKENS, length), generator=generator).tolist()
+
+    async def __call__(self, version: int) -> Metrics:
+        """Send the weights as those of `version`.
+
+        Raises:
+            SyncError: an engine holds other weights than the policy.
+            EngineError: the new weights are NaN or infinite, or an engine failed.
+        """
+        metrics = await self._sync(version)
+        sampling = SamplingParams(1, temperature=self._policy.temperature)
+        results = await self._engine.generate(
+            [EngineRequest(prompt, sampling, seed) for seed, prompt in enumerate(self._prompts)]
+        )
+        versions = {span.version for result in results for span in result.weight_spans}
+        if versions != {version}:
+            raise SyncError(
+                f"weight sync {version} failed: the engine samples with weights of the versions {sorted(versions)}. "
+                f"{ADVICE}"
+            )
+        gap = await self._gap(results)
+        if not gap <= self._tolerance:  # NaN is a difference
+            raise SyncError(
+                f"weight sync {version} failed: the engine does not compute with the policy's weights. The log-probs "
+                f"of {N_TOKENS} tokens differ by {gap:.3g} on average, and at most {self._tolerance:g} is expected "
+                f"(generator.weight_sync_tolerance). {ADVICE}"
+            )
+        return metrics.merge(Metrics.of({"sync/logprob_gap": gap}))
+
+    async def _gap(self, results: list[EngineResult]) -> float:
+        """Return the mean absolute difference between the log-probs of engine and policy."""
+        rows = [(prompt + result.token_ids, len(prompt)) for prompt, result in zip(self._prompts, results, strict=True)]
+        sequences, attention_mask = pad_tokens(rows, pad_token_id=0)
+        loss_mask = pad_right([[1.0] * len(result.token_ids) for result in results])  # (32, 1)
+        batch = TrainingBatch(sequences, attention_mask, loss_mask, draws=torch.arange(N_TOKENS))
+        expected = (await self._policy.score(batch))["logprobs"]  # (32, 1)
+        found = pad_right([result.logprobs or [] for result in results])
+        return float((found - expected).abs().mean())

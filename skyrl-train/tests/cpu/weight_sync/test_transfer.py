@@ -1,0 +1,410 @@
+"""Weights from a sender to receivers, through shared memory and gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from skyrl_train.errors import SyncError
+from skyrl_train.types.specs import SyncKind, TensorSpec
+from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, send
+from skyrl_train.weight_sync import stream as stream_module
+from skyrl_train.weight_sync.base import Transport
+from skyrl_train.weight_sync.rendezvous import call_off
+from skyrl_train.weight_sync.shared_memory import NAME, SharedMemory, open_memory
+from skyrl_train.weight_sync.sync import free_port
+from skyrl_train.weight_sync.transfer import SentWeights
+
+Tensors = dict[str, torch.Tensor]
+TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "broadcast", "auto")
+NAMES = ("rank 0 of the policy", "engine 0", "engine 1", "engine 2")
+
+
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+
+
+def plan_for(tensors: Mapping[str, torch.Tensor], transport: Transport = "auto", **options: object) -> SyncPlan:
+    defaults: dict[str, object] = {"timeout_s": 10.0, "names": NAMES, "chunk_bytes": 1024}
+    address = f"127.0.0.1:{free_port()}"
+    return SyncPlan(1, transport, address, (specs_of(tensors),), **{**defaults, **options})  # type: ignore[arg-type]
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def receive(plan: SyncPlan, into: Mapping[str, torch.Tensor] | None = None) -> tuple[Tensors, Receipt]:
+    receiver = Receiver(plan, into)
+    return {name: tensor.clone() for name, tensor in receiver}, receiver.receipt
+
+
+def transfer(
+    plan: SyncPlan, tensors: Tensors, *, into: Mapping[str, torch.Tensor] | None = None, kept: SentWeights | None = None
+) -> tuple[Receipt, list[tuple[Tensors, Receipt]]]:
+    """Run the sender and all receivers in threads."""
+    with ThreadPoolExecutor(plan.n_receivers + 1) as threads:
+        receiving = [threads.submit(receive, replace(plan, rank=i + 1), into) for i in range(plan.n_receivers)]
+        sent = threads.submit(send, plan, iter(tensors.items()), kept)
+        return sent.result(), [future.result() for future in receiving]
+
+
+def random_tensors(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}": torch.randn(shape, generator=generator).to(dtype) for i, shape in enumerate(shapes)}
+
+
+@pytest.fixture
+def tensors() -> Tensors:
+    return random_tensors([(5, 3), (2000,), (), (0, 4), (64, 65)], torch.float32)
+
+
+def open_segments() -> int:
+    """Return the number of this process's files and mappings of shared weights."""
+    gc.collect()  # errors of other tests may hold tensors
+    files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
+    return sum(NAME in line for line in [*files, *Path("/proc/self/maps").read_text().splitlines()])
+
+
+def _exists(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+# -- contents
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 40), max_size=2).map(tuple), max_size=6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
+    chunk_bytes=st.integers(300, 5000),
+    n_receivers=st.integers(1, 3),
+    is_own=st.booleans(),
+)
+def test_receivers_get_every_bit(
+    transport: Transport,
+    shapes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    chunk_bytes: int,
+    n_receivers: int,
+    is_own: bool,
+) -> None:
+    tensors = random_tensors(shapes, dtype)
+    plan = plan_for(tensors, transport, chunk_bytes=chunk_bytes, n_receivers=n_receivers)
+    own = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()} if is_own and n_receivers == 1 else None
+    n_segments = open_segments()
+    sent, received = transfer(plan, tensors, into=own)
+    for got, receipt in received:
+        assert list(got) == list(tensors)
+        assert all(bits(got[name]) == bits(tensor) and got[name].dtype == dtype for name, tensor in tensors.items())
+        assert receipt == sent
+    if own is not None:
+        assert all(bits(own[name]) == bits(tensor) for name, tensor in tensors.items())
+    assert open_segments() == n_segments
+
+
+def test_the_stream_takes_less_memory_than_its_tensors(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    create = SharedMemory.create
+    monkeypatch.setattr(SharedMemory, "create", lambda size: sizes.append(size) or create(size))
+    transfer(plan_for(tensors, chunk_bytes=1000), tensors)
+    assert sizes == [stream_module.N_SLOTS * 1024]
+
+
+def test_receivers_on_other_machines_take_gloo_in_the_same_sync(
+    tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_first = threading.Lock()
+
+    def open_once(address: str) -> SharedMemory | None:
+        return open_memory(address) if is_first.acquire(blocking=False) else None
+
+    monkeypatch.setattr(stream_module, "open_memory", open_once)
+    sent, received = transfer(plan_for(tensors, "auto", n_receivers=3), tensors)
+    for got, receipt in received:
+        assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+        assert receipt == sent
+
+
+def test_memory_of_another_process_number_is_not_opened() -> None:
+    memory = SharedMemory.create(100)
+    process, fd, name = memory.address.split("/")
+    assert open_memory(f"{process}/0/{name}") is None  # another file of this process
+    assert open_memory(f"999999999/{fd}/{name}") is None
+    memory.close()
+    assert open_memory(memory.address) is None
+
+
+def test_a_receiver_casts_to_its_own_dtype(tensors: Tensors) -> None:
+    own = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    sent, [(got, receipt)] = transfer(plan_for(tensors), tensors, into=own)
+    assert {tensor.dtype for tensor in got.values()} == {torch.float32}
+    assert receipt == sent
+
+
+# -- changes
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from([torch.bfloat16, torch.float32]), st.floats(0, 1), st.integers(0, 100))
+def test_changes_make_receivers_equal_to_the_sender(dtype: torch.dtype, density: float, seed: int) -> None:
+    tensors = random_tensors([(40, 30), (7,), (3, 500)], dtype, seed)
+    own, kept = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, SentWeights()
+    transfer(plan_for(tensors, tracks_changes=True), tensors, into=own, kept=kept)
+    generator = torch.Generator().manual_seed(seed)
+    for version in (2, 3):
+        for tensor in tensors.values():
+            is_changed = torch.rand(tensor.shape, generator=generator) < density**3
+            tensor.add_(torch.where(is_changed, torch.randn(tensor.shape, generator=generator), 0).to(dtype))
+        plan = replace(plan_for(tensors, tracks_changes=True, base_version=version - 1), version=version)
+        sent, [(_, receipt)] = transfer(plan, tensors, into=own, kept=kept)
+        assert all(bits(own[name]) == bits(tensor) for name, tensor in tensors.items())
+        assert receipt == sent
+
+
+def test_few_changes_are_a_short_stream() -> None:
+    tensors = random_tensors([(300, 300)], torch.bfloat16)
+    own, kept = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, SentWeights()
+    whole, _ = transfer(plan_for(tensors, tracks_changes=True), tensors, into=own, kept=kept)
+    tensors["layer.0"][:, :3] += 1
+    plan = replace(plan_for(tensors, tracks_changes=True, base_version=1), version=2)
+    changes, _ = transfer(plan, tensors, into=own, kept=kept)
+    assert torch.equal(own["layer.0"], tensors["layer.0"])
+    assert changes.n_bytes == whole.n_bytes
+    assert changes.n_sent < whole.n_sent / 30
+
+
+def test_changes_on_other_weights_are_noticed() -> None:
+    tensors = random_tensors([(30, 30)], torch.float32)
+    own, kept = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, SentWeights()
+    transfer(plan_for(tensors, tracks_changes=True), tensors, into=own, kept=kept)
+    own["layer.0"][7, 7] += 1
+    plan = replace(plan_for(tensors, tracks_changes=True, base_version=1), version=2)
+    sent, [(_, receipt)] = transfer(plan, tensors, into=own, kept=kept)
+    assert receipt.checksum != sent.checksum
+
+
+def test_changes_of_another_version_are_refused(tensors: Tensors) -> None:
+    kept = SentWeights()
+    plan = plan_for(tensors, tracks_changes=True, base_version=4)
+    with pytest.raises(SyncError, match="changes since version 4, but the sender has kept version None"):
+        send(plan, iter(tensors.items()), kept)
+
+
+# -- failures
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_missing_receiver_is_named_within_the_timeout(transport: Transport, tensors: Tensors) -> None:
+    plan = plan_for(tensors, transport, n_receivers=3, timeout_s=0.7)
+    begin = time.monotonic()
+    with ThreadPoolExecutor(2) as threads:
+        present = threads.submit(receive, replace(plan, rank=2))
+        with pytest.raises(SyncError, match=r"weight sync 1: engine 0, engine 2 did not connect within 0\.7 s"):
+            send(plan, iter(tensors.items()))
+        with pytest.raises(SyncError):
+            present.result()
+    assert time.monotonic() - begin < 5
+
+
+def test_a_receiver_that_hangs_is_named_within_the_timeout(tensors: Tensors) -> None:
+    plan, is_over = plan_for(tensors, n_receivers=2, timeout_s=1.0), threading.Event()
+
+    def hang() -> None:
+        for _ in Receiver(replace(plan, rank=1)):
+            is_over.wait(20)
+
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(hang)
+        reading = threads.submit(receive, replace(plan, rank=2))
+        with pytest.raises(SyncError, match=r"engine 0 did not read the weights within 1 s"):
+            send(plan, iter(tensors.items()))
+        is_over.set()
+        with pytest.raises(SyncError):
+            reading.result()
+
+
+def test_a_receiver_that_cannot_load_ends_the_sender_at_once(tensors: Tensors) -> None:
+    plan = plan_for(tensors)
+
+    def refuse() -> None:
+        for _ in Receiver(replace(plan, rank=1)):
+            raise ValueError("wrong shape")
+
+    with ThreadPoolExecutor(1) as threads:
+        refusing = threads.submit(refuse)
+        with pytest.raises(SyncError, match="engine 0 stopped receiving: it could not load them"):
+            send(plan, iter(tensors.items()))
+        with pytest.raises(ValueError, match="wrong shape"):
+            refusing.result()
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda tensors: tensors.pop("layer.4"), r"no tensor \(0,\)"),  # the model has fewer tensors than the plan
+        (lambda tensors: tensors.update({"layer.4": torch.ones(1)}), r"layer.4 \(1,\)"),
+    ],
+)
+def test_tensors_that_differ_from_the_plan_end_both_ends(
+    tensors: Tensors, change: Callable[[Tensors], object], found: str
+) -> None:
+    plan = plan_for(tensors)
+    change(tensors)
+    with ThreadPoolExecutor(1) as threads:
+        receiving = threads.submit(receive, replace(plan, rank=1))
+        with pytest.raises(SyncError, match=f"the model has {found} where the plan has .*"):
+            send(plan, iter(tensors.items()))
+        with pytest.raises(SyncError):
+            receiving.result()
+
+
+def test_receivers_of_a_sync_that_was_called_off_learn_the_reason(tensors: Tensors) -> None:
+    plan = plan_for(tensors, n_receivers=2, timeout_s=20.0)
+    with ThreadPoolExecutor(2) as threads:
+        sending = threads.submit(send, plan, iter(tensors.items()))
+        time.sleep(0.3)
+        call_off(plan, RuntimeError("engine 1 is on fire"))
+        with pytest.raises(SyncError, match="called off: engine 1 is on fire"):
+            sending.result(timeout=5)
+
+
+def test_shared_memory_between_machines_is_refused_by_name(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "open_memory", lambda address: None)
+    plan = plan_for(tensors, "shared_memory")
+    with ThreadPoolExecutor(1) as threads:
+        receiving = threads.submit(receive, replace(plan, rank=1))
+        with pytest.raises(
+            SyncError, match=r"engine 0 cannot open the memory of rank 0 .*generator.weight_sync_backend=auto"
+        ):
+            send(plan, iter(tensors.items()))
+        with pytest.raises(SyncError):
+            receiving.result()
+
+
+SENDER = """
+import sys, torch
+from skyrl_train.types.specs import TensorSpec
+from skyrl_train.weight_sync import SyncPlan, send
+specs = tuple(TensorSpec(str(i), (1 << 18,), torch.float32) for i in range(400))
+plan = SyncPlan(1, "shared_memory", sys.argv[1], (specs,), chunk_bytes=1 << 20, timeout_s=20.0)
+send(plan, iter((spec.name, torch.ones(spec.shape)) for spec in specs))
+"""
+
+
+def test_a_sender_that_is_killed_ends_its_receiver_and_leaves_nothing() -> None:
+    specs = tuple(TensorSpec(str(i), (1 << 18,), torch.float32) for i in range(400))
+    plan = SyncPlan(
+        1, "shared_memory", f"127.0.0.1:{free_port()}", (specs,), rank=1, chunk_bytes=1 << 20, timeout_s=20.0
+    )
+    n_segments = open_segments()
+    with subprocess.Popen([sys.executable, "-c", SENDER, plan.address], stderr=subprocess.PIPE) as process:
+        n_received = 0
+
+        def read() -> None:
+            nonlocal n_received
+            for _ in Receiver(plan):
+                n_received += 1
+                if n_received == 50:
+                    process.send_signal(signal.SIGKILL)
+                    process.wait()
+
+        with pytest.raises(SyncError, match="weight sync 1 broke off: the sender ended before it could send"):
+            read()
+    assert 50 <= n_received < 400
+    assert open_segments() == n_segments
+    assert not [name for name in os.listdir("/dev/shm") if NAME in name]
+
+
+# -- the channel
+
+
+class Model:
+    """A source and a sink in this process."""
+
+    n_weight_copies = 1
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+        self.kept = SentWeights()
+        self.plans: list[SyncPlan] = []
+
+    async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
+        return list(specs_of(self.tensors))
+
+    async def send_weights(self, plan: SyncPlan) -> Receipt:
+        kept = self.kept if plan.tracks_changes else None
+        return await asyncio.to_thread(send, plan, iter(self.tensors.items()), kept)
+
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        self.plans.append(plan)
+        return (await asyncio.to_thread(receive, plan, self.tensors))[1]
+
+
+class BrokenModel(Model):
+    """A sink that changes a value after it has received the weights."""
+
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        receiver = Receiver(plan, self.tensors)
+
+        def read() -> None:
+            for _, tensor in receiver:
+                if tensor.numel():
+                    tensor.view(-1)[0] += 1
+
+        await asyncio.to_thread(read)
+        return receiver.receipt
+
+
+async def test_a_sync_reports_its_size_and_its_verified_copies(tensors: Tensors) -> None:
+    policy = Model(tensors)
+    sinks = [Model({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}) for _ in range(2)]
+    sync = WeightSync(policy, {"engine 0": sinks[0], "engine 1": sinks[1]}, SyncOptions("auto", timeout_s=10))
+    metrics = (await sync(7)).numbers()
+    assert metrics["sync/verified_copies"] == 2
+    assert metrics["sync/megabytes"] == pytest.approx(sum(t.nbytes for t in tensors.values()) / 1e6, rel=0.02)
+    for sink in sinks:
+        assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in tensors.items())
+    unchecked = WeightSync(policy, {"engine 0": sinks[0]}, SyncOptions("auto", has_checksum=False, timeout_s=10))
+    assert (await unchecked(8)).numbers().keys() == {"sync/megabytes"}
+
+
+async def test_a_sink_that_holds_other_weights_is_named(tensors: Tensors) -> None:
+    policy, good, broken = Model(tensors), Model(dict(tensors)), BrokenModel({k: v.clone() for k, v in tensors.items()})
+    sync = WeightSync(policy, {"engine 0": good, "engine 1": broken}, SyncOptions("shared_memory", timeout_s=10))
+    with pytest.raises(SyncError, match="weight sync 3 failed: engine 1 holds other weights than the policy"):
+        await sync(3)
+
+
+async def test_changes_follow_a_whole_sync_and_a_failed_one_is_followed_by_a_whole_one(tensors: Tensors) -> None:
+    policy, sink = Model(tensors), Model({k: v.clone() for k, v in tensors.items()})
+    sync = WeightSync(policy, {"engine 0": sink}, SyncOptions("auto", sends_changes=True, timeout_s=10))
+    await sync(0)
+    await sync(1)
+    tensors["layer.0"] += 1
+    tensors["layer.9"] = torch.ones(3)  # which the sink does not have
+    with pytest.raises(SyncError, match="no such tensor of the same dtype"):
+        await sync(2)
+    del tensors["layer.9"]
+    await sync(3)
+    await sync.send_to("engine 0", sink, 3)
+    tensors["layer.1"] += 1
+    await sync(4)
+    assert [plan.base_version for plan in sink.plans] == [None, 0, 1, None, None, 3]
+    assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in tensors.items())

@@ -1,0 +1,69 @@
+"""Weights from a sharded policy to an engine in another process, and a sync that is broken on purpose."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ray import cloudpickle
+from ray.cluster_utils import Cluster
+from ray_runs import assert_same_run, metrics
+from transformers import PreTrainedModel
+
+from skyrl_train.config.cli import parse_cli
+from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.errors import SyncError
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.weight_sync import Receipt, SyncPlan
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_transports_and_changes_train_alike(start_cluster: Callable[..., Cluster], train: Callable[..., Path]) -> None:
+    start_cluster(2)
+    inline = train("inline")
+    memory = train("memory", "trainer.placement.policy_num_gpus_per_node=2", "generator.weight_sync_backend=shm")
+    gloo = train(
+        "gloo",
+        "trainer.placement.launcher=ray",
+        "generator.weight_sync_backend=gloo",
+        "generator.weight_sync_delta=true",
+    )
+    for folder in (memory, gloo):
+        assert_same_run(folder, inline, "policy")
+        assert all(row["sync/verified_copies"] == 1 for row in metrics(folder))
+        assert all(row["sync/logprob_gap"] < 1e-5 for row in metrics(folder))
+    assert metrics(gloo)[1]["sync/megabytes"] <= 1.01 * metrics(memory)[1]["sync/megabytes"]
+
+
+class CarelessEngine(HFEngine):
+    """An engine that changes a weight after each sync but the first."""
+
+    async def _load_weights(self, plan: SyncPlan) -> Receipt:
+        receipt = await super()._load_weights(plan)
+        if plan.version > 0:
+            self._model.lm_head.weight.data.mul_(1.5)
+        return receipt
+
+
+class Careless(BasePPOExp):
+    """A run with a `CarelessEngine`."""
+
+    def get_engine(self, model: PreTrainedModel) -> InferenceEngine:
+        return CarelessEngine(
+            model, self.tokenizer, max_num_seqs=64, max_num_batched_tokens=1024, max_cache_bytes=1 << 26
+        )
+
+
+def test_a_sync_that_is_broken_on_purpose_ends_the_run(
+    start_cluster: Callable[..., Cluster], five_steps: list[str], tmp_path: Path
+) -> None:
+    start_cluster(1)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    cfg = parse_cli([*five_steps, "trainer.run_name=broken", "trainer.placement.launcher=ray"])
+    with pytest.raises(SyncError, match="weight sync 1 failed: the engine does not compute with the policy's weights"):
+        Careless(cfg).run()
+    assert [row["step"] for row in metrics(tmp_path / "skyrl/broken")] == [0]
