@@ -106,18 +106,28 @@ class RewardModelConfig(Section):
 class GeneratorConfig(Section):
     """The inference engine and the agent loop."""
 
-    backend: Literal["auto", "hf", "vllm"] = "auto"
-    """`hf` is the embedded engine, which generates with the policy's own tensors; `vllm` copies them and must be
-    installed. In this version, `auto` is the embedded engine."""
+    backend: Literal["auto", "hf", "vllm", "sglang"] = "auto"
+    """`hf` is the embedded engine, which generates with the policy's own tensors; `vllm` and `sglang` have copies, and
+    must be installed unless other programs run their servers. In this version, `auto` is the embedded engine."""
 
     run_engines_locally: bool = True
-    """Start the engines in this run; the only supported mode."""
+    """true: the run starts its engine. false: it uses the servers of `remote_inference_engine_urls`."""
+
+    remote_inference_engine_urls: StringList = Field(default=[])
+    """Addresses of running servers of vLLM or SGLang, e.g. `[10.0.0.5:8000]`, for `run_engines_locally=false`. In this
+    version, one."""
 
     num_inference_engines: Count = 1
     """Number of engines; only 1 is supported."""
 
     inference_engine_tensor_parallel_size: Count = 1
-    """Number of GPUs per engine; only 1 is supported."""
+    """Number of GPUs that share each layer of an engine of vLLM or SGLang."""
+
+    inference_engine_pipeline_parallel_size: Count = 1
+    """Number of groups of GPUs that divide the layers of an engine among them."""
+
+    inference_engine_data_parallel_size: Count = 1
+    """Number of copies of the model in an engine, each on GPUs of its own, between which it divides its requests."""
 
     weight_sync_backend: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     """Transport of new weights to other processes. `auto` takes shared memory for processes on the node of the policy's
@@ -228,10 +238,18 @@ class GeneratorConfig(Section):
     enforce_eager: bool = True
     """Run the model without CUDA graphs."""
 
-    engine_init_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of fields of vLLM's EngineArgs")] = Field(
+    enable_prefix_caching: bool = True
+    """Keep keys and values of finished requests for requests that begin with the same tokens."""
+
+    enable_chunked_prefill: bool = True
+    """Read long prompts in several steps, beside the decoding of other requests."""
+
+    engine_init_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of options of the engine")] = Field(
         default={}
     )
-    """Further options of vLLM, e.g. `engine_init_kwargs.block_size=32`. They override the keys above."""
+    """Further options of vLLM (fields of its `EngineArgs`) or SGLang (of its `ServerArgs`), e.g.
+    `engine_init_kwargs.block_size=32`. They override the keys above. `engine_init_kwargs.chat_template=<file>` replaces
+    the chat template of the tokenizer."""
 
     sampling_params: SamplingConfig = SamplingConfig()
     """Sampling of training rollouts."""

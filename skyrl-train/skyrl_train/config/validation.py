@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -157,46 +158,134 @@ def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
+SGLANG_REFUSES = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+ENGINE_SIZES = tuple(f"generator.inference_engine_{name}_parallel_size" for name in ("tensor", "pipeline", "data"))
+SERVER_OPTIONS = (
+    *ENGINE_SIZES,
+    "generator.max_num_seqs",
+    "generator.max_num_batched_tokens",
+    "generator.gpu_memory_utilization",
+    "generator.enforce_eager",
+    "generator.enable_prefix_caching",
+    "generator.enable_chunked_prefill",
+)
+
+
 def one_engine_is_enough(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse several engines, engines on several GPUs, and engines that another program started."""
-    for key in ("generator.num_inference_engines", "generator.inference_engine_tensor_parallel_size"):
-        if (value := value_at(cfg, key)) != 1:
-            yield f"{key}={value}: this version samples with one engine on one device; set {key}=1"
-    if not cfg.generator.run_engines_locally:
+    """Refuse several engines."""
+    if (n_engines := cfg.generator.num_inference_engines) != 1:
         yield (
-            "generator.run_engines_locally=false needs external engines, which this version does not support; set "
-            "generator.run_engines_locally=true"
+            f"generator.num_inference_engines={n_engines}: this version samples with one engine; set "
+            "generator.num_inference_engines=1"
         )
+
+
+def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse an engine on more devices than it has, or can use."""
+    generator, placement = cfg.generator, cfg.trainer.placement
+    for key in ENGINE_SIZES:
+        if (size := value_at(cfg, key)) == 1 or not generator.run_engines_locally:
+            continue
+        if generator.backend not in ("vllm", "sglang"):
+            yield (
+                f"{key}={size}: generator.backend={generator.backend} is the embedded engine, which computes on one "
+                f"device; set {key}=1, or generator.backend=vllm"
+            )
+        elif generator.backend == "vllm" and not placement.uses_ray:
+            yield (
+                f"{key}={size}: vLLM in the trainer's process computes on one device; set "
+                f"trainer.placement.launcher=ray, or {key}=1"
+            )
+        elif placement.uses_ray:
+            yield (
+                f"{key}={size}: this version reserves one device for an engine on a Ray cluster; start a server with "
+                f"{size} GPUs (docs/guides/inference-engines.md) and set generator.run_engines_locally=false, or "
+                f"{key}=1"
+            )
+
+
+def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse servers without an address, addresses that are not used, and options that a running server has already."""
+    generator = cfg.generator
+    urls = generator.remote_inference_engine_urls
+    if generator.run_engines_locally:
+        if urls:
+            yield (
+                f"generator.remote_inference_engine_urls={show(urls)} is not read with "
+                "generator.run_engines_locally=true; set generator.run_engines_locally=false, or remove it"
+            )
+        return
+    if len(urls) != 1:
+        yield (
+            f"generator.remote_inference_engine_urls={show(urls)}: generator.run_engines_locally=false needs the "
+            "address of one server; set generator.remote_inference_engine_urls=[127.0.0.1:8000]"
+        )
+    if generator.backend not in ("vllm", "sglang"):
+        yield (
+            f"generator.backend={generator.backend}: generator.run_engines_locally=false needs the kind of the server; "
+            "set generator.backend=vllm or generator.backend=sglang"
+        )
+    options = {key: value_at(cfg, key) for key in SERVER_OPTIONS if value_at(cfg, key) != _default(key)}
+    kwargs = {name: value for name, value in generator.engine_init_kwargs.items() if name != "chat_template"}
+    if kwargs:
+        options["generator.engine_init_kwargs"] = kwargs
+    for key, value in options.items():
+        yield (
+            f"{key}={show(value)} is an option of an engine that the run starts, and "
+            f"generator.run_engines_locally=false uses a running server; remove {key}, and start the server with it"
+        )
+
+
+def _default(key: str) -> object:
+    return value_at(SkyRLConfig(), key)
 
 
 def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse options of vLLM for another engine, and options of vLLM's server."""
+    """Refuse options that the embedded engine does not have, and sampling whose log-probs SGLang does not report."""
     generator = cfg.generator
-    if "chat_template" in generator.engine_init_kwargs:
-        yield (
-            "generator.engine_init_kwargs.chat_template is an option of vLLM's server, and the trainer renders chats "
-            "itself; set generator.chat_template.source=file and generator.chat_template.name_or_path=<file>"
-        )
-    if generator.backend == "vllm":
+    if generator.backend == "sglang":
+        for section, name in product(("sampling_params", "eval_sampling_params"), SGLANG_REFUSES):
+            key = f"generator.{section}.{name}"
+            if (value := value_at(cfg, key)) != _default(key):
+                yield (
+                    f"{key}={show(value)}: generator.backend=sglang cannot report the log-probs of what this samples; "
+                    f"remove {key}, or set generator.backend=vllm"
+                )
+    if generator.backend in ("vllm", "sglang"):
         return
-    if generator.engine_init_kwargs:
+    if kwargs := {name: value for name, value in generator.engine_init_kwargs.items() if name != "chat_template"}:
         yield (
-            f"generator.engine_init_kwargs={show(generator.engine_init_kwargs)} are options of vLLM, and "
+            f"generator.engine_init_kwargs={show(kwargs)} are options of vLLM or SGLang, and "
             f"generator.backend={generator.backend} is the embedded engine; remove them, or set generator.backend=vllm"
         )
-    if not generator.enforce_eager:
-        yield (
-            f"generator.enforce_eager=false: generator.backend={generator.backend} is the embedded engine, which "
-            "captures no CUDA graphs; set generator.enforce_eager=true, or generator.backend=vllm"
-        )
+    for name, allowed, reason in (
+        ("enforce_eager", True, "captures no CUDA graphs"),
+        ("enable_prefix_caching", True, "keeps keys and values of a session until it ends"),
+        ("enable_chunked_prefill", True, "always reads long prompts in several steps"),
+    ):
+        if getattr(generator, name) != allowed:
+            yield (
+                f"generator.{name}={show(not allowed)}: generator.backend={generator.backend} is the embedded engine, "
+                f"which {reason}; set generator.{name}={show(allowed)}, or generator.backend=vllm"
+            )
 
 
-def vllm_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
+def engine_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse an engine whose package is missing."""
-    if cfg.generator.backend == "vllm" and find_spec("vllm") is None:
+    backend = cfg.generator.backend
+    names = {"vllm": "vLLM", "sglang": "SGLang"}
+    if backend in names and cfg.generator.run_engines_locally and find_spec(backend) is None:
         yield (
-            "generator.backend=vllm: vLLM is not installed; install it (docs/start/install.md), or set "
-            "generator.backend=auto for the embedded engine"
+            f"generator.backend={backend}: {names[backend]} is not installed; install it (docs/start/install.md), or "
+            "set generator.backend=auto for the embedded engine"
         )
 
 
@@ -722,6 +811,8 @@ RULES: tuple[Rule, ...] = (
     colocated_models_have_the_same_size,
     weights_have_a_transport,
     one_engine_is_enough,
+    engine_fits_its_devices,
+    servers_have_addresses,
     engine_has_its_options,
     sampling_lengths_are_ordered,
     warmup_is_set_once,
@@ -743,7 +834,7 @@ RULES: tuple[Rule, ...] = (
 )
 """Rules that read the configuration alone."""
 
-MACHINE_RULES: tuple[Rule, ...] = (vllm_is_installed, ray_is_installed, sharding_fits_ranks, wandb_can_start)
+MACHINE_RULES: tuple[Rule, ...] = (engine_is_installed, ray_is_installed, sharding_fits_ranks, wandb_can_start)
 """Rules that read the machine too: only a run checks them, a report about a finished run does not."""
 
 WARNINGS: tuple[Rule, ...] = (

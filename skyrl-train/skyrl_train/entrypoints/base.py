@@ -114,9 +114,12 @@ class Experiment(ABC):
         config = self.cfg.model_dump(mode="json")
         return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, self.run_folder.path)
 
-    def new_launcher(self, roles: Sequence[Role], sync: SyncOptions | None = None) -> Launcher:
-        """Create the launcher of `trainer.placement`, for the models in `roles`, and for an engine if `sync` describes
-        how its weights are sent.
+    def new_launcher(
+        self, roles: Sequence[Role], sync: SyncOptions | None = None, *, has_engine: bool = False
+    ) -> Launcher:
+        """Create the launcher of `trainer.placement`, for the models in `roles` and perhaps an engine.
+
+        `sync` describes how weights are sent from one to another.
 
         Raises:
             ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
@@ -131,7 +134,7 @@ class Experiment(ABC):
         if placement.uses_ray:
             from skyrl_train.launch.ray.launcher import RayLauncher  # ray is optional
 
-            return RayLauncher(placement, roles, sync)
+            return RayLauncher(placement, roles, sync, has_engine=has_engine)
         assert self._compute is not None, "running() comes first"
         return InlineLauncher(self._compute)
 

@@ -1,18 +1,20 @@
-"""The inference engine of a run in one process."""
+"""The inference engine of a run."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import HFEngine
-from skyrl_train.models.memory import cache_bytes_per_token
+from skyrl_train.models.memory import config_cache_bytes_per_token
 from skyrl_train.types.specs import SyncKind
 from skyrl_train.weight_sync import SyncOptions
 from skyrl_train.weight_sync.base import Transport
@@ -22,50 +24,136 @@ FLOAT32_TOLERANCE, BF16_TOLERANCE = 1e-3, 0.1  # nats
 
 def new_engine(
     cfg: SkyRLConfig,
-    model: PreTrainedModel,
+    model: PreTrainedModel | None,
     tokenizer: PreTrainedTokenizerBase,
     reserved_bytes: int,
     executor: ThreadPoolExecutor | None,
 ) -> InferenceEngine:
     """Create an engine for the policy `model` that computes in `executor`, which has one thread.
 
-    Its cache may use the free memory of this machine, less `reserved_bytes` that the trainer will allocate.
+    Its cache may use the free memory of this machine, less `reserved_bytes` that the trainer will allocate. Only the
+    embedded engine needs `model`. Without `executor`, the engine has this process to itself.
     """
-    generator, has_gpu = cfg.generator, torch.cuda.is_available()
+    generator = cfg.generator
+    if not generator.run_engines_locally:
+        return _connect_server(cfg, tokenizer)
     free, total = _memory()
     usable = int(max(free - reserved_bytes, 0) * generator.gpu_memory_utilization)
-    if generator.backend != "vllm":
-        return HFEngine(
-            model,
-            tokenizer,
-            max_num_seqs=generator.max_num_seqs,
-            max_num_batched_tokens=generator.max_num_batched_tokens,
-            max_cache_bytes=usable,
-            bf16=cfg.trainer.bf16,
-            executor=executor,
-        )
-    from skyrl_train.inference_engines.vllm import VLLMEngine
-
-    context_length = model.config.get_text_config().max_position_embeddings
-    max_bytes = generator.max_num_seqs * context_length * cache_bytes_per_token(model)
-    return VLLMEngine(
-        cfg.trainer.policy.model.path,
+    if generator.backend == "vllm":
+        return _new_vllm_engine(cfg, tokenizer, usable, total, executor)
+    if generator.backend == "sglang":
+        return _new_sglang_engine(cfg, tokenizer, usable / total)
+    assert model is not None
+    return HFEngine(
+        model,
         tokenizer,
-        dtype="bfloat16" if cfg.trainer.bf16 and has_gpu else cfg.trainer.policy.model.dtype,
         max_num_seqs=generator.max_num_seqs,
         max_num_batched_tokens=generator.max_num_batched_tokens,
-        gpu_memory_utilization=usable / total,
-        max_cache_bytes=None if has_gpu else min(usable, max_bytes),  # a CPU allocates it at once
-        enforce_eager=generator.enforce_eager,
-        engine_init_kwargs=generator.engine_init_kwargs,
+        max_cache_bytes=usable,
+        bf16=cfg.trainer.bf16,
         executor=executor,
     )
 
 
+def needs_model(cfg: SkyRLConfig) -> bool:
+    """Return True if the engine generates with a model of this process."""
+    return cfg.generator.run_engines_locally and cfg.generator.backend in ("auto", "hf")
+
+
 def sync_kind(cfg: SkyRLConfig) -> SyncKind:
     """Return the kind of weight sync: the embedded engine computes with the adapter itself."""
-    has_adapter = cfg.trainer.policy.model.lora.is_used and cfg.generator.backend != "vllm"
-    return "adapter" if has_adapter else "full"
+    return "adapter" if cfg.trainer.policy.model.lora.is_used and needs_model(cfg) else "full"
+
+
+def _new_vllm_engine(
+    cfg: SkyRLConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    usable: int,
+    total: int,
+    executor: ThreadPoolExecutor | None,
+) -> InferenceEngine:
+    """Create vLLM in this process if it has a thread to share, else in processes of its own."""
+    from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
+    from skyrl_train.inference_engines.vllm.engine import VLLMEngine
+
+    generator, path = cfg.generator, cfg.trainer.policy.model.path
+    options: dict[str, Any] = {
+        "model": path,
+        "dtype": _dtype(cfg),
+        "max_num_seqs": generator.max_num_seqs,
+        "max_num_batched_tokens": generator.max_num_batched_tokens,
+        "gpu_memory_utilization": usable / total,
+        "enforce_eager": generator.enforce_eager,
+        "enable_prefix_caching": generator.enable_prefix_caching,
+        "enable_chunked_prefill": generator.enable_chunked_prefill,
+    }
+    if not torch.cuda.is_available():  # a CPU allocates the cache at once
+        config = AutoConfig.from_pretrained(path).get_text_config()
+        bytes_per_token = config_cache_bytes_per_token(config, getattr(torch, options["dtype"]))
+        max_bytes = generator.max_num_seqs * config.max_position_embeddings * bytes_per_token
+        options["kv_cache_memory_bytes"] = min(usable, max_bytes)
+    options |= _engine_init_kwargs(cfg)
+    if executor is not None:
+        return VLLMEngine(options, tokenizer, executor)
+    for name in ("tensor", "pipeline", "data"):
+        size = getattr(generator, f"inference_engine_{name}_parallel_size")
+        if size > 1:
+            options[f"{name}_parallel_size"] = size
+    return AsyncVLLMEngine(options, tokenizer)
+
+
+def _new_sglang_engine(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, memory_share: float) -> InferenceEngine:
+    """Start a server of SGLang on this machine, and connect to it."""
+    from skyrl_train.inference_engines.sglang.engine import SGLangEngine
+    from skyrl_train.inference_engines.sglang.launch import launch_server
+
+    generator, path = cfg.generator, cfg.trainer.policy.model.path
+    options = {
+        "model_path": path,
+        "dtype": _dtype(cfg),
+        "tp_size": generator.inference_engine_tensor_parallel_size,
+        "pp_size": generator.inference_engine_pipeline_parallel_size,
+        "dp_size": generator.inference_engine_data_parallel_size,
+        "mem_fraction_static": memory_share,
+        "max_running_requests": generator.max_num_seqs,
+        "chunked_prefill_size": generator.max_num_batched_tokens if generator.enable_chunked_prefill else -1,
+        "disable_radix_cache": not generator.enable_prefix_caching,
+        "disable_cuda_graph": generator.enforce_eager,
+        **_engine_init_kwargs(cfg),
+    }
+    address, end_server = launch_server(options)
+    try:
+        return SGLangEngine(address, path, tokenizer, _weight_folder(cfg), end_server)
+    except BaseException:
+        end_server()
+        raise
+
+
+def _connect_server(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:
+    """Connect to the server that another program has started."""
+    (address,) = cfg.generator.remote_inference_engine_urls
+    if cfg.generator.backend == "sglang":
+        from skyrl_train.inference_engines.sglang.engine import SGLangEngine
+
+        return SGLangEngine(address, cfg.trainer.policy.model.path, tokenizer, _weight_folder(cfg))
+    from skyrl_train.inference_engines.vllm.server import VLLMServerEngine
+
+    return VLLMServerEngine(address, tokenizer)
+
+
+def _engine_init_kwargs(cfg: SkyRLConfig) -> dict[str, Any]:
+    """Return the options for the engine itself: `chat_template` is one of the tokenizer."""
+    return {name: value for name, value in cfg.generator.engine_init_kwargs.items() if name != "chat_template"}
+
+
+def _dtype(cfg: SkyRLConfig) -> str:
+    """Return the dtype of an engine's copy of the weights."""
+    return "bfloat16" if cfg.trainer.bf16 and torch.cuda.is_available() else cfg.trainer.policy.model.dtype
+
+
+def _weight_folder(cfg: SkyRLConfig) -> Path:
+    """Return the folder through which a server of SGLang gets new weights."""
+    return Path(cfg.trainer.run_dir) / "engine_weights"
 
 
 def sync_options(cfg: GeneratorConfig) -> SyncOptions:

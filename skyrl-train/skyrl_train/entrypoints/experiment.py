@@ -44,11 +44,11 @@ from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import TaskRow, check_environments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.command import validate_cfg
-from skyrl_train.entrypoints.engine import new_engine, sync_kind, sync_options, sync_tolerance
+from skyrl_train.entrypoints.engine import needs_model, new_engine, sync_kind, sync_options, sync_tolerance
 from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
-from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
+from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template, read_chat_template
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.generators.source import LockstepRollouts
 from skyrl_train.inference_engines.base import InferenceEngine
@@ -110,7 +110,10 @@ class BasePPOExp(Experiment):
         """
         async with AsyncExitStack() as stack:
             launcher = self._launcher
-            engine = self._make_engine(model) if launcher is None else await launcher.start_engine(self._make_engine)
+            if launcher is None or not self.cfg.generator.run_engines_locally:
+                engine = self._make_engine(model)
+            else:
+                engine = await launcher.start_engine(self._make_engine)
             stack.push_async_callback(engine.close)
             generator = self.get_generator(self.cfg, self.tokenizer, engine)
             stack.push_async_callback(generator.close)
@@ -122,9 +125,16 @@ class BasePPOExp(Experiment):
         return self.get_tokenizer()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the policy's tokenizer, with `generator.chat_template` if it has none."""
-        template = custom_chat_template(self.cfg.generator.chat_template)
-        return load_tokenizer(self.cfg.trainer.policy.model.path, chat_template=template)
+        """Load the policy's tokenizer, with the chat template of the engine's options, or `generator.chat_template` if
+        it has none.
+        """
+        cfg = self.cfg.generator
+        path = cfg.engine_init_kwargs.get("chat_template")
+        template = custom_chat_template(cfg.chat_template)
+        tokenizer = load_tokenizer(self.cfg.trainer.policy.model.path, chat_template=template)
+        if path is not None:
+            tokenizer.chat_template = read_chat_template(str(path), "generator.engine_init_kwargs.chat_template")
+        return tokenizer
 
     def get_train_dataset(self) -> PromptDataset:
         """Load the prompts to train on."""
@@ -161,13 +171,13 @@ class BasePPOExp(Experiment):
             gradient_checkpointing=self.cfg.trainer.gradient_checkpointing,
         )
 
-    def get_engine(self, model: PreTrainedModel) -> InferenceEngine:
-        """Create the engine that samples from the policy `model`."""
+    def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
+        """Create the engine that samples from the policy `model`; None if it has weights of its own."""
         return new_engine(self.cfg, model, self.tokenizer, self._reserved_bytes, self._compute)
 
     def _make_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
-        """Create the engine for the policy `model`; without it, for a new copy with its adapter."""
-        if model is None:
+        """Create the engine for the policy `model`; without it, for a new copy with its adapter if it needs one."""
+        if model is None and needs_model(self.cfg):
             cfg = self.cfg.trainer.policy.model
             model = self.get_model(cfg.path, POLICY_PATH)
             lora = lora_spec(cfg, "trainer.policy.model.lora", self.cfg.trainer.seed)
@@ -277,12 +287,14 @@ class BasePPOExp(Experiment):
     @asynccontextmanager
     async def _launching(self) -> AsyncIterator[Launcher]:
         """Start the processes of the models and the engine, and end them at the end."""
-        trainer = self.cfg.trainer
+        trainer, generator = self.cfg.trainer, self.cfg.generator
         roles: list[Role] = ["policy"]
         roles += ["critic"] if trainer.critic.model.path is not None else []
         roles += ["ref"] if reads_reference(trainer.algorithm) and not trainer.policy_is_reference else []
         try:
-            async with started(self.new_launcher(roles, sync_options(self.cfg.generator))) as self._launcher:
+            async with started(
+                self.new_launcher(roles, sync_options(generator), has_engine=generator.run_engines_locally)
+            ) as self._launcher:
                 yield self._launcher
         finally:
             self._launcher = None
@@ -290,7 +302,7 @@ class BasePPOExp(Experiment):
     def _engine_sync(self, launcher: Launcher, policy: WorkerGroup, engine: InferenceEngine) -> SyncEngines:
         """Return the function that sends the policy's weights to the engine, with the check that is configured."""
         sync = launcher.weight_sync(policy, {"the engine": engine}, sync_kind(self.cfg))
-        is_copied = launcher.policy is None or self.cfg.generator.backend == "vllm"
+        is_copied = launcher.policy is None or not needs_model(self.cfg)
         tolerance = sync_tolerance(self.cfg, launcher.device, is_copied=is_copied)
         return sync if tolerance is None else CheckedSync(sync, engine, policy, len(self.tokenizer), tolerance)
 

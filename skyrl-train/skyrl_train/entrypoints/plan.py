@@ -251,14 +251,10 @@ def _resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         yield "processes", f"{_describe_processes(ranks, 'this one', 'engine')} · {sharing}"
     else:
         yield "processes", "1: training and generation in this one"
-    if cfg.generator.backend == "vllm":
-        engine = "vLLM"
-    else:
-        engine = "embedded, " + ("with a copy of" if placement.uses_ray else "shares") + " the policy's weights"
-    yield "engine", f"{engine} · {cfg.generator.gpu_memory_utilization:.0%} of the memory that training leaves free"
+    yield "engine", _describe_engine(cfg)
     sources = [] if cfg.data.custom_cls.path is not None else cfg.data.train_data
     on_top = "activations and the key-value cache"
-    yield from _storage(cfg.trainer, models, sources, on_top, ranks, has_engine=True)
+    yield from _storage(cfg.trainer, models, sources, on_top, ranks, has_engine=cfg.generator.run_engines_locally)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +329,19 @@ def _export_bytes(model: PlannedModel) -> int:
 def free_bytes(folder: str) -> int:
     """Return the free bytes on the disk of a folder that need not exist."""
     return shutil.disk_usage(_existing_parent(Path(folder))).free
+
+
+def _describe_engine(cfg: SkyRLConfig) -> str:
+    generator = cfg.generator
+    names = {"vllm": "vLLM", "sglang": "SGLang"}
+    if not generator.run_engines_locally:
+        return f"{names[generator.backend]} at {', '.join(generator.remote_inference_engine_urls)}"
+    if generator.backend in names:
+        engine = names[generator.backend]
+    else:
+        sharing = "with a copy of" if cfg.trainer.placement.uses_ray else "shares"
+        engine = f"embedded, {sharing} the policy's weights"
+    return f"{engine} · {generator.gpu_memory_utilization:.0%} of the memory that training leaves free"
 
 
 def _storage(

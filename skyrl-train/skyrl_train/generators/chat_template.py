@@ -157,7 +157,12 @@ def custom_chat_template(section: ChatTemplateConfig) -> str | None:
                 f"{', '.join(known)}; for a file of your own set generator.chat_template.source=file"
             )
         return known[name].read_text(encoding="utf-8")
+    return read_chat_template(name, "generator.chat_template.name_or_path")
+
+
+def read_chat_template(path: str, key: str) -> str:
+    """Return the template in a file, the value of the configuration key `key`; ConfigError if it cannot be read."""
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"generator.chat_template.name_or_path={name!r} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{key}={path!r} cannot be read: {error.strerror}") from error

@@ -12,6 +12,7 @@ from skyrl_train.types import WeightSpan
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 StopReason = Literal["stop", "length", "abort"]
+WakeUp = Literal["weights", "all"]
 
 MIN_TEMPERATURE = 1e-4  # below, logits divided by it leave the range of float32
 
@@ -181,8 +182,12 @@ class InferenceEngine(Protocol):
         """Release memory until `wake_up`; EngineError while requests are running."""
         ...
 
-    async def wake_up(self) -> None:
-        """Reload what `sleep` released; EngineError if the engine is closed."""
+    async def wake_up(self, what: WakeUp = "all") -> None:
+        """Reload what `sleep` released; EngineError if the engine is closed.
+
+        With `weights`, the engine can receive new ones before the memory of its cache is taken; it sleeps on until
+        `wake_up("all")`.
+        """
         ...
 
     async def close(self) -> None:

@@ -20,7 +20,14 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from skyrl_train.errors import EngineError, picklable_error
-from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, InferenceEngine, TokenChunk
+from skyrl_train.inference_engines.base import (
+    EngineInfo,
+    EngineRequest,
+    EngineResult,
+    InferenceEngine,
+    TokenChunk,
+    WakeUp,
+)
 from skyrl_train.inference_engines.channel import (
     CLOSE_TIMEOUT_S,
     Channel,
@@ -159,8 +166,8 @@ class RemoteEngine:
     async def sleep(self) -> None:
         await self._call("sleep")
 
-    async def wake_up(self) -> None:
-        await self._call("wake_up")
+    async def wake_up(self, what: WakeUp = "all") -> None:
+        await self._call("wake_up", what)
 
     async def close(self) -> None:
         """Close the engine and the connection. A cancelled call does not interrupt it."""

@@ -35,6 +35,7 @@ class ActiveSequence:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     weight_spans: list[WeightSpan] = field(default_factory=list)
     n_streamed: int = 0  # tokens already in `chunks`
+    n_received: int = 0  # tokens of the request that the backend is serving now
     stop_reason: StopReason | None = None
 
     def __post_init__(self) -> None:

@@ -13,17 +13,19 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk
+from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk, WakeUp
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence, find_stop_reason
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 logger = logging.getLogger(__name__)
+
+MemoryPart = Literal["weights", "kv_cache"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=ActiveSequence)
@@ -76,6 +78,7 @@ class SteppedEngine(ABC, Generic[S]):
         self._thread = thread
         self._weight_version = 0
         self._is_paused, self._is_asleep = False, False
+        self._has_weights = True  # in memory
         self._n_holds = 0  # while positive, no step starts
         self._between_steps = asyncio.Event()
         self._between_steps.set()
@@ -122,7 +125,7 @@ class SteppedEngine(ABC, Generic[S]):
         if self._is_paused:
             raise EngineError("the engine is paused already; call resume() first")
         self._is_paused = True
-        self._n_holds += 1
+        self._add_hold()
         try:
             await self._between_steps.wait()
         except asyncio.CancelledError:
@@ -139,7 +142,10 @@ class SteppedEngine(ABC, Generic[S]):
         self._release_hold()
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
-        self._check_ready()
+        if self._has_weights:
+            self._check_usable()
+        else:
+            self._check_ready()
         n_unfinished = len(self._unfinished())
         if n_unfinished and not self._is_paused:
             raise EngineError(
@@ -157,14 +163,19 @@ class SteppedEngine(ABC, Generic[S]):
         self._check_ready()
         if n_unfinished := len(self._unfinished()):
             raise EngineError(f"the engine cannot sleep while {n_unfinished} sequences are being generated")
-        self._is_asleep = True
+        self._is_asleep, self._has_weights = True, False
         async with self._hold():
             await self._release_memory()
 
-    async def wake_up(self) -> None:
-        if self._is_asleep:
-            self._check_usable()
-            await self._restore_memory()
+    async def wake_up(self, what: WakeUp = "all") -> None:
+        if not self._is_asleep:
+            return
+        self._check_usable()
+        if not self._has_weights:
+            await self._restore_memory("weights")
+            self._has_weights = True
+        if what == "all":
+            await self._restore_memory("kv_cache")
             self._is_asleep = False
 
     async def close(self) -> None:
@@ -211,8 +222,11 @@ class SteppedEngine(ABC, Generic[S]):
     async def _release_memory(self) -> None:
         """Release memory while no sequence is held."""
 
-    async def _restore_memory(self) -> None:
-        """Undo `_release_memory`. An engine that allocates on demand has nothing to do."""
+    def _interrupt_step(self) -> None:
+        """End the current step early if it waits for something else than its own computation."""
+
+    async def _restore_memory(self, part: MemoryPart) -> None:
+        """Undo `_release_memory`, first of the weights, then of the cache; nothing if both are allocated on demand."""
 
     async def _shut_down(self) -> None:
         """Release everything, after the last step."""
@@ -223,17 +237,23 @@ class SteppedEngine(ABC, Generic[S]):
     def _start_loop(self) -> None:
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.create_task(self._run())
+        else:
+            self._interrupt_step()
 
     @asynccontextmanager
     async def _hold(self) -> AsyncIterator[None]:
         """Wait for the current step to end and deliver its results; no step starts within."""
-        self._n_holds += 1
+        self._add_hold()
         try:
             await self._between_steps.wait()
             self._deliver_finished()
             yield
         finally:
             self._release_hold()
+
+    def _add_hold(self) -> None:
+        self._n_holds += 1
+        self._interrupt_step()
 
     def _release_hold(self) -> None:
         self._n_holds -= 1
@@ -275,7 +295,7 @@ class SteppedEngine(ABC, Generic[S]):
             self._fail_waiting(f"the engine cannot continue: {second_error!r}", second_error)
 
     async def _close(self) -> None:
-        self._n_holds += 1
+        self._add_hold()
         self._fail_waiting("the engine was closed while requests were waiting")
         try:
             await self._between_steps.wait()

@@ -40,6 +40,22 @@ SHAPED: list[dict[str, Any]] = [
     {"top_p": 0.8, "top_k": 50, "min_p": 0.05, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
 ]
 
+ENDINGS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, f"{B_TO_Z}7<|im_end|>", "stop"),
+    ({"n_new": 5}, "bcdef", "length"),
+    ({"stop": ("fgh",)}, "bcdefgh", "stop"),
+    ({"stop": ("fgh",), "n_new": 7}, "bcdefgh", "stop"),  # the last allowed token completes it
+    ({"stop": ("fgh",), "n_new": 6}, "bcdefg", "length"),
+    ({"stop": ("xyz", "q", "fgi")}, "bcdefghijklmnopq", "stop"),  # whichever comes first
+    ({"stop": ("abc", "uvw")}, "bcdefghijklmnopqrstuvw", "stop"),  # the a of the prompt does not count
+    ({"stop": ("cde",), "min_new_tokens": 9}, f"{B_TO_Z}7<|im_end|>", "stop"),
+    ({"stop": ("cde",), "min_new_tokens": 5}, f"{B_TO_Z}7<|im_end|>", "stop"),  # completed too early
+    ({"stop": ("cde",), "min_new_tokens": 4}, "bcde", "stop"),
+    ({"stop_token_ids": "m"}, "bcdefghijklm", "stop"),
+    ({"ignore_eos": True, "n_new": 30}, f"{B_TO_Z}7<|im_end|>abc", "length"),
+    ({"ignore_eos": True, "stop": ("7",)}, f"{B_TO_Z}7", "stop"),
+]
+
 
 def assert_same(actual: EngineResult, expected: EngineResult, tolerance: float) -> None:
     assert actual.token_ids == expected.token_ids
@@ -177,24 +193,7 @@ class EngineContract:
 
     # -- the end of a response
 
-    @pytest.mark.parametrize(
-        ("options", "text", "reason"),
-        [
-            ({}, f"{B_TO_Z}7<|im_end|>", "stop"),
-            ({"n_new": 5}, "bcdef", "length"),
-            ({"stop": ("fgh",)}, "bcdefgh", "stop"),
-            ({"stop": ("fgh",), "n_new": 7}, "bcdefgh", "stop"),  # the last allowed token completes it
-            ({"stop": ("fgh",), "n_new": 6}, "bcdefg", "length"),
-            ({"stop": ("xyz", "q", "fgi")}, "bcdefghijklmnopq", "stop"),  # whichever comes first
-            ({"stop": ("abc", "uvw")}, "bcdefghijklmnopqrstuvw", "stop"),  # the a of the prompt does not count
-            ({"stop": ("cde",), "min_new_tokens": 9}, f"{B_TO_Z}7<|im_end|>", "stop"),
-            ({"stop": ("cde",), "min_new_tokens": 5}, f"{B_TO_Z}7<|im_end|>", "stop"),  # completed too early
-            ({"stop": ("cde",), "min_new_tokens": 4}, "bcde", "stop"),
-            ({"stop_token_ids": "m"}, "bcdefghijklm", "stop"),
-            ({"ignore_eos": True, "n_new": 30}, f"{B_TO_Z}7<|im_end|>abc", "length"),
-            ({"ignore_eos": True, "stop": ("7",)}, f"{B_TO_Z}7", "stop"),
-        ],
-    )
+    @pytest.mark.parametrize(("options", "text", "reason"), ENDINGS)
     async def test_a_response_ends_at_eos_stop_string_stop_token_or_limit(
         self, engine_kit: EngineKit, options: dict[str, Any], text: str, reason: str
     ) -> None:
@@ -485,6 +484,21 @@ class EngineContract:
             await engine.sleep()
         await engine.abort()
         await listener.result()
+
+    async def test_an_engine_wakes_up_in_two_stages(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        request = engine_kit.request(50, 8, ignore_eos=True)
+        await engine.generate([request])
+        await engine.sleep()
+        await engine.wake_up("weights")
+        with pytest.raises(EngineError, match=r"asleep; call wake_up\(\) first"):
+            await engine.generate([request])
+        engine_kit.add_noise()
+        await engine_kit.sync(engine, 1)
+        await engine.wake_up()
+        (result,) = await engine.generate([request])
+        assert result.weight_spans == ((1, 8),)
+        assert_agrees(engine_kit, request, result)
 
     async def test_close_fails_all_waiting_calls(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new(max_num_seqs=1)

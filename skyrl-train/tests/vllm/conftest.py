@@ -5,17 +5,31 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.inference_engines.vllm import VLLMEngine
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
+from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 
 pytest.register_assert_rewrite("tests.contract.engine_contract")
+from tests.contract.engine_kit import sync_weights  # noqa: E402
 
 NewEngine = Callable[..., VLLMEngine]
+OPTIONS = {
+    "dtype": "float32",
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 1024,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 26,
+    "block_size": 32,
+}
 
 
 @pytest.fixture(scope="session")
@@ -38,18 +52,71 @@ async def new_engine(tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerB
     gc.freeze()  # vLLM runs the garbage collector repeatedly at start, which takes seconds for all imported objects
 
     def make(path: Path = tiny_model_path, **options: Any) -> VLLMEngine:
-        defaults = {
-            "dtype": "float32",
-            "max_num_seqs": 32,
-            "max_num_batched_tokens": 1024,
-            "gpu_memory_utilization": 0.5,
-            "enforce_eager": True,
-            "max_cache_bytes": 1 << 26,
-            "engine_init_kwargs": {"block_size": 32},
-        }
-        engines.append(VLLMEngine(str(path), tiny_tokenizer, **defaults | options))
+        engines.append(VLLMEngine({"model": str(path), **OPTIONS, **options}, tiny_tokenizer))
         return engines[-1]
 
     yield make
     for engine in engines:
         await engine.close()
+
+
+class SharedEngines:
+    """Engines that tests take turns with, because starting one takes long. One for each set of options."""
+
+    def __init__(self, start: Callable[..., InferenceEngine], model: PreTrainedModel) -> None:
+        self._start = start
+        self._model = model
+        self._engines: dict[str, InferenceEngine] = {}
+
+    def new(self, **options: Any) -> InferenceEngine:
+        """Return an engine with the initial weights, as version 0, and without a cache."""
+        key = repr(sorted(options.items()))
+        if key not in self._engines:
+            self._engines[key] = self._start(**options)
+        return self._engines[key]
+
+    async def reset(self) -> None:
+        """End what a test has begun, and drop engines that it has closed."""
+        for key, engine in list(self._engines.items()):
+            try:
+                await engine.abort()
+                with suppress(EngineError):
+                    await engine.resume()
+                await engine.wake_up()
+                await sync_weights(engine, self._model.named_parameters, 0, "broadcast")
+            except EngineError:
+                del self._engines[key]
+                await engine.close()
+
+    async def close(self) -> None:
+        """Close all engines."""
+        for engine in self._engines.values():
+            await engine.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_options() -> dict[str, Any]:
+    """Options of every engine of vLLM."""
+    return OPTIONS
+
+
+@pytest.fixture(scope="session")
+def shared_engines(tiny_model: PreTrainedModel) -> Callable[[Callable[..., InferenceEngine]], SharedEngines]:
+    """Share engines that a function starts."""
+    return lambda start: SharedEngines(start, tiny_model)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def async_engines(
+    tiny_model_path: Path,
+    shared_engines: Callable[..., SharedEngines],
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> AsyncIterator[SharedEngines]:
+    """Engines of vLLM in processes of their own."""
+
+    def start(**options: Any) -> AsyncVLLMEngine:
+        return AsyncVLLMEngine({"model": str(tiny_model_path), **OPTIONS, **options}, tiny_tokenizer)
+
+    engines = shared_engines(start)
+    yield engines
+    await engines.close()

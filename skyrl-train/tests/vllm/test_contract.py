@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.inference_engines.vllm import VLLMEngine
+from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_kit import EngineKit
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
-from skyrl_train.inference_engines.vllm import VLLMEngine
+from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 from skyrl_train.models.tiny import tiny_qwen3
 
 NewEngine = Callable[..., VLLMEngine]
@@ -33,13 +33,13 @@ def random_states() -> list[object]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine_init_kwargs": {"blok_size": 32}}, "vLLM cannot start with .*blok_size"),
+        ({"blok_size": 32}, "vLLM cannot start with .*blok_size"),
         (
-            {"engine_init_kwargs": {"async_scheduling": True}},
+            {"async_scheduling": True},
             "engine_init_kwargs.async_scheduling is set by the engine itself",
         ),
         ({"path": Path("/no/such/folder")}, "vLLM cannot start with .*'/no/such/folder'"),
-        ({"max_cache_bytes": 1 << 14}, "vLLM cannot start with .*No available memory"),
+        ({"kv_cache_memory_bytes": 1 << 14}, "vLLM cannot start with .*No available memory"),
         ({"max_model_len": 600}, "vLLM cannot start with .*600"),
     ],
 )
@@ -80,7 +80,7 @@ async def test_a_second_engine_in_the_process_is_refused(new_engine: NewEngine) 
 
 
 async def test_options_are_passed_to_vllm(new_engine: NewEngine) -> None:
-    engine = new_engine(max_model_len=100, engine_init_kwargs={"block_size": 32, "max_model_len": 64})
+    engine = new_engine(max_model_len=64)
     assert engine.info.context_length == 64
 
 

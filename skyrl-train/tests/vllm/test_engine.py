@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.hf import HFEngine
-from skyrl_train.inference_engines.vllm import VLLMEngine
+from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 from skyrl_train.inference_engines.vllm.sampler import PositionSampler
 from tests.contract.engine_contract import assert_agrees
 from tests.contract.engine_kit import EngineKit, Listener
@@ -78,7 +78,7 @@ async def test_a_failing_step_fails_every_caller_and_the_engine_recovers(
 
 async def test_preempted_requests_read_their_tokens_again(kit: EngineKit) -> None:
     requests = [kit.request(100, 300, seed=seed, ignore_eos=True) for seed in range(3)]
-    engine = kit.new(max_cache_bytes=BYTES_OF_A_CONTEXT * 5 // 4)
+    engine = kit.new(kv_cache_memory_bytes=BYTES_OF_A_CONTEXT * 5 // 4)
     n_read = 0
 
     def count(_: torch.nn.Module, args: Any, inputs: dict[str, Any]) -> None:

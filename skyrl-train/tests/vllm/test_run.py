@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import ray
 
 from skyrl_train.entrypoints import main_base, main_generate
 
@@ -43,3 +44,19 @@ def test_evaluations_equal_those_of_the_embedded_engine(run: list[str], tmp_path
     replies = [[json.loads(line)["output_response"] for line in path.open()] for path in (embedded, vllm)]
     assert len(replies[0]) == 16
     assert replies[0] == replies[1]
+
+
+def test_ranks_and_vllm_in_actors_train_like_one_process(
+    run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    try:
+        main_base.main([*run, "trainer.placement.policy_num_gpus_per_node=2", "trainer.run_name=ray"])
+    finally:
+        ray.shutdown()
+    main_base.main([*run, "trainer.run_name=inline"])
+    on_ray, inline = (metrics(tmp_path / "skyrl" / name) for name in ("ray", "inline"))
+    for row, expected in zip(on_ray, inline, strict=True):
+        for name, value in expected.items():
+            if name.startswith(("policy/", "reward/", "environment/", "loss/")):
+                assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name

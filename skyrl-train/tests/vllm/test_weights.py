@@ -23,7 +23,7 @@ from transformers import (
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
-from skyrl_train.inference_engines.vllm import VLLMEngine
+from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 from skyrl_train.models.loading import load_model
 from skyrl_train.weight_sync.base import Transport
 from tests.contract.engine_kit import EngineKit, NamedTensors, sync_weights

@@ -1,5 +1,1 @@
-"""The vLLM engine: generates with a copy of the policy's weights, in the trainer's process."""
-
-from skyrl_train.inference_engines.vllm.engine import VLLMEngine
-
-__all__ = ["VLLMEngine"]
+"""vLLM's engines, which generate with copies of the policy's weights: in this process, in others, or behind HTTP."""

@@ -7,7 +7,7 @@ prompts that are read in chunks. With this sampler, both engines sample the same
 
 from __future__ import annotations
 
-import math
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,22 +15,26 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplerOutput
 
-from skyrl_train.inference_engines.base import EngineRequest
+from skyrl_train.inference_engines.base import MIN_TEMPERATURE, SamplingParams
 from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens
+from skyrl_train.inference_engines.vllm.wire import (
+    MISSING,
+    N_LEADING,
+    NAN,
+    RAW,
+    REQUEST,
+    SAMPLING,
+    Request,
+    decode_request,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-    from vllm.v1.worker.worker_base import WorkerBase
 
 CHUNK_LOGITS = 1 << 24  # logits copied at once: 64 MiB
-REQUEST = "request"  # key of our request in the `extra_args` of vLLM's sampling parameters
-N_LEADING = 3  # columns before the most likely tokens: `logprob`, `sampling_logprob`, `raw_logprob`
-
-
-def install_sampler(worker: WorkerBase, eos_ids: frozenset[int]) -> None:
-    """Replace the sampler of a worker's model runner."""
-    worker.model_runner.sampler = PositionSampler(worker.model_runner, eos_ids)
 
 
 class PositionSampler:
@@ -54,45 +58,58 @@ class PositionSampler:
 
     def _draw(self, row: int) -> Draw:
         batch = self._runner.input_batch
-        params = self._runner.requests[batch.req_ids[row]].sampling_params
-        request: EngineRequest = params.extra_args[REQUEST]
+        state = self._runner.requests[batch.req_ids[row]]
+        params = state.sampling_params
+        if params.extra_args is None:
+            params.extra_args = {}
+        request = params.extra_args.get(REQUEST)
+        if not isinstance(request, Request):
+            request = _foreign_request(state) if request is None else decode_request(request)
+            params.extra_args[REQUEST] = request
         token_ids = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]  # prompt and response so far
-        return Draw(request.sampling, request.seed, memoryview(token_ids), len(request.prompt_ids), self._eos_ids)
+        return Draw(request.sampling, request.seed, memoryview(token_ids), request.n_prompt, self._eos_ids)
+
+
+def _foreign_request(state: CachedRequestState) -> Request:
+    """Return a request of another client of vLLM's server. Its random numbers are the same in every worker."""
+    params = state.sampling_params
+    sampling = SamplingParams(
+        max_new_tokens=max(1, params.max_tokens or 1),
+        min_new_tokens=params.min_tokens,
+        temperature=params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
+        top_p=params.top_p,
+        top_k=params.top_k if params.top_k > 0 else -1,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        stop_token_ids=tuple(params.stop_token_ids or ()),
+        ignore_eos=params.ignore_eos,
+        n_top_logprobs=max(0, params.logprobs or 0),
+    )
+    seed = zlib.crc32(state.req_id.encode()) if params.seed is None else params.seed
+    return Request(sampling, seed, state.num_prompt_tokens)
 
 
 def to_columns(choices: Sequence[SampledToken]) -> LogprobsTensors:
-    """Pack choices into columns that vLLM passes on as log-probs. NaN and -1 stand for missing values."""
+    """Pack choices into columns that vLLM passes on as log-probs."""
     tops = [choice.top_logprobs or {} for choice in choices]
     n_top = max(len(top) for top in tops)
-    values = np.full((len(choices), N_LEADING + n_top), math.nan, dtype=np.float32)
-    token_ids = np.full(values.shape, -1, dtype=np.int32)
+    values = np.zeros((len(choices), N_LEADING + n_top), dtype=np.float32)
+    token_ids = np.full(values.shape, MISSING, dtype=np.int32)
     for row, (choice, top) in enumerate(zip(choices, tops, strict=True)):
-        values[row, :N_LEADING] = [
-            choice.logprob,
-            math.nan if choice.sampling_logprob is None else choice.sampling_logprob,
-            math.nan if choice.raw_logprob is None else choice.raw_logprob,
+        columns = [(choice.token_id, choice.logprob), *top.items()]
+        columns[1:1] = [
+            (MISSING if value is None else token_id, value or 0.0)
+            for token_id, value in ((SAMPLING, choice.sampling_logprob), (RAW, choice.raw_logprob))
         ]
-        token_ids[row, :N_LEADING] = choice.token_id
-        values[row, N_LEADING : N_LEADING + len(top)] = list(top.values())
-        token_ids[row, N_LEADING : N_LEADING + len(top)] = list(top)
+        token_ids[row, : len(columns)], values[row, : len(columns)] = zip(*columns, strict=True)
+    values[np.isnan(values)] = NAN
     ranks = torch.zeros(len(choices), dtype=torch.int32)
     return LogprobsTensors(torch.from_numpy(token_ids), torch.from_numpy(values), ranks)
 
 
 def from_columns(columns: LogprobsLists) -> list[SampledToken]:
     """Unpack the choices of one request."""
-    return [
-        SampledToken(
-            token_ids[0], values[0], _value_or_none(values[1]), _value_or_none(values[2]), _top(token_ids, values)
-        )
-        for token_ids, values in zip(columns.logprob_token_ids.tolist(), columns.logprobs.tolist(), strict=True)
-    ]
-
-
-def _value_or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-def _top(token_ids: Sequence[int], values: Sequence[float]) -> dict[int, float] | None:
-    pairs = zip(token_ids[N_LEADING:], values[N_LEADING:], strict=True)
-    return {token_id: value for token_id, value in pairs if token_id >= 0} or None
+    rows = zip(columns.logprob_token_ids.tolist(), columns.logprobs.tolist(), strict=True)
+    return [unpack(list(zip(token_ids, values, strict=True))) for token_ids, values in rows]

@@ -35,10 +35,12 @@ class RayLauncher:
 
     policy: PreTrainedModel | None = None
 
-    def __init__(self, placement: RunPlacementConfig, roles: Sequence[Role], sync: SyncOptions | None) -> None:
-        """Connect to the cluster, for the models in `roles`. `start` comes next.
+    def __init__(
+        self, placement: RunPlacementConfig, roles: Sequence[Role], sync: SyncOptions | None, *, has_engine: bool
+    ) -> None:
+        """Connect to the cluster, for the models in `roles` and perhaps an engine. `start` comes next.
 
-        `sync` describes the weight sync to the engine; None is a run without one.
+        `sync` describes how weights are sent from one to another; None if they are not.
 
         Raises:
             ConfigError: the cluster does not answer, or is too small.
@@ -46,11 +48,12 @@ class RayLauncher:
         self._placement = placement
         self._roles = roles
         self._sync = sync
+        self._has_engine = has_engine
         self._ranks: dict[Role, list[RayRank]] = {}
         self._engine: Any = None
         self._groups: dict[WorkerGroup, RayRank] = {}  # with their first ranks
         self._has_connected = connect()
-        self._requests = list_requests(placement, roles, has_engine=sync is not None)
+        self._requests = list_requests(placement, roles, has_engine)
         try:
             self._reservation = Reservation(self._requests)
         except BaseException:
@@ -68,7 +71,7 @@ class RayLauncher:
         for request in self._requests:
             logger.info("Reserved %s", request.describe(self._reservation.kind))
         self._ranks = {role: self._start_ranks(role) for role in self._roles}
-        if self._sync is not None:
+        if self._has_engine:
             self._engine = start_engine_actor(self._reservation.devices(ENGINE)[0].options())
 
     def _start_ranks(self, role: Role) -> list[RayRank]:
@@ -96,7 +99,7 @@ class RayLauncher:
         return n_bytes // (n_nodes * n_per_node) if self._placement.shares_devices else 0
 
     def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
-        assert self._sync is not None, "the run has no engine"
+        assert self._sync is not None, "the run sends no weights"
         return WeightSync(source, sinks, self._sync, find_address=self._groups[source].find_address, kind=kind)
 
     async def close(self) -> None:
@@ -121,7 +124,7 @@ class RayLauncher:
             ray.shutdown()
 
 
-def list_requests(placement: RunPlacementConfig, roles: Sequence[Role], *, has_engine: bool) -> list[Request]:
+def list_requests(placement: RunPlacementConfig, roles: Sequence[Role], has_engine: bool) -> list[Request]:
     """Return the devices of a run: one request for everything that shares them."""
     if placement.shares_devices:
         return [Request((*roles, *([ENGINE] if has_engine else [])), *placement.size("policy"))]

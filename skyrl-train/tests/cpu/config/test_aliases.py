@@ -207,7 +207,7 @@ def test_unmapped_keys_of_a_foreign_section_are_unknown() -> None:
         load_config({"actor_rollout_ref": {"rollout": {"n": 4, "dtype": "half"}}})
     assert str(caught.value) == (
         "actor_rollout_ref.rollout.dtype=half: there is no key actor_rollout_ref.rollout.dtype; "
-        "did you mean trainer.policy.model.dtype or trainer.critic.model.dtype?"
+        "did you mean generator.reward_model.dtype or trainer.policy.model.dtype or trainer.critic.model.dtype?"
     )
 
 

@@ -43,6 +43,12 @@ def refusal(overrides: list[str]) -> str:
     return str(caught.value)
 
 
+REMOTE = [
+    "generator.run_engines_locally=false",
+    "generator.remote_inference_engine_urls=[gpu:8000]",
+    "generator.backend=vllm",
+]
+
 PROBLEMS: list[Case] = [
     (
         ["trainer.train_batch_size=64", "trainer.policy_mini_batch_size=48"],
@@ -120,7 +126,7 @@ PROBLEMS: list[Case] = [
     ),
     (
         ["generator.num_inference_engines=2"],
-        "generator.num_inference_engines=2: this version samples with one engine on one device; set "
+        "generator.num_inference_engines=2: this version samples with one engine; set "
         "generator.num_inference_engines=1",
         [["generator.num_inference_engines=1"]],
     ),
@@ -147,15 +153,12 @@ PROBLEMS: list[Case] = [
     ),
     (
         ["generator.engine_init_kwargs.block_size=32"],
-        "generator.engine_init_kwargs={block_size:32} are options of vLLM, and generator.backend=auto is the embedded "
-        "engine; remove them, or set generator.backend=vllm",
-        [["generator.engine_init_kwargs.block_size=32", "generator.backend=vllm"]],
-    ),
-    (
-        ["generator.engine_init_kwargs.chat_template=x.jinja", "generator.backend=vllm"],
-        "generator.engine_init_kwargs.chat_template is an option of vLLM's server, and the trainer renders chats "
-        "itself; set generator.chat_template.source=file and generator.chat_template.name_or_path=<file>",
-        [["generator.chat_template.source=file", "generator.chat_template.name_or_path=x.jinja"]],
+        "generator.engine_init_kwargs={block_size:32} are options of vLLM or SGLang, and generator.backend=auto is the "
+        "embedded engine; remove them, or set generator.backend=vllm",
+        [
+            ["generator.engine_init_kwargs.block_size=32", "generator.backend=vllm"],
+            ["generator.engine_init_kwargs.chat_template=x.jinja"],
+        ],
     ),
     (
         ["generator.enforce_eager=false"],
@@ -164,10 +167,64 @@ PROBLEMS: list[Case] = [
         [["generator.enforce_eager=false", "generator.backend=vllm"]],
     ),
     (
-        ["generator.run_engines_locally=false"],
-        "generator.run_engines_locally=false needs external engines, which this version does not support; "
-        "set generator.run_engines_locally=true",
+        ["generator.enable_prefix_caching=false"],
+        "generator.enable_prefix_caching=false: generator.backend=auto is the embedded engine, which keeps keys and "
+        "values of a session until it ends; set generator.enable_prefix_caching=true, or generator.backend=vllm",
+        [["generator.enable_prefix_caching=false", "generator.backend=vllm"]],
+    ),
+    (
+        ["generator.sampling_params.top_p=0.9", "generator.backend=sglang"],
+        "generator.sampling_params.top_p=0.9: generator.backend=sglang cannot report the log-probs of what this "
+        "samples; remove generator.sampling_params.top_p, or set generator.backend=vllm",
+        [["generator.backend=sglang"], ["generator.sampling_params.top_p=0.9", "generator.backend=vllm"]],
+    ),
+    (
+        ["generator.inference_engine_tensor_parallel_size=2"],
+        "generator.inference_engine_tensor_parallel_size=2: generator.backend=auto is the embedded engine, which "
+        "computes on one device; set generator.inference_engine_tensor_parallel_size=1, or generator.backend=vllm",
         [],
+    ),
+    (
+        ["generator.inference_engine_tensor_parallel_size=2", "generator.backend=vllm"],
+        "generator.inference_engine_tensor_parallel_size=2: vLLM in the trainer's process computes on one device; set "
+        "trainer.placement.launcher=ray, or generator.inference_engine_tensor_parallel_size=1",
+        [["generator.inference_engine_tensor_parallel_size=2", "generator.backend=sglang"]],
+    ),
+    (
+        [
+            "generator.inference_engine_data_parallel_size=2",
+            "generator.backend=vllm",
+            "trainer.placement.launcher=ray",
+        ],
+        "generator.inference_engine_data_parallel_size=2: this version reserves one device for an engine on a Ray "
+        "cluster; start a server with 2 GPUs (docs/guides/inference-engines.md) and set "
+        "generator.run_engines_locally=false, or generator.inference_engine_data_parallel_size=1",
+        [],
+    ),
+    (
+        ["generator.remote_inference_engine_urls=[gpu:8000]"],
+        "generator.remote_inference_engine_urls=[gpu:8000] is not read with generator.run_engines_locally=true; set "
+        "generator.run_engines_locally=false, or remove it",
+        [[*REMOTE]],
+    ),
+    (
+        ["generator.run_engines_locally=false", "generator.backend=vllm"],
+        "generator.remote_inference_engine_urls=[]: generator.run_engines_locally=false needs the address of one "
+        "server; set generator.remote_inference_engine_urls=[127.0.0.1:8000]",
+        [[*REMOTE]],
+    ),
+    (
+        ["generator.run_engines_locally=false", "generator.remote_inference_engine_urls=[gpu:8000]"],
+        "generator.backend=auto: generator.run_engines_locally=false needs the kind of the server; set "
+        "generator.backend=vllm or generator.backend=sglang",
+        [[*REMOTE]],
+    ),
+    (
+        [*REMOTE, "generator.max_num_seqs=8"],
+        "generator.max_num_seqs=8 is an option of an engine that the run starts, and "
+        "generator.run_engines_locally=false uses a running server; remove generator.max_num_seqs, and start the "
+        "server with it",
+        [[*REMOTE], [*REMOTE, "generator.engine_init_kwargs.chat_template=x.jinja"]],
     ),
     (
         ["data.val_data=[]"],
@@ -529,10 +586,10 @@ def test_every_message_has_a_test() -> None:
         without=[
             "_adapters",
             "_optimizers",
+            "engine_is_installed",
             "group_filters",
             "ray_is_installed",
             "sharding_fits_ranks",  # in test_sft.py
-            "vllm_is_installed",
             "wandb_can_start",
             "wandb_login_problem",
         ],

@@ -35,7 +35,7 @@ MISTAKES: dict[str, list[str]] = {
     "generator.sampling_params.temperature=0": ["cannot divide the logits in training"],
     "generator.backend=vllm": ["vLLM is not installed", "generator.backend=auto"],
     "generator.backend=sglang": ["generator.backend=sglang must be one of auto, hf, vllm"],
-    "generator.engine_init_kwargs.block_size=32": ["are options of vLLM"],
+    "generator.engine_init_kwargs.block_size=32": ["are options of vLLM or SGLang"],
     "trainer.placement.policy_num_gpus_per_node=8 trainer.placement.launcher=inline": [
         "trainer.placement.policy_num_gpus_per_node=8 takes several processes",
         "set trainer.placement.launcher=ray",

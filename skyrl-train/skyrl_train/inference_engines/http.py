@@ -1,0 +1,183 @@
+"""The common part of engines behind an HTTP server: one streamed request for each response."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+import httpx
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.scheduled import AsyncEngine, Output
+from skyrl_train.inference_engines.sequence import ActiveSequence
+from skyrl_train.inference_engines.stepped import EngineThread
+
+CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 60.0
+HEALTH_INTERVAL_S = 10.0
+MAX_ERROR_CHARS = 500
+
+
+class HTTPEngine(AsyncEngine):
+    """An engine whose backend is a server that streams responses as server-sent events.
+
+    Dropping a request closes its connection, which aborts it on the server. While responses are running, the server's
+    health is checked every few seconds.
+    """
+
+    GENERATE: ClassVar[str]
+    """Path of the server for responses."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        context_length: int,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        super().__init__(
+            context_length=context_length,
+            vocab_size=vocab_size,
+            eos_ids=eos_ids,
+            tokenizer=tokenizer,
+            thread=EngineThread(None, "http-engine"),
+        )
+        self._url = url
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,  # the proxies of this machine lead elsewhere
+        )
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        self._watching: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    def _body(self, sequence: ActiveSequence) -> dict[str, Any]:
+        """Return the request to continue a sequence after its tokens so far."""
+
+    @abstractmethod
+    def _parse(self, request_id: str, sequence: ActiveSequence, event: Mapping[str, Any]) -> Output:
+        """Return the new tokens in an event."""
+
+    async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:
+        for request_id, sequence in new.items():
+            self._streams[request_id] = asyncio.create_task(self._read(request_id, sequence))
+        if self._streams and (self._watching is None or self._watching.done()):
+            self._watching = asyncio.create_task(self._watch())
+
+    async def _read(self, request_id: str, sequence: ActiveSequence) -> None:
+        """Put the tokens of one response into the queue."""
+        problem = f"the server at {self._url} ended a response early"
+        try:
+            timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)  # `_watch` notices a server that hangs
+            async with self._http.stream("POST", self.GENERATE, json=self._body(sequence), timeout=timeout) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise EngineError(f"the server at {self._url} refused a request: {describe_response(response)}")
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        self._outputs.put_nowait(self._parse(request_id, sequence, json.loads(line[6:])))
+        except httpx.HTTPError as error:
+            problem = f"the server at {self._url} broke off a response: {error!r}"
+        except (EngineError, KeyError, ValueError) as error:
+            problem = str(error) if isinstance(error, EngineError) else f"{self._url} sent an unknown event: {error!r}"
+        finally:
+            self._streams.pop(request_id, None)
+        self._outputs.put_nowait(Output(request_id, [], is_over=True, error=problem))
+
+    async def _watch(self) -> None:
+        """Fail the waiting requests when the server is no longer healthy."""
+        while self._streams:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            try:
+                await self._check_health()
+            except EngineError as error:
+                self._outputs.put_nowait(error)
+                return
+
+    async def _check_health(self) -> None:
+        """Raise EngineError if the server does not answer, or reports that it is not healthy."""
+        await self._request("GET", "/health")
+
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if stream := self._streams.pop(request_id, None):
+                stream.cancel()
+
+    async def _drop_all(self) -> None:
+        self._forget_all()
+
+    async def _request(self, method: str, path: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **options: Any) -> Any:
+        """Call the server; return its JSON, if it answers with any.
+
+        Raises:
+            EngineError: the server does not answer in time, or answers with an error.
+        """
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+        try:
+            response = await self._http.request(method, path, timeout=timeout, **options)
+        except httpx.HTTPError as error:
+            raise EngineError(f"the server at {self._url} does not answer {path}: {error!r}; is it running?") from error
+        return read_answer(response)
+
+    async def _shut_down(self) -> None:
+        tasks = [*self._streams.values(), *([self._watching] if self._watching is not None else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._http.aclose()
+
+
+def call_server(url: str, method: str, path: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **options: Any) -> Any:
+    """Call a server, blocking; return its JSON, if it answers with any.
+
+    Raises:
+        EngineError: the server does not answer in time, or answers with an error.
+    """
+    try:
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+        with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:
+            response = client.request(method, path, **options)
+    except httpx.HTTPError as error:
+        raise EngineError(f"no server answers at {url}{path}: {error!r}; start it, or correct the address") from error
+    return read_answer(response)
+
+
+def read_answer(response: httpx.Response) -> Any:
+    """Return the JSON of an answer, None if it has none; EngineError for an error."""
+    if response.is_error:
+        raise EngineError(f"{response.request.url} answered with {describe_response(response)}")
+    with suppress(ValueError):
+        return response.json()
+    return None
+
+
+def describe_response(response: httpx.Response) -> str:
+    """Return the status of an answer and the beginning of its text."""
+    return f"HTTP {response.status_code}: {response.text[:MAX_ERROR_CHARS].strip()}"
+
+
+def server_url(address: str) -> str:
+    """Return the URL of "host:port", or of a URL."""
+    url = address if "://" in address else f"http://{address}"
+    return url.rstrip("/")
+
+
+def find_host(url: str) -> str:
+    """Return the address of this machine on the network of a server."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
+        host: str = probe.getsockname()[0]
+        return host

@@ -1,0 +1,132 @@
+"""The common part of engines whose backend schedules requests itself."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import EngineRequest
+from skyrl_train.inference_engines.sampling import SampledToken
+from skyrl_train.inference_engines.sequence import ActiveSequence
+from skyrl_train.inference_engines.stepped import SteppedEngine
+
+GAVE_UP = "the backend gave up on a request; its own messages above say why"
+
+
+class Output(NamedTuple):
+    """New tokens of one request."""
+
+    request_id: str
+    choices: list[SampledToken]
+    n_reused: int | None = None  # prompt tokens taken from the cache, if the backend reports them with this output
+    is_over: bool = False  # the backend will send nothing more
+    error: str | None = None  # the backend gave up on this request
+
+
+class ScheduledEngine(SteppedEngine[ActiveSequence]):
+    """An engine that hands its requests to a backend, which decides what runs.
+
+    Sessions need no cache of their own: the backend keeps keys and values indexed by their tokens, until it needs their
+    space.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._n_submitted = 0  # so far
+        self._waiting: list[ActiveSequence] = []  # not yet handed to the backend
+        self._running: dict[str, ActiveSequence] = {}
+
+    @abstractmethod
+    async def _exchange(self, new: Mapping[str, ActiveSequence]) -> list[Output]:
+        """Hand new requests to the backend, to continue after their tokens so far; return some outputs."""
+
+    @abstractmethod
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        """Abort requests of the backend."""
+
+    async def end_session(self, session_id: str) -> None:
+        """Do nothing: other sequences may use what is cached for a session, and the backend evicts it in time."""
+
+    def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
+        return ActiveSequence(request, max_tokens)
+
+    def _add(self, sequences: Sequence[ActiveSequence]) -> None:
+        self._waiting.extend(sequences)
+
+    def _held(self) -> Iterable[ActiveSequence]:
+        return chain(self._running.values(), self._waiting)
+
+    def _take_finished(self) -> list[ActiveSequence]:
+        over = {request_id: sequence for request_id, sequence in self._running.items() if sequence.is_over}
+        for request_id in over:
+            del self._running[request_id]
+        if over:
+            self._drop(list(over))
+        never_ran = [sequence for sequence in self._waiting if sequence.is_over]
+        self._waiting = [sequence for sequence in self._waiting if not sequence.is_over]
+        return [*over.values(), *never_ran]
+
+    async def _step(self) -> None:
+        new = {str(self._n_submitted + i): sequence for i, sequence in enumerate(self._waiting)}
+        self._n_submitted += len(new)
+        self._waiting = []
+        for waiting in new.values():
+            waiting.n_received = 0
+        self._running |= new
+        for output in await self._exchange(new):
+            sequence = self._running.get(output.request_id)
+            if sequence is None:
+                continue
+            if sequence.n_reused is None:
+                sequence.n_reused = output.n_reused
+            for choice in output.choices:
+                self._append(sequence, choice)
+            if output.is_over and not sequence.is_over:
+                assert sequence.done is not None
+                sequence.done.set_exception(EngineError(output.error or GAVE_UP))
+
+    def _forget_all(self) -> None:
+        """Drop every request."""
+        self._drop(list(self._running))
+        self._running, self._waiting = {}, []
+
+
+class AsyncEngine(ScheduledEngine):
+    """An engine whose backend is another process, which steps on its own and sends outputs as they arrive.
+
+    Nothing runs there while the engine is held: requests are aborted, and continue later from their tokens so far.
+    They get the same tokens as without the interruption, if the backend draws by seed and position.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._outputs: asyncio.Queue[Output | Exception | None] = asyncio.Queue()
+        """Outputs of the backend; None ends a step, an error fails it."""
+
+    @abstractmethod
+    async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:
+        """Hand new requests to the backend; their outputs go into the queue."""
+
+    def _interrupt_step(self) -> None:
+        self._outputs.put_nowait(None)
+
+    async def _exchange(self, new: Mapping[str, ActiveSequence]) -> list[Output]:
+        await self._submit_to_backend(new)
+        received = [await self._outputs.get()]
+        while not self._outputs.empty():
+            received.append(self._outputs.get_nowait())
+        for error in received:
+            if isinstance(error, Exception):
+                raise error
+        return [output for output in received if isinstance(output, Output)]
+
+    async def _step(self) -> None:
+        await super()._step()
+        if self._n_holds:
+            self._drop(list(self._running))
+            self._waiting = [*self._running.values(), *self._waiting]
+            self._running = {}

@@ -1,0 +1,196 @@
+"""SGLang behind its native server API (version 0.5.23): `/generate`, weights from a folder, memory control.
+
+It has never been run against SGLang itself, which needs a GPU. The tests run it against a server that follows the
+published API and samples with the embedded engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, SamplingParams
+from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_url
+from skyrl_train.inference_engines.sampling import SampledToken
+from skyrl_train.inference_engines.scheduled import Output
+from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
+from skyrl_train.inference_engines.stepped import MemoryPart
+from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
+
+SHARD_BYTES = 1 << 30
+UPDATE_TIMEOUT_S = 600.0
+MAX_FLUSH_S = 30.0
+
+
+class SGLangEngine(HTTPEngine):
+    """An engine behind a server of SGLang.
+
+    The server draws its own random numbers: `seed` is passed on, and has an effect if the server was started with
+    `--enable-deterministic-inference`. Its log-probs are those of the model at the request's temperature. It cannot
+    report them with penalties, or the ones of a truncated distribution, so such requests are refused.
+    """
+
+    GENERATE = "/generate"
+
+    def __init__(
+        self,
+        address: str,
+        model_path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        weight_folder: Path,
+        end_server: Callable[[], None] | None = None,
+    ) -> None:
+        """Connect to the server at `address`, "host:port" or a URL.
+
+        Args:
+            address: of a server of the model at `model_path`.
+            model_path: a Hugging Face folder or the name of a model on the Hub.
+            tokenizer: the policy's, to find stop strings.
+            weight_folder: a folder for new weights, at the same path on the server's machine.
+            end_server: ends the server when the engine is closed. May block.
+
+        Raises:
+            EngineError: the server does not answer.
+        """
+        url = server_url(address)
+        facts = call_server(url, "GET", "/server_info")
+        config = AutoConfig.from_pretrained(model_path).get_text_config()
+        n_context = int(facts.get("context_length") or config.max_position_embeddings)
+        try:
+            model_eos = GenerationConfig.from_pretrained(model_path).eos_token_id
+        except OSError:  # the model has none
+            model_eos = config.eos_token_id
+        super().__init__(
+            url,
+            context_length=n_context,
+            vocab_size=int(config.vocab_size),
+            eos_ids=all_eos_ids(model_eos, tokenizer.eos_token_id),
+            tokenizer=tokenizer,
+        )
+        self.info = EngineInfo(n_context, min(n_context, int(facts.get("max_total_num_tokens") or n_context)))
+        self._model_path = model_path
+        self._weight_folder = weight_folder
+        self._end_server = end_server
+        self._can_sleep = bool(facts.get("enable_memory_saver"))
+
+    def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
+        sampling = request.sampling
+        for name in ("top_p", "top_k", "min_p", "min_new_tokens", "with_raw_logprobs"):
+            value = getattr(sampling, name)
+            if value != getattr(SamplingParams(1), name) and (name != "with_raw_logprobs" or sampling.temperature != 1):
+                raise EngineError(
+                    f"{name}={value}: SGLang does not report the log-probs of the distribution that this samples from; "
+                    f"remove it, or use generator.backend=vllm"
+                )
+        if sampling.penalizes:
+            raise EngineError(
+                "SGLang reports log-probs after penalties only; remove repetition_penalty, presence_penalty and "
+                "frequency_penalty, or use generator.backend=vllm"
+            )
+        return super()._new_sequence(request, max_tokens)
+
+    def _body(self, sequence: ActiveSequence) -> dict[str, Any]:
+        sampling = sequence.sampling
+        params = {
+            "max_new_tokens": sequence.max_tokens - len(sequence.token_ids),
+            "temperature": sampling.temperature,
+            "stop_token_ids": [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)],
+            "ignore_eos": sampling.ignore_eos,  # ignores stop tokens as well, which end the response here
+            "sampling_seed": sequence.request.seed % 2**31,
+            "skip_special_tokens": False,
+        }
+        return {
+            "input_ids": sequence.token_ids,
+            "sampling_params": {name: value for name, value in params.items() if value != []},
+            "return_logprob": True,
+            "top_logprobs_num": sampling.n_top_logprobs,
+            "stream": True,
+        }
+
+    def _parse(self, request_id: str, sequence: ActiveSequence, event: Mapping[str, Any]) -> Output:
+        if "error" in event:
+            raise EngineError(f"the server at {self._url} failed a request: {event['error']['message']}")
+        meta = event["meta_info"]
+        reason = meta["finish_reason"]
+        if reason is not None and reason["type"] == "abort":
+            raise EngineError(f"the server at {self._url} aborted a request: {reason.get('message')}")
+        # An event has all tokens so far, or with --incremental-streaming-output the new ones.
+        n_new = meta["completion_tokens"] - sequence.n_received
+        sequence.n_received += n_new
+        tops = _last(meta.get("output_top_logprobs") or [], n_new) or [None] * n_new
+        choices = []
+        for (logprob, token_id, _), top in zip(_last(meta["output_token_logprobs"], n_new), tops, strict=True):
+            logprob = math.nan if logprob is None else logprob  # JSON has no NaN
+            choices.append(
+                SampledToken(
+                    token_id,
+                    logprob,
+                    raw_logprob=logprob if sequence.sampling.with_raw_logprobs else None,
+                    top_logprobs=None if top is None else {other_id: value for value, other_id, _ in top},
+                )
+            )
+        return Output(request_id, choices, meta.get("cached_tokens"))
+
+    async def _load_weights(self, plan: SyncPlan) -> Receipt:
+        folder = self._weight_folder / f"version_{plan.version}"
+        receiver = Receiver(plan)
+        try:
+            await asyncio.to_thread(write_model, folder, self._model_path, receiver)
+            await self._flush_cache()
+            update = {"model_path": str(folder.absolute()), "weight_version": str(plan.version)}
+            answer = await self._request("POST", "/update_weights_from_disk", json=update, timeout_s=UPDATE_TIMEOUT_S)
+            if not answer["success"]:
+                raise EngineError(
+                    f"the server at {self._url} could not load the weights in {folder}: {answer['message']}"
+                )
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        return receiver.receipt
+
+    async def _flush_cache(self) -> None:
+        """Drop all keys and values, once the server has noticed that dropped requests are gone."""
+        await self._request("POST", "/flush_cache", params={"timeout": MAX_FLUSH_S}, timeout_s=2 * MAX_FLUSH_S)
+
+    async def _release_memory(self) -> None:
+        await self._flush_cache()
+        if self._can_sleep:
+            await self._request("POST", "/release_memory_occupation", json={"tags": ["kv_cache", "weights"]})
+
+    async def _restore_memory(self, part: MemoryPart) -> None:
+        if self._can_sleep:
+            await self._request("POST", "/resume_memory_occupation", json={"tags": [part]})
+
+    async def _shut_down(self) -> None:
+        await super()._shut_down()
+        if self._end_server is not None:
+            await self._thread.run(self._end_server)
+
+
+def _last(values: Sequence[Any], n: int) -> Sequence[Any]:
+    """Return the last n values; n may be 0."""
+    return values[max(0, len(values) - n) :]
+
+
+def write_model(folder: Path, model_path: str, weights: Receiver) -> None:
+    """Write received tensors and the configuration of the model at `model_path` as a Hugging Face folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shard: dict[str, torch.Tensor] = {}
+    n_shards = n_bytes = 0
+    for name, tensor in weights:
+        shard[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        n_bytes += tensor.numel() * tensor.element_size()
+        if n_bytes >= SHARD_BYTES:
+            save_file(shard, folder / f"model-{n_shards:05}.safetensors")
+            shard, n_shards, n_bytes = {}, n_shards + 1, 0
+    if shard:
+        save_file(shard, folder / f"model-{n_shards:05}.safetensors")
+    AutoConfig.from_pretrained(model_path).save_pretrained(folder)

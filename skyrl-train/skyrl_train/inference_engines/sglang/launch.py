@@ -1,0 +1,83 @@
+"""A server of SGLang as a child process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.http import call_server
+from skyrl_train.weight_sync.sync import free_port
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0
+END_TIMEOUT_S = 20.0
+POLL_S = 0.5
+OWN_OPTIONS = {"host": "127.0.0.1", "skip_tokenizer_init": True, "enable_memory_saver": True}
+
+
+def launch_server(
+    options: Mapping[str, Any],
+    command: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server"),
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> tuple[str, Callable[[], None]]:
+    """Start a server on this machine, and wait until it is healthy; return its address, and a function that ends it.
+
+    `options` are fields of SGLang's `ServerArgs`, such as `model_path`. Blocks.
+
+    Raises:
+        EngineError: the server ended, or was not healthy in time; an option is set by the engine itself.
+    """
+    if clashes := sorted((OWN_OPTIONS.keys() | {"port"}) & options.keys()):
+        raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")
+    address = f"127.0.0.1:{free_port()}"
+    arguments = list_arguments({**OWN_OPTIONS, "port": int(address.rpartition(":")[2]), **options})
+    process = subprocess.Popen([*command, *arguments], start_new_session=True)  # its own workers end with it
+
+    def end() -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_TIMEOUT_S)
+                return
+
+    deadline = time.monotonic() + start_timeout_s
+    try:
+        while True:
+            if process.poll() is not None:
+                raise EngineError(
+                    f"SGLang ended with exit status {process.returncode} before it was ready, started with "
+                    f"{' '.join(arguments)}; its own messages are above"
+                )
+            with suppress(EngineError):
+                call_server(f"http://{address}", "GET", "/health")
+                return address, end
+            if time.monotonic() > deadline:
+                raise EngineError(f"SGLang was not ready in {start_timeout_s:g} s; its own messages are above")
+            time.sleep(POLL_S)
+    except BaseException:
+        end()
+        raise
+
+
+def list_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Return options as arguments of the command line: `{"tp_size": 2, "trust_remote_code": True}` as
+    `--tp-size 2 --trust-remote-code`. None and False are left out.
+    """
+    arguments = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        arguments.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            arguments += [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+    return arguments

@@ -1,0 +1,162 @@
+"""vLLM in processes of its own: its engine core steps on its own, and its workers share the model.
+
+This is the client that vLLM's `AsyncLLM` uses, without its tokenizers: requests and results are tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from vllm.platforms import current_platform
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.scheduled import AsyncEngine
+from skyrl_train.inference_engines.sequence import ActiveSequence
+from skyrl_train.inference_engines.stepped import EngineThread, MemoryPart
+from skyrl_train.inference_engines.vllm.core import (
+    OWN_OPTIONS,
+    cannot_run,
+    cannot_start,
+    core_request,
+    create_config,
+    read_output,
+    starting,
+    trial_request,
+)
+from skyrl_train.inference_engines.vllm.wire import check_results, decode_receipts, encode_plan
+from skyrl_train.inference_engines.vllm.worker import read_facts
+from skyrl_train.weight_sync import Receipt, SyncPlan
+
+DIED = "vLLM's process ended; its own messages are above"
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+class AsyncVLLMEngine(AsyncEngine):
+    """An engine that generates with vLLM in other processes, on as many GPUs as its options say.
+
+    Create it in the event loop that uses it.
+    """
+
+    def __init__(self, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Start the processes and load a model; this takes seconds to minutes.
+
+        Args:
+            options: fields of vLLM's `EngineArgs`.
+            tokenizer: the policy's, to find stop strings.
+
+        Raises:
+            EngineError: this machine has too few GPUs, vLLM does not start with these options, or the model is a
+                mixture of experts.
+        """
+        _check_devices(options)
+        with starting({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}):
+            try:
+                config = create_config(OWN_OPTIONS, options)
+                self._client = EngineCoreClient.make_async_mp_client(
+                    config, Executor.get_class(config), log_stats=False
+                )
+            except Exception as error:
+                raise cannot_start(options, error) from error
+        self._facts = read_facts(config, tokenizer.eos_token_id)
+        super().__init__(
+            context_length=self._facts.context_length,
+            vocab_size=self._facts.vocab_size,
+            eos_ids=frozenset(self._facts.eos_ids),
+            tokenizer=tokenizer,
+            thread=EngineThread(None, "vllm-engine"),
+        )
+        self.n_weight_copies = self._facts.n_workers
+        self._eos_token_id = tokenizer.eos_token_id
+        self._reading: asyncio.Task[None] | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:
+        if self._reading is None:
+            await self._prepare()
+        for request_id, sequence in new.items():
+            await self._client.add_request_async(core_request(request_id, sequence, self._facts))
+
+    async def _prepare(self) -> None:
+        """Install the sampler, and check that the model runs: some load and fail in their first step."""
+        check_results(await self._call_workers("skyrl_prepare", self._eos_token_id))
+        try:
+            await self._client.add_request_async(trial_request(self._facts))
+            await self._client.get_output_async()
+        except Exception as error:
+            raise cannot_run(error) from error
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        """Put the outputs of the engine core into the queue, until it ends."""
+        try:
+            while True:
+                for output in (await self._client.get_output_async()).outputs:
+                    self._outputs.put_nowait(read_output(output))
+        except EngineDeadError:
+            self._outputs.put_nowait(EngineError(DIED))
+        except Exception as error:  # noqa: BLE001, fails the waiting requests
+            self._outputs.put_nowait(error)
+
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        task = asyncio.get_running_loop().create_task(self._client.abort_requests_async(list(request_ids)))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _drop_all(self) -> None:
+        self._forget_all()
+        try:
+            await self._drop_caches()
+        except EngineDeadError as error:
+            raise EngineError(DIED) from error
+
+    async def _drop_caches(self) -> None:
+        if self._aborts:
+            await asyncio.wait(self._aborts)
+        await self._client.reset_prefix_cache_async(reset_running_requests=True)
+
+    async def _load_weights(self, plan: SyncPlan) -> Receipt:
+        await self._drop_caches()
+        return decode_receipts(await self._call_workers("skyrl_receive_weights", encode_plan(plan)))
+
+    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker; return the results in the order of their ranks."""
+        results = await self._client.call_utility_all_async("collective_rpc", method, None, args, None)
+        return [result for replica in results for result in replica]
+
+    async def _release_memory(self) -> None:
+        await self._drop_caches()
+        if self._facts.can_sleep:
+            await self._client.sleep_async(level=1)
+
+    async def _restore_memory(self, part: MemoryPart) -> None:
+        if self._facts.can_sleep:
+            await self._client.wake_up_async([part])
+
+    async def _shut_down(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+        if self._aborts:
+            await asyncio.wait(self._aborts)
+        await self._thread.run(self._client.shutdown)
+
+
+def _check_devices(options: Mapping[str, Any]) -> None:
+    """Raise EngineError if an engine needs more GPUs than there are."""
+    sizes = {name: int(options.get(name, 1)) for name in PARALLEL_SIZES}
+    n_needed = 1
+    for size in sizes.values():
+        n_needed *= size
+    if current_platform.is_cuda_alike() and n_needed > (n_gpus := torch.cuda.device_count()):
+        chosen = " × ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        raise EngineError(
+            f"vLLM needs {n_needed} GPUs for {chosen}, and this process sees {n_gpus}; lower "
+            "generator.inference_engine_tensor_parallel_size, or give the engine more GPUs"
+        )

@@ -1,0 +1,202 @@
+"""vLLM behind HTTP: a server that another program started with `vllm serve`. Needs no vLLM in this process.
+
+The server must be started so that its workers have our extension and its control endpoints are open:
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve <policy> --enable-scale-out --no-async-scheduling --max-logprobs=-1 \\
+        --enable-prompt-tokens-details \\
+        --worker-extension-cls skyrl_train.inference_engines.vllm.worker.WorkerExtension
+
+Whoever reaches these endpoints controls the server: keep its port inside a trusted network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import EngineRequest
+from skyrl_train.inference_engines.http import HTTPEngine, call_server, find_host, server_url
+from skyrl_train.inference_engines.sampling import SampledToken
+from skyrl_train.inference_engines.scheduled import Output
+from skyrl_train.inference_engines.sequence import ActiveSequence
+from skyrl_train.inference_engines.stepped import MemoryPart
+from skyrl_train.inference_engines.vllm.wire import (
+    EXTENSION,
+    N_LEADING,
+    Facts,
+    check_results,
+    decode_receipts,
+    encode_plan,
+    encode_request,
+    unpack,
+)
+from skyrl_train.types.specs import SyncKind, TensorSpec
+from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, send
+from skyrl_train.weight_sync.sync import free_port
+
+START_COMMAND = (
+    f"VLLM_SERVER_DEV_MODE=1 vllm serve <policy> --enable-scale-out --no-async-scheduling --max-logprobs=-1 "
+    f"--enable-prompt-tokens-details "
+    f"--worker-extension-cls {EXTENSION}"
+)
+MAX_DROP_S = 30.0
+SYNC_SLACK_S = 30.0
+
+
+class VLLMServerEngine(HTTPEngine):
+    """An engine behind a server of vLLM. Closing it leaves the server running."""
+
+    GENERATE = "/inference/v1/generate"
+
+    def __init__(self, address: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Connect to the server at `address`, "host:port" or a URL, and install our sampler there.
+
+        `tokenizer` is the policy's, to find stop strings.
+
+        Raises:
+            EngineError: the server does not answer, or was not started as above.
+        """
+        url = server_url(address)
+        call_server(url, "GET", "/health")
+        prepare = {"method": "skyrl_prepare", "args": [tokenizer.eos_token_id]}
+        try:
+            results = call_server(url, "POST", "/collective_rpc", json=prepare)["results"]
+        except EngineError as error:
+            raise EngineError(f"the server at {url} cannot be controlled; start it with `{START_COMMAND}`") from error
+        check_results(results)
+        self._facts = Facts(**results[0])
+        super().__init__(
+            url,
+            context_length=self._facts.context_length,
+            vocab_size=self._facts.vocab_size,
+            eos_ids=frozenset(self._facts.eos_ids),
+            tokenizer=tokenizer,
+        )
+        self.n_weight_copies = self._facts.n_workers
+        self._last_tokens: dict[str, list[SampledToken]] = {}  # of responses whose usage has not arrived
+
+    def _body(self, sequence: ActiveSequence) -> dict[str, Any]:
+        sampling = sequence.sampling
+        params = {
+            "max_tokens": sequence.max_tokens - len(sequence.token_ids),
+            "stop_token_ids": [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)],
+            "ignore_eos": True,  # the EOS tokens are among the stop tokens
+            "logprobs": N_LEADING + sampling.n_top_logprobs,
+            "detokenize": False,
+            "extra_args": encode_request(sequence.request),
+        }
+        return {
+            "token_ids": sequence.token_ids,
+            "sampling_params": params,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    def _parse(self, request_id: str, sequence: ActiveSequence, event: Mapping[str, Any]) -> Output:
+        if "error" in event:
+            raise EngineError(f"the server at {self._url} failed a request: {event['error']}")
+        if not event["choices"]:  # the usage, after the last tokens
+            details = event["usage"].get("prompt_tokens_details") or {}
+            return Output(request_id, self._last_tokens.pop(request_id, []), details.get("cached_tokens"))
+        (choice,) = event["choices"]
+        tokens = []
+        for position in (choice["logprobs"] or {}).get("content") or []:
+            columns = [(position["token_id"], position["logprob"])]
+            columns += [(top["token_id"], top["logprob"]) for top in position["top_logprobs"]]
+            tokens.append(unpack(_with_sampled(columns, sequence.request)))
+        if choice["finish_reason"] is None:
+            return Output(request_id, tokens)
+        self._last_tokens[request_id] = tokens
+        return Output(request_id, [])
+
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        super()._drop(request_ids)
+        for request_id in request_ids:
+            self._last_tokens.pop(request_id, None)
+
+    async def _load_weights(self, plan: SyncPlan) -> Receipt:
+        await self._drop_caches()
+        if plan.transport != "shared":
+            return await self._receive(plan)
+        receiver = Receiver(plan)  # the policy's own tensors, which have to reach another process
+        sync = WeightSync(
+            _Tensors(list(receiver)),
+            {f"the server at {self._url}": _Workers(self.n_weight_copies, self._receive)},
+            SyncOptions("auto", timeout_s=plan.timeout_s),
+            find_address=self._find_address,
+        )
+        await sync(plan.version)
+        return receiver.receipt
+
+    async def _receive(self, plan: SyncPlan) -> Receipt:
+        """Let the workers of the server receive weights from another process."""
+        call = {"method": "skyrl_receive_weights", "args": [encode_plan(plan)]}
+        timeout_s = plan.timeout_s + SYNC_SLACK_S
+        answer = await self._request("POST", "/collective_rpc", json=call, timeout_s=timeout_s)
+        return decode_receipts(answer["results"])
+
+    async def _find_address(self) -> str:
+        """Return a free "host:port" of this machine that the server can reach."""
+        host = find_host(self._url)
+        return f"{host}:{free_port(host)}"
+
+    async def _drop_caches(self) -> None:
+        """Drop all keys and values, once the server has noticed that dropped requests are gone."""
+        try:
+            async with asyncio.timeout(MAX_DROP_S):
+                while not (await self._request("POST", "/reset_prefix_cache"))["success"]:
+                    await asyncio.sleep(0.02)
+        except TimeoutError as error:
+            raise EngineError(
+                f"the server at {self._url} still runs requests after {MAX_DROP_S:g} s, so its cache cannot be "
+                "dropped; use it for one run at a time"
+            ) from error
+
+    async def _release_memory(self) -> None:
+        await self._drop_caches()
+        if self._facts.can_sleep:
+            await self._request("POST", "/sleep", params={"level": 1})
+
+    async def _restore_memory(self, part: MemoryPart) -> None:
+        if self._facts.can_sleep:
+            await self._request("POST", "/wake_up", params={"tags": part})
+
+
+def _with_sampled(columns: list[tuple[int, float]], request: EngineRequest) -> list[tuple[int, float]]:
+    """Return the columns of a position without the repeated first one.
+
+    The server has merged columns of the same token: if one of the most likely is missing, it was the sampled one.
+    """
+    sampled, others = columns[0], [column for column in columns[1:] if column[0] != columns[0][0]]
+    n_top = sum(token_id >= 0 for token_id, _ in others)
+    return [sampled, *others, *([sampled] if n_top < request.sampling.n_top_logprobs else [])]
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """A `WeightSource` in this process."""
+
+    tensors: list[tuple[str, torch.Tensor]]
+
+    async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
+        return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors]
+
+    async def send_weights(self, plan: SyncPlan) -> Receipt:
+        return await asyncio.to_thread(send, plan, iter(self.tensors))
+
+
+@dataclass(frozen=True)
+class _Workers:
+    """The workers of a server, as a `WeightSink`."""
+
+    n_weight_copies: int
+    receive: Callable[[SyncPlan], Awaitable[Receipt]]
+
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        return await self.receive(plan)

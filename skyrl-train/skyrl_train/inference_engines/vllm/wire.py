@@ -1,0 +1,108 @@
+"""Messages between an engine and vLLM's workers in plain values, since they may travel over HTTP. Needs no vLLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
+
+import torch
+
+from skyrl_train.errors import EngineError, SyncError
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
+from skyrl_train.inference_engines.sampling import SampledToken
+from skyrl_train.types.specs import TensorSpec
+from skyrl_train.weight_sync import Receipt, SyncPlan
+
+EXTENSION = "skyrl_train.inference_engines.vllm.worker.WorkerExtension"
+REQUEST = "skyrl"  # key of our request in the `extra_args` of vLLM's sampling parameters
+N_LEADING = 3  # columns before the most likely tokens: `logprob`, `sampling_logprob`, `raw_logprob`
+MISSING, SAMPLING, RAW = -1, -2, -3  # token ids of columns; each differs, because vLLM's server makes a dict of them
+NAN = 2.0  # in place of NaN, which JSON does not have; log-probs exceed 0 by rounding at most
+
+
+class Facts(NamedTuple):
+    """The facts about an engine that requests depend on."""
+
+    context_length: int
+    vocab_size: int
+    eos_ids: list[int]
+    n_workers: int
+    can_sleep: bool
+
+
+class Request(NamedTuple):
+    """The part of an `EngineRequest` that the sampler reads."""
+
+    sampling: SamplingParams
+    seed: int
+    n_prompt: int
+
+
+def encode_request(request: EngineRequest) -> dict[str, Any]:
+    """Return the `extra_args` of a request."""
+    seed = request.seed % 2**64  # the largest number that messages of vLLM can carry
+    return {REQUEST: {"sampling": asdict(request.sampling), "seed": seed, "n_prompt": len(request.prompt_ids)}}
+
+
+def decode_request(encoded: dict[str, Any]) -> Request:
+    """Return the request of `extra_args[REQUEST]`."""
+    sampling: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in encoded["sampling"].items()
+    }
+    return Request(SamplingParams(**sampling), encoded["seed"], encoded["n_prompt"])
+
+
+def unpack(columns: Sequence[tuple[int, float]]) -> SampledToken:
+    """Unpack a choice from (token id, log-prob) columns, of which the first is the sampled token."""
+    (token_id, logprob), *others = ((i, math.nan if value >= NAN else value) for i, value in columns)
+    named = {i: value for i, value in others if i < 0}
+    top = {i: value for i, value in others if i >= 0}
+    return SampledToken(token_id, logprob, named.get(SAMPLING), named.get(RAW), top or None)
+
+
+def encode_plan(plan: SyncPlan) -> dict[str, Any]:
+    """Return the plan in plain values."""
+    encoded: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    chunks = [
+        [(spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")) for spec in chunk]
+        for chunk in plan.chunks
+    ]
+    return encoded | {"chunks": chunks}
+
+
+def decode_plan(encoded: Mapping[str, Any], rank: int) -> SyncPlan:
+    """Return the plan of the worker `rank`."""
+    chunks = tuple(
+        tuple(TensorSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in chunk)
+        for chunk in encoded["chunks"]
+    )
+    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in encoded.items()}
+    return SyncPlan(**plain | {"chunks": chunks, "rank": encoded["rank"] + rank})
+
+
+def check_results(results: Sequence[Mapping[str, Any]]) -> None:
+    """Raise EngineError if a worker reported an error."""
+    for result in results:
+        if "error" in result:
+            raise EngineError(result["error"])
+
+
+def decode_receipts(results: Sequence[Mapping[str, Any]]) -> Receipt:
+    """Return the receipt of all workers.
+
+    Raises:
+        SyncError: a worker did not receive the weights, or received other ones.
+        EngineError: a worker could not load them.
+    """
+    for result in results:
+        if "sync_error" in result:
+            raise SyncError(result["sync_error"])
+        if "error" in result:
+            raise EngineError(f"vLLM cannot take over the policy's weights: {result['error']}")
+    first, *others = [Receipt(*result["receipt"]) for result in results]
+    for rank, receipt in enumerate(others, start=1):
+        if receipt != first:
+            raise SyncError(f"weight sync {first.version}: worker 0 received {first}, worker {rank} {receipt}")
+    return first

@@ -1,0 +1,103 @@
+"""The part of an engine that runs inside vLLM's workers: our sampler, and the weights that they receive.
+
+vLLM mixes the class that `worker_extension_cls`, or `vllm serve … --worker-extension-cls …`, names into its workers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from skyrl_train.errors import EngineError, SyncError
+from skyrl_train.inference_engines.sequence import all_eos_ids
+from skyrl_train.inference_engines.vllm.sampler import PositionSampler
+from skyrl_train.inference_engines.vllm.wire import Facts, decode_plan
+from skyrl_train.weight_sync import Receiver
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerExtension:
+    """Methods of every worker of vLLM."""
+
+    model_runner: Any
+    rank: int
+    vllm_config: VllmConfig
+
+    def skyrl_prepare(self, eos_token_id: int | None) -> dict[str, Any]:
+        """Replace the sampler of the model runner; return the facts about the model, or an error.
+
+        `eos_token_id` is the tokenizer's.
+        """
+        if self.vllm_config.scheduler_config.async_scheduling:
+            return {"error": "asynchronous scheduling hides sampled tokens from the sampler; use --no-async-scheduling"}
+        if self.vllm_config.speculative_config is not None:
+            return {"error": "speculative decoding bypasses the sampler; remove --speculative-config"}
+        if not isinstance(self.model_runner, GPUModelRunner):  # the runner of CPUs is a subclass
+            return {"error": "vLLM's second model runner calls samplers differently; set VLLM_USE_V2_MODEL_RUNNER=0"}
+        facts = read_facts(self.vllm_config, eos_token_id)
+        self.model_runner.sampler = PositionSampler(self.model_runner, frozenset(facts.eos_ids))
+        return facts._asdict()
+
+    def skyrl_receive_weights(self, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """Receive weights by an encoded plan, whose rank is that of the first worker; return a receipt, or an error."""
+        parallel = self.vllm_config.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + self.rank
+        try:
+            receiver = Receiver(decode_plan(plan, rank))
+            load_weights(self.model_runner.get_model(), self.vllm_config, receiver)
+            return {"receipt": list(receiver.receipt)}
+        except SyncError as error:
+            return {"sync_error": str(error)}
+        except Exception as error:  # handed to the driver, which may be on another machine
+            logger.exception("vLLM could not receive weights")
+            return {"error": str(error)}
+
+
+@torch.no_grad()
+def load_weights(model: Any, config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy tensors, named as in a checkpoint, into a worker's part of the model.
+
+    vLLM fuses projections and, on a CPU, keeps packed copies of them. Reloading layer by layer rebuilds both.
+
+    Raises:
+        EngineError: the model has parameters that were not sent.
+    """
+    names = {name for name, _ in model.named_parameters()}
+    with set_current_vllm_config(config):
+        initialize_layerwise_reload(model)
+        try:
+            loaded: set[str] = model.load_weights(weights)
+        finally:
+            finalize_layerwise_reload(model, config.model_config)
+        for module in model.modules():  # on a CPU, a head tied to the embedding has a packed copy, too
+            if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
+                module.quant_method.process_weights_after_loading(module)
+    if missing := names - loaded:
+        raise EngineError(
+            f"the policy has no tensor for {min(missing)} and {len(missing) - 1} other parameters of vLLM's model; "
+            "they would keep old values, so use generator.backend=hf for this architecture"
+        )
+
+
+def read_facts(config: VllmConfig, eos_token_id: int | None) -> Facts:
+    """Return the facts about the engine of a configuration; `eos_token_id` is the tokenizer's."""
+    model = config.model_config
+    ids = model.try_get_generation_config().get("eos_token_id")
+    return Facts(
+        int(model.max_model_len),
+        int(model.get_vocab_size()),
+        sorted(all_eos_ids(ids, eos_token_id)),
+        config.parallel_config.world_size_across_dp,
+        bool(model.enable_sleep_mode),
+    )

@@ -1,0 +1,184 @@
+"""The SGLang engine against a server that follows SGLang's API: the engine contract, refusals and failures."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines import http
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
+from skyrl_train.inference_engines.sglang.engine import SGLangEngine
+from skyrl_train.inference_engines.sglang.launch import launch_server, list_arguments
+from tests.cpu.inference_engines.sglang.sglang_server import SGLangServer
+
+pytest.register_assert_rewrite("tests.contract.engine_contract")
+from tests.contract.engine_contract import ENDINGS, EngineContract, assert_agrees  # noqa: E402
+from tests.contract.engine_kit import EngineKit, Listener  # noqa: E402
+
+COMMAND = (sys.executable, str(Path(__file__).parent / "sglang_server.py"))
+
+
+@pytest.fixture
+def start_server(tiny_model_path: Path) -> Iterator[Callable[..., SGLangServer]]:
+    """Start servers, and end them after the test."""
+    servers = []
+
+    def start(**options: Any) -> SGLangServer:
+        servers.append(SGLangServer(tiny_model_path, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+async def engine_kit(
+    start_server: Callable[..., SGLangServer],
+    tiny_model: PreTrainedModel,
+    tiny_model_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+) -> AsyncIterator[EngineKit]:
+    """Engines that call servers of their own."""
+    engines = []
+
+    def new(start: Callable[..., SGLangServer] = start_server, **options: Any) -> SGLangEngine:
+        address = start(**options).address
+        engines.append(SGLangEngine(address, str(tiny_model_path), tiny_tokenizer, tmp_path / "weights"))
+        return engines[-1]
+
+    yield EngineKit(new, copy.deepcopy(tiny_model), tiny_tokenizer, tolerance=1e-5, cache_block_size=1)
+    for engine in engines:
+        await engine.close()
+    assert not list((tmp_path / "weights").glob("*")), "new weights are deleted once the server has them"
+
+
+class TestSGLangContract(EngineContract):
+    """The engine contract, less what SGLang cannot report."""
+
+    async def test_penalties_and_truncation_change_sampling_and_not_the_log_probs(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        for name, value in (("top_p", 0.6), ("top_k", 5), ("min_p", 0.4), ("min_new_tokens", 12)):
+            with pytest.raises(EngineError, match=f"{name}={value}: SGLang does not report"):
+                await engine.generate([engine_kit.request(20, 16, **{name: value})])
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            with pytest.raises(EngineError, match="SGLang reports log-probs after penalties only"):
+                await engine.generate([engine_kit.request(20, 16, **{name: 1.5})])
+
+    async def test_raw_and_top_log_probs_on_request(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        with pytest.raises(EngineError, match="with_raw_logprobs=True: SGLang does not report"):
+            await engine.generate([engine_kit.request(20, 6, temperature=0.6, with_raw_logprobs=True)])
+        request = engine_kit.request(20, 6, with_raw_logprobs=True, n_top_logprobs=3)
+        (result,) = await engine.generate([request])
+        assert_agrees(engine_kit, request, result)
+        assert result.raw_logprobs == result.logprobs
+        logits = engine_kit.logits(request, result).log_softmax(-1)
+        assert result.top_logprobs is not None
+        for row, top in zip(logits, result.top_logprobs, strict=True):
+            values, token_ids = row.topk(3)
+            assert top == pytest.approx(dict(zip(token_ids.tolist(), values.tolist(), strict=True)), abs=1e-5)
+
+    @pytest.mark.parametrize(("options", "text", "reason"), [e for e in ENDINGS if "min_new_tokens" not in e[0]])
+    async def test_a_response_ends_at_eos_stop_string_stop_token_or_limit(
+        self, engine_kit: EngineKit, options: dict[str, Any], text: str, reason: str
+    ) -> None:
+        await super().test_a_response_ends_at_eos_stop_string_stop_token_or_limit(engine_kit, options, text, reason)
+
+    async def test_no_response_ends_before_min_new_tokens(self, engine_kit: EngineKit) -> None:
+        with pytest.raises(EngineError, match="min_new_tokens=60: SGLang does not report"):
+            await engine_kit.new().generate([engine_kit.request(9, 60, min_new_tokens=60)])
+
+    async def test_nan_weights_are_reported(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        with torch.no_grad():
+            engine_kit.model.lm_head.weight.fill_(torch.nan)
+        await engine_kit.sync(engine, 1)
+        with pytest.raises(EngineError, match=r"failed a request: .*not finite"):
+            await engine.generate([engine_kit.request(40, 4)])
+
+
+@pytest.mark.parametrize("is_incremental", [False, True])
+async def test_events_with_all_tokens_and_with_new_ones(
+    is_incremental: bool, engine_kit: EngineKit, start_server: Callable[..., SGLangServer]
+) -> None:
+    request = engine_kit.request(10, 20, ignore_eos=True)
+    listener = Listener(engine_kit.new(is_incremental=is_incremental), request)
+    result = await listener.result()
+    assert listener.n_tokens == len(result.token_ids) == 20
+    assert_agrees(engine_kit, request, result)
+
+
+async def test_a_server_that_dies_fails_its_requests(
+    engine_kit: EngineKit, start_server: Callable[..., SGLangServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "HEALTH_INTERVAL_S", 0.1)
+    servers: list[SGLangServer] = []
+
+    def start(**options: Any) -> SGLangServer:
+        servers.append(start_server(**options))
+        return servers[-1]
+
+    engine = engine_kit.new(start=start)
+    listener = Listener(engine, engine_kit.request(10, 400, ignore_eos=True))
+    await listener.wait_for(3)
+    await asyncio.to_thread(servers[0].close)
+    with pytest.raises(EngineError, match=r"broke off a response|does not answer /health|ended a response early"):
+        await listener.result()
+    with pytest.raises(EngineError, match="broke off a response"):
+        await engine.generate([engine_kit.request(10, 4)])
+    with pytest.raises(EngineError, match="does not answer"):
+        await engine_kit.sync(engine, 1)
+
+
+async def test_weights_that_the_server_refuses(engine_kit: EngineKit) -> None:
+    engine = engine_kit.new()
+    engine_kit.model.model.norm = torch.nn.Identity()
+    with pytest.raises(EngineError, match=r"update_weights_from_disk answered with HTTP 400: .*model.norm.weight"):
+        await engine_kit.sync(engine, 1)
+
+
+def test_no_server_is_an_error(tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"no server answers at http://127.0.0.1:1/server_info: .*start it"):
+        SGLangEngine("127.0.0.1:1", str(tiny_model_path), tiny_tokenizer, tmp_path)
+
+
+def test_options_become_arguments() -> None:
+    options = {
+        "tp_size": 2,
+        "trust_remote_code": True,
+        "enable_lora": False,
+        "revision": None,
+        "lora_paths": ["a", "b"],
+    }
+    assert list_arguments(options) == ["--tp-size", "2", "--trust-remote-code", "--lora-paths", "a", "b"]
+
+
+async def test_a_launched_server_ends_with_its_engine(
+    tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    children = psutil.Process().children()
+    address, end_server = await asyncio.to_thread(launch_server, {"model_path": str(tiny_model_path)}, COMMAND, 60.0)
+    engine = SGLangEngine(address, str(tiny_model_path), tiny_tokenizer, tmp_path, end_server)
+    (result,) = await engine.generate([EngineRequest([5, 6, 7], SamplingParams(4, ignore_eos=True), seed=0)])
+    assert len(result.token_ids) == 4
+    await engine.close()
+    assert psutil.Process().children() == children
+
+
+def test_a_server_that_cannot_start_is_an_error() -> None:
+    with pytest.raises(EngineError, match=r"SGLang ended with exit status \d+ before it was ready"):
+        launch_server({"model_path": "/no/such/folder"}, COMMAND, 60.0)
+    with pytest.raises(EngineError, match=r"engine_init_kwargs\.port is set by the engine itself"):
+        launch_server({"model_path": "x", "port": 1}, COMMAND)

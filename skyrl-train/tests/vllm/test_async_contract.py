@@ -1,0 +1,80 @@
+"""vLLM in processes of its own meets the engine contract."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.errors import EngineError
+from tests.contract.engine_contract import EngineContract
+from tests.contract.engine_kit import EngineKit, Listener
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine_kit(
+    async_engines: SharedEngines,  # noqa: F821, of conftest.py
+    tiny_model: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> AsyncIterator[EngineKit]:
+    """Engines in other processes."""
+    model = copy.deepcopy(tiny_model)
+    yield EngineKit(async_engines.new, model, tiny_tokenizer, 1e-4, cache_block_size=32, transport="broadcast")
+    await async_engines.reset()
+
+
+class TestAsyncVLLMContract(EngineContract):
+    """The engine contract across processes."""
+
+
+async def test_log_probs_equal_those_of_the_policy_after_each_of_many_updates(engine_kit: EngineKit) -> None:
+    engine = engine_kit.new()
+    for version in range(1, 21):
+        engine_kit.add_noise(seed=version)
+        await engine_kit.sync(engine, version)
+        request = engine_kit.request(40, 12, seed=version, temperature=0.7, ignore_eos=True)
+        (result,) = await engine.generate([request])
+        assert result.weight_spans == ((version, 12),)
+        assert result.logprobs == pytest.approx(engine_kit.trainer_logprobs(request, result), abs=1e-3)
+
+
+async def test_weights_that_do_not_fit_are_refused_by_name(engine_kit: EngineKit) -> None:
+    engine = engine_kit.new()
+    engine_kit.model.model.layers[1].mlp = torch.nn.Identity()
+    with pytest.raises(EngineError, match=r"no tensor for model\.layers\.1\.mlp\.down_proj\.weight and 1 other"):
+        await engine_kit.sync(engine, 1)
+
+
+async def test_a_killed_process_fails_its_requests(engine_kit: EngineKit) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    engine = engine_kit.new(max_num_seqs=3)  # not shared
+    children = set(psutil.Process().children(recursive=True)) - before
+    listener = Listener(engine, engine_kit.request(10, 400, ignore_eos=True))
+    await listener.wait_for(3)
+    for child in children:
+        child.kill()
+    with pytest.raises(EngineError, match="vLLM's process ended"):
+        await listener.result()
+    with pytest.raises(EngineError, match=r"the engine cannot continue after .* create a new one"):
+        await engine.generate([engine_kit.request(10, 4)])
+    await engine.close()
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blok_size": 32}, "vLLM cannot start with .*blok_size"),
+        ({"async_scheduling": True}, r"engine_init_kwargs\.async_scheduling is set by the engine itself"),
+    ],
+)
+async def test_invalid_options_raise_at_once(engine_kit: EngineKit, options: dict[str, object], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        engine_kit.new(**options)

@@ -1,0 +1,155 @@
+"""A server of vLLM in another process, called over HTTP, meets the engine contract."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.entrypoints import main_base
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.http import call_server
+from skyrl_train.inference_engines.sglang.launch import list_arguments
+from skyrl_train.inference_engines.vllm.server import VLLMServerEngine
+from skyrl_train.inference_engines.vllm.wire import EXTENSION
+from skyrl_train.weight_sync.base import Transport
+from skyrl_train.weight_sync.sync import free_port
+from tests.contract.engine_contract import EngineContract, assert_agrees
+from tests.contract.engine_kit import EngineKit, sync_weights
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+START_TIMEOUT_S = 200
+OURS = {
+    "worker_extension_cls": EXTENSION,
+    "no_async_scheduling": True,
+    "max_logprobs": -1,
+    "enable_prompt_tokens_details": True,
+    "enable_scale_out": True,
+}
+
+
+class Server:
+    """`vllm serve`."""
+
+    def __init__(self, options: dict[str, Any], **environment: str) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--port={port}", "--host=127.0.0.1"]
+        self.process = subprocess.Popen([*command, *list_arguments(options)], env=os.environ | environment)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with suppress(EngineError):
+                call_server(self.url, "GET", "/health")
+                return
+            time.sleep(0.5)
+        self.close()
+        raise AssertionError("vLLM's server did not start")
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def start_server(tiny_model_path: Path, vllm_options: dict[str, Any]) -> Iterator[Callable[..., Server]]:
+    """Start servers of the tiny model, one for each set of options."""
+    servers: dict[str, Server] = {}
+
+    def start(**options: Any) -> Server:
+        key = repr(sorted(options.items()))
+        if key not in servers:
+            given = {"model": str(tiny_model_path), **vllm_options, **OURS, **options}
+            servers[key] = Server(given, VLLM_SERVER_DEV_MODE="1")
+        return servers[key]
+
+    yield start
+    for server in servers.values():
+        server.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(
+    start_server: Callable[..., Server],
+    shared_engines: Callable[..., Any],
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> AsyncIterator[Any]:
+    """Engines of these servers."""
+    engines = shared_engines(lambda **options: VLLMServerEngine(start_server(**options).url, tiny_tokenizer))
+    yield engines
+    await engines.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine_kit(
+    engines: Any, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> AsyncIterator[EngineKit]:
+    """Engines behind HTTP."""
+    model = copy.deepcopy(tiny_model)
+    yield EngineKit(engines.new, model, tiny_tokenizer, 1e-4, cache_block_size=32, transport="broadcast")
+    await engines.reset()
+
+
+class TestVLLMServerContract(EngineContract):
+    """The engine contract over HTTP."""
+
+
+async def test_requests_of_other_clients_are_answered(
+    engine_kit: EngineKit, start_server: Callable[..., Server]
+) -> None:
+    engine_kit.new()
+    call = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    answer = await asyncio.to_thread(call_server, start_server().url, "POST", "/v1/completions", json=call)
+    assert answer["choices"][0]["token_ids"] == engine_kit.greedy([5, 6, 7], 4)
+
+
+@pytest.mark.parametrize("transport", ["shared", "broadcast"])
+async def test_weights_of_this_process_reach_the_server(engine_kit: EngineKit, transport: Transport) -> None:
+    engine = engine_kit.new()
+    engine_kit.add_noise()
+    await sync_weights(engine, engine_kit.model.named_parameters, 7, transport)
+    request = engine_kit.request(30, 8, ignore_eos=True)
+    (result,) = await engine.generate([request])
+    assert result.weight_spans == ((7, 8),)
+    assert_agrees(engine_kit, request, result)
+
+
+async def test_a_server_that_is_not_ours_is_refused_with_its_command(
+    tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, vllm_options: dict[str, Any]
+) -> None:
+    server = Server({"model": str(tiny_model_path), **vllm_options})
+    try:
+        with pytest.raises(
+            EngineError, match=r"cannot be controlled; start it with `VLLM_SERVER_DEV_MODE=1 vllm serve"
+        ):
+            VLLMServerEngine(server.url, tiny_tokenizer)
+    finally:
+        server.close()
+    with pytest.raises(EngineError, match=r"no server answers at http://127\.0\.0\.1:\d+/health"):
+        VLLMServerEngine(server.url, tiny_tokenizer)
+
+
+def test_a_run_trains_with_a_server(catch_run: list[str], tmp_path: Path, start_server: Callable[..., Server]) -> None:
+    server = [
+        "generator.backend=vllm",
+        "generator.run_engines_locally=false",
+        f"generator.remote_inference_engine_urls=['{start_server().url}']",
+    ]
+    main_base.main([*catch_run, *server, "trainer.policy.optimizer_config.lr=0.001"])
+    rows = [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
+        assert row["environment/avg_steps"] == 5
