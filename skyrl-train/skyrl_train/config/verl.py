@@ -51,7 +51,6 @@ RESUME_MODES = {"auto": "latest", "disable": "none", "resume_path": "from_path"}
 
 ALWAYS_PACKED = Fixed("passes are always packed by tokens (trainer.max_tokens_per_microbatch)")
 ALWAYS_DEFAULT_ATTENTION = Fixed("attention is PyTorch's SDPA, and the head computes trained tokens only")
-ONE_PROCESS = Fixed("supervised fine-tuning runs in one process, on one device; its batches and losses are the same")
 NO_OFFLOAD = Fixed("weights and optimizer stay on their device; plan memory with --dry-run")
 NO_REMOTE_CODE = Fixed("models with code of their own are not supported", (False,))
 NO_SEQUENCE_PARALLELISM = Fixed("sequences are not split over devices", (1,))
@@ -194,17 +193,12 @@ FSDP_SFT_TRAINER = VerlProgram(
         "data.multiturn.enable": Fixed("rows with a column `messages` are conversations"),
         "data.custom_cls.path": PLAIN_ROWS,
         "data.custom_cls.name": PLAIN_ROWS,
-        "model.strategy": Fixed("one device holds the whole model", ("fsdp", "fsdp2")),
-        "model.fsdp_config.cpu_offload": NO_OFFLOAD,
-        "model.fsdp_config.offload_params": NO_OFFLOAD,
         "model.use_liger": ALWAYS_DEFAULT_ATTENTION,
         "model.use_shm": Fixed("models are read from their folder, which the system caches"),
         "model.trust_remote_code": NO_REMOTE_CODE,
         "model.external_lib": Fixed("no module is imported", (None,)),
         "use_remove_padding": ALWAYS_PACKED,
         "ulysses_sequence_parallel_size": NO_SEQUENCE_PARALLELISM,
-        "trainer.nnodes": ONE_PROCESS,
-        "trainer.n_gpus_per_node": ONE_PROCESS,
     },
     refused={
         "data.micro_batch_size": "use data.micro_batch_size_per_gpu, the rows of one pass",
@@ -241,11 +235,8 @@ def read_command(words: Sequence[str]) -> tuple[VerlProgram, list[str]]:
     options = list(words[position + 1 :])
     for name, number in re.findall(r"--(nnodes|nproc[-_]per[-_]node)[= ](\S+)", " ".join(words[:position])):
         key = PROCESSES[name.replace("-", "_")]
-        if key in program.schema.fields:
-            logger.warning("--%s=%s is read as %s=%s", name, number, key, number)
-            options.insert(0, f"{key}={number}")
-        elif number != "1":
-            logger.warning("--%s=%s has no effect: %s", name, number, ONE_PROCESS.reason)
+        logger.warning("--%s=%s is read as %s=%s", name, number, key, number)
+        options.insert(0, f"{key}={number}")
     return program, translate(options, program)
 
 

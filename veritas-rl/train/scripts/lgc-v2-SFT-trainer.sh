@@ -11,7 +11,7 @@
     . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
     read_arguments "$@"
 
-    gpu_count=${gpu_count:-1} # this version trains on one
+    gpu_count=${gpu_count:-1}
     dataset_path=$(absolute "${dataset_path:-train/parquet}")
     train_batch_size=32
     micro_batch_size=8
