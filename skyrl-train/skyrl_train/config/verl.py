@@ -106,10 +106,7 @@ MAIN_PPO = VerlProgram(
         "actor_rollout_ref.actor.use_torch_compile": Fixed("training runs without torch.compile"),
         "actor_rollout_ref.actor.shuffle": Fixed("mini-batches keep the order of the prompts", (False,)),
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size": NO_SEQUENCE_PARALLELISM,
-        "actor_rollout_ref.actor.fsdp_config.param_offload": NO_OFFLOAD,
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload": NO_OFFLOAD,
-        "actor_rollout_ref.actor.fsdp_config.fsdp_size": Fixed("a model is sharded over all its ranks", (-1,)),
-        "actor_rollout_ref.ref.fsdp_config.param_offload": NO_OFFLOAD,
         "actor_rollout_ref.ref.strategy": Fixed("the reference is sharded as the policy is"),
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": Fixed(
             "the reference takes actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"

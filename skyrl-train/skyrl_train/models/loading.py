@@ -184,7 +184,6 @@ def _load_scalar_model(
     head = "score." if adds_head else ""
     model: Any = create_without_weights(auto_class, f"{key}={path}", path, dtype, optional=head, num_labels=1)
     is_deferred = model is not None
-    missing: set[str] = set()
     if model is None:
         transformers_logger = logging.getLogger("transformers")
         level = transformers_logger.level
@@ -196,15 +195,15 @@ def _load_scalar_model(
                 )
         finally:
             transformers_logger.setLevel(level)
-        missing = set(report["missing_keys"])
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise ConfigError(f"{key}={path}: a {type(model).__name__} has no head `score`; use another model")
-    new = {name for name in missing if head and name.startswith(head)}
-    _check_complete(model, key, path, missing - new)
-    if new:
-        for parameter in model.score.parameters():
-            torch.nn.init.zeros_(parameter)
-        logger.info("%s has no head for the %s; initializing it to zero", path, kind)
+    if not is_deferred:
+        new = {name for name in report["missing_keys"] if head and name.startswith(head)}
+        _check_complete(model, key, path, report["missing_keys"] - new)
+        if new:
+            for parameter in model.score.parameters():
+                torch.nn.init.zeros_(parameter)
+            logger.info("%s has no head for the %s; initializing it to zero", path, kind)
     _prepare(model, key, path, None if is_deferred else device, gradient_checkpointing)
     loaded: PreTrainedModel = model
     return loaded

@@ -88,7 +88,8 @@ def test_the_command_line_of_supervised_fine_tuning_is_read(caplog: pytest.LogCa
     optimizer = cfg.trainer.policy.optimizer_config
     assert (optimizer.lr, optimizer.adam_betas, optimizer.weight_decay) == (2e-6, (0.9, 0.98), 0.01)
     assert (cfg.trainer.policy.model.dtype, cfg.data.max_length, cfg.trainer.epochs) == ("bfloat16", 2048, 4)
-    assert caplog.records[0].message.startswith("--nproc_per_node=2 has no effect: supervised fine-tuning runs in one")
+    assert cfg.trainer.placement.policy_num_gpus_per_node == 2
+    assert "--nproc_per_node=2 is read as trainer.placement.policy_num_gpus_per_node=2" in caplog.messages
 
 
 @pytest.mark.parametrize("name", ["fsdp_sft_trainer", "sft_trainer", "verl.trainer.sft_trainer"])

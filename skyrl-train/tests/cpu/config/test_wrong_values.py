@@ -174,8 +174,8 @@ FREE_VALUE = "a finite number, a string, true, false, null, or a list or section
         ),
         (
             "generator.backend",
-            "sglang",
-            "generator.backend=sglang must be one of auto, hf, vllm; the default is generator.backend=auto",
+            "sglan",
+            "generator.backend=sglan must be one of auto, hf, vllm, sglang; the default is generator.backend=auto",
         ),
         (
             "trainer.logger",
