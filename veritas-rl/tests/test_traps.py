@@ -148,7 +148,7 @@ def test_t12_the_response_and_its_eos_token_are_trained(recipes: Recipes, tmp_pa
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "6 * 7?", "response": "42"}))
     encoder = ConversationEncoder(tokenizer, {}, [tokenizer.eos_token_id])
-    (segment,) = SupervisedDataset([str(rows)], encoder, SFTDataConfig(train_data=[str(rows)]))[0]
+    ((segment,),) = SupervisedDataset([str(rows)], encoder, SFTDataConfig(train_data=[str(rows)]))[0]
     trained = [token for token, mask in zip(segment.response_ids, segment.loss_mask, strict=True) if mask]
     assert tokenizer.decode(trained) == f"42{tokenizer.eos_token}"
 
