@@ -56,6 +56,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         "lcb": {"reward_spec": {"ground_truth": tests}},
         "mcp": {"reward_spec": {"ground_truth": "milk"}},
         "multiply": {"reward_spec": {"ground_truth": "42"}},
+        "reply": {},
         "reward_function": {"reward_spec": {"ground_truth": "42"}},
         "search": {"reward_spec": {"ground_truth": {"target": ["Fuji"]}}},
         "searchcode": {"reward_spec": {"ground_truth": "42"}},

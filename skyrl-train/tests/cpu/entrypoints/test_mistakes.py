@@ -34,7 +34,7 @@ MISTAKES: dict[str, list[str]] = {
     "generator.n_samples_per_prompt=1 trainer.algorithm.advantage_estimator=rloo": ["leaves nothing to compare"],
     "generator.sampling_params.temperature=0": ["cannot divide the logits in training"],
     "generator.backend=vllm": ["vLLM is not installed", "generator.backend=auto"],
-    "generator.backend=sglang": ["generator.backend=sglang must be one of auto, hf, vllm"],
+    "generator.backend=sglang": ["SGLang is not installed", "generator.backend=auto"],
     "generator.engine_init_kwargs.block_size=32": ["are options of vLLM or SGLang"],
     "trainer.placement.policy_num_gpus_per_node=8 trainer.placement.launcher=inline": [
         "trainer.placement.policy_num_gpus_per_node=8 takes several processes",

@@ -118,7 +118,7 @@ async def test_step_wise_rows_that_continue_each_other_are_merged(make_stage: Ma
 async def test_a_custom_template_masks_by_its_generation_blocks(make_stage: MakeStage) -> None:
     stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"})
     t = await play(stage, n_turns=3)
-    chat = ChatEncoder(stage.generator._chat._tokenizer, (TEMPLATES / "qwen3_with_thinking.jinja").read_text())
+    chat = ChatEncoder(stage.generator._chat.tokenizer, (TEMPLATES / "qwen3_with_thinking.jinja").read_text())
     assert t.logprobs is None
     assert len(t.segments) == 1
     replies = [chat.decode(turn) for turn in sampled(stage)]
@@ -164,7 +164,7 @@ def test_a_template_without_generation_blocks_is_refused(make_stage: MakeStage, 
 
 
 def test_thoughts_of_earlier_turns_are_kept_or_dropped(make_stage: MakeStage) -> None:
-    tokenizer = make_stage().generator._chat._tokenizer
+    tokenizer = make_stage().generator._chat.tokenizer
     messages = [
         {"role": "user", "content": "1"},
         {"role": "assistant", "content": "<think>\nhm\n</think>\n\nA"},

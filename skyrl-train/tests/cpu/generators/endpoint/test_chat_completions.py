@@ -171,7 +171,7 @@ def test_tools_and_template_kwargs_are_passed_to_the_chat_template(
     live: LiveEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered = []
-    tokenizer = live.chat._tokenizer
+    tokenizer = live.chat.tokenizer
     original = type(tokenizer).apply_chat_template
 
     def spy(self: Any, messages: Any, **options: Any) -> Any:
