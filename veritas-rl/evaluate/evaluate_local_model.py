@@ -18,7 +18,7 @@ from pathlib import Path
 from data_processing.arguments import add_endpoint, add_family, chat_model, not_negative, positive
 from data_processing.jobs import Record, ToolError, read_records, run_tool, work
 from skyrl_gym.tasks import DynamicEnvDataset, task_family
-from skyrl_train.config.validation import wandb_login_problem
+from skyrl_train.config.rules.run import wandb_login_problem
 
 
 def main(argv: Sequence[str] | None = None) -> int:

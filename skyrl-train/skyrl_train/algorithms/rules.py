@@ -1,7 +1,7 @@
 """Rules that depend on the configured estimator and policy loss.
 
 They read the registry, so custom functions obey the same rules as built-in ones. Rules that read the configuration
-alone are in `skyrl_train.config.validation`.
+alone are in `skyrl_train.config.rules`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES,
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.problems import FIELDS, Rule, show
 from skyrl_train.config.root import SkyRLConfig
-from skyrl_train.config.validation import group_filters
+from skyrl_train.config.rules.algorithm import group_filters
 from skyrl_train.errors import ConfigError
 
 

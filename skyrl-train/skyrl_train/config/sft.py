@@ -22,25 +22,21 @@ from skyrl_train.config.base import (
 )
 from skyrl_train.config.loading import RUN_SOURCES, Schema
 from skyrl_train.config.policy import Betas, FSDPConfig, OptimizerConfig, PolicyModelConfig, SchedulerName
-from skyrl_train.config.run import RunConfig
-from skyrl_train.config.validation import (
+from skyrl_train.config.rules.data import training_data_is_read_once, training_has_rows, validation_data_is_read_once
+from skyrl_train.config.rules.placement import launcher_starts_every_process, ray_is_installed, sharding_fits_ranks
+from skyrl_train.config.rules.run import (
     adapters_are_on,
     adapters_are_possible,
     artifacts_have_a_run,
     checkpoints_are_uploaded,
-    launcher_starts_every_process,
     names_are_folders,
-    ray_is_installed,
     resume_path_is_a_checkpoint,
     resume_path_is_read,
-    sharding_fits_ranks,
-    training_data_is_read_once,
-    training_has_rows,
-    validation_data_is_read_once,
     wandb_can_start,
     warmup_is_set_once,
     weight_decay_shrinks_weights,
 )
+from skyrl_train.config.run import RunConfig
 
 
 class SupervisedDataConfig(Section):

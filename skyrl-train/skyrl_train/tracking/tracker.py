@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from skyrl_train.checkpoint import replace_text
-from skyrl_train.config.validation import wandb_login_problem
+from skyrl_train.config.rules.run import wandb_login_problem
 from skyrl_train.errors import ConfigError
 from skyrl_train.tracking.jsonl import MetricsFile
 from skyrl_train.tracking.run_folder import RunFolder

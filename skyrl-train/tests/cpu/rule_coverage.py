@@ -37,15 +37,19 @@ def loss(name: str) -> str:
     return f"{ALGORITHM}.policy_loss_type={name}"
 
 
-def sentences_of(module: ModuleType, *, without: Iterable[str] = ()) -> set[int]:
-    """Return the lines of a module that yield a sentence, except in the functions named in `without`."""
-    functions = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.FunctionDef)]
-    kept = [function for function in functions if function.name not in set(without)]
-    return {node.lineno for function in kept for node in ast.walk(function) if isinstance(node, ast.Yield)}
+def sentences_of(*modules: ModuleType, without: Iterable[str] = ()) -> set[tuple[str, int]]:
+    """Return the files and lines of modules that yield a sentence, except in the functions named in `without`."""
+    lines = set()
+    for module in modules:
+        functions = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.FunctionDef)]
+        kept = [function for function in functions if function.name not in set(without)]
+        yields = [node for function in kept for node in ast.walk(function) if isinstance(node, ast.Yield)]
+        lines |= {(str(module.__file__), node.lineno) for node in yields}
+    return lines
 
 
-def sentences_seen(rules: Iterable[Rule], overrides: list[str]) -> set[int]:
-    """Return the lines that yield a sentence for a configuration."""
+def sentences_seen(rules: Iterable[Rule], overrides: list[str]) -> set[tuple[str, int]]:
+    """Return the files and lines that yield a sentence for a configuration."""
     cfg = resolve(SkyRLConfig.model_validate(OmegaConf.to_container(OmegaConf.from_dotlist(overrides))), RL)
     lines = set()
     for rule in rules:
@@ -54,5 +58,5 @@ def sentences_seen(rules: Iterable[Rule], overrides: list[str]) -> set[int]:
             innermost = generator
             while inspect.isgenerator(innermost.gi_yieldfrom):  # type: ignore[attr-defined]
                 innermost = innermost.gi_yieldfrom  # type: ignore[attr-defined]
-            lines.add(innermost.gi_frame.f_lineno)  # type: ignore[attr-defined]
+            lines.add((innermost.gi_code.co_filename, innermost.gi_frame.f_lineno))  # type: ignore[attr-defined]
     return lines

@@ -20,10 +20,13 @@ from rule_coverage import (
     sentences_seen,
 )
 
-from skyrl_train.config import OffPolicyCorrectionConfig, SkyRLConfig, load_config, parse_cli, validate_cfg, validation
+from skyrl_train.config import OffPolicyCorrectionConfig, SkyRLConfig, load_config, parse_cli, validate_cfg
 from skyrl_train.config.base import value_at
 from skyrl_train.config.problems import FIELDS
-from skyrl_train.config.validation import INTERVALS, RULES, WARNINGS, find_problems, wandb_login_problem
+from skyrl_train.config.rules import algorithm, data, engine, placement, run
+from skyrl_train.config.rules.algorithm import INTERVALS
+from skyrl_train.config.rules.run import wandb_login_problem
+from skyrl_train.config.validation import RULES, WARNINGS, find_problems
 from skyrl_train.errors import ConfigError
 
 GAE = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=tiny"]
@@ -582,7 +585,7 @@ def test_similar_configurations_have_no_warning(overrides: list[str]) -> None:
 def test_every_message_has_a_test() -> None:
     seen = [sentences_seen(RULES + WARNINGS, overrides) for overrides, *_ in PROBLEMS + DOUBTS]
     assert set().union(*seen) == sentences_of(
-        validation,
+        *(algorithm, data, engine, placement, run),
         without=[
             "_adapters",
             "_optimizers",

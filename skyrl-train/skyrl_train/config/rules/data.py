@@ -1,0 +1,96 @@
+"""Rules of data, environments and rewards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from skyrl_train.config.base import Section, value_at
+from skyrl_train.config.problems import show
+from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
+
+
+def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse evaluation without prompts."""
+    if not cfg.data.val_data and cfg.data.custom_cls.path is None and cfg.trainer.eval_interval > 0:
+        yield (
+            f"data.val_data=[] leaves nothing to evaluate every trainer.eval_interval={cfg.trainer.eval_interval} "
+            "steps; set data.val_data or trainer.eval_interval=-1"
+        )
+
+
+def training_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse training without prompts."""
+    if cfg.data.custom_cls.path is None:
+        yield from training_has_rows(cfg)
+
+
+def training_has_rows(cfg: Section) -> Iterator[str]:
+    """Refuse training without data files or datasets."""
+    if not value_at(cfg, "data.train_data"):
+        yield "data.train_data=[] leaves nothing to train on; set data.train_data=[<file or dataset name>]"
+
+
+def custom_dataset_is_complete(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse half a dataset class, options without one, and a mixture of rows that are not known before."""
+    custom = cfg.data.custom_cls
+    if (custom.path is None) != (custom.name is None):
+        given, missing = ("path", "name") if custom.name is None else ("name", "path")
+        yield (
+            f"data.custom_cls.{given}={show(getattr(custom, given))} needs data.custom_cls.{missing} too: a dataset "
+            "class is the name of a class and the path of its file"
+        )
+    elif custom.path is None and custom.config:
+        yield (
+            f"data.custom_cls.config={show(custom.config)} has no class to configure; set data.custom_cls.path and "
+            "data.custom_cls.name"
+        )
+    elif custom.path is not None and cfg.data.mixture.is_used:
+        yield (
+            f"data.mixture reads all rows before training, and data.custom_cls.path={show(custom.path)} creates them "
+            "when they are drawn; remove one of them"
+        )
+
+
+def custom_reward_function_is_called(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a reward function beside an environment that scores replies itself."""
+    path, env_class = cfg.custom_reward_function.path, cfg.environment.env_class
+    if path is not None and env_class != REWARD_FUNCTION_ENV:
+        yield (
+            f"custom_reward_function.path={show(path)} scores replies in place of environment.env_class={env_class}; "
+            "remove one of them"
+        )
+    if path is not None and cfg.generator.max_turns > 1:
+        yield (
+            f"custom_reward_function.path={show(path)} scores one reply, so generator.max_turns="
+            f"{cfg.generator.max_turns} has no effect; set generator.max_turns=1"
+        )
+
+
+def interpreter_has_processes(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse an interpreter for environments that run in the trainer."""
+    gym = cfg.environment.skyrl_gym
+    if gym.python is not None and gym.isolation != "process":
+        yield (
+            f"environment.skyrl_gym.python={show(gym.python)} is used only by environments in separate processes, but "
+            f"environment.skyrl_gym.isolation={gym.isolation} runs them in the trainer; set "
+            "environment.skyrl_gym.isolation=process, or environment.skyrl_gym.python=null"
+        )
+
+
+def _repeated_sources(sources: list[str]) -> Iterator[str]:
+    """Yield each source that an earlier entry names too, possibly in another spelling of its path."""
+    paths = [os.path.abspath(os.path.expandvars(os.path.expanduser(source))) for source in sources]
+    return (source for index, source in enumerate(sources) if paths[index] in paths[:index])
+
+
+def validation_data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a validation source that is named twice."""
+    for source in _repeated_sources(cfg.data.val_data):
+        yield f"data.val_data has {show(source)} twice, so its rows would count twice; name it once"
+
+
+def training_data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of a training source that is named twice."""
+    for source in _repeated_sources(cfg.data.train_data):
+        yield f"data.train_data has {show(source)} twice, so an epoch trains on its rows twice; name it once"

@@ -1,0 +1,220 @@
+"""Rules of the inference engine and of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import product
+
+from skyrl_train.config.base import value_at
+from skyrl_train.config.problems import show
+from skyrl_train.config.root import SkyRLConfig
+
+UNUSUAL_TEMPERATURE = 3.0
+
+UNUSUAL_TIMEOUT_S = 1.0
+
+
+def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse an input limit below the longest prompt, or above it when there is a single turn."""
+    n_prompt, n_input = cfg.trainer.max_prompt_length, cfg.generator.max_input_length
+    if n_input is None:
+        return
+    if cfg.generator.max_turns == 1 and n_input != n_prompt:
+        yield (
+            f"generator.max_input_length={n_input} must equal trainer.max_prompt_length={n_prompt} when "
+            f"generator.max_turns=1; try generator.max_input_length={n_prompt}, or null"
+        )
+    elif n_input < n_prompt:
+        yield (
+            f"generator.max_input_length={n_input} must be at least trainer.max_prompt_length={n_prompt}; "
+            f"try generator.max_input_length={n_prompt} or more, or null for the model's context length"
+        )
+
+
+def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a transport of weights that does not exist, and changes that nothing can apply."""
+    generator = cfg.generator
+    if cfg.trainer.placement.uses_ray and generator.weight_sync_backend == "nccl":
+        yield (
+            "generator.weight_sync_backend=nccl: this version sends weights to other processes through shared memory "
+            "or gloo; set generator.weight_sync_backend=auto"
+        )
+    if not generator.weight_sync_delta:
+        return
+    if not cfg.trainer.placement.uses_ray:
+        yield (
+            "generator.weight_sync_delta=true sends changes to another process, and this run has one; set "
+            "generator.weight_sync_delta=false, or trainer.placement.launcher=ray"
+        )
+    elif generator.backend not in ("auto", "hf"):
+        yield (
+            f"generator.weight_sync_delta=true: generator.backend={generator.backend} holds the weights in another "
+            "layout and cannot apply changes; set generator.weight_sync_delta=false, or generator.backend=hf"
+        )
+
+
+SGLANG_REFUSES = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+
+ENGINE_SIZES = tuple(f"generator.inference_engine_{name}_parallel_size" for name in ("tensor", "pipeline", "data"))
+
+SERVER_OPTIONS = (
+    *ENGINE_SIZES,
+    "generator.max_num_seqs",
+    "generator.max_num_batched_tokens",
+    "generator.gpu_memory_utilization",
+    "generator.enforce_eager",
+    "generator.enable_prefix_caching",
+    "generator.enable_chunked_prefill",
+)
+
+
+def one_engine_is_enough(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse several engines."""
+    if (n_engines := cfg.generator.num_inference_engines) != 1:
+        yield (
+            f"generator.num_inference_engines={n_engines}: this version samples with one engine; set "
+            "generator.num_inference_engines=1"
+        )
+
+
+def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse an engine on more devices than it has, or can use."""
+    generator, placement = cfg.generator, cfg.trainer.placement
+    for key in ENGINE_SIZES:
+        if (size := value_at(cfg, key)) == 1 or not generator.run_engines_locally:
+            continue
+        if generator.backend not in ("vllm", "sglang"):
+            yield (
+                f"{key}={size}: generator.backend={generator.backend} is the embedded engine, which computes on one "
+                f"device; set {key}=1, or generator.backend=vllm"
+            )
+        elif generator.backend == "vllm" and not placement.uses_ray:
+            yield (
+                f"{key}={size}: vLLM in the trainer's process computes on one device; set "
+                f"trainer.placement.launcher=ray, or {key}=1"
+            )
+        elif placement.uses_ray:
+            yield (
+                f"{key}={size}: this version reserves one device for an engine on a Ray cluster; start a server with "
+                f"{size} GPUs (docs/guides/inference-engines.md) and set generator.run_engines_locally=false, or "
+                f"{key}=1"
+            )
+
+
+def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse servers without an address, addresses that are not used, and options that a running server has already."""
+    generator = cfg.generator
+    urls = generator.remote_inference_engine_urls
+    if generator.run_engines_locally:
+        if urls:
+            yield (
+                f"generator.remote_inference_engine_urls={show(urls)} is not read with "
+                "generator.run_engines_locally=true; set generator.run_engines_locally=false, or remove it"
+            )
+        return
+    if len(urls) != 1:
+        yield (
+            f"generator.remote_inference_engine_urls={show(urls)}: generator.run_engines_locally=false needs the "
+            "address of one server; set generator.remote_inference_engine_urls=[127.0.0.1:8000]"
+        )
+    if generator.backend not in ("vllm", "sglang"):
+        yield (
+            f"generator.backend={generator.backend}: generator.run_engines_locally=false needs the kind of the server; "
+            "set generator.backend=vllm or generator.backend=sglang"
+        )
+    options = {key: value_at(cfg, key) for key in SERVER_OPTIONS if value_at(cfg, key) != _default(key)}
+    kwargs = {name: value for name, value in generator.engine_init_kwargs.items() if name != "chat_template"}
+    if kwargs:
+        options["generator.engine_init_kwargs"] = kwargs
+    for key, value in options.items():
+        yield (
+            f"{key}={show(value)} is an option of an engine that the run starts, and "
+            f"generator.run_engines_locally=false uses a running server; remove {key}, and start the server with it"
+        )
+
+
+def _default(key: str) -> object:
+    return value_at(SkyRLConfig(), key)
+
+
+def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse options that the embedded engine does not have, and sampling whose log-probs SGLang does not report."""
+    generator = cfg.generator
+    if generator.backend == "sglang":
+        for section, name in product(("sampling_params", "eval_sampling_params"), SGLANG_REFUSES):
+            key = f"generator.{section}.{name}"
+            if (value := value_at(cfg, key)) != _default(key):
+                yield (
+                    f"{key}={show(value)}: generator.backend=sglang cannot report the log-probs of what this samples; "
+                    f"remove {key}, or set generator.backend=vllm"
+                )
+    if generator.backend in ("vllm", "sglang"):
+        return
+    if kwargs := {name: value for name, value in generator.engine_init_kwargs.items() if name != "chat_template"}:
+        yield (
+            f"generator.engine_init_kwargs={show(kwargs)} are options of vLLM or SGLang, and "
+            f"generator.backend={generator.backend} is the embedded engine; remove them, or set generator.backend=vllm"
+        )
+    for name, allowed, reason in (
+        ("enforce_eager", True, "captures no CUDA graphs"),
+        ("enable_prefix_caching", True, "keeps keys and values of a session until it ends"),
+        ("enable_chunked_prefill", True, "always reads long prompts in several steps"),
+    ):
+        if getattr(generator, name) != allowed:
+            yield (
+                f"generator.{name}={show(not allowed)}: generator.backend={generator.backend} is the embedded engine, "
+                f"which {reason}; set generator.{name}={show(allowed)}, or generator.backend=vllm"
+            )
+
+
+def engine_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse an engine whose package is missing."""
+    backend = cfg.generator.backend
+    names = {"vllm": "vLLM", "sglang": "SGLang"}
+    if backend in names and cfg.generator.run_engines_locally and find_spec(backend) is None:
+        yield (
+            f"generator.backend={backend}: {names[backend]} is not installed; install it (docs/start/install.md), or "
+            "set generator.backend=auto for the embedded engine"
+        )
+
+
+def sampling_lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a minimum length of a turn above its maximum."""
+    for key in ("generator.sampling_params", "generator.eval_sampling_params"):
+        sampling = value_at(cfg, key)
+        if sampling.min_tokens > sampling.max_generate_length:
+            yield (
+                f"{key}.min_tokens={sampling.min_tokens} must be at most "
+                f"{key}.max_generate_length={sampling.max_generate_length}; try {key}.min_tokens=0"
+            )
+
+
+def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of copies of a greedy reply, of temperatures that sample noise, and of very short time limits."""
+    generator, gym = cfg.generator, cfg.environment.skyrl_gym
+    n_samples = generator.eval_n_samples_per_prompt
+    if n_samples > 1 and generator.eval_sampling_params.temperature == 0:
+        yield (
+            f"generator.eval_n_samples_per_prompt={n_samples} samples the same greedy reply {n_samples} times, because "
+            "generator.eval_sampling_params.temperature=0.0; try generator.eval_sampling_params.temperature=1.0, or "
+            "generator.eval_n_samples_per_prompt=1"
+        )
+    for key in ("generator.sampling_params.temperature", "generator.eval_sampling_params.temperature"):
+        if (temperature := value_at(cfg, key)) > UNUSUAL_TEMPERATURE:
+            yield f"{key}={temperature:g} samples nearly at random; try {key}=1.0"
+    limits = {
+        "environment.skyrl_gym.call_timeout_seconds": gym.call_timeout_seconds,
+        "generator.trajectory_timeout_seconds": generator.trajectory_timeout_seconds,
+    }
+    for key, seconds in limits.items():
+        if seconds is not None and seconds < UNUSUAL_TIMEOUT_S:
+            yield f"{key}={seconds:g} is so short that most rollouts may be invalid; try {key}=300"

@@ -1,0 +1,103 @@
+"""Rules of processes and the sharding of models over them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from skyrl_train.config.base import Section, value_at
+from skyrl_train.config.problems import show
+from skyrl_train.config.root import SkyRLConfig
+from skyrl_train.config.run import RunPlacementConfig
+
+
+def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
+    """Refuse several processes without Ray."""
+    placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
+    if placement.launcher != "inline":
+        return
+    for name in (name for name in type(placement).model_fields if "_num_" in name):
+        role, _, unit = name.partition("_num_")
+        value, of_policy = getattr(placement, name), getattr(placement, f"policy_num_{unit}")
+        if value != 1 and (role == "policy" or value != of_policy):  # null takes the policy's
+            yield (
+                f"trainer.placement.{name}={value} takes several processes, but trainer.placement.launcher=inline is "
+                f"one; set trainer.placement.launcher=ray, or trainer.placement.{name}=1"
+            )
+    if not placement.shares_devices:
+        yield (
+            "trainer.placement.colocate_all=false: trainer.placement.launcher=inline trains and samples in one "
+            "process; set trainer.placement.launcher=ray, or trainer.placement.colocate_all=true"
+        )
+
+
+def colocated_models_have_the_same_size(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse models that share GPUs but differ in the number of them."""
+    placement = cfg.trainer.placement
+    if not placement.uses_ray:
+        return
+    colocated = []
+    if placement.colocate_all and cfg.trainer.critic.model.path is not None:
+        colocated.append("critic")
+    if placement.colocate_all or placement.colocate_policy_ref:
+        colocated.append("ref")
+    sharing = "colocate_all" if placement.colocate_all else "colocate_policy_ref"
+    for role in colocated:
+        for unit in ("nodes", "gpus_per_node"):
+            value, needed = (getattr(placement, f"{name}_num_{unit}") for name in (role, "policy"))
+            if value != needed:
+                yield (
+                    f"trainer.placement.{role}_num_{unit}={value} must equal trainer.placement.policy_num_{unit}="
+                    f"{needed} with trainer.placement.{sharing}=true; remove it, or set "
+                    f"trainer.placement.{sharing}=false"
+                )
+
+
+def ray_is_installed(cfg: Section) -> Iterator[str]:
+    """Refuse several processes if the package that starts them is missing."""
+    placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
+    if placement.uses_ray and find_spec("ray") is None:
+        ranks = " × ".join(map(str, placement.size("policy")))
+        yield (
+            f"trainer.placement.launcher={placement.launcher} with {ranks} ranks of the policy needs Ray, which is not "
+            "installed; pip install 'skyrl-train[ray]', or train in one process with trainer.placement.launcher=inline"
+        )
+
+
+def sharding_fits_ranks(cfg: Section) -> Iterator[str]:
+    """Refuse groups of ranks that do not divide the ranks of a model, and offloading without ranks."""
+    placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
+    trainer: Section = value_at(cfg, "trainer")
+    for role in ("policy", "critic", "ref"):
+        if role not in type(trainer).model_fields:
+            continue
+        key, fsdp = f"trainer.{role}.fsdp_config", value_at(trainer, role).fsdp_config
+        n_ranks = math.prod(placement.size(role))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            n_ranks = int(os.environ["WORLD_SIZE"])
+        n_shards = n_ranks if fsdp.fsdp_size < 1 else fsdp.fsdp_size
+        if n_ranks % n_shards:
+            yield (
+                f"{key}.fsdp_size={fsdp.fsdp_size} must divide the {n_ranks} ranks of the {role}; try "
+                f"{_divisors(n_ranks)}, or -1 for all"
+            )
+            continue
+        group = fsdp.reshard_after_forward
+        if not isinstance(group, bool) and (n_shards % group or group in (1, n_shards)):
+            choices = [n for n in range(2, n_shards) if n_shards % n == 0]
+            yield (
+                f"{key}.reshard_after_forward={group} must be a true divisor of the {n_shards} ranks that share the "
+                f"weights; try {' or '.join(map(str, [*choices, 'true', 'false']))}"
+            )
+        if n_ranks == 1 and (fsdp.cpu_offload or fsdp.param_dtype != "auto"):
+            name = "cpu_offload" if fsdp.cpu_offload else "param_dtype"
+            yield (
+                f"{key}.{name}={show(value_at(fsdp, name))} needs FSDP2, and a single rank holds the whole model; set "
+                f"trainer.placement.{role}_num_gpus_per_node=2 or more, or remove it"
+            )
+
+
+def _divisors(n: int) -> str:
+    return " or ".join(str(divisor) for divisor in range(1, n + 1) if n % divisor == 0)

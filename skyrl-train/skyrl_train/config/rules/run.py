@@ -1,0 +1,190 @@
+"""Rules of every kind of run: its outputs, trackers, optimizers and adapters."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from skyrl_train.config.base import Section, value_at
+from skyrl_train.config.policy import LoraConfig, OptimizerConfig
+from skyrl_train.config.problems import show
+from skyrl_train.config.root import SkyRLConfig
+
+MODES_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+
+
+def _optimizers(cfg: Section) -> Iterator[tuple[str, OptimizerConfig]]:
+    """Yield the key and the settings of each optimizer of a run."""
+    for role in ("policy", "critic"):
+        key = f"trainer.{role}.optimizer_config"
+        with suppress(KeyError):  # supervised runs have no critic
+            yield key, value_at(cfg, key)
+
+
+def warmup_is_set_once(cfg: Section) -> Iterator[str]:
+    """Refuse a warm-up in steps together with one as a fraction."""
+    for key, optimizer in _optimizers(cfg):
+        if optimizer.num_warmup_steps and optimizer.warmup_ratio:
+            yield (
+                f"{key}.num_warmup_steps={optimizer.num_warmup_steps} and {key}.warmup_ratio="
+                f"{optimizer.warmup_ratio:g} both set the warm-up; set one of them to 0"
+            )
+
+
+def weight_decay_shrinks_weights(cfg: Section) -> Iterator[str]:
+    """Refuse a weight decay that erases the weights or changes their sign in one step."""
+    for key, optimizer in _optimizers(cfg):
+        if optimizer.lr * optimizer.weight_decay >= 1:
+            yield (
+                f"{key}.weight_decay={optimizer.weight_decay:g} times {key}.lr={optimizer.lr:g} must be below 1, or a "
+                f"step erases the weights; try {key}.weight_decay=0.01"
+            )
+
+
+def _adapters(cfg: Section) -> Iterator[tuple[str, LoraConfig]]:
+    """Yield the key and the settings of the adapter of each trained model."""
+    for role in ("policy", "critic"):
+        key = f"trainer.{role}.model.lora"
+        with suppress(KeyError):  # supervised runs have no critic
+            yield key, value_at(cfg, key)
+
+
+def adapters_are_possible(cfg: Section) -> Iterator[str]:
+    """Refuse dropout in an adapter, and a choice of matrices for an adapter that has its own."""
+    for key, lora in _adapters(cfg):
+        if lora.dropout > 0:
+            yield (
+                f"{key}.dropout={lora.dropout:g} would make the log-probs of training random, unlike those of "
+                f"sampling; set {key}.dropout=0"
+            )
+        for name in _changed_fields(lora) & {"target_modules", "exclude_modules"}:
+            if lora.lora_path is not None:
+                yield (
+                    f"{key}.{name}={show(value_at(lora, name))}: the adapter in {key}.lora_path={show(lora.lora_path)} "
+                    f"has its own matrices; remove {key}.{name}"
+                )
+
+
+def adapters_are_on(cfg: Section) -> Iterator[str]:
+    """Warn of settings of an adapter that is off."""
+    for key, lora in _adapters(cfg):
+        if not lora.is_used and (changed := sorted(_changed_fields(lora))):
+            yield (
+                f"{key}.{changed[0]}={show(value_at(lora, changed[0]))} has no effect, because {key}.rank=0 turns the "
+                f"adapter off; set {key}.rank=32, or remove {key}.{changed[0]}"
+            )
+
+
+def _changed_fields(section: Section) -> set[str]:
+    """Return the names of the fields that differ from their defaults."""
+    return {name for name, field in type(section).model_fields.items() if value_at(section, name) != field.default}
+
+
+def names_are_folders(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse names that are no safe name of a folder."""
+    for key in ("trainer.project_name", "trainer.run_name"):
+        name: str = value_at(cfg, key)
+        if not name.isprintable() or any(part.strip() in (".", "..") for part in name.split("/")):
+            yield f"{key}={show(name)} must be the name of a folder, in printable characters; try {key}=catch"
+
+
+def resume_path_is_a_checkpoint(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse `resume_mode=from_path` without the path of one checkpoint."""
+    if cfg.trainer.resume_mode != "from_path":
+        return
+    path = cfg.trainer.resume_path
+    if path is None:
+        yield (
+            "trainer.resume_mode=from_path needs trainer.resume_path=null to be a folder ending in global_step_<N>; "
+            "set it, or trainer.resume_mode=latest"
+        )
+    elif not re.search(r"(^|/)global_step_\d+/?$", path):
+        yield (
+            f"trainer.resume_path={show(path)} must end in global_step_<N>; "
+            f"try trainer.resume_path={path.rstrip('/')}/global_step_10, or trainer.resume_mode=latest"
+        )
+
+
+def _url_problems(key: str, url: str | None) -> Iterator[str]:
+    if url is not None and not re.match(r"[a-z0-9+.-]+://.", url):
+        yield f"{key}={show(url)} must be a URL, e.g. {key}=s3://my-bucket, or null to upload nothing"
+
+
+def checkpoints_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse remote storage that is no URL, or without checkpoints."""
+    url = cfg.trainer.remote_ckpt_url
+    yield from _url_problems("trainer.remote_ckpt_url", url)
+    if url is not None and cfg.trainer.ckpt_interval < 0:
+        yield (
+            f"trainer.remote_ckpt_url={show(url)} needs checkpoints, but trainer.ckpt_interval=-1 writes none; set "
+            "trainer.ckpt_interval=10, or trainer.remote_ckpt_url=null"
+        )
+
+
+def trajectories_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse storage of trajectories that is no URL, or without trajectories."""
+    url = cfg.trainer.remote_trajectory_url
+    yield from _url_problems("trainer.remote_trajectory_url", url)
+    if url is not None and not cfg.trainer.dump_eval_results:
+        yield (
+            f"trainer.remote_trajectory_url={show(url)} uploads what trainer.dump_eval_results=false does not write; "
+            "set trainer.dump_eval_results=true"
+        )
+
+
+def resume_path_is_read(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of a path that `resume_mode` ignores."""
+    if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
+        yield (
+            f"trainer.resume_path={show(cfg.trainer.resume_path)} is not read when "
+            f"trainer.resume_mode={cfg.trainer.resume_mode}; set trainer.resume_mode=from_path"
+        )
+
+
+def wandb_can_start(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse Weights & Biases without its package or a login, before the models are loaded."""
+    if "wandb" not in cfg.trainer.logger:
+        return
+    if find_spec("wandb") is None:
+        yield "trainer.logger=wandb needs the package wandb; pip install wandb, or set trainer.logger=tensorboard"
+    elif problem := wandb_login_problem(os.environ):
+        yield problem
+
+
+def artifacts_have_a_run(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse artifacts of Weights & Biases without it."""
+    if cfg.trainer.wandb_artifacts and "wandb" not in cfg.trainer.logger:
+        yield (
+            f"trainer.wandb_artifacts=true needs wandb in trainer.logger={show(cfg.trainer.logger)}; add it, or set "
+            "trainer.wandb_artifacts=false"
+        )
+
+
+def wandb_login_problem(environ: Mapping[str, str]) -> str | None:
+    """Return None if there is a key, a `wandb login`, or a mode that needs neither; else a sentence on how to log in.
+
+    Reads only `environ` and the netrc file.
+    """
+    mode = environ.get("WANDB_MODE", "").lower()
+    if mode in MODES_WITHOUT_LOGIN or environ.get("WANDB_API_KEY") or _netrc_login(environ):
+        return None
+    return (
+        "trainer.logger=wandb needs a login, and the variable WANDB_API_KEY is not set; do one of: "
+        "export WANDB_API_KEY=<your key>, run `wandb login`, export WANDB_MODE=offline (no upload), "
+        "or choose trainer.logger=tensorboard"
+    )
+
+
+def _netrc_login(environ: Mapping[str, str]) -> bool:
+    path = Path(environ.get("NETRC") or Path(environ.get("HOME", "")) / ".netrc")
+    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        return path.is_file() and netrc.netrc(path).authenticators(host) is not None
+    except netrc.NetrcParseError:
+        return False
