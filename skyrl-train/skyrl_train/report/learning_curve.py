@@ -118,5 +118,5 @@ def _finish(figure: Figure, axes: Axes, baselines: Mapping[str, float], metric: 
         )
     axes.legend(frameon=False, fontsize=9.5, labelcolor=_INK, loc="best")
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, format="png")
+    figure.savefig(output, format="png", bbox_inches="tight", pad_inches=0.15)
     return output
