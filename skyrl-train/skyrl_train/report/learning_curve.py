@@ -76,7 +76,7 @@ def _measured_on(metric: str) -> str:
 
 def _canvas(title: str, subtitle: str, metric: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(8, 4.8), dpi=160, facecolor="white")
-    axes = figure.add_axes((0.09, 0.12, 0.86, 0.70))
+    axes = figure.add_axes((0.12, 0.12, 0.84, 0.70))
     figure.text(0.03, 0.94, title, fontsize=14, fontweight="bold", color=_INK, va="center")
     figure.text(0.03, 0.875, subtitle, fontsize=10, color=_QUIET, va="center")
     axes.set_xlabel("training step", color=_QUIET)
@@ -118,5 +118,5 @@ def _finish(figure: Figure, axes: Axes, baselines: Mapping[str, float], metric: 
         )
     axes.legend(frameon=False, fontsize=9.5, labelcolor=_INK, loc="best")
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, format="png", bbox_inches="tight", pad_inches=0.15)
+    figure.savefig(output, format="png")
     return output
