@@ -292,7 +292,7 @@ class SteppedEngine(ABC, Generic[S]):
             logger.exception("The engine cannot continue")
             self._broken_by = second_error
             self._n_holds += 1
-            self._fail_waiting(f"the engine cannot continue: {second_error!r}", second_error)
+            self._fail_waiting(f"the engine cannot continue after {second_error!r}; create a new one", second_error)
 
     async def _close(self) -> None:
         self._add_hold()
