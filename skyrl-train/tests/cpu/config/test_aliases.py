@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -170,7 +171,8 @@ def test_an_alias_for_two_keys_may_contradict_either() -> None:
 def test_a_key_without_effect_is_accepted_with_a_warning(key: str, caplog: pytest.LogCaptureFixture) -> None:
     assert key not in FIELDS | ALIASES
     with caplog.at_level(logging.WARNING):
-        assert load_config(put({}, key, "x")) == load_config()
+        named = put({}, "trainer.run_name", "run")
+        assert load_config(put(deepcopy(named), key, "x")) == load_config(named)
     assert [record.message for record in caplog.records] == [f"{key}=x has no effect: {SKYRL_WITHOUT_EFFECT[key]}"]
 
 

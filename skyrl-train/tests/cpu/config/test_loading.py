@@ -236,7 +236,8 @@ def test_validate_cfg_accepts_hydra_and_typed_configurations() -> None:
 
 
 def test_validate_cfg_fills_in_a_typed_configuration() -> None:
-    assert validate_cfg(SkyRLConfig()) == load_config()
+    named = nested(("trainer.run_name", "run"))
+    assert validate_cfg(SkyRLConfig.model_validate(named)) == load_config(named)
 
 
 def test_likely_mistakes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
