@@ -37,7 +37,7 @@ RETRY_S = 0.5
 
 S3_SCHEMES = ("s3", "s3a")
 STORAGE_ERRORS = (OSError, RuntimeError, ValueError, ImportError)
-"""What clients of remote storage raise."""
+"""Errors that clients of remote storage raise."""
 
 
 def find_credentials_fault(url: str, environ: Mapping[str, str]) -> str | None:

@@ -105,7 +105,7 @@ class OptimizerConfig(Section):
     """Optimizer steps, that is mini-batches, over which the learning rate rises from 0."""
 
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """The same as a fraction of all optimizer steps, in place of `num_warmup_steps`."""
+    """Fraction of all optimizer steps over which the learning rate rises, in place of `num_warmup_steps`."""
 
     scheduler: SchedulerName = "constant_with_warmup"
     """Learning-rate schedule after warm-up, by its name in transformers; `wsd` (warm-up, stable, decay) stays constant

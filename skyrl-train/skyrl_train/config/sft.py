@@ -104,7 +104,7 @@ class SFTOptimizerConfig(OptimizerConfig):
     """Optimizer steps over which the learning rate rises from 0."""
 
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """The same as a fraction of all optimizer steps, in place of `num_warmup_steps`."""
+    """Fraction of all optimizer steps over which the learning rate rises, in place of `num_warmup_steps`."""
 
     scheduler: SchedulerName = "cosine"
     """Learning-rate schedule after warm-up, by its name in transformers; `wsd` (warm-up, stable, decay) stays constant

@@ -28,7 +28,7 @@ HELLO, MESSAGE, FAILED = "hello", "message", "failed"
 MIN_POLL_S, MAX_POLL_S = 0.002, 0.1
 CALL_OFF_TIMEOUT_S = 2.0
 GRACE_S = 5.0  # beyond the timeout, so that the sender names the end that it waits for
-LINGER_S = 1.0  # a sender that fails tells receivers that connect within this time
+LINGER_S = 1.0  # a sender that failed still informs receivers that connect within this time
 READ_BYTES = 1 << 16
 
 
@@ -89,15 +89,15 @@ class Host:
 
     def fail(self, error: BaseException) -> None:
         """Tell all receivers, also those that connect within a moment, that the sync has failed."""
-        told: set[int | None] = {None}
+        informed: set[int | None] = {None}
         deadline = time.monotonic() + LINGER_S
-        while len(told) <= len(self._receivers) and time.monotonic() < deadline:
+        while len(informed) <= len(self._receivers) and time.monotonic() < deadline:
             for connection in self._connections:
-                if connection.rank not in told:
-                    told.add(connection.rank)
+                if connection.rank not in informed:
+                    informed.add(connection.rank)
                     with suppress(OSError):
                         connection.sock.sendall(_encode(FAILED, str(error)))
-            if len(told) <= len(self._receivers):
+            if len(informed) <= len(self._receivers):
                 with suppress(SyncError):
                     self._receive(MAX_POLL_S)
 

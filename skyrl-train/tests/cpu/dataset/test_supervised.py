@@ -160,7 +160,7 @@ def test_a_template_with_another_header_is_refused(tiny_tokenizer: PreTrainedTok
     template = (
         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}Bot:{% endif %}"
     )
-    with pytest.raises(DataError, match="cannot be told from the prompt"):
+    with pytest.raises(DataError, match="cannot be separated from the prompt"):
         encode(tiny_tokenizer, [message("user", "a"), message("assistant", "b")], template)
 
 
