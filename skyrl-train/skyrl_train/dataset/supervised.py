@@ -101,8 +101,8 @@ class ConversationEncoder:
             if start < 1 or not (text.startswith(past) and prompt.startswith(past + turn[:start])):
                 raise DataError(
                     f"{demonstration.location}: the chat template writes message {index} in another place than after "
-                    f"the header of the assistant's turn, {prompt[-40:]!r}, so that the answer cannot be separated from the "
-                    "prompt; use a template whose generation prompt is the beginning of a turn"
+                    f"the header of the assistant's turn, {prompt[-40:]!r}, so the answer cannot be separated from "
+                    "the prompt; use a template whose generation prompt is the beginning of a turn"
                 )
             answer = turn[start:]
         names = [call.get("function", call).get("name") for call in messages[index].get("tool_calls", ())]
