@@ -99,8 +99,7 @@ def train(
     _run(context, overrides or [], config, print_config, help, dry_run, trains=True)
 
 
-@app.command(context_settings=RUN_SETTINGS, add_help_option=False)
-def sft(
+def train_on_data(
     context: typer.Context,
     overrides: SupervisedOverrides = None,
     config: ConfigFile = None,
@@ -108,34 +107,29 @@ def sft(
     print_config: PrintConfig = False,
     help: Help = False,
 ) -> None:
-    """Fine-tune a model on demonstrations."""
-    _run_supervised(context, overrides or [], config, print_config, help, dry_run)
+    """Run one of the commands in `SUPERVISED`."""
+    from skyrl_train.entrypoints.command import run_command
+
+    def run() -> None:
+        from skyrl_train.config.generate import describe_keys, describe_sections
+
+        command = str(context.command.name)
+        if help:
+            fields = _supervised_schema(command).fields
+            sections = f"{context.get_help()}\n\n{describe_sections(fields, command)}"
+            typer.echo(describe_keys(overrides, fields) if overrides else sections)
+        else:
+            _start_supervised(command, overrides or [], config, print_config, dry_run)
+
+    run_command(run)
 
 
-@app.command(context_settings=RUN_SETTINGS, add_help_option=False)
-def dpo(
-    context: typer.Context,
-    overrides: SupervisedOverrides = None,
-    config: ConfigFile = None,
-    dry_run: DryRun = False,
-    print_config: PrintConfig = False,
-    help: Help = False,
-) -> None:
-    """Train a model on preferences by direct preference optimization."""
-    _run_supervised(context, overrides or [], config, print_config, help, dry_run)
-
-
-@app.command(context_settings=RUN_SETTINGS, add_help_option=False)
-def reward(
-    context: typer.Context,
-    overrides: SupervisedOverrides = None,
-    config: ConfigFile = None,
-    dry_run: DryRun = False,
-    print_config: PrintConfig = False,
-    help: Help = False,
-) -> None:
-    """Train a reward model on preferences."""
-    _run_supervised(context, overrides or [], config, print_config, help, dry_run)
+for _name, _help in (
+    ("sft", "Fine-tune a model on demonstrations."),
+    ("dpo", "Train a model on preferences by direct preference optimization."),
+    ("reward", "Train a reward model on preferences."),
+):
+    app.command(_name, help=_help, context_settings=RUN_SETTINGS, add_help_option=False)(train_on_data)
 
 
 @app.command(context_settings=RUN_SETTINGS)
@@ -445,31 +439,6 @@ def _supervised_schema(command: str) -> Schema[Any]:
     module, name, *_ = SUPERVISED[command]
     schema: Schema[Any] = getattr(import_module(module), name)
     return schema
-
-
-def _run_supervised(
-    context: typer.Context,
-    overrides: Sequence[str],
-    config: Path | None,
-    print_config: bool,
-    help: bool,
-    dry_run: bool,
-) -> None:
-    """Do what `_run` does, for a run on fixed data."""
-    from skyrl_train.entrypoints.command import run_command
-
-    def run() -> None:
-        from skyrl_train.config.generate import describe_keys, describe_sections
-
-        command = str(context.command.name)
-        if help:
-            fields = _supervised_schema(command).fields
-            sections = f"{context.get_help()}\n\n{describe_sections(fields, command)}"
-            typer.echo(describe_keys(overrides, fields) if overrides else sections)
-        else:
-            _start_supervised(command, overrides, config, print_config, dry_run)
-
-    run_command(run)
 
 
 def _start_supervised(
