@@ -14,9 +14,10 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Any, cast, get_type_hints
+from typing import Any, Literal, cast, get_type_hints
 
 import tinker
 from transformers import PreTrainedTokenizerBase
@@ -45,6 +46,7 @@ from skyrl_train.types import Trajectory
 logger = logging.getLogger(__name__)
 
 STATE = "tinker_state.json"
+CLOSE_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +157,6 @@ class TinkerRun:
         if state["step"]:
             prompts.load_state_dict(state["prompts"])
             logger.info("Resuming after step %d from %s", state["step"], state["path"])
-        trainer = await self._training_client(state)
         engine = TinkerEngine(options.max_input_length + options.max_generate_length)
         generator = SkyRLGymGenerator(
             cfg.generator,
@@ -164,36 +165,53 @@ class TinkerRun:
             tokenizer,
         )
         backends = options.logger.split(",")
-        with Tracking(options.project_name, options.run_name, backends, asdict(options), self._folder.path) as tracking:
-            tracking.truncate_after(state["step"] or -1)
-            try:
-                for step in range(state["step"] + 1, options.max_steps + 1):
-                    started = time.perf_counter()
-                    engine.load(await trainer.save_weights_and_get_sampling_client(), step - 1)
-                    metrics: dict[str, float] = {}
-                    if eval_dataset is not None and (step - 1) % options.eval_every == 0:
-                        metrics |= await self._evaluate(eval_dataset, generator, tokenizer, step - 1)
-                    metrics |= await self._step(prompts, generator, trainer, step)
-                    metrics["time/total"] = time.perf_counter() - started
-                    tracking.log(metrics, step)
-                    for problem in find_tool_errors(metrics):
-                        logger.warning("Step %d: %s", step, problem)
-                    if step % options.save_every == 0 or step == options.max_steps:
-                        await self._save(trainer, prompts, step)
-                if eval_dataset is not None and state["step"] < options.max_steps:
-                    engine.load(await trainer.save_weights_and_get_sampling_client(), options.max_steps)
-                    final = await self._evaluate(eval_dataset, generator, tokenizer, options.max_steps)
-                    tracking.log(final, options.max_steps)
-            finally:
-                await generator.close()
+        async with self._training_client(state) as trainer:
+            with Tracking(
+                options.project_name, options.run_name, backends, asdict(options), self._folder.path
+            ) as tracking:
+                tracking.truncate_after(state["step"] or -1)
+                try:
+                    for step in range(state["step"] + 1, options.max_steps + 1):
+                        started = time.perf_counter()
+                        engine.load(await trainer.save_weights_and_get_sampling_client(), step - 1)
+                        metrics: dict[str, float] = {}
+                        if eval_dataset is not None and (step - 1) % options.eval_every == 0:
+                            metrics |= await self._evaluate(eval_dataset, generator, tokenizer, step - 1)
+                        metrics |= await self._step(prompts, generator, trainer, step)
+                        metrics["time/total"] = time.perf_counter() - started
+                        tracking.log(metrics, step)
+                        for problem in find_tool_errors(metrics):
+                            logger.warning("Step %d: %s", step, problem)
+                        if step % options.save_every == 0 or step == options.max_steps:
+                            await self._save(trainer, prompts, step)
+                    if eval_dataset is not None and state["step"] < options.max_steps:
+                        engine.load(await trainer.save_weights_and_get_sampling_client(), options.max_steps)
+                        final = await self._evaluate(eval_dataset, generator, tokenizer, options.max_steps)
+                        tracking.log(final, options.max_steps)
+                finally:
+                    await generator.close()
 
-    async def _training_client(self, state: dict[str, Any]) -> tinker.TrainingClient:
-        """Return a client for a new adapter, or for the saved one."""
-        service = tinker.ServiceClient()
-        if state["step"]:
-            return await service.create_training_client_from_state_with_optimizer(state["path"])
-        options = self._options
-        return await service.create_lora_training_client(options.model_name, rank=options.lora_rank, seed=options.seed)
+    @asynccontextmanager
+    async def _training_client(self, state: dict[str, Any]) -> AsyncIterator[tinker.TrainingClient]:
+        """Open a session with a new adapter, or with the saved one; finish it with the outcome of the block."""
+        options, service = self._options, tinker.ServiceClient()
+        outcome: Literal["success", "errored", "interrupted"] = "errored"
+        try:
+            if state["step"]:
+                yield await service.create_training_client_from_state_with_optimizer(state["path"])
+            else:
+                yield await service.create_lora_training_client(
+                    options.model_name, rank=options.lora_rank, seed=options.seed
+                )
+            outcome = "success"
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            outcome = "interrupted"
+            raise
+        finally:
+            try:
+                await asyncio.wait_for(service.close(outcome), CLOSE_TIMEOUT_S)
+            except (tinker.TinkerError, TimeoutError) as error:
+                logger.warning("The session on the Tinker service was not finished: %s", error or "timed out")
 
     async def _step(
         self, prompts: ShuffledPrompts, generator: SkyRLGymGenerator, trainer: tinker.TrainingClient, step: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import secrets
 import signal
 import subprocess
@@ -82,7 +81,7 @@ def test_a_kill_releases_it(config: TxConfig, caplog: pytest.LogCaptureFixture) 
         pause = threading.Event()
         lock.wait(60, lambda: pause.wait(0.05))
         assert holder.wait(20) == -signal.SIGKILL
-    (waited,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    (waited,) = [one.getMessage() for one in caplog.records if one.name == "tx.tinker.store.state_lock"]
     assert f"another engine, process {holder.pid} on" in waited
 
 

@@ -106,6 +106,10 @@ def test_a_run_on_a_tinker_server_trains_and_resumes(
         monkeypatch.setenv("TINKER_BASE_URL", server.url)
         main([*arguments, "--max_steps=2"])
         main([*arguments, "--max_steps=3"])
+        with server.client() as http:
+            sessions = http.get("sessions").json()["sessions"]
+            answers = [http.post("session_heartbeat", json={"session_id": name}) for name in sessions]
+        assert [answer.status_code for answer in answers] == [410, 410]  # both runs finished their session
     folder = tmp_path / "fleet-tinker-grpo/fleet_tinker"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "rollouts/total" in row]
