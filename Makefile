@@ -8,6 +8,7 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 SEED ?= 42
+JOBS ?= 2
 ARGS ?=
 
 BIN := .venv/bin
@@ -91,8 +92,8 @@ bench-experts: .venv/.dev ## compare two ways to compute a mixture of experts; w
 	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/tx/experts.py $(ARGS)
 
 .PHONY: test
-test: .venv/.dev ## run the tests (ARGS='-k tracking')
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=20 $(ARGS)
+test: .venv/.dev ## run the tests in JOBS processes (ARGS='-k tracking', JOBS=8)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --durations=20 $(ARGS)
 
 .PHONY: test-differential
 test-differential: $(DIFFERENTIAL)/.ready ## compare the algorithms with TRL, verl and TorchRL (separate environment)

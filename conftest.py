@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,3 +35,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.parent.relative_to(config.rootpath).as_posix()
         if folder in MARKERS:
             item.add_marker(MARKERS[folder])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Replace lone surrogates in captured output, which worker processes of pytest-xdist cannot send."""
+    report = yield
+    report.sections = [(title, text.encode("utf-8", "replace").decode()) for title, text in report.sections]
+    return report

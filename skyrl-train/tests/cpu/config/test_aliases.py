@@ -176,7 +176,7 @@ def test_a_key_without_effect_is_accepted_with_a_warning(key: str, caplog: pytes
     assert [record.message for record in caplog.records] == [f"{key}=x has no effect: {SKYRL_WITHOUT_EFFECT[key]}"]
 
 
-@pytest.mark.parametrize("key", {key for alias in ALIASES.values() for key in alias.also})
+@pytest.mark.parametrize("key", sorted({key for alias in ALIASES.values() for key in alias.also}))
 def test_also_names_existing_keys(key: str) -> None:
     assert as_section(FIELDS[key].annotation) is None
 
