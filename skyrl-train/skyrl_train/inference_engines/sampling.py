@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +39,7 @@ class Draw:
         return [*(() if self.sampling.ignore_eos else self.eos_ids), *self.sampling.stop_token_ids]
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A sampled token. `logprob` is of the model at the row's temperature, before penalties and truncation."""
 
     token_id: int
@@ -72,7 +72,7 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledTo
     top = _top_logits(logits, draws)
     excluded = logits.new_full((len(draws), 1 + max((column for _, column, _ in banned), default=-1)), -torch.inf)
     if banned:
-        rows, columns, tokens = torch.tensor(banned, device=logits.device).T
+        rows, columns, tokens = torch.from_numpy(np.array(banned)).to(logits.device).T
         excluded[rows, columns] = logits[rows, tokens]
         logits[rows, tokens] = -torch.inf
 
@@ -228,7 +228,7 @@ def _search(logits: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) ->
     chunk = _first_above(cumulative, target)  # (B,)
     before = torch.where(chunk > 0, cumulative.gather(-1, (chunk - 1).clamp(min=0)[:, None])[:, 0], 0.0)
     columns = chunk[:, None] * CHUNK + torch.arange(min(CHUNK, n_tokens), device=logits.device)  # (B, CHUNK)
-    inside = (logits.gather(-1, columns.clamp(max=n_tokens - 1)) - highest).exp_().masked_fill_(columns >= n_tokens, 0)
+    inside = (logits.gather(-1, columns.clamp_(max=n_tokens - 1)) - highest).exp_()  # ends with the last token, repeated
     token = _first_above(inside.cumsum(dim=-1), target - before)
     return (chunk * CHUNK + token).clamp(max=n_tokens - 1)
 
