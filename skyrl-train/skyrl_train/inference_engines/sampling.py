@@ -228,7 +228,7 @@ def _search(logits: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) ->
     chunk = _first_above(cumulative, target)  # (B,)
     before = torch.where(chunk > 0, cumulative.gather(-1, (chunk - 1).clamp(min=0)[:, None])[:, 0], 0.0)
     columns = chunk[:, None] * CHUNK + torch.arange(min(CHUNK, n_tokens), device=logits.device)  # (B, CHUNK)
-    inside = (logits.gather(-1, columns.clamp_(max=n_tokens - 1)) - highest).exp_()  # ends with the last token, repeated
+    inside = (logits.gather(-1, columns.clamp_(max=n_tokens - 1)) - highest).exp_()  # may repeat the last token
     token = _first_above(inside.cumsum(dim=-1), target - before)
     return (chunk * CHUNK + token).clamp(max=n_tokens - 1)
 

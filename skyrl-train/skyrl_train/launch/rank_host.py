@@ -15,6 +15,7 @@ import torch.distributed as dist
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.distributed import FSDP2Strategy, SingleStrategy
 from skyrl_train.errors import WorkerError, picklable_error
+from skyrl_train.launch.numa import bind_to_gpu
 from skyrl_train.types.specs import ModelSpec, World
 from skyrl_train.workers.worker import Worker
 
@@ -30,6 +31,7 @@ class RankHost:
         device = torch.device(world.device)
         if device.index is not None:
             torch.cuda.set_device(device)
+            bind_to_gpu(device.index)
         self._worker: Worker | None = None
         if world.size == 1:
             self.strategy: SingleStrategy | FSDP2Strategy = SingleStrategy(world)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.launch.numa import bind_to_device, parse_cores
+
+GPU = "0000:3b:00.0"
+MAX_CORE = max(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("0\n", {0}), ("0-3,8\n", {0, 1, 2, 3, 8}), ("2,4-5", {2, 4, 5}), ("\n", set())]
+)
+def test_cores_of_a_node(text: str, cores: set[int]) -> None:
+    assert parse_cores(text) == cores
+
+
+def write_sysfs(sysfs: Path, node: int, cores: str) -> Path:
+    """Describe a machine whose GPU belongs to `node`; node 1 has `cores`."""
+    device, node_1 = sysfs / "bus/pci/devices" / GPU, sysfs / "devices/system/node/node1"
+    for folder in (device, node_1):
+        folder.mkdir(parents=True)
+    (device / "numa_node").write_text(f"{node}\n")
+    (node_1 / "cpulist").write_text(f"{cores}\n")
+    return sysfs
+
+
+def test_a_rank_and_its_threads_run_on_the_cores_of_the_node(tmp_path: Path) -> None:
+    write_sysfs(tmp_path, 1, f"{MAX_CORE},{MAX_CORE + 1000}")  # a node may have cores that the process may not use
+    code = (
+        "import os, sys, threading; from pathlib import Path; from skyrl_train.launch.numa import bind_to_device; "
+        f"bind_to_device({GPU!r}, Path(sys.argv[1])); "
+        "thread = threading.Thread(target=lambda: print(os.sched_getaffinity(0))); thread.start(); thread.join()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == str({MAX_CORE})
+
+
+@pytest.mark.parametrize(("node", "cores"), [(-1, "0"), (2, "0"), (1, str(MAX_CORE + 1000)), (1, "")])
+def test_all_cores_are_kept_without_a_usable_node(tmp_path: Path, node: int, cores: str) -> None:
+    before = os.sched_getaffinity(0)
+    bind_to_device(GPU, write_sysfs(tmp_path, node, cores))
+    assert os.sched_getaffinity(0) == before
+    bind_to_device("0000:00:00.0", tmp_path)
+    assert os.sched_getaffinity(0) == before
