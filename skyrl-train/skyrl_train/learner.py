@@ -26,8 +26,9 @@ from skyrl_train.types import Metric, Metrics, TrainingBatch
 from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
-N_PROBED = 8
-"""Number of rows of an update on which `check_weights` tests the new weights."""
+N_PROBED_ROWS, N_PROBED_TOKENS = 2, 8
+"""Rows of an update on which `check_weights` tests the new weights, and response tokens of each: few, because it takes
+time before each checkpoint."""
 
 MIN_MEAN_LOGPROB = -100.0
 """Minimum mean log-prob of trained tokens after an update; exp(-100) is 0 in float32."""
@@ -43,8 +44,8 @@ class TrainedModels:
         self._probe: TrainingBatch | None = None  # of the last update
 
     def set_probe(self, batch: TrainingBatch) -> None:
-        """Keep a few rows of an update for `check_weights`."""
-        self._probe = _shortest_rows(batch, N_PROBED)
+        """Keep a few tokens of an update for `check_weights`."""
+        self._probe = _first_tokens(batch)
 
     async def score_reference(self, batch: TrainingBatch) -> TrainingBatch:
         """Fill in the log-probs (B, R) of the reference, if there is one."""
@@ -279,11 +280,22 @@ class Learner(TrainedModels):
         return groups
 
 
-def _shortest_rows(batch: TrainingBatch, n_rows: int) -> TrainingBatch | None:
-    """Return the shortest rows that have a trained token; None if no row has one."""
-    lengths = batch.attention_mask.sum(dim=1).tolist()
-    trained = sorted(batch.loss_mask.any(dim=1).nonzero()[:, 0].tolist(), key=lengths.__getitem__)
-    return batch.select(trained[:n_rows]) if trained else None
+def _first_tokens(batch: TrainingBatch) -> TrainingBatch | None:
+    """Return the rows whose first trained tokens come earliest, cut off soon after; None if no token is trained."""
+    prompt_length = batch.sequences.shape[1] - batch.response_length
+    first = batch.loss_mask.argmax(dim=1)  # (B,) column of the response
+    n_before = (batch.attention_mask[:, :prompt_length].sum(dim=1) + first).tolist()
+    trained = sorted(batch.loss_mask.any(dim=1).nonzero()[:, 0].tolist(), key=n_before.__getitem__)[:N_PROBED_ROWS]
+    if not trained:
+        return None
+    end = int(first[trained].max()) + N_PROBED_TOKENS
+    rows = batch.select(trained)
+    return TrainingBatch(
+        sequences=rows.sequences[:, : prompt_length + end],
+        attention_mask=rows.attention_mask[:, : prompt_length + end],
+        loss_mask=rows.loss_mask[:, :end],
+        draws=rows.draws,
+    )
 
 
 def _find_divergence(probe: Mapping[str, float], min_mean: float) -> str | None:

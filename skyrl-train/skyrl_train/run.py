@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -30,6 +29,7 @@ from skyrl_train.checkpoint import (
     find_credentials_fault,
     make_folder,
     step_of,
+    to_bytes,
     write_complete,
 )
 from skyrl_train.config import changed_settings, to_yaml
@@ -70,6 +70,15 @@ class Step:
         self.metrics = self.metrics.merge(metrics)
 
 
+class _Copying:
+    """The copy of the models for a checkpoint: nothing may change them between its begin and its end."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.begun: asyncio.Future[None] = loop.create_future()  # cancelled if it must not begin any more
+        self.ended: asyncio.Future[None] = loop.create_future()
+
+
 class TrainingRun(ABC):
     """A run of `total_steps` steps. Callbacks see it as a `Run`."""
 
@@ -91,10 +100,12 @@ class TrainingRun(ABC):
         self._callbacks = callbacks
         self.gauges: dict[str, float] = {}
         self._saving: asyncio.Task[None] | None = None
+        self._disk_wait_s = 0.0  # what training may still wait for this checkpoint
         trainer: RunConfig = cfg.trainer
         self.remote = open_remote(trainer.remote_url(cfg.trainer.policy.model.path))
         keeps_one = self.remote is not None and trainer.max_ckpts_to_keep < 0
-        self.checkpoints = CheckpointStore(Path(trainer.ckpt_path), 1 if keeps_one else trainer.max_ckpts_to_keep)
+        n_kept = 1 if keeps_one else trainer.max_ckpts_to_keep
+        self.checkpoints = CheckpointStore(Path(trainer.ckpt_path), n_kept, trainer.resume_mode, trainer.resume_path)
 
     @abstractmethod
     async def train(self) -> None:
@@ -188,23 +199,44 @@ class TrainingRun(ABC):
         """
         await self._finish_save()
         await self.check_weights(self.global_step)
-        await self._save(asyncio.Event())
+        await self._save(_Copying())
 
     async def begin_checkpoint(self) -> None:
         """Copy what `save_checkpoint` writes, and write it while training continues.
 
-        A failure to write it is an alert. Waits until the previous checkpoint is written.
+        A failure to write it is an alert. So is a disk that takes longer than `trainer.ckpt_timeout_seconds` to finish
+        the previous checkpoint and to begin this one: then this step is not saved.
 
         Raises:
             DivergenceError: as in `save_checkpoint`.
         """
-        await self._finish_save()
+        if self._saving is not None:
+            if not await self._wait_for_disk(self._saving):
+                return
+            await self._finish_save()
         await self.check_weights(self.global_step)
-        is_copied = asyncio.Event()
-        self._saving = asyncio.create_task(self._save_or_alert(is_copied))
-        copied = asyncio.create_task(is_copied.wait())
-        await asyncio.wait([self._saving, copied], return_when=asyncio.FIRST_COMPLETED)
-        copied.cancel()
+        copying = _Copying()
+        self._saving = asyncio.create_task(self._save_or_alert(copying))
+        self._disk_wait_s = self.cfg.trainer.ckpt_timeout_seconds
+        if await self._wait_for_disk(self._saving, copying.begun):
+            await asyncio.wait([self._saving, copying.ended], return_when=asyncio.FIRST_COMPLETED)
+        else:
+            copying.begun.cancel()
+
+    async def _wait_for_disk(self, *awaited: asyncio.Future[None]) -> bool:
+        """Wait for one of the futures; False, with an alert, after `trainer.ckpt_timeout_seconds` for a checkpoint."""
+        if any(future.done() for future in awaited):
+            return True
+        started, could_wait = time.monotonic(), self._disk_wait_s > 0
+        done, _ = await asyncio.wait(awaited, timeout=self._disk_wait_s, return_when=asyncio.FIRST_COMPLETED)
+        self._disk_wait_s = max(0.0, self._disk_wait_s - (time.monotonic() - started))
+        if not done and could_wait:
+            await self.alert(
+                f"step {self.global_step} is not saved, because writing a checkpoint to {self.checkpoints.path} takes "
+                f"longer than trainer.ckpt_timeout_seconds={self.cfg.trainer.ckpt_timeout_seconds:g}. Training "
+                "continues, and steps are saved again once it is written"
+            )
+        return bool(done)
 
     @property
     def is_saving(self) -> bool:
@@ -217,31 +249,35 @@ class TrainingRun(ABC):
             saving, self._saving = self._saving, None
             await saving
 
-    async def _save_or_alert(self, is_copied: asyncio.Event) -> None:
+    async def _save_or_alert(self, copying: _Copying) -> None:
         try:
-            await self._save(is_copied)
+            await self._save(copying)
         except CheckpointError as error:
             await self.alert(f"{error}. Training continues, and the next step is saved instead")
 
-    async def _save(self, is_copied: asyncio.Event) -> None:
-        """Save the last finished step; set `is_copied` once training may change the weights."""
-        step, driver = self.global_step, BytesIO()
-        state = {
-            "global_step": step,
-            "config": to_yaml(self.cfg),
-            "source": self._position.state_dict(),
-            "learner": self.models.state_dict(),
-            "rng": random_state(),
-        }
-        torch.save(state, driver)
+    async def _save(self, copying: _Copying) -> None:
+        """Save the last finished step; training may change the weights once `copying` has ended."""
+        step = self.global_step
+        driver = to_bytes(
+            {
+                "global_step": step,
+                "config": to_yaml(self.cfg),
+                "source": self._position.state_dict(),
+                "learner": self.models.state_dict(),
+                "rng": random_state(),
+            }
+        )
         started = time.monotonic()
 
         async def write(folder: Path) -> None:
+            if copying.begun.cancelled():
+                raise CheckpointError(f"step {step} is not saved, because {folder.parent} responded too late")
+            copying.begun.set_result(None)
             writing = await self.models.save(folder)
             self.gauges["timing/checkpoint_pause"] = time.monotonic() - started
-            is_copied.set()
+            copying.ended.set_result(None)
             await writing
-            await asyncio.to_thread((folder / "driver.pt").write_bytes, driver.getvalue())
+            await asyncio.to_thread((folder / "driver.pt").write_bytes, driver)
 
         path = await self.checkpoints.save(step, write, await self.models.checkpoint_bytes())
         self.gauges["timing/save_checkpoint"] = time.monotonic() - started
@@ -272,7 +308,8 @@ class TrainingRun(ABC):
             except CheckpointError as error:
                 logger.warning("Step %d is not saved: %s", self.global_step, error)
             else:
-                logger.warning("The checkpoint of step %d is saved; rerun the command to resume", self.global_step)
+                rerun = self.checkpoints.describe_rerun()
+                logger.warning("The checkpoint of step %d is saved; the same command %s", self.global_step, rerun)
 
     async def check_space(self) -> None:
         """Check the disk before the first step; warn if it has no room for all exports.
@@ -311,13 +348,13 @@ class TrainingRun(ABC):
 
     async def resume(self) -> None:
         """Load the checkpoint that `trainer.resume_mode` asks for, if there is one; download it if necessary."""
-        mode, path = self.cfg.trainer.resume_mode, self.cfg.trainer.resume_path
+        mode, path, downloaded = self.cfg.trainer.resume_mode, self.cfg.trainer.resume_path, None
         if mode == "latest" and self.remote is not None:
             await self._fetch_newer(self.remote)
         elif mode == "from_path" and "://" in path:
             parent, _, name = path.rstrip("/").rpartition("/")
-            path = await self._fetch(RemoteCheckpoints(RemoteFolder(parent)), step_of(Path(name)))
-        folder = self.checkpoints.find(mode, None if path is None else str(path))
+            downloaded = await self._fetch(RemoteCheckpoints(RemoteFolder(parent)), step_of(Path(name)))
+        folder = self.checkpoints.find(downloaded)
         if folder is None:
             return
         await self.checkpoints.verify(folder)

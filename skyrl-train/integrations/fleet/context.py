@@ -14,31 +14,33 @@ MAX_OUTPUT_HITS = 20
 HIT_CHARS = 200
 MAX_PAGE_SIZE = 500
 
-_TEXT = {"type": "string", "description": "text to search for; upper and lower case are the same"}
+_PATTERN = {"type": "string", "description": "text to search for; upper and lower case are the same"}
 _OUTPUT = {"type": "integer", "description": "number of the tool result; by default the newest"}
 
 
-def _tool(name: str, description: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+def _describe_tool(name: str, description: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties, "required": required}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 CONTEXT_TOOLS = [
-    _tool("check_context", "Show how many turns and characters your conversation has.", {}, []),
-    _tool(
+    _describe_tool("check_context", "Show how many turns and characters your conversation has.", {}, []),
+    _describe_tool(
         "manage_context",
         "Drop old turns. The instructions, the task and the most recent turns remain.",
         {"keep_recent_turns": {"type": "integer", "description": "number of turns to keep, 5 by default"}},
         [],
     ),
-    _tool("search_history", "Search all messages so far, also dropped ones.", {"pattern": _TEXT}, ["pattern"]),
-    _tool(
+    _describe_tool(
+        "search_history", "Search all messages so far, also dropped ones.", {"pattern": _PATTERN}, ["pattern"]
+    ),
+    _describe_tool(
         "search_tool_output",
         "Search the lines of a tool result, also of one that was truncated.",
-        {"pattern": _TEXT, "output": _OUTPUT},
+        {"pattern": _PATTERN, "output": _OUTPUT},
         ["pattern"],
     ),
-    _tool(
+    _describe_tool(
         "view_tool_output",
         "Show a page of a tool result, also of one that was truncated.",
         {
@@ -99,20 +101,20 @@ class Context:
         if unknown := sorted(arguments.keys() - tool["parameters"]["properties"].keys()):
             raise ContextToolError(f"{call.name} has no argument {unknown[0]}")
         if call.name == "check_context":
-            return self._summary()
+            return self._summarize()
         if call.name == "manage_context":
-            return self._drop_turns(_whole(arguments, "keep_recent_turns", 5, 1))
+            return self._drop_turns(_read_count(arguments, "keep_recent_turns", 5, 1))
         if call.name == "search_history":
-            return self._search_history(_text(arguments, "pattern"))
-        output = _whole(arguments, "output", len(self.outputs), 1)
+            return self._search_history(_read_text(arguments, "pattern"))
+        output = _read_count(arguments, "output", len(self.outputs), 1)
         if output > len(self.outputs):
             raise ContextToolError(f"output={output} does not exist; there are {len(self.outputs)} tool results")
         lines = self.outputs[output - 1].splitlines()
         if call.name == "search_tool_output":
-            pattern = _text(arguments, "pattern").lower()
+            pattern = _read_text(arguments, "pattern").lower()
             hits = [(i, line) for i, line in enumerate(lines, start=1) if pattern in line.lower()]
-            return _format_hits([f"line {i}: {_around(line, pattern)}" for i, line in hits], MAX_OUTPUT_HITS)
-        page, size = _whole(arguments, "page", 1, 1), _whole(arguments, "page_size", 50, 1)
+            return _format_hits([f"line {i}: {_excerpt(line, pattern)}" for i, line in hits], MAX_OUTPUT_HITS)
+        page, size = _read_count(arguments, "page", 1, 1), _read_count(arguments, "page_size", 50, 1)
         size = min(size, MAX_PAGE_SIZE)
         n_pages = max(1, -(-len(lines) // size))
         if page > n_pages:
@@ -120,7 +122,7 @@ class Context:
         shown = "\n".join(lines[(page - 1) * size : page * size])
         return self.truncate(f"Page {page} of {n_pages}, tool result {output}:\n{shown}")
 
-    def _summary(self) -> str:
+    def _summarize(self) -> str:
         facts = {
             "turns": len(self.turns),
             "dropped_turns": len(self.dropped),
@@ -139,11 +141,11 @@ class Context:
         pattern = pattern.lower()
         messages = [*self.prompt, *(message for turn in [*self.dropped, *self.turns] for message in turn)]
         texts = [(message["role"], str(message["content"])) for message in messages]
-        hits = [f"{role}: {_around(text, pattern)}" for role, text in texts if pattern in text.lower()]
+        hits = [f"{role}: {_excerpt(text, pattern)}" for role, text in texts if pattern in text.lower()]
         return _format_hits(hits, MAX_HISTORY_HITS)
 
 
-def _around(text: str, pattern: str) -> str:
+def _excerpt(text: str, pattern: str) -> str:
     """Return the part of a text around the pattern, which is in lower case."""
     start = max(0, text.lower().find(pattern) - HIT_CHARS // 4)
     return text[start : start + HIT_CHARS]
@@ -154,14 +156,14 @@ def _format_hits(hits: list[str], limit: int) -> str:
     return "\n".join(hits[:limit]) + more if hits else "Nothing found."
 
 
-def _text(arguments: dict[str, Any], name: str) -> str:
+def _read_text(arguments: dict[str, Any], name: str) -> str:
     value = arguments.get(name)
     if not isinstance(value, str) or not value:
         raise ContextToolError(f"{name}={value!r} must be text")
     return value
 
 
-def _whole(arguments: dict[str, Any], name: str, default: int, minimum: int) -> int:
+def _read_count(arguments: dict[str, Any], name: str, default: int, minimum: int) -> int:
     value = arguments.get(name, default)
     if isinstance(value, str) and value.strip().isdigit():  # plain-text calls
         value = int(value[:9])

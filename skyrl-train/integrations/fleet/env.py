@@ -177,8 +177,8 @@ class FleetTaskEnv(AsyncEnv):
         if self._env is None or self._is_graded:
             raise RuntimeError("this episode is over" if self._is_graded else "call init before step")
         self.turns += 1
-        said = CALL.sub("", strip_thoughts(action)).lower()
-        is_done = DONE in said or "[done]" in said
+        statement = CALL.sub("", strip_thoughts(action)).lower()
+        is_done = DONE in statement or "[done]" in statement
         reward = None
         metadata: dict[str, Any] = {"task_key": self.task.key, "turn": self.turns, "tool_call": None, "error": None}
         self._context.turns.append([{"role": "assistant", "content": action}])
@@ -351,13 +351,13 @@ def is_transient(error: Exception) -> bool:
 
 
 def _openenv_class() -> Any:
-    """Return OpenEnv's class, which the OpenEnv of Fleet has and the one of PyPI has not."""
+    """Return OpenEnv's class for Fleet tasks; ModuleNotFoundError if Fleet's OpenEnv is not installed."""
     try:
         return importlib.import_module(OPENENV_MODULE).FleetTaskEnv
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"Fleet tasks need {OPENENV_MODULE}, which {error.name or OPENENV_MODULE} is missing for: pip install "
-            "'git+https://github.com/fleet-ai/OpenEnv' fleet-python. The package openenv of PyPI does not have it",
+            f"Fleet tasks need {OPENENV_MODULE}, and the module {error.name or OPENENV_MODULE} is not installed: pip "
+            "install 'git+https://github.com/fleet-ai/OpenEnv' fleet-python. The package openenv of PyPI lacks it",
             name=error.name,
         ) from error
 

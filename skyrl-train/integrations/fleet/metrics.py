@@ -77,6 +77,14 @@ def find_tool_errors(metrics: Mapping[str, float]) -> list[str]:
     ]
 
 
+async def send_alert(text: str) -> None:
+    """Post an alert to Slack; a warning in the log if that fails."""
+    try:
+        await asyncio.to_thread(post, text)
+    except SlackError as error:
+        logger.warning("The alert was not sent: %s", error)
+
+
 class FleetMetrics(Callback):
     """A callback that adds `fleet_metrics` to a step before it is logged."""
 
@@ -93,7 +101,4 @@ class ToolErrorAlert(Callback):
             return
         text = f"{run.cfg.trainer.run_name}, step {report.global_step}: {'; '.join(problems)}"
         logger.warning(text)
-        try:
-            await asyncio.to_thread(post, text)
-        except SlackError as error:
-            logger.warning("The alert was not sent: %s", error)
+        await send_alert(text)

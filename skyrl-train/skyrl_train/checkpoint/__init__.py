@@ -1,6 +1,6 @@
 """Checkpoints: complete or absent."""
 
-from skyrl_train.checkpoint.durable import DISK_ERRORS, disk_error, make_folder, replace_text
+from skyrl_train.checkpoint.durable import DISK_ERRORS, disk_error, make_folder, replace_text, to_bytes
 from skyrl_train.checkpoint.lock import folder_lock
 from skyrl_train.checkpoint.remote import (
     STORAGE_ERRORS,
@@ -27,6 +27,7 @@ __all__ = [
     "make_folder",
     "replace_text",
     "step_of",
+    "to_bytes",
     "upload_files",
     "write_complete",
 ]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+from io import BytesIO
 from pathlib import Path
+from typing import Any
+
+import torch
 
 DISK_ERRORS = frozenset(
     {
@@ -21,6 +25,13 @@ def disk_error(error: BaseException) -> BaseException:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     return error if cause is None else cause
+
+
+def to_bytes(state: dict[str, Any]) -> bytes:
+    """Return the content of a file that `torch.load` reads."""
+    content = BytesIO()
+    torch.save(state, content)
+    return content.getvalue()
 
 
 def make_folder(folder: Path) -> None:

@@ -34,10 +34,17 @@ Write = Callable[[Path], Awaitable[None]]
 class CheckpointStore:
     """Saves, finds and removes the checkpoints under `path`."""
 
-    def __init__(self, path: Path, max_to_keep: int = -1) -> None:
+    def __init__(
+        self,
+        path: Path,
+        max_to_keep: int = -1,
+        resume_mode: Literal["none", "latest", "from_path"] = "latest",
+        resume_path: str | None = None,
+    ) -> None:
         """Keep the newest `max_to_keep` checkpoints; -1 keeps all that the disk has room for."""
         self.path = path
         self._max_to_keep = max_to_keep
+        self._resume_mode, self._resume_path = resume_mode, resume_path
         self.pinned: set[int] = set()
         """Steps that retention keeps, e.g. until they are uploaded."""
         self._removing = threading.Lock()  # removals run in threads
@@ -81,17 +88,19 @@ class CheckpointStore:
         await asyncio.to_thread(replace_text, self.path / POINTER, f"{step}\n")
         return target
 
-    def find(self, mode: Literal["none", "latest", "from_path"], path: str | None = None) -> Path | None:
+    def find(self, downloaded: Path | None = None) -> Path | None:
         """Return the checkpoint that `trainer.resume_mode` asks for, or None to start anew.
+
+        `downloaded` is the local copy of a `trainer.resume_path` in remote storage.
 
         Raises:
             CheckpointError: it does not exist, its name lacks its step, or the pointer names none.
         """
-        if mode == "latest":
+        if self._resume_mode == "latest":
             return self.latest()
-        if mode == "none":
+        if self._resume_mode == "none":
             return None
-        folder = Path(path or "")
+        folder = downloaded or Path(self._resume_path or "")
         if not re.fullmatch(r"global_step_\d+", folder.name):
             raise CheckpointError(f"trainer.resume_path={folder} must end in global_step_N, e.g. ckpts/global_step_40")
         if not folder.is_dir():
@@ -150,7 +159,14 @@ class CheckpointStore:
     def describe_rerun(self) -> str:
         """Return what the same command would do next, as a verb phrase."""
         step = self.resumable_step()
-        return "starts again, because there is no checkpoint" if step is None else f"resumes from step {step}"
+        latest = "" if step is None else f"; with trainer.resume_mode=latest, it resumes from step {step}"
+        if self._resume_mode == "from_path":
+            return f"resumes from trainer.resume_path={self._resume_path} again{latest}"
+        if step is None:
+            return "starts again, because there is no checkpoint"
+        if self._resume_mode == "none":
+            return f"starts again, because trainer.resume_mode=none{latest}"
+        return f"resumes from step {step}"
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
@@ -252,17 +268,21 @@ async def write_complete(target: Path, write: Write) -> Path:
     An existing folder of that name is replaced.
     """
     partial = target.with_name(f".{target.name}.partial")
-    if partial.exists():
-        await asyncio.to_thread(shutil.rmtree, partial)
-    make_folder(target.parent)
+    await asyncio.to_thread(_make_empty, partial)
     try:
-        partial.mkdir()
         await write(partial)
         await asyncio.to_thread(_commit, partial, target)
     except Exception:
         await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)  # frees the disk
         raise
     return target
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    make_folder(folder.parent)
+    folder.mkdir()
 
 
 def _commit(partial: Path, target: Path) -> None:

@@ -113,6 +113,10 @@ class RunConfig(Section):
     ckpt_interval: CountOrMinusOne = 10
     """Steps between checkpoints, with one after the last step; -1 writes none."""
 
+    ckpt_timeout_seconds: Annotated[float, Ge(0)] = 60.0
+    """Maximum number of seconds that training waits for a slow disk because of a checkpoint. A checkpoint that is due
+    later, before the slow one is written, is left out, with an alert. The last one is waited for."""
+
     ckpt_path: Resolved[Text] = resolved_later()
     """Folder of the checkpoints; null takes `<output_dir>/<project_name>/<run_name>/ckpts`."""
 

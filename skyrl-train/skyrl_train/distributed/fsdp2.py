@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from skyrl_train.distributed.strategy import DistributedStrategy, hf_model
+from skyrl_train.distributed.strategy import DistributedStrategy, all_finite, hf_model
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.types.specs import ModelSpec, World
 
@@ -69,7 +69,7 @@ class FSDP2Strategy(DistributedStrategy):
 
     def is_finite(self, module: ScoringModule) -> bool:
         local = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
-        flag = torch.stack([tensor.isfinite().all() for tensor in local]).all().to(self._device, torch.int32)
+        flag = torch.tensor(all_finite(local), device=self._device, dtype=torch.int32)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 

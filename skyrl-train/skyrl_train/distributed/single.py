@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl_train.distributed.strategy import DistributedStrategy, hf_model
+from skyrl_train.distributed.strategy import DistributedStrategy, all_finite, hf_model
 from skyrl_train.models.lora import adapter_config
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.types.specs import ModelSpec
@@ -17,7 +17,7 @@ class SingleStrategy(DistributedStrategy):
         return module
 
     def is_finite(self, module: ScoringModule) -> bool:
-        return all(bool(parameter.isfinite().all()) for parameter in module.parameters())
+        return all_finite(module.parameters())
 
     def export(self, module: ScoringModule, folder: Path) -> None:
         model = hf_model(module)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -53,6 +55,9 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 OPTIMIZER_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 SCHEDULE = "schedule.pt"
 
+METADATA = ".metadata"
+"""File that DCP writes once every rank has written its part."""
+
 
 @dataclass(slots=True)
 class TrainState:
@@ -61,6 +66,18 @@ class TrainState:
     module: ScoringModule
     optimizer: torch.optim.Optimizer | None = None
     scheduler: LRScheduler | None = None
+
+
+class _Writer(dcp.FileSystemWriter):
+    """A writer of a rank's part that calls a function first. If the function fails, the save fails on all ranks."""
+
+    def __init__(self, folder: Path, write_files: Callable[[], None]) -> None:
+        super().__init__(folder)
+        self._write_files = write_files
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        self._write_files()
+        return super().write_data(plan, planner)
 
 
 class DistributedStrategy(ABC):
@@ -123,17 +140,25 @@ class DistributedStrategy(ABC):
         _reshard(module)
         return results
 
-    def save(self, state: TrainState, folder: Path) -> Future[Any]:
-        """Copy the state to host memory, then write it into `folder` in the background, by parameter name."""
+    def copy(self, state: TrainState) -> dict[str, Any]:
+        """Copy the state to host memory, by parameter name."""
         saved: dict[str, Any] = {"model": get_model_state_dict(state.module, options=_model_options(state.module))}
         if state.optimizer is not None and state.optimizer.state:  # the first step creates the moments
             saved["optimizer"] = get_optimizer_state_dict(state.module, state.optimizer, options=OPTIMIZER_OPTIONS)
-        if state.scheduler is not None and self.world.rank == 0:
-            torch.save(state.scheduler.state_dict(), folder / SCHEDULE)
+        options = StagingOptions(False, False, False, False)  # one copy, which is complete when the call returns
+        copied = DefaultStager(options).stage(saved)
+        assert isinstance(copied, dict)
+        return copied
+
+    def write(self, copied: dict[str, Any], folder: Path, write_files: Callable[[], None]) -> None:
+        """Write a copy of the state, after this rank's other files. `METADATA` completes the folder.
+
+        Raises:
+            CheckpointException: a rank could not write its part; on all ranks.
+        """
+        torch.serialization.set_crc32_options(False)  # it takes longer than writing, and checksums.json covers the file
         group = self._save_group
-        future = dcp.async_save(saved, checkpoint_id=folder, process_group=group, no_dist=group is None)
-        assert isinstance(future, Future)
-        return future
+        dcp.save(copied, storage_writer=_Writer(folder, write_files), process_group=group, no_dist=group is None)
 
     def load(self, state: TrainState, folder: Path) -> None:
         """Load what any number of ranks saved, in place: an engine may generate with these very tensors."""
@@ -177,9 +202,13 @@ class DistributedStrategy(ABC):
         """Return the Frobenius norm of the change that the adapter makes to the weights."""
         return change_norm(hf_model(module), _gathered)
 
+    def copy_adapter(self, module: ScoringModule) -> dict[str, torch.Tensor]:
+        """Copy the tensors of the adapter to host memory. Gathering them is collective."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.full_tensors(module, "adapter")}
+
     def export_adapter(self, module: ScoringModule, lora: LoraSpec, folder: Path) -> None:
         """Write the adapter in peft's format."""
-        tensors = {name: tensor.cpu() for name, tensor in self.full_tensors(module, "adapter")}
+        tensors = self.copy_adapter(module)
         if self.world.rank == 0:
             save_adapter(hf_model(module), tensors, lora.base_path, folder)
 
@@ -208,6 +237,11 @@ class DistributedStrategy(ABC):
     @abstractmethod
     def export(self, module: ScoringModule, folder: Path) -> None:
         """Write a plain Hugging Face folder."""
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return False if an element is NaN or infinite. Minimum and maximum take a seventh of the time of `isfinite`."""
+    return all(bool(torch.stack(torch.aminmax(tensor)).isfinite().all()) for tensor in tensors if tensor.numel())
 
 
 def hf_model(module: ScoringModule) -> PreTrainedModel:

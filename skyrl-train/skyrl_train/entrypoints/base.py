@@ -67,7 +67,7 @@ class Experiment(ABC):
                 logger.info(
                     "Stopped. With trainer.run_name=%s, the same command %s",
                     self.cfg.trainer.run_name,
-                    CheckpointStore(Path(self.cfg.trainer.ckpt_path)).describe_rerun(),
+                    self._describe_rerun(),
                 )
                 raise
             logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)
@@ -102,11 +102,18 @@ class Experiment(ABC):
         except OSError as error:
             if error.errno not in DISK_ERRORS:
                 raise
-            rerun = CheckpointStore(Path(self.cfg.trainer.ckpt_path)).describe_rerun()
+            rerun = self._describe_rerun()
             raise StorageError(
                 f"a file of the run in {self.run_folder.path} could not be written: {error}. Free disk space; the same "
                 f"command then {rerun}"
             ) from error
+
+    def _describe_rerun(self) -> str:
+        trainer = self.cfg.trainer
+        store = CheckpointStore(
+            Path(trainer.ckpt_path), resume_mode=trainer.resume_mode, resume_path=trainer.resume_path
+        )
+        return store.describe_rerun()
 
     def get_tracker(self) -> Tracking:
         """Open the backends that metrics are sent to."""

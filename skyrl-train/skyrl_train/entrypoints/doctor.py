@@ -16,6 +16,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, find_credentials_fault
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.entrypoints import providers
 from skyrl_train.entrypoints.command import parse_cli
 from skyrl_train.entrypoints.plan import forecast_disk, format_bytes, free_bytes, plan_models
 from skyrl_train.entrypoints.preflight import check_data, find_missing
@@ -26,11 +27,14 @@ TIMEOUT_S = 30.0
 PROBE = ".skyrl-doctor"
 
 
+Status = Literal["ok", "warning", "failed"]
+
+
 class Finding(NamedTuple):
     """The result of one check."""
 
     name: str
-    status: Literal["ok", "warning", "failed"]
+    status: Status
     text: str
     fix: str = ""
 
@@ -57,6 +61,7 @@ def examine(overrides: Sequence[str], file: Path | None = None, task: Path | Non
         yield from _ports(cfg)
     if task is not None:
         yield from _task(task)
+    yield from _wallets(_clouds(task))
 
 
 def _versions() -> Iterator[Finding]:
@@ -190,6 +195,37 @@ def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _wallets(clouds: Sequence[str]) -> Iterator[Finding]:
+    """Ask the clouds of a task, or those with a key in the environment, for their balance."""
+    statuses = []
+    for provider in providers.PROVIDERS:
+        if provider.name in clouds or (not clouds and os.environ.get(provider.key_name)):
+            status, text = provider.ask(os.environ)
+            statuses.append(status)
+            fix = {
+                "empty": "add funds; until then, SkyPilot has to find a machine in another cloud",
+                "refused": f"export a valid {provider.key_name}",
+                "unknown": "look at its console; `sky check` tests the login",
+            }
+            result: Status = "ok" if status == "ok" else "failed" if status == "refused" else "warning"
+            yield Finding("wallet", result, f"{provider.name}: {text}", fix.get(status, ""))
+    if statuses and set(statuses) <= {"empty", "refused"}:
+        yield Finding("wallet", "failed", "no cloud would start a machine", "add funds to one of them")
+
+
+def _clouds(task: Path | None) -> list[str]:
+    """Return the clouds that a task names; none if it leaves the choice to SkyPilot, or `_task` cannot read it."""
+    if task is None:
+        return []
+    try:
+        resources = yaml.safe_load(task.read_text(encoding="utf-8"))["resources"]
+        choices = resources.get("any_of") or resources.get("ordered") or [resources]
+        names = [choice.get("infra") or choice.get("cloud") for choice in choices]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return []
+    return [str(name).partition("/")[0].lower() for name in names if name]
 
 
 def _task(path: Path) -> Iterator[Finding]:

@@ -97,11 +97,11 @@ def _count_calls(reply: str) -> int:
         return 1
 
 
-def _first_error(pattern: re.Pattern[str]) -> Callable[[Episode], str | None]:
+def _error_finder(pattern: re.Pattern[str]) -> Callable[[Episode], str | None]:
     return lambda episode: next((text for text in episode.errors if pattern.search(text)), None)
 
 
-def _argument_error(episode: Episode) -> str | None:
+def _find_argument_error(episode: Episode) -> str | None:
     for reply in episode.replies:
         try:
             parse_tool_calls(reply)
@@ -112,17 +112,17 @@ def _argument_error(episode: Episode) -> str | None:
     return next((text for text in errors if ARGUMENTS.search(text)), None)
 
 
-def _false_completion(episode: Episode) -> str | None:
+def _find_false_completion(episode: Episode) -> str | None:
     last = episode.replies[-1] if episode.replies else ""
     has_stopped = episode.trajectory.stop_reason == "stop" and episode.n_tool_calls > 0 and not _count_calls(last)
     return last if DONE.search(last) or has_stopped else None
 
 
-def _overflow(episode: Episode) -> str | None:
+def _find_overflow(episode: Episode) -> str | None:
     return f"after {episode.n_turns} turns" if episode.trajectory.stop_reason == "length" else None
 
 
-def _turn_limit(episode: Episode) -> str | None:
+def _find_turn_limit(episode: Episode) -> str | None:
     return f"after {episode.n_turns} turns" if episode.trajectory.stop_reason == "max_turns" else None
 
 
@@ -135,12 +135,12 @@ class Category(NamedTuple):
 
 
 CATEGORIES = (
-    Category("tool arguments", "a call is not valid JSON, or a tool refused its arguments", _argument_error),
-    Category("authorization", "a tool answered 401, 403 or denied access", _first_error(AUTHORIZATION)),
-    Category("resource not found", "a tool answered 404 or that something does not exist", _first_error(NOT_FOUND)),
-    Category("false completion", "the model declared the task done", _false_completion),
-    Category("context overflow", "the episode ended with stop reason `length`", _overflow),
-    Category("turn limit", "the episode ended with stop reason `max_turns`", _turn_limit),
+    Category("tool arguments", "a call is not valid JSON, or a tool refused its arguments", _find_argument_error),
+    Category("authorization", "a tool answered 401, 403 or denied access", _error_finder(AUTHORIZATION)),
+    Category("resource not found", "a tool answered 404 or that something does not exist", _error_finder(NOT_FOUND)),
+    Category("false completion", "the model declared the task done", _find_false_completion),
+    Category("context overflow", "the episode ended with stop reason `length`", _find_overflow),
+    Category("turn limit", "the episode ended with stop reason `max_turns`", _find_turn_limit),
 )
 
 
@@ -162,14 +162,14 @@ def read_episodes(folder: RemoteFolder, step: int) -> list[Episode]:
     for name in evaluation.names():
         if name.endswith(".jsonl") and name != AGGREGATED:
             text = (evaluation.read(name) or b"").decode("utf-8", errors="replace")
-            episodes += [_episode(row) for row in parse_rows(text, (evaluation / name).url)]
+            episodes += [_parse_episode(row) for row in parse_rows(text, (evaluation / name).url)]
     return episodes
 
 
-def _episode(row: dict[str, Any]) -> Episode:
+def _parse_episode(row: dict[str, Any]) -> Episode:
     trajectory = parse_trajectory(row)
     earlier = [str(segment.get("output_response", "")) for segment in row.get("earlier") or ()]
-    messages = tuple(message for text in (*earlier, trajectory.response) for message in _messages(text))
+    messages = tuple(message for text in (*earlier, trajectory.response) for message in _split_messages(text))
     extras = row.get("env_extras") or {}
     uid = str(row.get("uid") or "")
     key = extras.get("task_key") or uid.rpartition("_")[0] or trajectory.prompt
@@ -177,7 +177,7 @@ def _episode(row: dict[str, Any]) -> Episode:
     return Episode(trajectory, str(key), messages, n_turns, row.get("env_metrics") or {})
 
 
-def _messages(response: str) -> list[Message]:
+def _split_messages(response: str) -> list[Message]:
     """Take the text after a prompt apart; it starts with a reply of the model."""
     parts = ROLE.split(f"<|im_start|>assistant\n{response}" if not ROLE.match(response) else response)
     found = [
@@ -252,49 +252,48 @@ def describe_trajectories(source: str, first: int | None = None, last: int | Non
         evaluations = {step: read_episodes(folder, step) for step in sorted(set(chosen))}
     except STORAGE_ERRORS as error:
         raise DataError(f"cannot read {source}: {error!r}; check the path and the credentials") from error
-    return _page(source, evaluations, n_samples)
+    return _format_page(source, evaluations, n_samples)
 
 
-def _page(source: str, evaluations: dict[int, list[Episode]], n_samples: int) -> str:
-    steps = list(evaluations)
-    lines = [f"# Trajectories of {source}", "", f"Evaluations of steps {' and '.join(map(str, steps))}.", ""]
-    lines += ["## Environments", ""]
+def _format_page(source: str, evaluations: dict[int, list[Episode]], n_samples: int) -> str:
+    steps = " and ".join(map(str, evaluations))
+    lines = [f"# Trajectories of {source}", "", f"Evaluations of steps {steps}.", "", "## Environments", ""]
+    lines += _format_environments(evaluations)
+    return "\n".join([*lines, "", "## Failures", "", *_format_failures(evaluations, n_samples), ""])
+
+
+def _format_environments(evaluations: dict[int, list[Episode]]) -> list[str]:
     n_max = max((Summary.of(episodes).n_samples for episodes in evaluations.values()), default=1)
-    lines += _table(
-        [
-            "environment",
-            "step",
-            "episodes",
-            "invalid",
-            "turns",
-            "tool calls",
-            "tool errors",
-            "success",
-            f"pass@{n_max}",
-        ],
+    counts = ("environment", "step", "episodes", "invalid", "turns", "tool calls", "tool errors")
+    return _format_table(
+        [*counts, "success", f"pass@{n_max}"],
         [
             [
                 *(name, step, s.n_episodes, s.n_invalid),
-                *(_number(s.turns), _number(s.tool_calls), _number(s.tool_errors)),
-                *(_percent(s.success), _percent(s.pass_at_n)),
+                *(_format_number(s.turns), _format_number(s.tool_calls), _format_number(s.tool_errors)),
+                *(_format_percent(s.success), _format_percent(s.pass_at_n)),
             ]
-            for name in _environments(evaluations)
+            for name in _list_environments(evaluations)
             for step, episodes in evaluations.items()
             for s in [Summary.of([e for e in episodes if name in ("all", e.trajectory.data_source)])]
         ],
     )
+
+
+def _format_failures(evaluations: dict[int, list[Episode]], n_samples: int) -> list[str]:
+    """Return a table of the categories at each step, and samples of each category."""
     found = {
         step: [(episode, name, evidence) for episode in episodes for name, evidence in classify(episode).items()]
         for step, episodes in evaluations.items()
     }
-    lines += ["", "## Failures", "", "An episode may be in several categories.", ""]
     counts = {step: [name for _, name, _ in failures] for step, failures in found.items()}
     rules = {name: rule for name, rule, _ in CATEGORIES} | {"other": "none of the rules fits"}
     others = sorted({name for names in counts.values() for name in names} - set(rules))
     rules |= dict.fromkeys(others, "no reward: left out of all rates")
-    lines += _table(
-        ["category", *(f"step {step}" for step in steps), "rule"],
-        [[name, *(counts[step].count(name) for step in steps), rule] for name, rule in rules.items()],
+    lines = ["An episode may be in several categories.", ""]
+    lines += _format_table(
+        ["category", *(f"step {step}" for step in found), "rule"],
+        [[name, *(counts[step].count(name) for step in found), rule] for name, rule in rules.items()],
     )
     samples = [
         f"- **{name}**, step {step}, {episode.trajectory.data_source}, task `{episode.prompt_key[:80]}`: "
@@ -303,24 +302,24 @@ def _page(source: str, evaluations: dict[int, list[Episode]], n_samples: int) ->
         for step, failures in found.items()
         for episode, _, evidence in [failure for failure in failures if failure[1] == name][:n_samples]
     ]
-    return "\n".join([*lines, *(["", "## Samples", "", *samples] if samples else []), ""])
+    return [*lines, *(["", "## Samples", "", *samples] if samples else [])]
 
 
-def _environments(evaluations: dict[int, list[Episode]]) -> list[str]:
+def _list_environments(evaluations: dict[int, list[Episode]]) -> list[str]:
     names = sorted({e.trajectory.data_source for episodes in evaluations.values() for e in episodes})
     return ["all", *names] if len(names) > 1 else names
 
 
-def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
+def _format_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return "–" if value != value else f"{value:.1f}"
 
 
-def _percent(value: float) -> str:
+def _format_percent(value: float) -> str:
     return "–" if value != value else f"{value:.1%}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from skyrl_train.algorithms.objectives import Objective, PairObjective, PolicyObjective
+from skyrl_train.distributed import METADATA
 from skyrl_train.errors import SyncError, WorkerError
 from skyrl_train.types import Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, TensorSpec
@@ -115,13 +116,20 @@ class WorkerGroup:
     async def save(self, folder: Path) -> Awaitable[Any]:
         """Return once training may continue; await the result until `folder` is on disk."""
         await self._call("begin_save", folder)
-        return self._finish_save()
+        return self._finish_save(folder)
 
-    async def _finish_save(self) -> None:
-        """Wait until all ranks have written their part; other calls run in between."""
-        while not all(await self._call("is_written")):
+    async def _finish_save(self, folder: Path) -> None:
+        """Wait until all ranks have written their part, while other calls run.
+
+        The ranks are asked only between calls, for a failure: the folder shows that it is complete during a call, too.
+        """
+        while not await asyncio.to_thread((folder / METADATA).exists):
+            if not self._lock.locked() and all(await self._call("is_written")):
+                for failure in await self._call("finish_save"):
+                    if failure is not None:
+                        raise failure
+                return
             await asyncio.sleep(SAVE_POLL_S)
-        await self._call("finish_save")
 
     async def load_state(self, folder: Path) -> None:
         """Load what any number of ranks saved; CheckpointError if it is incomplete or belongs to another model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import get_scheduler
 
 from skyrl_train.algorithms.objectives import Objective
-from skyrl_train.checkpoint import disk_error
-from skyrl_train.distributed import DistributedStrategy, TrainState
-from skyrl_train.distributed.strategy import hf_model
+from skyrl_train.checkpoint import disk_error, to_bytes
+from skyrl_train.distributed import METADATA, DistributedStrategy, TrainState
+from skyrl_train.distributed.strategy import SCHEDULE, hf_model
 from skyrl_train.errors import CheckpointError
-from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, count_parameters
+from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, count_parameters, save_adapter
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan, send
@@ -50,7 +50,8 @@ class Worker:
             self.module.requires_grad_(False)
         else:
             self._state.optimizer, self._state.scheduler = self._make_optimizer(spec.optimizer)
-        self._saving: Future[Any] | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Future[None] | None = None
         self._sent: SentWeights | None = None  # set by the first sync that sends changes
         self._is_skipping = False  # True while gradients are NaN or infinite
 
@@ -155,34 +156,52 @@ class Worker:
         return metrics
 
     def begin_save(self, folder: Path) -> None:
-        """Copy weights, optimizer, schedule and this rank's random state to host memory; write in the background."""
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(random_state(), folder / f"rng_{self._strategy.world.rank}.pt")
-        if self._strategy.world.rank == 0:
-            model = hf_model(self.module)
-            model.config.save_pretrained(folder / "huggingface")
-            if model.can_generate() and model.generation_config is not None:
-                model.generation_config.save_pretrained(folder / "huggingface")
-            self._spec.save_tokenizer(str(folder / "huggingface"))
-        if self._spec.lora is not None:
-            self._strategy.export_adapter(self.module, self._spec.lora, folder / ADAPTER_FOLDER)
-            checksum = self._base_checksum  # on every rank
-            if self._strategy.world.rank == 0:
-                (folder / BASE_CHECKSUM).write_text(f"{checksum}\n", encoding="utf-8")
-        self._saving = self._strategy.save(self._state, folder)
+        """Copy weights, optimizer, schedule and this rank's random state to host memory; write in the background.
+
+        Touches no disk in this thread. `METADATA` in the folder shows that every rank has written its part.
+        """
+        self.finish_save()
+        state, lora, rank = self._state, self._spec.lora, self._strategy.world.rank
+        files = {f"rng_{rank}.pt": to_bytes(random_state())}
+        if rank == 0 and state.scheduler is not None:
+            files[SCHEDULE] = to_bytes(state.scheduler.state_dict())
+        adapter = None
+        if lora is not None:
+            adapter, checksum = self._strategy.copy_adapter(self.module), self._base_checksum  # on every rank
+            files |= {BASE_CHECKSUM: f"{checksum}\n".encode()} if rank == 0 else {}
+
+        def write_files() -> None:
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+            if rank == 0:
+                self._save_description(folder / "huggingface")
+                if lora is not None and adapter is not None:
+                    save_adapter(hf_model(self.module), adapter, lora.base_path, folder / ADAPTER_FOLDER)
+
+        self._saving = self._writer.submit(self._strategy.write, self._strategy.copy(state), folder, write_files)
+
+    def _save_description(self, folder: Path) -> None:
+        """Write what a Hugging Face folder has beside the weights."""
+        model = hf_model(self.module)
+        model.config.save_pretrained(folder)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        self._spec.save_tokenizer(str(folder))
 
     def is_written(self) -> bool:
         """Return True once `finish_save` would not wait."""
         return self._saving is None or self._saving.done()
 
-    def finish_save(self) -> None:
-        """Wait until the last save is on disk."""
-        assert self._saving is not None, "begin_save() comes first"
+    def finish_save(self) -> OSError | None:
+        """Wait until the last save, if there is one, is on disk. Return its failure, after which training may go on."""
+        if self._saving is None:
+            return None
         saving, self._saving = self._saving, None
         try:
             saving.result()
         except CheckpointException as error:  # a BaseException
-            raise OSError(f"the {self._spec.role} could not be written: {_root_cause(error)}") from error
+            return OSError(f"the {self._spec.role} could not be written: {_root_cause(error)}")
+        return None
 
     def load_state(self, folder: Path) -> None:
         """Load what any number of ranks saved.
@@ -191,8 +210,8 @@ class Worker:
             CheckpointError: a file is missing, or belongs to another model.
         """
         try:
-            if not (folder / ".metadata").exists():
-                raise FileNotFoundError(f"{folder / '.metadata'} is missing")
+            if not (folder / METADATA).exists():
+                raise FileNotFoundError(f"{folder / METADATA} is missing")
             if self._spec.lora is not None:
                 self._check_base(folder, self._spec.lora)
             self._strategy.load(self._state, folder)
@@ -246,14 +265,21 @@ class Worker:
         """Raise ValueError if a checkpoint has no adapter, or one of another base model."""
         path = folder / BASE_CHECKSUM
         if not path.exists():
-            raise ValueError(f"it holds all weights of a model, and {lora.key} trains an adapter")
+            if not (folder / ADAPTER_FOLDER).is_dir():
+                raise ValueError(f"it holds all weights of a model, and {lora.key} trains an adapter")
+            logger.warning(
+                "%s is missing, as in checkpoints of old versions: the adapter is resumed without a check that it was "
+                "trained on %s",
+                path,
+                lora.base_path,
+            )
+            return
         if path.read_text(encoding="utf-8").strip() != str(self._base_checksum):
             raise ValueError(f"its adapter was trained on other weights than those of {lora.base_path}")
 
     def close(self) -> None:
         """Wait for a save in progress."""
-        if self._saving is not None:
-            self.finish_save()
+        self._writer.shutdown()
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> Any:

@@ -17,7 +17,7 @@ CHAT = {
         {"role": "assistant", "content": "4567890"},
     ]
 }
-UNTIMED = ("timing/", "trainer/tokens_per_second", "train/time(s)", "train/throughput", "system/")
+UNTIMED = ("timing/", "storage/", "trainer/tokens_per_second", "train/time(s)", "train/throughput", "system/")
 
 
 def write_rows(folder: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint.folders import assert_a_changed_byte_is_named, flip_a_bit
 
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.checkpoint import CheckpointStore, durable, folder_lock
@@ -118,11 +119,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_offered_one_resumes(
 ) -> None:
     folder = train() / "ckpts"
     damaged = folder / "global_step_2/policy/__0_0.distcp"
-    with damaged.open("r+b") as file:
-        file.seek(damaged.stat().st_size // 2)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
+    flip_a_bit(damaged)
     with pytest.raises(SystemExit):
         train()
     message = capsys.readouterr().err
@@ -131,6 +128,13 @@ def test_a_damaged_checkpoint_is_refused_and_the_offered_one_resumes(
     assert settings == ["trainer.resume_mode=from_path", f"trainer.resume_path={folder}/global_step_1"]
     train(*settings)
     assert find_damage(folder / "global_step_2") == []
+
+
+@pytest.mark.parametrize("lora", [[], ["trainer.policy.model.lora.rank=4"]])
+def test_a_changed_byte_in_any_file_is_named(train: Callable[..., Path], lora: list[str]) -> None:
+    folder = train("trainer.max_training_steps=1", *lora) / "ckpts/global_step_1"
+    assert (folder / "policy/lora_adapter/adapter_model.safetensors").exists() == bool(lora)
+    assert_a_changed_byte_is_named(folder)
 
 
 LIMIT_FILES = """

@@ -18,6 +18,8 @@ class Faults:
     """Fraction of connections that are cut in the middle."""
     stall_s: float = 0.0
     """Seconds before each connection is served."""
+    stalled_until: float = 0.0
+    """Moment of `time.monotonic` before which nothing is forwarded."""
     is_down: bool = False
     """Refuse every connection."""
     generator: random.Random = field(default_factory=lambda: random.Random(0))
@@ -57,11 +59,11 @@ class FaultyProxy:
         for thread in threads:
             thread.start()
 
-    @staticmethod
-    def _copy(source: socket.socket, target: socket.socket, n_bytes: int | None) -> None:
+    def _copy(self, source: socket.socket, target: socket.socket, n_bytes: int | None) -> None:
         """Copy until the source ends, or `n_bytes`, and end both connections."""
         with suppress(OSError):
             while chunk := source.recv(65536):
+                time.sleep(max(0.0, self.faults.stalled_until - time.monotonic()))
                 if n_bytes is not None and len(chunk) >= n_bytes:
                     target.sendall(chunk[:n_bytes])
                     break

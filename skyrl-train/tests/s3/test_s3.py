@@ -149,6 +149,28 @@ def test_storage_that_is_down_does_not_stop_training_and_the_rerun_uploads(
     assert CheckpointStore(tmp_path / "skyrl/test_run/ckpts").steps() == [2]
 
 
+def test_a_stall_longer_than_a_step_and_cut_connections_delay_only_uploads(
+    command: list[str], bucket: str, faults: Faults, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """The network stalls for 30 s after step 1, and then cuts 5% of the connections."""
+
+    class Break(Callback):
+        async def on_step_end(self, run: Run, report: StepReport) -> None:
+            if report.global_step == 1:
+                faults.error_rate, faults.stalled_until = 0.05, time.monotonic() + 30
+            elif report.global_step == 2:
+                assert time.monotonic() < faults.stalled_until, "training waits for the network"
+
+    class Experiment(BasePPOExp):
+        def get_callbacks(self, *parts: object) -> list[Callback]:
+            return [Break(), *super().get_callbacks(*parts)]  # type: ignore[arg-type]
+
+    Experiment(parse_cli(command)).run()
+    remote = run_url(bucket, tiny_model_path)
+    assert all(remote.is_complete(step) for step in (1, 2))
+    assert CheckpointStore(tmp_path / "skyrl/test_run/ckpts").steps() == [2]
+
+
 @pytest.mark.parametrize("size", [10_000, 12_000_000])  # the second one is sent in parts
 def test_cut_connections_are_retried(bucket: str, faults: Faults, tmp_path: Path, size: int) -> None:
     faults.error_rate = 0.2

@@ -14,7 +14,7 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_type_hints
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from integrations.fleet.entrypoints.main_fleet import register_fleet
 from integrations.fleet.env import ENV_CLASS
-from integrations.fleet.metrics import find_tool_errors, fleet_metrics
+from integrations.fleet.metrics import find_tool_errors, fleet_metrics, send_alert
 from integrations.fleet.tinker_engine import TinkerEngine, training_data
 from skyrl_train.checkpoint import folder_lock, replace_text
 from skyrl_train.config import SkyRLConfig, load_config
@@ -231,6 +231,7 @@ class TinkerRun:
             logger.warning("Step %d: the rewards within each group are equal or unknown; nothing was trained", step)
         metrics |= rollout_metrics(trajectories) | training_reward_metrics(trajectories, n_samples)
         metrics |= fleet_metrics(trajectories, n_samples) | speed_metrics(trajectories, rollout_s)
+        await self._alert(step, metrics)
         return metrics | {"time/train": time.perf_counter() - started - rollout_s}
 
     async def _update(self, trainer: tinker.TrainingClient, data: list[tinker.Datum]) -> None:
@@ -245,7 +246,12 @@ class TinkerRun:
     ) -> dict[str, float]:
         metrics, trajectories = await evaluate(dataset, generator, self._cfg, step)
         dump_evaluation(self._folder.evals(step), trajectories, metrics, ChatEncoder(tokenizer))
+        await self._alert(step, metrics)
         return metrics
+
+    async def _alert(self, step: int, metrics: Mapping[str, float]) -> None:
+        if problems := find_tool_errors(metrics):
+            await send_alert(f"{self._options.run_name}, step {step}: {'; '.join(problems)}")
 
     async def _save(self, trainer: tinker.TrainingClient, prompts: ShuffledPrompts, step: int) -> None:
         """Save weights and optimizer on the service, then the position of the run."""

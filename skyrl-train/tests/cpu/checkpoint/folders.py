@@ -40,6 +40,23 @@ def read(folder: Path) -> str:
     return text.strip()
 
 
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def assert_a_changed_byte_is_named(checkpoint: Path) -> None:
+    """Change a byte of each file of a checkpoint in turn; assert that the file is named."""
+    assert find_damage(checkpoint) == []
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        flip_a_bit(path)
+        changed = f"the content of {path} has changed since it was saved"
+        assert find_damage(checkpoint) == [f"{MANIFEST} is damaged" if path.name == MANIFEST else changed]
+        flip_a_bit(path)
+    assert find_damage(checkpoint) == []
+
+
 def save(store: CheckpointStore, step: int, write: Callable[[Path], None], expected_bytes: int = 0) -> Path:
     """Save a checkpoint from synchronous code."""
 

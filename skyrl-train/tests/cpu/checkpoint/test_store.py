@@ -10,9 +10,10 @@ from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import pytest
-from checkpoint.folders import FILES, N_BYTES, read, save, write_named
+from checkpoint.folders import FILES, N_BYTES, flip_a_bit, read, save, write_named
 
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.checkpoint.manifest import MANIFEST
@@ -27,6 +28,10 @@ Usage = namedtuple("Usage", ["total", "used", "free"])
 def save_all(store: CheckpointStore, *steps: int, expected_bytes: int = 0) -> None:
     for step in steps:
         save(store, step, write_named(f"step {step}"), expected_bytes)
+
+
+def resuming_from(store: CheckpointStore, step: int) -> CheckpointStore:
+    return CheckpointStore(store.path, -1, "from_path", str(store.path / f"global_step_{step}"))
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +106,36 @@ def test_a_pointer_to_a_missing_checkpoint_is_an_error_that_lists_the_steps(stor
 
 def test_a_path_to_resume_from_names_an_existing_step(store: CheckpointStore) -> None:
     save_all(store, 10)
-    assert store.find("from_path", str(store.path / "global_step_10")) == store.path / "global_step_10"
+    assert resuming_from(store, 10).find() == store.path / "global_step_10"
     for name, reason in (("policy", "must end in global_step_N"), ("global_step_11", "does not exist")):
         with pytest.raises(CheckpointError, match=reason):
-            store.find("from_path", str(store.path / name))
+            CheckpointStore(store.path, -1, "from_path", str(store.path / name)).find()
+
+
+@pytest.mark.parametrize(
+    ("mode", "with_checkpoint", "without"),
+    [
+        ("latest", "resumes from step 10", "starts again, because there is no checkpoint"),
+        (
+            "none",
+            "starts again, because trainer.resume_mode=none; with trainer.resume_mode=latest, it resumes from step 10",
+            "starts again, because there is no checkpoint",
+        ),
+        (
+            "from_path",
+            "resumes from trainer.resume_path=other/global_step_5 again; with trainer.resume_mode=latest, it resumes "
+            "from step 10",
+            "resumes from trainer.resume_path=other/global_step_5 again",
+        ),
+    ],
+)
+def test_the_next_run_of_the_command_is_described_as_the_configuration_says(
+    tmp_path: Path, mode: Literal["none", "latest", "from_path"], with_checkpoint: str, without: str
+) -> None:
+    store = CheckpointStore(tmp_path, -1, mode, "other/global_step_5" if mode == "from_path" else None)
+    assert store.describe_rerun() == without
+    save_all(store, 10)
+    assert store.describe_rerun() == with_checkpoint
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 8")])
@@ -125,12 +156,6 @@ def test_a_failed_save_leaves_no_files_and_says_what_remains(
         save(store, 20, fail)
     assert store.steps() == earlier
     assert [entry.name for entry in store.path.glob(".global_step_*")] == []
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def verify(store: CheckpointStore, step: int) -> None:
@@ -178,7 +203,8 @@ def test_without_a_complete_checkpoint_a_new_start_is_offered(store: CheckpointS
 def test_a_checkpoint_resumed_by_path_is_kept_until_the_next_is_saved(store: CheckpointStore, disk: Disk) -> None:
     """The pointer still names the damaged checkpoint, which cannot be resumed from."""
     save_all(store, 10, 20, 30)
-    store.find("from_path", str(store.path / "global_step_20"))
+    store = resuming_from(store, 20)
+    assert store.find() == store.path / "global_step_20"
     disk.capacity = 0
 
     def crash(folder: Path) -> None:

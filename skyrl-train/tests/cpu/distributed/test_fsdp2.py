@@ -268,6 +268,23 @@ async def test_a_checkpoint_resumes_on_another_number_of_ranks(
             await rank.close()
 
 
+async def test_a_rank_that_cannot_write_fails_the_save_and_training_continues(
+    ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
+) -> None:
+    cfg = config(policy={"optimizer_config": {"lr": 1e-4}}).trainer
+    batch = as_batch(random_trajectories(2, 3, 400, seed=1), config())
+    group = await load_group(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    (tmp_path / "broken/rng_1.pt").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"the policy could not be written: IsADirectoryError: .*rng_1\.pt"):
+        await save(group, tmp_path / "broken")
+    assert not (tmp_path / "broken/.metadata").exists(), "it would be taken for complete"
+    await group.update(batch)
+    folder = await save(group, tmp_path / "policy")
+    expected = (await group.update(batch)).numbers()
+    await group.load_state(folder)
+    assert (await group.update(batch)).numbers() == expected
+
+
 async def test_an_export_is_a_plain_hugging_face_folder(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
 ) -> None:

@@ -10,12 +10,20 @@ import pytest
 
 from skyrl_train.entrypoints import doctor
 from skyrl_train.entrypoints.cli import main
+from skyrl_train.entrypoints.providers import PROVIDERS
 
 
 @pytest.fixture(autouse=True)
 def without_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Log out of the Hub."""
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def without_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset the keys of GPU clouds; test_providers asks them."""
+    for provider in PROVIDERS:
+        monkeypatch.delenv(provider.key_name or "NONE", raising=False)
 
 
 def findings(*overrides: str, task: Path | None = None) -> dict[str, doctor.Finding]:

@@ -1,12 +1,11 @@
 """A run that is interrupted and resumed ends exactly like an uninterrupted one.
 
-`TEST_KILLS=50` kills runs at 50 random moments, instead of two: while they start, resume, train, save, upload, remove
-checkpoints and end.
+`TEST_KILLS=50` kills runs at 50 random moments, instead of two, with one rank and with two: while they start, resume,
+train, save, upload, remove checkpoints and end.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -14,12 +13,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from sft_runs import metrics, overrides, weights, write_rows
 
 from examples.catch.catch_dataset import CatchDataset, write_dataset
 from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, RemoteFolder
@@ -60,17 +62,6 @@ def command(data_dir: Path, model: Path, output_dir: Path) -> list[str]:
         "generator.n_samples_per_prompt=3",
         "generator.sampling_params.max_generate_length=2",
     ]
-
-
-def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """Return the logged metrics without timings."""
-    lines = (output_dir / "skyrl/test_run/metrics.jsonl").read_text().splitlines()
-    timed = ("timing/", "storage/", "trainer/tokens_per_second")
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
-
-
-def weights(output_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(output_dir / f"skyrl/test_run/export/global_step_{N_STEPS}/policy/model.safetensors")
 
 
 def run(arguments: list[str]) -> None:
@@ -118,32 +109,65 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     run(arguments)
 
     assert metrics(tmp_path) == metrics(uninterrupted), moment
-    expected = weights(uninterrupted)
-    for name, tensor in weights(tmp_path).items():
+    expected = weights(uninterrupted, N_STEPS)
+    for name, tensor in weights(tmp_path, N_STEPS).items():
         assert torch.equal(tensor, expected[name]), f"{name}, {moment}"
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+@pytest.fixture(params=[1, 2])
+def long_run(
+    request: pytest.FixtureRequest, data_dir: Path, tiny_model_path: Path, tmp_path: Path
+) -> Callable[[Path], list[str]]:
+    """Return the command for an output folder: GRPO in one process, or supervised fine-tuning on two ranks."""
+    if request.param == 1:
+        return partial(command, data_dir, tiny_model_path)
+    write_rows(tmp_path)
+    sharded = [*TORCHRUN, "-m", "skyrl_train.entrypoints.main_sft"]
+    return lambda folder: [*sharded, *overrides(tmp_path, tiny_model_path, folder)]
+
+
+def kill(process: psutil.Popen, generator: random.Random) -> None:
+    """Kill all processes of a run, as a lost machine does; or one of its ranks, and wait for the others to end."""
+    with suppress(psutil.NoSuchProcess):
+        process.suspend()  # it starts no others meanwhile
+        processes = [process, *process.children(recursive=True)]
+        ranks = [child for child in processes if child != process and "RANK" in child.environ()]
+        if ranks and generator.random() < 0.5:
+            generator.choice(ranks).kill()
+            process.resume()
+        else:
+            for each in processes:
+                each.kill()
+    process.wait(120)
+
+
 def test_runs_that_are_killed_again_and_again_end_like_an_uninterrupted_one(
-    data_dir: Path, tiny_model_path: Path, uninterrupted: Path, tmp_path: Path
+    long_run: Callable[[Path], list[str]], tiny_model_path: Path, tmp_path: Path
 ) -> None:
     """Checkpoints are saved and uploaded after each step. Every second time, the machine is lost as well."""
+    run(long_run(tmp_path / "uninterrupted"))
+    reference = {row["step"]: row for row in metrics(tmp_path / "uninterrupted")}
+    n_steps = max(reference)
     generator = random.Random(seed := random.randrange(10**6))
     remote = RemoteCheckpoints(RemoteFolder(f"file://{tmp_path}/remote/skyrl/{tiny_model_path.name}/test_run"))
-    folder, n_killed, n_rounds = tmp_path / "skyrl/test_run", 0, 0
+    output_dir = tmp_path / "killed"
+    folder, n_killed, n_rounds = output_dir / "skyrl/test_run", 0, 0
     arguments = [
-        *command(data_dir, tiny_model_path, tmp_path),
+        *long_run(output_dir),
         "trainer.ckpt_interval=1",
         f"trainer.remote_ckpt_url=file://{tmp_path}/remote",
     ]
     whole_run_s = 15.0  # at first a guess
     while n_killed < N_KILLS:
         started = time.monotonic()
-        process = subprocess.Popen(arguments, cwd=TRAIN_FOLDER, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = psutil.Popen(arguments, cwd=TRAIN_FOLDER, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             status = process.wait(generator.uniform(0.2, 1.0) * whole_run_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        except psutil.TimeoutExpired:
+            kill(process, generator)
             n_killed += 1
         else:
             assert status == 0, f"round {n_rounds} of seed {seed}"
@@ -155,19 +179,20 @@ def test_runs_that_are_killed_again_and_again_end_like_an_uninterrupted_one(
             latest = store.latest()
             assert latest is not None, moment
             assert find_damage(latest) == [], moment
+        incomplete = [path.name for path in folder.glob("ckpts/.global_step_*")]
+        assert len(incomplete) <= 3, f"leftovers of earlier kills are removed: {incomplete}, {moment}"
         step = remote.latest_step()
-        if n_killed % 2 and step is not None:  # step 0 of a run that starts again is logged again
+        if n_killed % 2 and step is not None and folder.exists():  # step 0 of a run that starts again is logged again
             shutil.rmtree(folder)
-        elif store.resumable_step() == N_STEPS:
+        elif store.resumable_step() == n_steps:
             shutil.rmtree(folder)
             shutil.rmtree(tmp_path / "remote", ignore_errors=True)
     run(arguments)
-    expected = weights(uninterrupted)
-    for name, tensor in weights(tmp_path).items():
+    expected = weights(tmp_path / "uninterrupted", n_steps)
+    for name, tensor in weights(output_dir, n_steps).items():
         assert torch.equal(tensor, expected[name]), f"{name}, seed {seed}"
-    reference = {row["step"]: row for row in metrics(uninterrupted)}
-    for row in metrics(tmp_path):
+    for row in metrics(output_dir):
         assert row == reference[row["step"]], f"seed {seed}"
     left = {entry.name for entry in (folder / "ckpts").iterdir()}
-    assert left == {f"global_step_{N_STEPS}", POINTER}, f"nothing is left behind, seed {seed}"
-    assert all(remote.is_complete(step) for step in range(1, N_STEPS + 1))
+    assert left == {f"global_step_{n_steps}", POINTER}, f"nothing is left behind, seed {seed}"
+    assert all(remote.is_complete(step) for step in range(1, n_steps + 1))

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from checkpoint.folders import assert_a_changed_byte_is_named
 from safetensors.torch import load_file
 from sft_runs import metrics, overrides, write_rows
 
@@ -65,6 +66,11 @@ def test_two_ranks_train_like_one_process(lora: list[str], data: Path, tiny_mode
     assert finished.returncode == 0, finished.stdout
     assert finished.stdout.count("Loaded the policy") == 1, "every rank logs"
     assert_same_run(tmp_path / "two", tmp_path / "one")
+    checkpoint = tmp_path / "two/skyrl/test_run/ckpts/global_step_6"
+    assert {f"policy/{name}" for name in ("__1_0.distcp", "rng_1.pt")} <= {
+        path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*")
+    }
+    assert_a_changed_byte_is_named(checkpoint)
 
 
 def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(

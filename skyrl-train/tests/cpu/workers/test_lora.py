@@ -144,6 +144,17 @@ def test_a_checkpoint_of_another_adapter_or_base_is_refused(
         other.load(tmp_path / "policy")
 
 
+def test_a_checkpoint_without_the_checksum_of_its_base_is_resumed_with_a_warning(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = lora_worker(policy, tiny_tokenizer)
+    worker.update(batch(tiny_tokenizer, 0))
+    worker.save(tmp_path / "policy")
+    (tmp_path / "policy/base_checksum.txt").unlink()
+    worker.load(tmp_path / "policy")
+    assert "base_checksum.txt is missing, as in checkpoints of old versions" in caplog.text
+
+
 @pytest.mark.parametrize("is_merged", [False, True])
 def test_an_export_is_the_adapter_or_the_merged_model(
     policy: PreTrainedModel,

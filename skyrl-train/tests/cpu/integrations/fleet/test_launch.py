@@ -7,9 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -236,36 +233,7 @@ def test_the_workflow_has_the_inputs_and_secrets_of_the_guide() -> None:
         subprocess.run(["bash", "-n"], input=command, text=True, check=True)
 
 
-class SlackServer(BaseHTTPRequestHandler):
-    """A stand-in for chat.postMessage."""
-
-    received: list[tuple[str, dict[str, str]]] = []  # noqa: RUF012
-    answer: dict[str, Any] = {}  # noqa: RUF012
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.received.append((self.headers["Authorization"], body))
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(self.answer).encode())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def slack_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlackServer]]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), SlackServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("SLACK_API_URL", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("SLACK_BOT_TOKEN", "secret-token")
-    SlackServer.received, SlackServer.answer = [], {"ok": True, "ts": "12.5"}
-    yield SlackServer
-    server.shutdown()
-    server.server_close()
-
-
-def test_slack_messages(slack_server: type[SlackServer], capsys: pytest.CaptureFixture[str]) -> None:
+def test_slack_messages(slack_server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     slack.main(["Started"])
     slack.main(["Finished", "--thread", capsys.readouterr().out.strip()])
     assert slack_server.received == [

@@ -74,7 +74,11 @@ def test_the_options_have_the_names_and_defaults_of_the_generator() -> None:
 
 
 def test_a_run_on_a_tinker_server_trains_and_resumes(
-    tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, openenv: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    openenv: Any,
+    slack_server: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tx_process import process
 
@@ -85,6 +89,7 @@ def test_a_run_on_a_tinker_server_trains_and_resumes(
     prepare(["--tasks-json", str(tasks), "--output-dir", str(tmp_path / "data")])
     monkeypatch.setenv("FLEET_STAND_IN_FAULTS", "0.2")
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    monkeypatch.setattr("integrations.fleet.metrics.MAX_TOOL_ERROR_RATE", -1.0)  # every step alerts
     options: dict[str, Any] = {
         "train_data": tmp_path / "data/train.parquet",
         "eval_data": tmp_path / "data/validation.parquet",
@@ -120,3 +125,6 @@ def test_a_run_on_a_tinker_server_trains_and_resumes(
         assert 0.5 <= row["reward/avg_raw_reward"] <= 1.0  # no lost grade counts as 0
     assert {"reward/github/signal_ratio", "advantage/std", "time/train", "throughput/tokens_total"} <= steps[0].keys()
     assert (folder / "evals/global_step_3/outlook.jsonl").exists()
+    alerts = [body["text"] for _, body in slack_server.received]
+    assert {text.partition(":")[0] for text in alerts} >= {f"fleet_tinker, step {step}" for step in (1, 2, 3)}
+    assert "environment/fleet_task/tool_error_rate is 0%" in alerts[-1]

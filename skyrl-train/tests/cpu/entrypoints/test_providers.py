@@ -1,0 +1,126 @@
+"""Wallets of GPU clouds, asked from a local server that answers as their documentation says."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.entrypoints import doctor, providers
+from skyrl_train.entrypoints.providers import PROVIDERS, Wallet
+
+KEYS = ("LAMBDA_API_KEY", "RUNPOD_API_KEY", "VAST_API_KEY", "PRIME_INTELLECT_API_KEY")
+KEY = "a-secret-key"
+RUNPOD = {"data": {"myself": {"clientBalance": 120.5, "currentSpendPerHr": 2.5, "spendLimit": 80}}}
+LAMBDA = {
+    "data": {
+        "gpu_1x_h100_pcie": {"regions_with_capacity_available": [{"name": "us-west-3"}]},
+        "gpu_8x_a100": {"regions_with_capacity_available": []},
+    }
+}
+PRIME = {"wallet_id": "w", "balance_usd": 12.25, "currency": "USD", "total_billings": 0, "recent_billings": []}
+VAST = {"id": 1, "email": "a@b", "balance": 7.0, "ssh_key": "", "sid": ""}
+
+
+class Cloud(BaseHTTPRequestHandler):
+    """A server with one answer for each path."""
+
+    answers: dict[str, Any] = {}  # noqa: RUF012
+    requests: list[tuple[str, str, str]] = []  # noqa: RUF012
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        self.requests.append((self.command, self.headers["Authorization"], body))
+        answer = self.answers[self.path.partition("?")[0].strip("/")]
+        self.send_response(answer if isinstance(answer, int) else 200)
+        self.end_headers()
+        self.wfile.write(answer.encode() if isinstance(answer, str) else json.dumps(answer).encode())
+
+    do_GET = do_POST = answer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Cloud]]:
+    """A running server, which all providers with an address are replaced by; their keys are set."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Cloud)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    local = [replace(p, url=f"{address}/{p.name}?limit=1") if p.url else p for p in PROVIDERS]
+    monkeypatch.setattr(providers, "PROVIDERS", local)
+    for name in KEYS:
+        monkeypatch.setenv(name, KEY)
+    Cloud.answers, Cloud.requests = {"lambda": LAMBDA, "runpod": RUNPOD, "vast": VAST, "primeintellect": PRIME}, []
+    yield Cloud
+    server.shutdown()
+    server.server_close()
+
+
+def wallets(task: Path | None = None) -> list[doctor.Finding]:
+    return list(doctor._wallets(doctor._clouds(task)))
+
+
+def write_task(folder: Path, *clouds: str) -> Path:
+    choices = "".join(f"    - {{infra: {cloud}, accelerators: H100:1}}\n" for cloud in clouds)
+    (folder / "task.yaml").write_text(f"resources:\n  any_of:\n{choices}")
+    return folder / "task.yaml"
+
+
+def test_each_cloud_of_a_task_is_asked_as_its_documentation_says(cloud: type[Cloud], tmp_path: Path) -> None:
+    task = write_task(tmp_path, "lambda", "runpod", "vast/us", "primeintellect", "nebius")
+    found = wallets(task)
+    assert [(finding.status, finding.text) for finding in found] == [
+        ("warning", "lambda: the key is valid, and the balance is not told; available now: gpu_1x_h100_pcie"),
+        ("ok", "runpod: $120.50, enough for 48 h of what runs now, spend limit $80"),
+        ("ok", "vast: $7.00"),
+        ("ok", "primeintellect: $12.25"),
+        ("warning", "nebius: no API that takes a key tells its balance"),
+    ]
+    assert [(method, key) for method, key, _ in cloud.requests] == [
+        (method, f"Bearer {KEY}") for method in ("GET", "POST", "GET", "GET")
+    ]
+    assert json.loads(cloud.requests[1][2])["query"].startswith("query { myself { clientBalance")
+    assert KEY not in "".join(map(str, found))
+
+
+def test_without_a_task_the_clouds_with_a_key_are_asked(cloud: type[Cloud], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEYS[:3]:
+        monkeypatch.delenv(name)
+    assert [finding.text for finding in wallets()] == ["primeintellect: $12.25"]
+
+
+def test_empty_wallets_and_refused_keys_fail_if_no_cloud_is_left(cloud: type[Cloud], tmp_path: Path) -> None:
+    cloud.answers |= {"vast": VAST | {"balance": 0}, "primeintellect": 401}
+    task = write_task(tmp_path, "vast", "primeintellect")
+    empty, refused, none_left = wallets(task)
+    assert (empty.status, empty.text) == ("warning", "vast: $0.00")
+    assert (refused.status, refused.text) == (
+        "failed",
+        "primeintellect: the key in PRIME_INTELLECT_API_KEY is refused (HTTP 401)",
+    )
+    assert (none_left.status, none_left.text) == ("failed", "no cloud would start a machine")
+    assert [finding.status for finding in wallets(write_task(tmp_path, "vast", "runpod"))] == ["ok", "warning"]
+
+
+@pytest.mark.parametrize("answer", [500, "<html>", [], {"data": None}, {"errors": [{"message": "Unauthorized"}]}])
+@pytest.mark.parametrize("name", ["lambda", "runpod", "vast", "primeintellect"])
+def test_an_undocumented_answer_is_unknown(cloud: type[Cloud], name: str, answer: Any, tmp_path: Path) -> None:
+    cloud.answers[name] = answer
+    (finding,) = wallets(write_task(tmp_path, name))
+    assert finding.status == "warning"
+    assert "HTTP 500" in finding.text if answer == 500 else "gave no answer that can be read" in finding.text
+
+
+def test_a_cloud_that_cannot_be_reached_or_has_no_key_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    vast = replace(PROVIDERS[2], url="http://127.0.0.1:9")
+    assert vast.ask({}) == Wallet("unknown", "VAST_API_KEY is not set")
+    status, text = vast.ask({"VAST_API_KEY": KEY})
+    assert (status, "Connection refused" in text, KEY in text) == ("unknown", True, False)
