@@ -67,6 +67,10 @@ bench-scaling: .venv/.runtime ## measure cost per token as workloads grow; write
 bench-catch: .venv/.runtime ## train on Catch with three seeds and both reward modes; writes benchmarks/catch/results.md
 	@$(BENCH)/catch/seeds.py --output_dir ../outputs/bench-catch $(ARGS)
 
+.PHONY: bench-lora
+bench-lora: .venv/.runtime ## train on Catch with all weights and with an adapter; writes benchmarks/catch/lora.md
+	@$(BENCH)/catch/lora.py --output_dir ../outputs/bench-lora $(ARGS)
+
 .PHONY: bench-algorithms
 bench-algorithms: .venv/.runtime ## train on Catch with every algorithm; writes benchmarks/algorithms/results.md (ARGS='--only rloo')
 	@$(BENCH)/algorithms/compare.py --output_dir ../outputs/bench-algorithms $(ARGS)

@@ -86,7 +86,7 @@ def measure(workload: Workload, n_times: int, names: Sequence[str]) -> dict[str,
         row[f"{contender.name}_samples"] = [asdict(sample) for sample in contender.samples]
         row[f"{contender.name}_mib"] = max(sample.peak_bytes for sample in contender.samples) >> 20
         for fact in contender.samples[0].facts:
-            row[f"{contender.name}_{fact}"] = round(statistics.median(s.facts[fact] for s in contender.samples), 3)
+            row[f"{contender.name}_{fact}"] = round(statistics.median(s.facts[fact] for s in contender.samples), 4)
     if len(contenders) > 1:
         row |= {"trl": contenders[1].spread(), "ratio": round(contenders[1].median() / alone, 2)}
     return row
@@ -144,7 +144,7 @@ another method is named. Medians of {n_times} alternating steps after two warm-u
 - `w3`: 8 prompts of 32 tokens × 8 samples of 32 tokens, hidden size 256, vocabulary 151,936.
 - `lora`: `w1` with an adapter of rank 32 on all linear layers in place of all weights.
 - `sft`: supervised fine-tuning on 128 rows of 64 tokens with a response of 64, with the model of `w1`; against TRL's
-  `SFTTrainer`.
+  `SFTTrainer`. Every step has the same rows, so that losses and gradients are comparable.
 - `catch`: 16 games × 8 samples of 5 turns of one token, 327 tokens each, with the model of `w1`. TRL plays with a
   rollout function that calls `generate` once a turn for all games.
 

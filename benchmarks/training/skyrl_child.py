@@ -80,7 +80,12 @@ def main() -> None:
         "trainer.ckpt_interval": -1,
     }
     if workload.is_sft:
-        settings["trainer.micro_train_batch_size_per_gpu"] = "null"
+        settings |= {
+            "trainer.micro_train_batch_size_per_gpu": "null",
+            "trainer.policy.optimizer_config.adam_betas": "[0.9,0.999]",
+            "trainer.policy.optimizer_config.weight_decay": 0,
+            "trainer.policy.optimizer_config.scheduler": "constant",
+        }
         with suppress(KeyboardInterrupt):
             OnRequestSFTExp(parse([f"{key}={value}" for key, value in settings.items()] + sys.argv[3:], SFT)).run()
         return

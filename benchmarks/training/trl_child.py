@@ -106,9 +106,17 @@ def main() -> None:
         "report_to": "none",
         "disable_tqdm": True,
     }
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
+    if workload.is_sft:  # as text, because TRL would also train the newline that the template puts after the EOS token
+        dataset = dataset.map(
+            lambda row: {
+                "prompt": tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False),
+                "completion": row["response"],
+            }
+        )
     common: dict[str, Any] = {
         "train_dataset": dataset,
-        "processing_class": AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
+        "processing_class": tokenizer,
         "callbacks": [OnRequest(workload.is_sft)],
     }
     if workload.lora_rank:

@@ -25,7 +25,7 @@ DIGITS = "0123456789"  # one token each
 @dataclass(frozen=True)
 class Workload:
     """GRPO steps on `n_prompts` prompts, with `n_samples` samples each of `n_turns` turns of exactly `n_new` tokens; or
-    steps of supervised fine-tuning on `n_prompts` rows with a response of `n_new` tokens.
+    steps of supervised fine-tuning on the same `n_prompts` rows with a response of `n_new` tokens.
     """
 
     name: str
@@ -82,11 +82,11 @@ def write_inputs(workload: Workload, folder: Path) -> None:
     else:
         n_digits = workload.n_prompt_tokens - len(encode_prompt(tokenizer, [{"role": "user", "content": ""}]))
         rng = random.Random(0)
-        contents = ("".join(rng.choices(DIGITS, k=n_digits)) for _ in range(N_ROWS))
+        n_rows = workload.n_prompts if workload.is_sft else N_ROWS
+        contents = ("".join(rng.choices(DIGITS, k=n_digits)) for _ in range(n_rows))
         rows: list[dict[str, Any]] = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
         for row in rows if workload.is_sft else ():
-            response = "".join(rng.choices(DIGITS, k=workload.n_new - 1))  # the EOS token follows
-            row |= {"response": response, "completion": [{"role": "assistant", "content": response}]}
+            row["response"] = "".join(rng.choices(DIGITS, k=workload.n_new - 1))  # the EOS token follows
         assert len(encode_prompt(tokenizer, rows[0]["prompt"])) == workload.n_prompt_tokens
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     torch.manual_seed(0)

@@ -26,12 +26,13 @@ from skyrl_train.types import Metric, Metrics, TrainingBatch
 from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
-N_PROBED_ROWS, N_PROBED_TOKENS = 2, 8
+N_PROBED_ROWS, N_PROBED_TOKENS, N_PROBED_PAIRS = 2, 8, 4
 """Rows of an update on which `check_weights` tests the new weights, and response tokens of each: few, because it takes
-time before each checkpoint."""
+time before each checkpoint. A reward model is tested on whole pairs."""
 
 MIN_MEAN_LOGPROB = -100.0
-"""Minimum mean log-prob of trained tokens after an update; exp(-100) is 0 in float32."""
+"""Minimum mean log-prob of trained tokens after an update; exp(-100) is 0 in float32. Rewards of a pair may differ by
+100 on average: their objective, too, is the log of a probability."""
 
 
 class TrainedModels:
@@ -45,7 +46,7 @@ class TrainedModels:
 
     def set_probe(self, batch: TrainingBatch) -> None:
         """Keep a few tokens of an update for `check_weights`."""
-        self._probe = _first_tokens(batch)
+        self._probe = _shortest_pairs(batch) if self.policy.role == "reward" else _first_tokens(batch)
 
     async def score_reference(self, batch: TrainingBatch) -> TrainingBatch:
         """Fill in the log-probs (B, R) of the reference, if there is one."""
@@ -55,7 +56,8 @@ class TrainedModels:
         return replace(batch, ref_logprobs=scores["logprobs"])
 
     async def check_weights(self) -> None:
-        """Check that weights are finite, and that rows of the last update still have log-probs and a gradient.
+        """Check that weights are finite, and that rows of the last update still have log-probs and a gradient, or
+        rewards that can be compared.
 
         Far too large an update leaves finite weights that give every token a gradient of 0 or NaN.
 
@@ -65,8 +67,7 @@ class TrainedModels:
         for name, group in self._changing().items():
             fault = None if await group.is_finite() else "its weights are NaN or infinite"
             if fault is None and name != "ref" and self._probe is not None:
-                min_mean = -math.inf if name in ("critic", "reward") else MIN_MEAN_LOGPROB
-                fault = _find_divergence((await group.probe(self._probe)).numbers(), min_mean)
+                fault = _find_divergence((await group.probe(self._probe)).numbers(), name)
             if fault is not None:
                 section = "critic" if name == "critic" else "policy"  # whose weights the reference copies
                 key = f"{section}.optimizer_config.lr"
@@ -298,8 +299,15 @@ def _first_tokens(batch: TrainingBatch) -> TrainingBatch | None:
     )
 
 
-def _find_divergence(probe: Mapping[str, float], min_mean: float) -> str | None:
-    """Return why the mean log-prob or value of tokens, or its gradient norm, is that of broken weights; or None.
+def _shortest_pairs(batch: TrainingBatch) -> TrainingBatch:
+    """Return the shortest pairs of rows."""
+    lengths = batch.attention_mask.sum(dim=1).view(-1, 2).amax(dim=1)  # (B / 2,)
+    pairs = lengths.argsort(stable=True)[:N_PROBED_PAIRS, None]
+    return batch.select((2 * pairs + torch.arange(2)).flatten())
+
+
+def _find_divergence(probe: Mapping[str, float], role: str) -> str | None:
+    """Return why the mean of `WorkerGroup.probe`, or its gradient norm, is that of broken weights; or None.
 
     A gradient of 0 is valid at a mean of exactly 0: the policy is certain of every token.
     """
@@ -308,6 +316,8 @@ def _find_divergence(probe: Mapping[str, float], min_mean: float) -> str | None:
         return f"the gradient of its outputs is {norm:g}"
     if norm == 0 and mean != 0:
         return "the gradient of its outputs is 0, so that it can no longer learn"
-    if mean < min_mean:
+    if role != "critic" and mean < MIN_MEAN_LOGPROB:
+        if role == "reward":
+            return f"the rewards of the pairs that it was trained on differ by {-mean:g} on average"
         return f"the tokens that it was trained on have a mean log-prob of {mean:g}"
     return None

@@ -293,6 +293,7 @@ class TrainingRun(ABC):
         try:
             await self.models.check_weights()
         except DivergenceError as error:
+            await self._finish_save()
             last = self.checkpoints.resumable_step()
             kept = "there is no earlier checkpoint" if last is None else f"the checkpoint of step {last} is kept"
             raise DivergenceError(

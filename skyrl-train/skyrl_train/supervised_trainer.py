@@ -14,7 +14,7 @@ from skyrl_train.callbacks import Callback, Run, StepReport, is_due
 from skyrl_train.config.sft import SupervisedConfig
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.supervised import SupervisedDataset, build_supervised_batch
-from skyrl_train.learner import TrainedModels
+from skyrl_train.learner import MIN_MEAN_LOGPROB, TrainedModels
 from skyrl_train.run import Step, TrainingRun
 from skyrl_train.tracking.system import peak_flops, system_metrics
 from skyrl_train.types import DrawnPrompt, Metrics, TrainingBatch
@@ -86,7 +86,8 @@ class SupervisedTrainer(TrainingRun):
         """Take one optimizer step on the objective of the batch.
 
         Raises:
-            DivergenceError: after the last step, or a step without a finite gradient, the weights can no longer learn.
+            DivergenceError: after the last step, or a step with a huge loss or without a finite gradient, the weights
+                can no longer learn.
         """
         self.models.set_probe(batch)
         if self.models.ref is not None:
@@ -95,7 +96,8 @@ class SupervisedTrainer(TrainingRun):
         with step.timer("policy_train"):
             metrics = await self.models.policy.update(batch)
         step.record(metrics.with_prefix("train"))
-        if step.number == self.total_steps or metrics["skipped_updates"].value > 0:
+        is_suspect = metrics["skipped_updates"].value > 0 or -metrics["loss"].number < MIN_MEAN_LOGPROB
+        if step.number == self.total_steps or is_suspect:
             await self.check_weights(step.number)
 
     def measure(self, step: Step, batch: TrainingBatch) -> None:

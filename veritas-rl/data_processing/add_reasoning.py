@@ -63,7 +63,7 @@ def add_reasoning(args: argparse.Namespace) -> int:
         records, reason, output, n_total=len(records), concurrency=args.max_concurrent, title=f"reason {args.model}"
     )
     print(
-        f"{output}: {summary.n_written} explanations written, {summary.n_skipped} were there, {summary.n_failed} failed"
+        f"{output}: {summary.n_written} explanations written, {summary.n_skipped} existed, {summary.n_failed} failed"
         + (f"; the first: {summary.first_error}. Rerun the command to retry" if summary.n_failed else "")
     )
     return int(summary.n_failed > 0)

@@ -68,7 +68,7 @@ def generate(args: argparse.Namespace) -> int:
     title = f"generate {family.env}"
     summary = work(requests, record, output, n_total=args.num_samples, concurrency=args.concurrency, title=title)
     print(
-        f"{output}: {summary.n_written} tasks written, {summary.n_skipped} were there, {summary.n_failed} failed"
+        f"{output}: {summary.n_written} tasks written, {summary.n_skipped} existed, {summary.n_failed} failed"
         + (f"; the first: {summary.first_error}" if summary.n_failed else "")
     )
     return int(summary.n_failed > 0)

@@ -18,8 +18,10 @@ VERITAS = Path(__file__).parents[1]
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> Recipes:
     """A copy of the recipes, with the model of the full form: a tiny one with a long context."""
     root = tmp_path_factory.mktemp("workspace") / "veritas-rl"
-    made = shutil.ignore_patterns("artifacts", "models", "outputs", "parquet*", "merged_model*", "__pycache__", ".env")
-    shutil.copytree(VERITAS, root, ignore=made, symlinks=True)
+    ignored = shutil.ignore_patterns(
+        "artifacts", "models", "outputs", "parquet*", "merged_model*", "__pycache__", ".env"
+    )
+    shutil.copytree(VERITAS, root, ignore=ignored, symlinks=True)
     family = task_family("lgc-v2", {"task_types": ["operation"]})
     tokenizer = train_tokenizer(
         [[{"role": "user", "content": family.generate(family.block(i)[0]).prompt}] for i in range(20)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from wandb_logs import assert_logged
 
 from data_processing import add_reasoning, convert_to_parquet, evaluate_dataset, generate_dataset
 from data_processing.jobs import ToolError, read_records, work
@@ -96,7 +97,7 @@ def test_generation_resumes_after_a_kill(generated: Path, tmp_path: Path, capsys
     text = generated.read_text()
     generated.write_text(text[: len(text) - 40])  # the last line is cut off
     assert generate(generated, 8) == 0
-    assert "1 tasks written, 7 were there" in capsys.readouterr().out
+    assert "1 tasks written, 7 existed" in capsys.readouterr().out
     assert sorted(generated.read_text().split("\n")) == whole
     assert generate(generated, 10) == 0
     assert len(read_records(generated)) == 10
@@ -150,12 +151,12 @@ def test_reasoning_is_added_and_resumed(
     )
     flags = ["--api-key-env", "MODEL_KEY", "--max-concurrent", "1", "--max-tokens", "99"]
     assert reason(generated, model, *flags) == 1
-    assert "7 explanations written, 0 were there, 1 failed" in capsys.readouterr().out
+    assert "7 explanations written, 0 existed, 1 failed" in capsys.readouterr().out
     request = model.requests[0]
     assert (request["path"], request["key"]) == ("/v1/chat/completions", "Bearer secret")
     assert (request["model"], request["temperature"], request["max_tokens"]) == ("tiny", 0.3, 99)
     assert reason(generated, model, *flags) == 0
-    assert "1 explanations written, 7 were there, 0 failed" in capsys.readouterr().out
+    assert "1 explanations written, 7 existed, 0 failed" in capsys.readouterr().out
     assert len(model.prompts) == 9
     reasoned = generated.parents[1] / "reasoned/tasks.jsonl"
     assert evaluate_dataset.main(["--input", str(reasoned)]) == 0
@@ -254,8 +255,7 @@ def test_an_evaluation_is_logged_to_wandb(model: Model, tmp_path: Path, monkeypa
     assert not model.prompts, "the login is checked first"
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert evaluate_local_model.main([*flags, "--wandb-project", "bench"]) == 0
-    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert b"lgc-v2/avg_score" in log.read_bytes()
+    assert_logged(tmp_path, b"lgc-v2/avg_score")
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:

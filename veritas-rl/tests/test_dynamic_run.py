@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from wandb_logs import assert_logged
 
 from skyrl_gym.envs.entry_point import load_from_file
 from skyrl_gym.tasks import DynamicEnvDataset, task_family
@@ -106,6 +107,23 @@ def test_two_steps_on_positions_with_a_nested_option(
     )
     assert metrics[-1]["generate/n_invalid"] == 0
     assert set(played_ids(tmp_path)) <= set(range(40))
+
+
+def test_a_reward_function_may_log_to_wandb(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(TRAIN)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("MY_SETTING", "of this machine")
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import wandb\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        '    wandb.log({"custom/reward_breakdown": 0.25})\n    return 0.25\n'
+    )
+    function = [f"custom_reward_function.path={reward}", "custom_reward_function.name=compute_score"]
+    tracking = ["trainer.logger=[jsonl,wandb]", "trainer.wandb_environment=[MY_SETTING,MISSING]"]
+    metrics = run(model_path, tmp_path, "+data.custom_cls.config.task_types=[operation]", *function, *tracking)
+    assert metrics[-1]["generate/n_invalid"] == 0
+    assert_logged(tmp_path, b"custom/reward_breakdown", b"environment_variables", b"of this machine")
 
 
 def test_the_tools_have_the_names_of_the_recipes() -> None:

@@ -63,6 +63,7 @@ def test_the_defaults_of_sft_are_those_of_the_recipe(recipes: Recipes) -> None:
     assert (trainer["ckpt_interval"], trainer["eval_interval"]) == (50, 50)
     assert (optimizer["lr"], optimizer["adam_betas"], optimizer["weight_decay"]) == (2e-6, [0.9, 0.98], 0.05)
     assert trainer["policy"]["model"]["dtype"] == "bfloat16"
+    assert trainer["placement"]["policy_num_gpus_per_node"] == 2
     assert trainer["project_name"] == "Qwen3-4B-Instruct"
     model, date, time, batch = trainer["run_name"].rsplit("-", 4)[0], *trainer["run_name"].split("-")[3:6]
     assert (model.split("-2")[0], len(date), len(time), batch) == ("trained-top-sn120", 8, 6, "batch_size")
@@ -191,6 +192,49 @@ def test_the_container_mounts_the_recipes(recipes: Recipes) -> None:
         assert "secret" not in result.stdout
     result = recipes.shell(["./train/docker_run_verl.sh", "--dry-run", "--tiny"], IMAGE="org/image:1")
     assert result.stdout.split()[-4:] == ["org/image:1", "bash", "train/scripts/lgc-v2-SFT-trainer.sh", "--tiny"]
+
+
+def test_a_model_is_downloaded_whole_and_once(recipes: Recipes, tmp_path: Path) -> None:
+    """A stand-in for the Hub's command, for want of a network, copies a model and fails on request."""
+    hf = tmp_path / "bin/hf"
+    hf.parent.mkdir()
+    lines = ["#!/bin/sh", 'echo "$HF_TOKEN $*" >>"$LOG"', 'mkdir -p "$4"', 'cp -r train/models/org/other/. "$4"']
+    hf.write_text("\n".join([*lines, "exit $STATUS"]))
+    hf.chmod(0o755)
+    folder = recipes.root / "train/models/org/new"
+    variables = {"AGENT_MODEL_REPO_ID": "org/new", "HF_TOKEN": "secret", "LOG": str(tmp_path / "log")}
+    variables["PATH"] = os.pathsep.join([str(hf.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    failed = recipes.run("lgc-v2-SFT-trainer.sh", "--print-config", **variables, STATUS="1")
+    assert failed.returncode == 1
+    assert "org/new could not be downloaded; rerun to resume" in failed.stderr
+    assert not folder.exists()
+    for _ in range(2):
+        cfg = settings(recipes, "lgc-v2-SFT-trainer.sh", **variables, STATUS="0")
+        assert cfg["trainer"]["policy"]["model"]["path"] == str(folder)
+    assert (tmp_path / "log").read_text() == f"secret download org/new --local-dir {folder}.partial\n" * 2
+
+
+def test_docker_gets_the_arguments_of_the_container(recipes: Recipes, tmp_path: Path) -> None:
+    """A stand-in for Docker, which has no daemon here, records its arguments and the token, and fails on request."""
+    docker = tmp_path / "bin/docker"
+    docker.parent.mkdir()
+    docker.write_text('#!/bin/sh\nprintf "%s|" "$HF_TOKEN" "$@" >>"$LOG"\necho >>"$LOG"\n[ "$1" != "$FAILS" ]\n')
+    docker.chmod(0o755)
+    variables = {"LOG": str(tmp_path / "log"), "HF_TOKEN": "secret", "WANDB_TAGS": "a b", "FAILS": ""}
+    command = f"PATH={docker.parent}:$PATH ./train/docker_run_verl.sh bash -c 'echo $HOME; true'"
+    assert recipes.shell(["bash", "-c", command], **variables).returncode == 0
+    build, run = (tmp_path / "log").read_text().splitlines()
+    root = recipes.root
+    assert build == f"secret|build|-t|skyrl-veritas|-f|{root}/train/Dockerfile|{root}/..|"
+    assert run.startswith(
+        f"secret|run|--rm|--init|--shm-size=16g|--ipc=host|--network=host|-v|{root}:/workspace/veritas-rl|"
+    )
+    assert "|-e|HF_TOKEN|-e|WANDB_TAGS|skyrl-veritas|bash|-c|echo $HOME; true|" in run
+    assert recipes.shell(["bash", "-c", command], **variables | {"FAILS": "build"}).returncode == 1
+    assert (tmp_path / "log").read_text().splitlines()[2:] == [build]
+    for name in ("skyrl-gym", "skyrl-train", "constraints.txt"):  # what the image copies
+        assert (TRAIN.parents[1] / name).exists()
+        assert f"!{name}" in (TRAIN / "Dockerfile.dockerignore").read_text().split()
 
 
 def test_outputs_are_ignored_by_git() -> None:

@@ -7,25 +7,19 @@ logits are compared with those of its sources. After an error, nothing is left.
 from __future__ import annotations
 
 import gc
-import json
-import logging
 import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import peft
 import torch
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,19 +30,24 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
-from skyrl_train.checkpoint.durable import sync, sync_tree
-from skyrl_train.checkpoint.lock import LOCK_FILE, folder_lock
 from skyrl_train.checkpoint.manifest import MANIFEST, find_damage
+from skyrl_train.checkpoint.model_folder import (
+    DType,
+    OpenModel,
+    copy_settings,
+    edit_config,
+    new_folder,
+    open_model,
+    output_dtype,
+    read_dtype,
+    write_model,
+)
 from skyrl_train.checkpoint.store import CheckpointStore
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, MatrixChange, read_changes, read_config
 from skyrl_train.types.specs import TensorSpec
-from skyrl_train.weight_sync.base import chunked
 from skyrl_train.weight_sync.checksum import tensor_checksum
 
-logger = logging.getLogger(__name__)
-
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 Role = Literal["policy", "critic", "reward"]
 
 AUTO_CLASSES: Mapping[str, Any] = {
@@ -57,29 +56,8 @@ AUTO_CLASSES: Mapping[str, Any] = {
     "reward": AutoModelForSequenceClassification,
 }
 
-SHARD_BYTES = 5 * 10**9
-"""Maximum size of a file, unless one tensor is larger."""
 N_PROBED_TOKENS = 32
 TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-4, 1e-1  # relative to the norm of the logits, in float32 and in shorter types
-COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
-"""Files of a model beside its weights."""
-NOT_COPIED = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json")
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-"""Types by their names in safetensors files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +134,7 @@ def merge_checkpoint(
         _load_sharded(folder, {f"model.model.{spec.name}": tensor})
         return tensor
 
-    def expected(dtype: torch.dtype) -> torch.Tensor:
+    def probe_sources(dtype: torch.dtype) -> torch.Tensor:
         with no_init_weights():
             loaded = auto_class.from_config(model.config, dtype=specs[0].dtype).eval()
         tensors = {f"model.model.{name}": parameter.data for name, parameter in loaded.named_parameters()}
@@ -168,13 +146,13 @@ def merge_checkpoint(
 
     shapes = (rename(spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in specs)
     files = [TensorSpec(name, tuple(one.shape), one.dtype) for named in shapes for name, one in named.items()]
-    with _new_folder(target) as partial:
-        _copy_settings([settings], partial)
+    with new_folder(target) as partial:
+        copy_settings([settings], partial)
         if auto_class is not AutoModelForCausalLM:
-            _edit_config(partial, architectures=[type(model).__name__])
+            edit_config(partial, architectures=[type(model).__name__])
         tensors = (item for spec in specs for item in rename(spec.name, read(spec)).items())
-        _write_model(partial, files, tensors, dtype)
-        gap = _compare(partial, expected, auto_class)
+        write_model(partial, files, tensors, dtype)
+        gap = _compare(partial, probe_sources, auto_class)
     return MergeReport(target, len(files), 0, gap)
 
 
@@ -202,13 +180,13 @@ def average_models(
             "sum of 1"
         )
     with ExitStack() as files:
-        models = [files.enter_context(_open_model(source)) for source in sources]
+        models = [files.enter_context(open_model(source)) for source in sources]
         first = models[0]
         _check_same_tensors(sources, models)
         tally = _Tally()
 
         @torch.no_grad()
-        def expected(dtype: torch.dtype) -> torch.Tensor:
+        def probe_sources(dtype: torch.dtype) -> torch.Tensor:
             loaded = _load_model(first.folder, dtype)
             for name, parameter in loaded.named_parameters():
                 parameter.mul_(shares[0])
@@ -216,14 +194,14 @@ def average_models(
                     parameter.add_(model.read(name).to(dtype), alpha=share)
             return _probe(loaded)
 
-        with _new_folder(target) as partial:
-            _copy_settings([first.folder], partial)
-            _write_model(partial, first.specs, _mean(models, shares, dtype, tally), dtype)
+        with new_folder(target) as partial:
+            copy_settings([first.folder], partial)
+            write_model(partial, first.specs, _average(models, shares, dtype, tally), dtype)
             if not tally.n_changed:
                 raise CheckpointError(
                     f"the average of {', '.join(sources)} has the weights of {sources[0]}; use models that differ"
                 )
-            gap = _compare(partial, expected)
+            gap = _compare(partial, probe_sources)
     return MergeReport(target, len(first.specs), tally.n_changed, gap)
 
 
@@ -240,19 +218,19 @@ def _merge_adapter(
     base = base or config.base_model_name_or_path
     if not base:
         raise ConfigError(f"the adapter {adapter} does not name its base model; name it with --base")
-    with _open_model(base) as source:
+    with open_model(base) as source:
         changes = read_changes(adapter, str(source.folder))
         if missing := sorted(changes.keys() - {spec.name for spec in source.specs}):
             raise ConfigError(f"{base} has no {missing[0]}, which the adapter {adapter} changes; name its base model")
-        tally = _Tally(trained_dtype=None if settings is None else _read_dtype(settings))
+        tally = _Tally(trained_dtype=None if settings is None else read_dtype(settings))
 
-        def expected(dtype: torch.dtype) -> torch.Tensor:
+        def probe_sources(dtype: torch.dtype) -> torch.Tensor:
             model: Any = peft.PeftModel.from_pretrained(_load_model(source.folder, dtype), adapter)
             return _probe(model.eval())
 
-        with _new_folder(target) as partial:
-            _copy_settings([source.folder, *([settings] if settings else [])], partial)
-            _write_model(partial, source.specs, _changed(source, changes, dtype, tally), dtype)
+        with new_folder(target) as partial:
+            copy_settings([source.folder, *([settings] if settings else [])], partial)
+            write_model(partial, source.specs, _apply_changes(source, changes, dtype, tally), dtype)
             if settings is not None:
                 _check_base(settings.parent, base, tally.checksum % 2**64)
                 shutil.copytree(adapter, partial / ADAPTER_FOLDER)
@@ -262,7 +240,7 @@ def _merge_adapter(
                     f"merging the adapter {adapter} would change none of the {len(source.specs)} tensors of {base}: "
                     f"{reason}; use an adapter that was trained, or --dtype=float32"
                 )
-            gap = _compare(partial, expected)
+            gap = _compare(partial, probe_sources)
     return MergeReport(target, len(source.specs), tally.n_changed, gap)
 
 
@@ -276,8 +254,8 @@ class _Tally:
     """Type in which the checksum is computed; None for no checksum."""
 
 
-def _changed(
-    source: _OpenModel, changes: Mapping[str, MatrixChange], dtype: DType, tally: _Tally
+def _apply_changes(
+    source: OpenModel, changes: Mapping[str, MatrixChange], dtype: DType, tally: _Tally
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a model, with the changes of an adapter."""
     for spec in source.specs:
@@ -285,20 +263,20 @@ def _changed(
         if tally.trained_dtype is not None:
             tally.checksum += tensor_checksum(spec.name, tensor.to(tally.trained_dtype))
         if spec.name in changes:
-            before = tensor.to(_output_dtype(spec, dtype))
+            before = tensor.to(output_dtype(spec, dtype))
             tensor = changes[spec.name].apply(tensor.float()).to(before.dtype)
             tally.n_changed += not torch.equal(tensor, before)
         yield spec.name, tensor
 
 
-def _mean(
-    models: Sequence[_OpenModel], shares: Sequence[float], dtype: DType, tally: _Tally
+def _average(
+    models: Sequence[OpenModel], shares: Sequence[float], dtype: DType, tally: _Tally
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weighted means of the tensors of several models."""
     for spec in models[0].specs:
         mean = models[0].read(spec.name)
         if spec.dtype.is_floating_point:
-            before = mean.to(_output_dtype(spec, dtype))
+            before = mean.to(output_dtype(spec, dtype))
             total = torch.zeros(spec.shape)
             for share, model in zip(shares, models, strict=True):
                 total += share * model.read(spec.name).float()
@@ -307,7 +285,7 @@ def _mean(
         yield spec.name, mean
 
 
-def _check_same_tensors(sources: Sequence[str], models: Sequence[_OpenModel]) -> None:
+def _check_same_tensors(sources: Sequence[str], models: Sequence[OpenModel]) -> None:
     """Raise ConfigError if models have different tensors."""
     first, *others = ({spec.name: spec.shape for spec in model.specs} for model in models)
     for source, shapes in zip(sources[1:], others, strict=True):
@@ -342,131 +320,6 @@ def _load_sharded(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenModel:
-    """The safetensors files of a model, open for reading."""
-
-    folder: Path
-    specs: list[TensorSpec]
-    read: Callable[[str], torch.Tensor]
-
-
-@contextmanager
-def _open_model(path: str) -> Iterator[_OpenModel]:
-    """Open the weights of a model in a folder or on the Hub.
-
-    Raises:
-        ConfigError: there is no such model, or it has no safetensors files.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        try:
-            folder = Path(
-                snapshot_download(path, allow_patterns=["*.safetensors", *(f"*{s}" for s in COPIED_SUFFIXES)])
-            )
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"there is no model {path}: {reason}; use a folder, or a name on the Hub") from error
-    with ExitStack() as files:
-        specs, file_of = [], {}
-        for file in sorted(folder.glob("*.safetensors")):
-            if file.name == "adapter_model.safetensors":
-                continue
-            try:
-                opened: Any = files.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{file} cannot be read: {error}; save the model again") from error
-            for name in opened.keys():  # noqa: SIM118, not a mapping
-                entry = opened.get_slice(name)
-                specs.append(TensorSpec(name, tuple(entry.get_shape()), DTYPES[entry.get_dtype()]))
-                file_of[name] = opened
-        if not specs or not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{path} has no {'config.json' if specs else '*.safetensors'}; save the model with save_pretrained"
-            )
-        yield _OpenModel(folder, specs, lambda name: file_of[name].get_tensor(name))
-
-
-@contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to `target` at the end, once all its files are on disk: complete or absent.
-
-    Raises:
-        ConfigError: `target` exists, or another process writes it.
-        CheckpointError: the file system refuses.
-    """
-    partial = target.with_name(f".{target.name}.partial")
-    if target.exists():
-        raise ConfigError(f"{target} already exists; choose a new folder")
-    with folder_lock(partial, f"wait until it ends, or choose another folder than {target}"):
-        try:
-            for leftover in partial.iterdir():  # of a process that was killed
-                if leftover.name != LOCK_FILE:
-                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            yield partial
-            sync_tree(partial)
-            partial.rename(target)
-            (target / LOCK_FILE).unlink()
-            sync(target.parent)
-        except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise CheckpointError(
-                    f"{target} could not be written: {error}; free disk space, or choose another folder"
-                ) from error
-            raise
-
-
-def _copy_settings(sources: Sequence[Path], target: Path) -> None:
-    """Copy the files of models beside their weights; a later source replaces files of an earlier one."""
-    for source in sources:
-        for file in source.iterdir():
-            if file.is_file() and file.suffix in COPIED_SUFFIXES and file.name not in NOT_COPIED:
-                shutil.copyfile(file, target / file.name)
-
-
-def _edit_config(folder: Path, **settings: object) -> None:
-    """Change keys of a model's `config.json`."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) | settings
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_model(
-    folder: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]], dtype: DType
-) -> None:
-    """Write tensors, in the order of their specs, into safetensors files; floating-point ones as `dtype`."""
-    specs = [replace(spec, dtype=_output_dtype(spec, dtype)) for spec in specs]
-    n_bytes = sum(spec.n_bytes for spec in specs)
-    if (free := shutil.disk_usage(folder).free) < n_bytes:
-        raise OSError(f"{n_bytes:,} bytes are needed and {free:,} are free")
-    chunks = chunked(specs, SHARD_BYTES)
-    names = ["model.safetensors"]
-    if len(chunks) > 1:
-        names = [f"model-{i:05}-of-{len(chunks):05}.safetensors" for i in range(1, len(chunks) + 1)]
-        index = {spec.name: name for name, chunk in zip(names, chunks, strict=True) for spec in chunk}
-        content = {"metadata": {"total_size": n_bytes}, "weight_map": index}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
-    with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="Merging", disable=None) as progress:
-        for name, chunk in zip(names, chunks, strict=True):
-            _write_safetensors(folder / name, chunk, tensors, progress)
-    largest = max(specs, key=lambda spec: spec.n_bytes)  # a matrix
-    if largest.dtype != _read_dtype(folder):
-        _edit_config(folder, dtype=str(largest.dtype).removeprefix("torch."))
-
-
-def _output_dtype(spec: TensorSpec, dtype: DType) -> torch.dtype:
-    chosen: torch.dtype = spec.dtype if dtype == "auto" or not spec.dtype.is_floating_point else getattr(torch, dtype)
-    return chosen
-
-
-def _read_dtype(folder: Path) -> torch.dtype:
-    """Return the type of a model's weights according to its `config.json`."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    dtype: torch.dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
-    return dtype
-
-
 def _check_base(checkpoint: Path, base: str, checksum: int) -> None:
     """Raise CheckpointError if the adapter in a checkpoint was trained on other weights."""
     expected = (checkpoint / BASE_CHECKSUM).read_text(encoding="utf-8").strip()
@@ -475,29 +328,6 @@ def _check_base(checkpoint: Path, base: str, checksum: int) -> None:
             f"the adapter in {checkpoint} was trained on other weights than those of {base} (checksum {expected}, not "
             f"{checksum}); name its base model with --base"
         )
-
-
-def _write_safetensors(
-    path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]], progress: tqdm[Any]
-) -> None:
-    """Write one file; safetensors' own writer would need all of its tensors in memory."""
-    type_names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for spec in specs:
-        start, end = end, end + spec.n_bytes
-        header[spec.name] = {"dtype": type_names[spec.dtype], "shape": spec.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors are aligned
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for spec in specs:
-            name, tensor = next(tensors)
-            assert name == spec.name
-            assert tuple(tensor.shape) == spec.shape
-            tensor = tensor.detach().to("cpu", spec.dtype).contiguous()
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            progress.update(spec.n_bytes)
 
 
 def _load_model(folder: Path, dtype: torch.dtype, auto_class: Any = AutoModelForCausalLM) -> PreTrainedModel:
@@ -515,7 +345,7 @@ def _probe(model: torch.nn.Module) -> torch.Tensor:
 
 
 def _compare(
-    merged: Path, expected: Callable[[torch.dtype], torch.Tensor], auto_class: Any = AutoModelForCausalLM
+    merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], auto_class: Any = AutoModelForCausalLM
 ) -> float:
     """Return the relative difference between the logits of a merged model and those of its sources.
 
@@ -524,8 +354,8 @@ def _compare(
     Raises:
         CheckpointError: it is larger than rounding explains.
     """
-    dtype = _read_dtype(merged)
-    reference = expected(dtype)
+    dtype = read_dtype(merged)
+    reference = probe_sources(dtype)
     gc.collect()  # a model may be part of a reference cycle
     model = _load_model(merged, dtype, auto_class)
     gap = ((_probe(model) - reference).norm() / reference.norm().clamp(min=1e-6)).item()

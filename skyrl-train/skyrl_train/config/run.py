@@ -14,6 +14,7 @@ from skyrl_train.config.base import (
     OptionalCount,
     Resolved,
     Section,
+    StringList,
     Text,
     as_list,
     resolved_later,
@@ -165,6 +166,10 @@ class RunConfig(Section):
     wandb_artifacts: bool = False
     """Log each checkpoint as an artifact of the Weights & Biases run, which copies and uploads all of its files; needs
     `wandb` in `logger`."""
+
+    wandb_environment: StringList = Field(default=[])
+    """Environment variables that the Config tab of the Weights & Biases run shows as `environment_variables`, e.g.
+    `[CUDA_VISIBLE_DEVICES]`; those that are not set are left out. Needs `wandb` in `logger`."""
 
     @property
     def run_dir(self) -> str:

@@ -27,16 +27,19 @@ from skyrl_train.config.rules.placement import launcher_starts_every_process, ra
 from skyrl_train.config.rules.run import (
     adapters_are_on,
     adapters_are_possible,
-    artifacts_have_a_run,
     checkpoints_are_uploaded,
     names_are_folders,
     resume_path_is_a_checkpoint,
     resume_path_is_read,
     wandb_can_start,
+    wandb_settings_have_a_run,
     warmup_is_set_once,
     weight_decay_shrinks_weights,
 )
 from skyrl_train.config.run import RunConfig
+
+MAX_LENGTH = 2048
+"""Default of `data.max_length`, in tokens, for models with a longer context."""
 
 
 class SupervisedDataConfig(Section):
@@ -58,8 +61,9 @@ class SupervisedDataConfig(Section):
     tools_key: Text = "tools"
     """Column with the tools of a row, passed to the chat template: a list of JSON schemas, or its JSON text."""
 
-    max_length: Count = 2048
-    """Maximum length of a row in tokens, prompt and response together."""
+    max_length: OptionalCount = None
+    """Maximum length of a row in tokens, prompt and response together; null is 2048, or the context of a model that has
+    a shorter one."""
 
     truncation: Literal["error", "left", "right"] = "error"
     """Treatment of longer rows: refuse them, or drop tokens on the left or on the right. A row that has no trained
@@ -72,6 +76,10 @@ class SupervisedDataConfig(Section):
         default={}
     )
     """Arguments of the chat template, e.g. `data.chat_template_kwargs.enable_thinking=false`."""
+
+    def row_length(self, n_context: int | None) -> int:
+        """Return the maximum length of a row, for a model with a context of `n_context` tokens, if it is known."""
+        return self.max_length or min(MAX_LENGTH, n_context or MAX_LENGTH)
 
 
 class SFTDataConfig(SupervisedDataConfig):
@@ -236,7 +244,7 @@ SUPERVISED_RULES = (
     validation_data_is_read_once,
     resume_path_is_a_checkpoint,
     checkpoints_are_uploaded,
-    artifacts_have_a_run,
+    wandb_settings_have_a_run,
 )
 
 SUPERVISED_MACHINE_RULES = (ray_is_installed, sharding_fits_ranks, wandb_can_start)

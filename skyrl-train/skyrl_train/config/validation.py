@@ -51,13 +51,13 @@ from skyrl_train.config.rules.placement import (
 from skyrl_train.config.rules.run import (
     adapters_are_on,
     adapters_are_possible,
-    artifacts_have_a_run,
     checkpoints_are_uploaded,
     names_are_folders,
     resume_path_is_a_checkpoint,
     resume_path_is_read,
     trajectories_are_uploaded,
     wandb_can_start,
+    wandb_settings_have_a_run,
     warmup_is_set_once,
     weight_decay_shrinks_weights,
 )
@@ -88,7 +88,7 @@ RULES: tuple[Rule, ...] = (
     resume_path_is_a_checkpoint,
     checkpoints_are_uploaded,
     trajectories_are_uploaded,
-    artifacts_have_a_run,
+    wandb_settings_have_a_run,
     distillation_has_a_teacher,
     filter_has_a_group,
     kl_in_reward_is_possible,

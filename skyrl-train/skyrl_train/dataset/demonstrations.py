@@ -110,15 +110,15 @@ def _read_clean_rows(sources: Sequence[str]) -> Iterator[tuple[str, Row]]:
 
 
 def _read_answer(row: Row, key: str, location: str) -> str | list[dict[str, Any]]:
-    answer = row.get(key)
-    if answer is None:
+    if key not in row:
         raise DataError(
             f"{location} has no {key!r}: it has the keys {', '.join(row)}; set data.chosen_key and data.rejected_key "
             "to the columns with the better and the worse answer"
         )
-    if answer == "":
+    answer = row[key]
+    if answer is None or (isinstance(answer, str) and not answer.strip()):
         raise DataError(f"{location}: {key} is empty; write an answer, or remove the row")
-    return answer if isinstance(answer, str) else _check_messages(answer, location, key)
+    return answer if isinstance(answer, str) else _check_messages(answer, location, key, "neither a text nor")
 
 
 def _split_off_prompt(
@@ -164,12 +164,12 @@ def _read_prompt(row: Row, location: str, data: SupervisedDataConfig) -> list[di
     name, prompt = _descend(row, data.prompt_key, data.prompt_dict_keys, location)
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    return _check_messages(prompt, location, name)
+    return _check_messages(prompt, location, name, "neither a text nor")
 
 
 def _read_response(row: Row, location: str, data: SFTDataConfig) -> str:
     name, response = _descend(row, data.response_key, data.response_dict_keys, location)
-    if not isinstance(response, str) or not response:
+    if not isinstance(response, str) or not response.strip():
         raise DataError(f"{location}: {name}={_quote(response)} is not a text to train on; correct or remove the row")
     return response
 
@@ -189,11 +189,12 @@ def _descend(row: Row, key: str, inner_keys: Sequence[str], location: str) -> tu
     return name, value
 
 
-def _check_messages(value: Any, location: str, key: str) -> list[dict[str, Any]]:
+def _check_messages(value: Any, location: str, key: str, negation: str = "not") -> list[dict[str, Any]]:
     """Return messages without the empty fields that parquet adds to all of them."""
     if not isinstance(value, list) or not value:
         raise DataError(
-            f'{location}: {key}={_quote(value)} is not a list of messages; write [{{"role": "user", "content": "…"}}]'
+            f"{location}: {key}={_quote(value)} is {negation} a list of messages; write "
+            '[{"role": "user", "content": "…"}]'
         )
     messages = []
     for index, message in enumerate(value):

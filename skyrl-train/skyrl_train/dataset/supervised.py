@@ -184,7 +184,7 @@ def rewarded_segment(token_ids: Sequence[int], pad_token_id: int | None) -> Segm
 
 
 class SupervisedDataset:
-    """The rows of supervised data that have at most `data.max_length` tokens, or are truncated to them."""
+    """The rows of supervised data, of at most `data.max_length` tokens; longer ones are truncated if configured."""
 
     def __init__(
         self,
@@ -192,12 +192,14 @@ class SupervisedDataset:
         encoder: ConversationEncoder,
         data: SupervisedDataConfig,
         read_segments: SegmentReader = trained_segments,
+        n_context: int | None = None,
     ) -> None:
-        """Read, check and tokenize the rows.
+        """Read, check and tokenize the rows, for a model with a context of `n_context` tokens.
 
         Raises:
             DataError: a source cannot be read, a row is invalid or too long, or no row has a trained token.
         """
+        self._max_length = data.row_length(n_context)
         self._rows: list[Answers] = []
         self._n_truncated = n_dropped = 0
         for demonstrations in read_answers(sources, data):
@@ -212,7 +214,7 @@ class SupervisedDataset:
         if not self._rows:
             raise DataError(
                 f"all {n_dropped} rows of {names} lost their answer, because prompts have more than "
-                f"data.max_length={data.max_length} tokens; raise it, or set data.truncation=left"
+                f"data.max_length={self._max_length} tokens; raise it, or set data.truncation=left"
             )
         n_tokens = sum(len(segment.token_ids) for answers in self._rows for answer in answers for segment in answer)
         logger.info("%s: %d rows, %d tokens", names, len(self._rows), n_tokens)
@@ -220,7 +222,7 @@ class SupervisedDataset:
             logger.warning(
                 "%s: %d rows were truncated to data.max_length=%d tokens on the %s, and %d dropped, which had no "
                 "trained token left",
-                *(names, self._n_truncated, data.max_length, data.truncation, n_dropped),
+                *(names, self._n_truncated, self._max_length, data.truncation, n_dropped),
             )
         if n_equal := sum(len(answers) == 2 and answers[0] == answers[1] for answers in self._rows):
             logger.warning(
@@ -233,14 +235,14 @@ class SupervisedDataset:
     ) -> list[TokenRow]:
         """Truncate rows to `data.max_length`; return those that have a trained token left."""
         for row in rows:
-            if (length := len(row.token_ids)) <= data.max_length:
+            if (length := len(row.token_ids)) <= self._max_length:
                 continue
             if data.truncation == "error":
                 raise DataError(
                     f"{demonstration.location} has {length} tokens, more than data.max_length="
-                    f"{data.max_length}; raise it, or set data.truncation=right or left"
+                    f"{self._max_length}; raise it, or set data.truncation=right or left"
                 )
-            row.truncate(data.max_length, data.truncation)
+            row.truncate(self._max_length, data.truncation)
             self._n_truncated += 1
         return [row for row in rows if any(row.loss_mask)]
 

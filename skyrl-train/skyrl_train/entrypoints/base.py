@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -119,6 +120,9 @@ class Experiment(ABC):
         """Open the backends that metrics are sent to."""
         trainer = self.cfg.trainer
         config = self.cfg.model_dump(mode="json")
+        if trainer.wandb_environment:
+            names = [name for name in trainer.wandb_environment if name in os.environ]
+            config["environment_variables"] = {name: os.environ[name] for name in names}
         return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, self.run_folder.path)
 
     def new_launcher(
@@ -150,10 +154,10 @@ class Experiment(ABC):
         processes.
 
         Raises:
-            ConfigError: as `new_launcher`, or torchrun's processes cannot hold several models.
+            ConfigError: as `new_launcher`, or `trainer.placement` asks for other processes than those of torchrun.
         """
         torchrun = Torchrun.find()
-        if torchrun is None or torchrun.size == 1 or len(roles) > 1:
+        if torchrun is None or torchrun.size == 1:
             return self.new_launcher(roles)
         torchrun.check(self.cfg.trainer.placement)
         assert self._compute is not None, "running() comes first"

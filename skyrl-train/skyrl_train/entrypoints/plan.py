@@ -20,6 +20,7 @@ from skyrl_train.config.preferences import DPOTrainerConfig, PreferenceDataConfi
 from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.config.sft import SFTTrainerConfig, SupervisedConfig
 from skyrl_train.dataset.files import count_rows
+from skyrl_train.entrypoints.preflight import read_context_length
 from skyrl_train.types.specs import Role, lora_spec
 
 ModelName = Literal["policy", "critic", "reference", "reward model"]
@@ -67,7 +68,8 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
         lines.append(("val data", _describe_sources(data.val_data)))
     lines.append(_steps(trainer, data.train_data))
     unit = "pair" if isinstance(data, PreferenceDataConfig) else "row"
-    lines.append(("each step", f"{_count(trainer.train_batch_size, unit)} of ≤ {_count(data.max_length, 'token')}"))
+    length = data.row_length(read_context_length(trainer.policy.model.path))
+    lines.append(("each step", f"{_count(trainer.train_batch_size, unit)} of ≤ {_count(length, 'token')}"))
     optimizer = trainer.policy.optimizer_config
     lines.append(
         ("optimizer", f"AdamW · lr {optimizer.lr:g} · {optimizer.scheduler} · decay {optimizer.weight_decay:g}")

@@ -77,12 +77,23 @@ def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
     model = cfg.trainer.policy.model.path
     if isinstance(cfg, DPOConfig) and cfg.trainer.ref.model.path != model:
         yield from _missing_model("trainer.ref.model.path", cfg.trainer.ref.model.path)
-    n_context = _read_model_config(model).get("max_position_embeddings")
-    if isinstance(n_context, int) and cfg.data.max_length > n_context:
+    yield from find_long_rows(cfg, read_context_length(model))
+
+
+def find_long_rows(cfg: SupervisedConfig, n_context: int | None) -> Iterator[str]:
+    """Yield a sentence if rows may be longer than the context of the model, in tokens."""
+    length, model = cfg.data.row_length(n_context), cfg.trainer.policy.model.path
+    if n_context is not None and length > n_context:
         yield (
-            f"data.max_length={cfg.data.max_length} is more than the context of {model}, {n_context} tokens; set "
-            f"data.max_length={n_context}"
+            f"data.max_length={length} is more than the context of {model}, {n_context} tokens; set "
+            f"data.max_length={n_context}, or null"
         )
+
+
+def read_context_length(path: str) -> int | None:
+    """Return the context of a model in tokens, if its configuration is on this machine and names it."""
+    n_context = _read_model_config(path).get("max_position_embeddings")
+    return n_context if isinstance(n_context, int) else None
 
 
 def _find_template_fault(path: Path) -> str | None:

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.algorithms.objectives import CrossEntropyObjective, SupervisedObjective
 from skyrl_train.callbacks import Callback, Checkpointing, Export, Logging, RemoteStorage, Reporting, SavedConfig
 from skyrl_train.config.loading import ConfigSource, Schema, validate
+from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.sft import SFT, SupervisedConfig
 from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, trained_segments
 from skyrl_train.entrypoints.base import Experiment, train
+from skyrl_train.entrypoints.preflight import find_long_rows
 from skyrl_train.launch.inline import model_spec, optimizer_spec
 from skyrl_train.launch.launcher import ModelLauncher, started
 from skyrl_train.learner import TrainedModels
@@ -58,15 +60,23 @@ class SupervisedExp(Experiment):
         return tokenizer
 
     def get_dataset(self, sources: Sequence[str]) -> SupervisedDataset:
-        """Load the rows of `data.train_data` or `data.val_data` as tokens."""
+        """Load the rows of `data.train_data` or `data.val_data` as tokens.
+
+        Raises:
+            ConfigError: rows may be longer than the context of the model.
+            DataError: a source cannot be read, or a row is invalid.
+        """
         data, path = self.cfg.data, self.cfg.trainer.policy.model.path
         try:
             eos = GenerationConfig.from_pretrained(path).eos_token_id
         except OSError:  # the model has no generation_config.json
             eos = None
         eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        text_config = AutoConfig.from_pretrained(path).get_text_config()
+        n_context = getattr(text_config, "max_position_embeddings", None)
+        raise_problems(find_long_rows(self.cfg, n_context))  # which had to be downloaded
         encoder = ConversationEncoder(self.tokenizer, data.chat_template_kwargs, eos_ids)
-        return SupervisedDataset(sources, encoder, data, self.get_segment_reader())
+        return SupervisedDataset(sources, encoder, data, self.get_segment_reader(), n_context)
 
     def get_segment_reader(self) -> SegmentReader:
         """Return the function that turns the token rows of an answer into segments."""
@@ -74,7 +84,7 @@ class SupervisedExp(Experiment):
 
     @abstractmethod
     def get_objective(self) -> SupervisedObjective:
-        """Return what the model minimizes."""
+        """Return the loss that the model minimizes."""
 
     def get_model(self) -> PreTrainedModel:
         """Load the model to train."""

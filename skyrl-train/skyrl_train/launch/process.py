@@ -9,6 +9,7 @@ import pickle
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.errors import WorkerError
 from skyrl_train.launch.rank_host import RankHost
-from skyrl_train.types.specs import ModelSpec, World
+from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.weight_sync.sync import free_port
 
 
@@ -24,6 +25,7 @@ class ConnectedRank:
     """A rank in the process at the other end of a connection. Calls and results are pickled."""
 
     is_leader = True
+    _role: Role | None = None
 
     def __init__(self, rank: int, connection: Connection) -> None:
         self.dp = rank
@@ -32,7 +34,12 @@ class ConnectedRank:
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
         """Load a model. `spec` and `objective` are pickled: functions in them must be importable."""
+        self._role = spec.role
         await self.call("load", spec, objective)
+
+    def share(self) -> ConnectedRank:
+        """Return a rank of another model, of another role, in the same process."""
+        return copy(self)
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the worker.
@@ -43,7 +50,7 @@ class ConnectedRank:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, method, args)
 
     def _call(self, method: str, args: tuple[Any, ...]) -> Any:
-        request = pickle.dumps((method, args))
+        request = pickle.dumps((self._role, method, args))
         try:
             self._connection.send_bytes(request)
             is_result, value = pickle.loads(self._connection.recv_bytes())

@@ -1,4 +1,4 @@
-"""The part of a rank that runs in its own process."""
+"""The part of ranks that runs in their own process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.distributed import FSDP2Strategy, SingleStrategy
 from skyrl_train.errors import WorkerError, picklable_error
 from skyrl_train.launch.numa import bind_to_gpu
-from skyrl_train.types.specs import ModelSpec, World
+from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.workers.worker import Worker
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=int(os.environ.get("SKYRL_WORKER_NCCL_TIMEOUT_IN_S", "600")))
 
 
 class RankHost:
-    """The worker of one rank, and the process group of all ranks of its model."""
+    """The workers of one process, a rank of each model, and the process group of all ranks."""
 
     def __init__(self, world: World, address: str, n_threads: int) -> None:
         """Join the process group at `address`, "tcp://host:port" or "env://"; a single rank needs none."""
@@ -32,7 +32,7 @@ class RankHost:
         if device.index is not None:
             torch.cuda.set_device(device)
             bind_to_gpu(device.index)
-        self._worker: Worker | None = None
+        self._workers: dict[Role, Worker] = {}
         if world.size == 1:
             self.strategy: SingleStrategy | FSDP2Strategy = SingleStrategy(world)
             return
@@ -42,25 +42,27 @@ class RankHost:
         )
         self.strategy = FSDP2Strategy(world)
 
-    def call(self, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
-        """Load a model, or call a method of its worker; return (True, the result) or (False, the error)."""
+    def call(self, role: Role, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
+        """Load a model, in place of that of the same role, or call a method of its worker; return (True, the result) or
+        (False, the error).
+        """
         try:
             if method == "load":
                 self._load(*args)
                 return True, None
-            return True, getattr(self._worker, method)(*args)
+            return True, getattr(self._workers[role], method)(*args)
         except Exception as error:  # noqa: BLE001, handed to the driver
             return False, picklable_error(error, WorkerError)
 
     def _load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        self._worker = Worker(spec, self.strategy, objective)
+        self._workers[spec.role] = Worker(spec, self.strategy, objective)
 
     def serve(self, connection: Connection) -> None:
-        """Carry out the calls of a `ConnectedRank` until it closes the connection, and close."""
+        """Carry out the calls of `ConnectedRank`s until they close the connection, and close."""
         try:
             while True:
-                method, args = pickle.loads(connection.recv_bytes())
-                connection.send_bytes(pickle.dumps(self.call(method, args)))
+                role, method, args = pickle.loads(connection.recv_bytes())
+                connection.send_bytes(pickle.dumps(self.call(role, method, args)))
         except (EOFError, OSError, KeyboardInterrupt):
             pass
         finally:
@@ -69,7 +71,7 @@ class RankHost:
 
     def close(self) -> None:
         """Wait for a save in progress, and leave the process group."""
-        if self._worker is not None:
-            self._worker.close()
+        for worker in self._workers.values():
+            worker.close()
         if dist.is_initialized():
             dist.destroy_process_group()

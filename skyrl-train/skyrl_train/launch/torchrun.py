@@ -85,8 +85,8 @@ class Torchrun:
 
 
 class TorchrunLauncher:
-    """A launcher of one model, on the processes of `torchrun`. It runs in rank 0, whose part of the model computes in
-    `executor`, which has one thread.
+    """A launcher on the processes of `torchrun`, which hold a rank of every model. It runs in rank 0, whose parts of
+    the models compute in `executor`, which has one thread.
     """
 
     def __init__(self, executor: Executor, torchrun: Torchrun) -> None:
@@ -95,7 +95,7 @@ class TorchrunLauncher:
         self._torchrun = torchrun
         self._host: RankHost | None = None
         self._others: list[ConnectedRank] = []
-        self._local: LocalRank | None = None
+        self._local: list[LocalRank] = []
 
     async def start(self) -> None:
         """Connect to the other ranks, and join their process group.
@@ -110,14 +110,14 @@ class TorchrunLauncher:
     async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
         assert self._host is not None, "start() comes first"
         local = LocalRank(self._executor, self._host.strategy)
-        group = WorkerGroup(spec, [local, *self._others], objective)
+        group = WorkerGroup(spec, [local, *(rank.share() for rank in self._others)], objective)
         await group.load()
-        self._local = local
+        self._local.append(local)
         return group
 
     async def close(self) -> None:
         """End the other ranks, and leave the process group."""
-        ranks: list[Rank] = [*self._others, *([self._local] if self._local else [])]
+        ranks: list[Rank] = [*self._others, *self._local]
         await asyncio.gather(*(rank.close() for rank in ranks), return_exceptions=True)  # a save may be in progress
         if self._host is not None:
             await self._compute(self._host.close)

@@ -256,6 +256,14 @@ def _load_config(path: str, lora: LoraSpec) -> peft.LoraConfig:
             f"{lora.key}.rank={lora.config.rank} and {lora.key}.alpha={lora.config.alpha}; set those of the adapter, "
             "or omit both"
         )
+    base = config.base_model_name_or_path
+    if base and Path(base).resolve() != Path(lora.base_path).resolve():
+        logger.warning(
+            "%s was trained on %s and continues on %s; if their weights differ, it is another model",
+            _source(lora),
+            base,
+            lora.base_path,
+        )
     return config
 
 

@@ -116,13 +116,17 @@ def sort_by_prefix(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
     """Sort rows of token ids lexicographically; return the order, and how many tokens each shares with the last one."""
     texts = [row.astype(">u4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=texts.__getitem__)
-    n_shared = [0] * len(order)
-    for i in range(1, len(order)):
-        last, row = rows[order[i - 1]], rows[order[i]]
+    return order, count_shared([rows[i] for i in order])
+
+
+def count_shared(rows: Sequence[np.ndarray]) -> list[int]:
+    """Return the number of tokens that each row shares with the beginning of the one before it."""
+    n_shared = [0] * len(rows)
+    for i, (last, row) in enumerate(pairwise(rows), start=1):
         n = min(len(last), len(row))
         different = np.flatnonzero(last[:n] != row[:n])
         n_shared[i] = int(different[0]) if len(different) else n
-    return order, n_shared
+    return n_shared
 
 
 def unpadded(sequences: torch.Tensor, attention_mask: torch.Tensor) -> list[np.ndarray]:

@@ -59,6 +59,9 @@ _PANELS = {
     "generate/avg_num_tokens": ("Response length", "tokens in a response"),
     "policy/policy_lr": ("Learning rate", "the schedule"),
     "trainer/tokens_per_second": ("Speed", "tokens per second"),
+    "system/memory_usage": ("Memory", "gigabytes on the GPU, or of the process on a CPU"),
+    "system/gpu_utilization": ("GPU utilization", "percent at the end of the step"),
+    "system/cpu_utilization": ("CPU utilization", "percent of all cores of the machine during the step"),
 }
 
 

@@ -36,13 +36,15 @@ def peak_flops() -> float | None:
 
 
 def system_metrics() -> dict[str, float]:
-    """Return `system/memory_usage`: the peak of this process on the GPU, or else its memory, in gigabytes.
+    """Return `system/memory_usage`: the peak of this process on the GPU, or else its memory, in gigabytes; and
+    `system/cpu_utilization`: that of all cores since the last call, in percent.
 
     On a GPU also `system/gpu_utilization` in percent, if `nvidia-ml-py` is installed.
     """
+    metrics = {"system/cpu_utilization": psutil.cpu_percent()}
     if not torch.cuda.is_available():
-        return {"system/memory_usage": psutil.Process().memory_info().rss / GIGABYTE}
-    metrics = {"system/memory_usage": torch.cuda.max_memory_allocated() / GIGABYTE}
+        return metrics | {"system/memory_usage": psutil.Process().memory_info().rss / GIGABYTE}
+    metrics["system/memory_usage"] = torch.cuda.max_memory_allocated() / GIGABYTE
     with suppress(ModuleNotFoundError, RuntimeError):  # no nvidia-ml-py, or a driver that does not answer
         metrics["system/gpu_utilization"] = float(torch.cuda.utilization())
     return metrics

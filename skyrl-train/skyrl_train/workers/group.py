@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from skyrl_train.algorithms.objectives import Objective, PairObjective, PolicyObjective
+from skyrl_train.algorithms.objectives import Objective, PairObjective, PolicyObjective, RewardObjective
 from skyrl_train.distributed import METADATA
 from skyrl_train.errors import SyncError, WorkerError
-from skyrl_train.types import Metrics, Shard, TrainingBatch
+from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.ranks import Rank
-from skyrl_train.workers.split import join, split
+from skyrl_train.workers.split import draws_fit, join, split
 
 CAUSE_TIMEOUT_S = 2.0
 """Seconds that other ranks of a failed call may take to fail as well."""
@@ -84,15 +84,20 @@ class WorkerGroup:
 
         The divisors of the loss are those of the whole mini-batch, whatever the micro-batches and ranks.
         `scores` (B, R) are the log-probs or values of the current weights, if known. A loss that reads the whole
-        mini-batch at once needs them: without them, the mini-batch is scored first.
+        mini-batch at once needs them, and so does one that reads whole draws if they do not fit into micro-batches:
+        without them, the mini-batch is scored first.
         """
-        assert self._objective is not None, f"the {self._spec.role} has no objective"
-        mini_batch, metrics = self._objective.weigh(mini_batch), Metrics()
-        if isinstance(self._objective, PolicyObjective | PairObjective) and self._objective.scope == "batch":
+        objective, max_rows = self._objective, self._spec.max_rows_train
+        assert objective is not None, f"the {self._spec.role} has no objective"
+        mini_batch, metrics = objective.weigh(mini_batch), Metrics()
+        keeps_draws = isinstance(objective, PairObjective) and draws_fit(
+            mini_batch, self._spec.max_tokens_per_micro_batch, max_rows
+        )
+        if isinstance(objective, PolicyObjective | PairObjective) and objective.scope != "token" and not keeps_draws:
             if scores is None:
-                scores = (await self.score(mini_batch))[self._objective.score_name]
-            mini_batch, metrics = self._objective.differentiate(scores, mini_batch)
-        shards, _ = self._split(mini_batch, self._spec.max_rows_train)
+                scores = (await self.score(mini_batch))[objective.score_name]
+            mini_batch, metrics = objective.differentiate(scores, mini_batch)
+        shards, _ = self._split(mini_batch, max_rows, keeps_draws=keeps_draws)
         return metrics.merge(*await self._call("forward_backward", per_part=shards))
 
     async def optim_step(self) -> Metrics:
@@ -109,9 +114,15 @@ class WorkerGroup:
         return all(await self._call("is_finite"))
 
     async def probe(self, rows: TrainingBatch) -> Metrics:
-        """Return the mean log-prob or value of the rows' tokens, and the norm of its gradient. Changes nothing."""
+        """Return the mean log-prob or value of the rows' tokens, and the norm of its gradient. Changes nothing.
+
+        For a reward model, `mean` is minus the mean distance between the rewards of a pair.
+        """
         shards, _ = self._split(rows, self._spec.max_rows_train)
-        return Metrics().merge(*await self._call("probe", per_part=shards))
+        metrics = Metrics().merge(*await self._call("probe", per_part=shards))
+        if isinstance(self._objective, RewardObjective):
+            metrics["mean"] = Metric("mean", -self._objective.mean_distance(await self.score(rows), rows))
+        return metrics
 
     async def save(self, folder: Path) -> Awaitable[Any]:
         """Return once training may continue; await the result until `folder` is on disk."""
@@ -165,9 +176,17 @@ class WorkerGroup:
         """End every rank."""
         await asyncio.gather(*(rank.close() for rank in self._ranks))
 
-    def _split(self, batch: TrainingBatch, max_rows: int | None) -> tuple[list[Shard], list[list[int]]]:
-        max_tokens = self._spec.max_tokens_per_micro_batch
-        return split(batch, self._n_parts, max_tokens, max_rows, shares_prefixes=self._shares_prefixes)
+    def _split(
+        self, batch: TrainingBatch, max_rows: int | None, *, keeps_draws: bool = False
+    ) -> tuple[list[Shard], list[list[int]]]:
+        return split(
+            batch,
+            self._n_parts,
+            self._spec.max_tokens_per_micro_batch,
+            max_rows,
+            shares_prefixes=self._shares_prefixes,
+            keeps_draws=keeps_draws,
+        )
 
     async def _call(self, method: str, *args: Any, per_part: Sequence[Any] | None = None) -> list[Any]:
         """Call a method of every worker; return the results of the leaders.

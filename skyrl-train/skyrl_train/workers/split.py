@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
+import numpy as np
 import torch
 
-from skyrl_train.models.prefix_sharing import sort_by_prefix, unpadded
+from skyrl_train.models.prefix_sharing import count_shared, sort_by_prefix, unpadded
 from skyrl_train.types import Shard, TrainingBatch
 
 SHARED_COST = 0.25
@@ -14,34 +16,49 @@ SHARED_COST = 0.25
 
 
 def split(
-    batch: TrainingBatch, n_ranks: int, max_tokens: int, max_rows: int | None = None, *, shares_prefixes: bool = False
+    batch: TrainingBatch,
+    n_ranks: int,
+    max_tokens: int,
+    max_rows: int | None = None,
+    *,
+    shares_prefixes: bool = False,
+    keeps_draws: bool = False,
 ) -> tuple[list[Shard], list[list[int]]]:
     """Return a shard for each of `n_ranks` ranks, and the rows of the batch that it begins with.
 
     Rows that have a trained token are sorted by their tokens, so that rows with a common prefix are adjacent. Ranks,
     and the micro-batches of a rank, take consecutive rows: ranks of equal cost, micro-batches of at most `max_tokens`
     tokens and `max_rows` rows, but at least one row. With `shares_prefixes`, tokens of a prefix that a micro-batch
-    contains already count as `SHARED_COST`. Every rank gets the same number of micro-batches: fillers, copies of the
+    contains already count as `SHARED_COST`. With `keeps_draws`, the rows of a draw are in one micro-batch, in their
+    order, whatever the limits (`draws_fit`). Every rank gets the same number of micro-batches: fillers, copies of the
     batch's shortest row with its loss mask zeroed, make up the difference.
     """
     trained = batch.loss_mask.any(dim=1).nonzero()[:, 0].tolist()
     tokens = unpadded(batch.sequences[trained], batch.attention_mask[trained])
     order, n_shared = sort_by_prefix(tokens)
+    units = [[i] for i in range(len(order))]  # indices into the order, of rows that stay together
+    if keeps_draws:
+        order, n_shared, units = _join_draws(order, tokens, batch.draws[trained].tolist())
     lengths = [len(tokens[i]) for i in order]
     saved = [(1 - SHARED_COST) * n if shares_prefixes else 0.0 for n in n_shared]
     rows_of_rank: list[list[int]] = [[] for _ in range(n_ranks)]
     micro_batches_of_rank: list[list[list[int]]] = [[] for _ in range(n_ranks)]
     total, cost, load = sum(lengths) - sum(saved), 0.0, 0.0
-    for i, (length, saving) in enumerate(zip(lengths, saved, strict=True)):
+    for unit in units:
         rank = min(int(cost / total * n_ranks), n_ranks - 1)
-        cost += length - saving
         rows, micro_batches = rows_of_rank[rank], micro_batches_of_rank[rank]
-        if not micro_batches or load + length - saving > max_tokens or len(micro_batches[-1]) == max_rows:
+        n_new = sum(lengths[i] - saved[i] for i in unit)
+        cost += n_new
+        if (
+            not micro_batches
+            or load + n_new > max_tokens
+            or (max_rows is not None and len(micro_batches[-1]) + len(unit) > max_rows)
+        ):
             micro_batches.append([])
-            load = saving
-        micro_batches[-1].append(len(rows))
-        load += length - saving
-        rows.append(trained[order[i]])
+            load = saved[unit[0]]
+        load += n_new
+        micro_batches[-1] += range(len(rows), len(rows) + len(unit))
+        rows += [trained[order[i]] for i in unit]
 
     n_micro_batches = max(map(len, micro_batches_of_rank))
     shortest = trained[min(range(len(trained)), key=lambda i: len(tokens[i]))] if trained else 0
@@ -55,6 +72,28 @@ def split(
                     tensor[len(rows) :] = 0
         shards.append(Shard(shard, [*micro_batches, *([[len(rows)]] * n_fillers)]))
     return shards, rows_of_rank
+
+
+def _join_draws(
+    order: Sequence[int], tokens: Sequence[np.ndarray], draws: Sequence[int]
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """Move the rows of each draw to the first of them in an order; return the new order, the number of tokens that each
+    row shares with the one before it, and the indices of each draw.
+    """
+    first: dict[int, int] = {}
+    for position, row in enumerate(order):
+        first.setdefault(draws[row], position)
+    order = sorted(order, key=lambda row: (first[draws[row]], row))
+    units = [list(unit) for _, unit in groupby(range(len(order)), key=lambda i: draws[order[i]])]
+    return order, count_shared([tokens[row] for row in order]), units
+
+
+def draws_fit(batch: TrainingBatch, max_tokens: int, max_rows: int | None) -> bool:
+    """Return True if the rows of every draw have at most `max_tokens` tokens, and are at most `max_rows`."""
+    _, draws = batch.draws.unique(return_inverse=True)
+    n_tokens = torch.bincount(draws, batch.attention_mask.sum(dim=1))
+    n_rows = torch.bincount(draws)
+    return bool((n_tokens <= max_tokens).all()) and (max_rows is None or bool((n_rows <= max_rows).all()))
 
 
 def join(

@@ -1,4 +1,4 @@
-"""Runs of supervised fine-tuning on a few rows: their overrides, and what they log and export."""
+"""Runs on a few rows of fixed data: their overrides, and what they log and export."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ def write_rows(folder: Path) -> None:
     (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows[10:], CHAT]))
 
 
+def write_pairs(folder: Path) -> None:
+    """Write 9 pairs of answers to train on and 3 to validate on."""
+    rows = [
+        {
+            "prompt": f"{n} plus 1?",
+            "chosen": f"It is {n + 1}" + " indeed" * (n % 4),
+            "rejected": "I do not know" * (n % 3) or "No",
+        }
+        for n in range(12)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:9]))
+    (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[9:]))
+
+
 def overrides(data: Path, model: Path, output_dir: Path, *others: str) -> list[str]:
     return [
         f"data.train_data='{data}/train.jsonl'",
@@ -44,6 +58,11 @@ def overrides(data: Path, model: Path, output_dir: Path, *others: str) -> list[s
         "trainer.logger=jsonl",
         *others,
     ]
+
+
+def pair_overrides(data: Path, model: Path, output_dir: Path, *others: str) -> list[str]:
+    """Return the overrides of a run of 4 steps on pairs."""
+    return overrides(data, model, output_dir, "trainer.epochs=2", "trainer.train_batch_size=4", *others)
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 from recipe_shell import Recipes
+
+SKYRL_TRAIN = Path(__file__).parents[3] / "skyrl-train"
+SGLANG = """
+import runpy, sys
+sys.path.insert(0, {root!r})
+runpy.run_path({root!r} + "/tests/cpu/inference_engines/sglang/sglang_server.py", run_name="__main__")
+"""
 
 
 @pytest.mark.parametrize(
@@ -25,3 +36,17 @@ def test_the_tiny_form_runs(script: str, variables: dict[str, str], recipes: Rec
         target = recipes.root / variables.get("TARGET_DIR", "train/merged_model_tiny")
         assert (target / "lora_adapter/adapter_model.safetensors").is_file()
         assert (target / "model.safetensors").is_file()
+
+
+def test_sglang_plays_the_rollouts(recipes: Recipes, tmp_path: Path) -> None:
+    """A server with SGLang's API takes the place of SGLang, which needs a GPU."""
+    package = tmp_path / "sglang"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(SGLANG.format(root=str(SKYRL_TRAIN)))
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    options = ["trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.test_freq=-1"]
+    result = recipes.run("openspiel-ppo-trainer.sh", "--tiny", *options, ROLLOUT_BACKEND="sglang", PYTHONPATH=path)
+    assert result.returncode == 0, result.stderr
+    assert "generator.backend=sglang" in result.stderr
+    assert "step 1/1 · reward" in result.stderr

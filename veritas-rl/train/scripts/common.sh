@@ -201,7 +201,7 @@ make_tiny_model() {
     run python train/tools/write_attempts.py --env "$2" --adapter-config "$3" --output "$work/attempts.jsonl"
     run skyrl tiny "$work/random" --data "$work/attempts.jsonl"
     run skyrl sft data.train_data="$work/attempts.jsonl" trainer.policy.model.path="$work/random" \
-        data.max_length=512 trainer.epochs=2 trainer.train_batch_size=16 trainer.policy.optimizer_config.lr=3e-3 \
+        trainer.epochs=2 trainer.train_batch_size=16 trainer.policy.optimizer_config.lr=3e-3 \
         trainer.ckpt_interval=-1 trainer.hf_save_interval=100000 trainer.logger=jsonl \
         trainer.output_dir="$work" trainer.project_name=warm trainer.run_name=up trainer.export_path="$work/export"
     publish "$work"/export/global_step_*/policy "$folder"

@@ -11,7 +11,6 @@
     . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
     read_arguments "$@"
 
-    gpu_count=${gpu_count:-1}
     dataset_path=$(absolute "${dataset_path:-train/parquet}")
     train_batch_size=32
     micro_batch_size=8
@@ -24,6 +23,7 @@
 
     if [ "$TINY" = 1 ]; then
         dataset_path=$ROOT/train/parquet_tiny
+        gpu_count=${gpu_count:-1}
         train_batch_size=8 micro_batch_size=4 max_length=512 total_epochs=2 model_dtype=fp32 lr=3e-3
         save_freq=5 test_freq=5
         run python -m data_processing.generate_dataset --env lgc-v2 --task-types operation --num-samples 50 \
@@ -41,6 +41,7 @@
         [ -f "$dataset_path/train.parquet" ] || die "$dataset_path/train.parquet does not exist; write it with" \
             "data_processing.convert_to_parquet --format sft (docs/dataset_generation.md), or set dataset_path"
     fi
+    gpu_count=${gpu_count:-2}
     name_run SFT "$train_batch_size"
     set_run_options checkpoints
 

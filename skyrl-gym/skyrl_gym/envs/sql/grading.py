@@ -6,11 +6,14 @@ Source: the format of SkyRL-SQL (Liu et al., 2025): think, query the database, t
 from __future__ import annotations
 
 import re
+import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
+from skyrl_gym.envs.sql.parts import N_PARTS, write_part
 from skyrl_gym.envs.tags import all_between, first_between
 from skyrl_gym.queries import QueryError, Table, run_query
 
@@ -50,7 +53,8 @@ def join_replies(replies: Sequence[str]) -> str:
 def compute_score(output: str, ground_truth: str, db_file: Path, match: Match = "set") -> float:
     """Return -1 for a wrong format, 1 if the solution has the result of `ground_truth`, else 0.
 
-    A solution that reads none of the tables of `ground_truth` scores 0, whatever its result.
+    A solution that reads none of the tables of `ground_truth` scores 0, whatever its result, and so does one whose
+    result does not follow the data (`follows_data`).
 
     Raises:
         ValueError: the query of the ground truth fails, so the solution cannot be graded.
@@ -69,7 +73,34 @@ def compute_score(output: str, ground_truth: str, db_file: Path, match: Match = 
             return 0.0
     except QueryError:
         return 0.0
-    return float(is_same(actual, expected, match, is_ordered=has_order(ground_truth)))
+    if not is_same(actual, expected, match, is_ordered=has_order(ground_truth)):
+        return 0.0
+    return float(follows_data(db_file, (solution, actual), (ground_truth, expected)))
+
+
+def follows_data(db_file: Path, solution: tuple[str, Table], ground_truth: tuple[str, Table]) -> bool:
+    """Return False for a constant, such as `SELECT 4 FROM goods LIMIT 1`: on parts of the database, the result of the
+    ground truth changes, and never that of the solution.
+
+    Both are pairs of a query and its result on the whole database. True if a part cannot be made or queried.
+    """
+
+    def changes(query: str, result: Table, part: Path) -> bool:
+        return set(run_query(part, query, QUERY_SECONDS).rows) != set(result.rows)
+
+    has_changed = False
+    with TemporaryDirectory() as folder:
+        for number in range(N_PARTS):
+            part = Path(folder) / f"part{number}.sqlite"
+            try:
+                write_part(db_file, number, part)
+                if changes(*ground_truth, part):
+                    has_changed = True
+                    if changes(*solution, part):
+                        return True
+            except (sqlite3.Error, QueryError):
+                return True
+    return not has_changed
 
 
 def find_tables(db_file: Path, query: str) -> set[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from skyrl_gym.envs.sql.env import SQLEnv
 from skyrl_gym.envs.sql.grading import compute_score, has_order, verify_format_and_extract
+from skyrl_gym.envs.sql.parts import write_part
 
 GOLD = "SELECT name, price FROM goods WHERE price > 1"
 EXPLORE = "<think>Let me see.</think><sql>SELECT count(*) AS n FROM goods</sql>"
@@ -123,11 +124,51 @@ def test_database_output_is_not_graded(folder: Path) -> None:
         ("WITH goods AS (SELECT 1) SELECT 4 FROM goods", 0.0),
         ("SELECT 4 FROM (SELECT 1 AS name) AS goods", 0.0),
         ("SELECT 4 FROM sqlite_master LIMIT 1", 0.0),
+        ("SELECT 4 FROM goods LIMIT 1", 0.0),
+        ("SELECT DISTINCT 4 FROM goods", 0.0),
+        ("SELECT 4 WHERE EXISTS (SELECT * FROM goods)", 0.0),
         ("VALUES (4)", 0.0),
     ],
 )
 def test_solution_reads_a_table_of_the_ground_truth(folder: Path, query: str, reward: float) -> None:
     assert new_env(folder, "SELECT count(*) FROM goods").step(solution(query))["reward"] == reward
+
+
+def test_a_ground_truth_that_no_part_changes_needs_no_other_result(folder: Path) -> None:
+    """Both halves of the goods contain a pen."""
+    gold = "SELECT max(name) FROM goods WHERE name = 'pen'"
+    assert new_env(folder, gold).step(solution("SELECT name FROM goods WHERE price = 1.5 LIMIT 1"))["reward"] == 1.0
+
+
+def test_parts_have_every_kind_of_table(tmp_path: Path) -> None:
+    whole = tmp_path / "a ?#%b.sqlite"
+    with sqlite3.connect(whole) as connection:
+        connection.executescript("""
+            CREATE TABLE "odd ""name" ("a b" TEXT PRIMARY KEY, n INT, twice INT AS (2 * n)) WITHOUT ROWID;
+            CREATE TABLE child (id INTEGER PRIMARY KEY AUTOINCREMENT, part_row TEXT REFERENCES "odd ""name");
+            CREATE INDEX i ON child (part_row);
+            CREATE VIEW v AS SELECT count(*) AS n FROM child;
+        """)
+        rows = [(f"{i:04}", i) for i in range(3000)]
+        connection.executemany('INSERT INTO "odd ""name" ("a b", n) VALUES (?, ?)', rows)
+        connection.executemany("INSERT INTO child (part_row) VALUES (?)", [(name,) for name, _ in rows[:7]])
+        connection.execute("UPDATE child SET part_row = CAST(x'ff' AS TEXT) WHERE id = 2")
+    connection.close()
+    parts = []
+    for number in range(2):
+        part = tmp_path / f"{number}.sqlite"
+        write_part(whole, number, part)
+        with sqlite3.connect(part) as connection:
+            connection.text_factory = bytes
+            assert connection.execute('SELECT count(*), max(twice) FROM "odd ""name"').fetchone() == (
+                1000,
+                2 * (1999 - number),
+            )
+            parts.append(connection.execute("SELECT part_row FROM child").fetchall())
+            assert connection.execute("SELECT n FROM v").fetchone() == (len(parts[-1]),)
+        connection.close()
+    assert sorted(map(len, parts)) == [3, 4]
+    assert {name for (name,) in parts[0] + parts[1]} == {b"\xff", *(f"{i:04}".encode() for i in range(7) if i != 1)}
 
 
 def test_constant_ground_truth_needs_no_table(folder: Path) -> None:

@@ -180,8 +180,6 @@ class TinkerRun:
                         metrics |= await self._step(prompts, generator, trainer, step)
                         metrics["time/total"] = time.perf_counter() - started
                         tracking.log(metrics, step)
-                        for problem in find_tool_errors(metrics):
-                            logger.warning("Step %d: %s", step, problem)
                         if step % options.save_every == 0 or step == options.max_steps:
                             await self._save(trainer, prompts, step)
                     if eval_dataset is not None and state["step"] < options.max_steps:
@@ -250,7 +248,9 @@ class TinkerRun:
         return metrics
 
     async def _alert(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report failing tools in the log and to Slack."""
         if problems := find_tool_errors(metrics):
+            logger.warning("Step %d: %s", step, "; ".join(problems))
             await send_alert(f"{self._options.run_name}, step {step}: {'; '.join(problems)}")
 
     async def _save(self, trainer: tinker.TrainingClient, prompts: ShuffledPrompts, step: int) -> None:

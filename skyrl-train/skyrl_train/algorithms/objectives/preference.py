@@ -14,34 +14,41 @@ from skyrl_train.types import Metrics, MetricSums, TrainingBatch
 class PairObjective(ABC):
     """The mean of a loss over pairs of answers: the chosen one of each pair, then the rejected one.
 
-    An answer is a trajectory, or a row of a batch without `trajectories`. The driver computes the gradient in the
-    scores of tokens, so that the rows of a pair may be on different ranks.
+    An answer is a trajectory, or a row of a batch without `trajectories`; a pair is a draw. If the pairs of a
+    mini-batch do not fit into micro-batches, their rows are scored first, and the driver computes the gradient in the
+    scores (`differentiate`).
     """
 
-    scope = "batch"
+    scope = "draw"
     needs_entropy_grad = False
     score_name: ClassVar[Literal["logprobs", "values"]]
     """The score that the loss reads."""
 
     def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
-        """Return the mini-batch unchanged: `differentiate` divides by the number of pairs."""
-        return mini_batch
-
-    def differentiate(self, scores: torch.Tensor, mini_batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
-        """Return the mini-batch with the gradient of its loss in the scores (B, R), and metrics.
+        """Return the mini-batch with the share of a pair in the loss as its weights.
 
         Every row needs a trained token.
         """
         assert bool(mini_batch.loss_mask.any(dim=1).all()), "an answer has no trained token"
+        return replace(mini_batch, loss_weights=torch.full_like(mini_batch.loss_mask, 1 / mini_batch.n_prompts))
+
+    def differentiate(self, scores: torch.Tensor, mini_batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
+        """Return the mini-batch with the gradient of its loss in the scores (B, R), and metrics."""
         chosen = scores.detach().requires_grad_()
         losses, sums = self._losses(chosen, mini_batch)
         (gradient,) = torch.autograd.grad(losses.mean(), chosen)
         return replace(mini_batch, logprob_gradient=gradient), sums.metrics()
 
     def __call__(self, scores: Any, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
-        """Return Σ gradient · score, which has the gradient of the loss."""
-        assert rows.logprob_gradient is not None, "differentiate() comes first"
-        return (getattr(scores, self.score_name) * rows.logprob_gradient).sum(), Metrics()
+        """Return Σ weight · loss over the pairs in these rows; after `differentiate`, Σ gradient · score instead."""
+        values = getattr(scores, self.score_name)
+        if rows.logprob_gradient is not None:
+            return (values * rows.logprob_gradient).sum(), Metrics()
+        if not rows.loss_mask.any():  # a filler
+            return values.sum() * 0, Metrics()
+        assert rows.loss_weights is not None, "weigh() comes first"
+        losses, sums = self._losses(values, rows)
+        return losses.sum() * rows.loss_weights[0, 0], sums.metrics()
 
     def evaluate(self, scores: Mapping[str, torch.Tensor], rows: TrainingBatch) -> Metrics:
         """Return the metrics of pairs with these scores (B, R)."""
@@ -100,6 +107,11 @@ class RewardObjective(PairObjective):
         rewards = _answer_sums(torch.where(rows.loss_mask > 0, scores, 0.0), rows)  # (A,)
         losses = -torch.nn.functional.logsigmoid(rewards[0::2] - rewards[1::2])  # (P,)
         return losses, _pair_metrics(losses, rewards)
+
+    def mean_distance(self, scores: Mapping[str, torch.Tensor], rows: TrainingBatch) -> float:
+        """Return the mean distance between the rewards of a pair, for scores (B, R)."""
+        rewards = _answer_sums(torch.where(rows.loss_mask > 0, scores["values"], 0.0), rows)  # (A,)
+        return (rewards[0::2] - rewards[1::2]).abs().mean().item()
 
 
 def _answer_sums(values: torch.Tensor, rows: TrainingBatch) -> torch.Tensor:

@@ -147,6 +147,10 @@ def resume_path_is_read(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+"""A part of the names of environment variables that hold secrets."""
+
+
 def wandb_can_start(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse Weights & Biases without its package or a login, before the models are loaded."""
     if "wandb" not in cfg.trainer.logger:
@@ -157,13 +161,18 @@ def wandb_can_start(cfg: SkyRLConfig) -> Iterator[str]:
         yield problem
 
 
-def artifacts_have_a_run(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse artifacts of Weights & Biases without it."""
-    if cfg.trainer.wandb_artifacts and "wandb" not in cfg.trainer.logger:
-        yield (
-            f"trainer.wandb_artifacts=true needs wandb in trainer.logger={show(cfg.trainer.logger)}; add it, or set "
-            "trainer.wandb_artifacts=false"
-        )
+def wandb_settings_have_a_run(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse settings of Weights & Biases without it, and uploads of secrets."""
+    trainer = cfg.trainer
+    for key, off in (("wandb_artifacts", False), ("wandb_environment", [])):
+        if (value := getattr(trainer, key)) != off and "wandb" not in trainer.logger:
+            yield (
+                f"trainer.{key}={show(value)} needs wandb in trainer.logger={show(trainer.logger)}; add it, or set "
+                f"trainer.{key}={show(off)}"
+            )
+    for name in trainer.wandb_environment:
+        if SECRET.search(name):
+            yield f"trainer.wandb_environment=[{name}] looks like a secret, which it would upload; remove {name}"
 
 
 def wandb_login_problem(environ: Mapping[str, str]) -> str | None:

@@ -46,10 +46,10 @@ class RankActor:
         """Join the process group of the model's ranks, on a node where `n_processes` compute at once."""
         self._host = RankHost(world, f"tcp://{address}", max(1, (os.cpu_count() or 1) // n_processes))
 
-    def call(self, method: str, *args: Any) -> tuple[bool, Any]:
+    def call(self, role: Role, method: str, *args: Any) -> tuple[bool, Any]:
         """Call a method of the worker, as `RankHost.call` does."""
         assert self._host is not None, "join() comes first"
-        return self._host.call(method, args)
+        return self._host.call(role, method, args)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -65,6 +65,7 @@ class RayRank:
     def __init__(self, role: Role, world: World, device: Device) -> None:
         """Start the actor on a reserved device; it does not wait until it is ready."""
         self.dp = world.rank
+        self._role = role
         self._world = world
         self._name = f"rank {world.rank} of the {role}"
         self._actor: Any = ray.remote(RankActor).options(**device.options()).remote(world.rank == 0)
@@ -89,7 +90,7 @@ class RayRank:
         Raises:
             WorkerError: the process has ended.
         """
-        is_result, value = await self._ask("call", method, *args)
+        is_result, value = await self._ask("call", self._role, method, *args)
         if is_result:
             return value
         raise value
@@ -99,7 +100,7 @@ class RayRank:
         try:
             return await getattr(self._actor, method).remote(*args)
         except RayError as error:
-            stage = args[0] if method == "call" else method
+            stage = args[1] if method == "call" else method
             raise WorkerError(f"{self._name} ended during {stage}: {_describe_end(error)}") from error
         except (TypeError, PicklingError) as error:
             raise WorkerError(

@@ -28,7 +28,7 @@ from transformers import (
 from workers.worker_batches import SingleRankGroup, as_batch, config, make_worker, random_trajectories
 
 from skyrl_train.algorithms.objectives import RewardObjective, ValueObjective
-from skyrl_train.checkpoint import merge
+from skyrl_train.checkpoint import merge, model_folder
 from skyrl_train.checkpoint.lock import folder_lock
 from skyrl_train.checkpoint.manifest import write_manifest
 from skyrl_train.checkpoint.merge import average_models, merge_adapter, merge_checkpoint
@@ -97,7 +97,7 @@ def test_a_merged_adapter_has_the_logits_of_the_adapter_on_its_base(
     base = new_model(folder / "base", is_tied=is_tied, dtype=dtype)
     adapter = new_adapter(folder / "adapter", base, rank=rank, use_rslora=use_rslora, target_modules=targets)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge, "SHARD_BYTES", shard_bytes)
+        patch.setattr(model_folder, "SHARD_BYTES", shard_bytes)
         report = merge_adapter(str(adapter), folder / "merged")
     expected = logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter)))
     assert (logits_in(folder / "merged") - expected).norm() < TYPES[dtype] * expected.norm()
@@ -195,7 +195,7 @@ def test_the_reward_model_of_a_checkpoint(tmp_path: Path, tiny_model_path: Path)
 PEAK = """
 import resource, sys
 from pathlib import Path
-from skyrl_train.checkpoint import merge
+from skyrl_train.checkpoint import merge, model_folder
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 {call}
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
@@ -262,7 +262,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, tiny_model: PreTrainedM
 
 
 def wrong_verification(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(merge, "_changed", lambda source, changes, dtype, tally: _scaled(source, tally))
+    patch.setattr(merge, "_apply_changes", lambda source, changes, dtype, tally: _scaled(source, tally))
 
 
 def _scaled(source: Any, tally: Any) -> Any:
@@ -272,7 +272,7 @@ def _scaled(source: Any, tally: Any) -> Any:
 
 
 def full_disk(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(merge.shutil, "disk_usage", lambda _: merge.shutil._ntuple_diskusage(10, 10, 0))
+    patch.setattr(model_folder.shutil, "disk_usage", lambda _: model_folder.shutil._ntuple_diskusage(10, 10, 0))
 
 
 def zero_alpha(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def test_the_defaults_are_those_of_the_recipe() -> None:
     optimizer = cfg.trainer.policy.optimizer_config
     assert (optimizer.lr, optimizer.adam_betas, optimizer.weight_decay) == (2e-6, (0.9, 0.98), 0.05)
     assert (cfg.trainer.train_batch_size, cfg.trainer.micro_train_batch_size_per_gpu) == (32, 8)
-    assert (cfg.data.max_length, cfg.trainer.eval_interval, cfg.trainer.ckpt_interval) == (2048, 50, 50)
+    assert (cfg.data.max_length, cfg.trainer.eval_interval, cfg.trainer.ckpt_interval) == (None, 50, 50)
 
 
 def test_yaml_is_read_back() -> None:

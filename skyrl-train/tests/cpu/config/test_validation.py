@@ -275,6 +275,17 @@ PROBLEMS: list[Case] = [
         [["trainer.wandb_artifacts=true", "trainer.logger=[jsonl,wandb]"], ["trainer.logger=tensorboard"]],
     ),
     (
+        ["trainer.wandb_environment=[GAME_TYPES]"],
+        "trainer.wandb_environment=[GAME_TYPES] needs wandb in trainer.logger=[tensorboard]; add it, or set "
+        "trainer.wandb_environment=[]",
+        [["trainer.wandb_environment=[GAME_TYPES]", "trainer.logger=[jsonl,wandb]"]],
+    ),
+    (
+        ["trainer.wandb_environment=[HF_TOKEN]", "trainer.logger=wandb"],
+        "trainer.wandb_environment=[HF_TOKEN] looks like a secret, which it would upload; remove HF_TOKEN",
+        [],
+    ),
+    (
         ["trainer.remote_ckpt_url=my-bucket"],
         "trainer.remote_ckpt_url=my-bucket must be a URL, e.g. trainer.remote_ckpt_url=s3://my-bucket, or null to "
         "upload nothing",

@@ -143,7 +143,9 @@ def test_equal_answers_are_reported(
 WRONG = [
     ({"prompt": "a", "chosen": "x"}, "row 0 of .* has no 'rejected': it has the keys prompt, chosen"),
     ({"prompt": "a", "chosen": "", "rejected": "x"}, "chosen is empty; write an answer, or remove the row"),
-    ({"prompt": "a", "chosen": 3, "rejected": "x"}, "chosen=3 is not a list of messages"),
+    ({"prompt": "a", "chosen": None, "rejected": "x"}, "chosen is empty; write an answer"),
+    ({"prompt": "a", "chosen": " ", "rejected": "x"}, "chosen is empty; write an answer"),
+    ({"prompt": "a", "chosen": 3, "rejected": "x"}, "chosen=3 is neither a text nor a list of messages"),
     ({"prompt": "a", "chosen": [ASK], "rejected": "x"}, "chosen has no message of the assistant after the prompt"),
     (
         {"chosen": "x y", "rejected": "a b"},
@@ -151,7 +153,7 @@ WRONG = [
     ),
     ({"chosen": [GOOD], "rejected": [BAD]}, "do not begin with the same prompt"),
     ({"chosen": "x y", "rejected": [ASK, BAD]}, "do not begin with the same prompt"),
-    ({"prompt": 3, "chosen": "x", "rejected": "y"}, "prompt=3 is not a list of messages"),
+    ({"prompt": 3, "chosen": "x", "rejected": "y"}, "prompt=3 is neither a text nor a list of messages"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -245,8 +246,10 @@ def test_of_any_conversation_exactly_the_answers_are_trained(
 REFUSED = [
     ({"prompt": "a"}, "row 0 of .* has no 'response': it has the keys prompt; set data.messages_key"),
     ({"prompt": "a", "response": ""}, "response='' is not a text to train on"),
+    ({"prompt": "a", "response": " \n"}, "is not a text to train on"),
+    ({"prompt": math.nan, "response": "a"}, "prompt=nan is neither a text nor a list of messages"),
     ({"prompt": "a", "response": 7}, "response=7 is not a text"),
-    ({"prompt": 7, "response": "b"}, "prompt=7 is not a list of messages"),
+    ({"prompt": 7, "response": "b"}, "prompt=7 is neither a text nor a list of messages"),
     ({"messages": []}, r"messages=\[\] is not a list of messages"),
     ({"messages": [{"role": "user"}]}, "message 0 of messages lacks a role or a content"),
     ({"messages": [{"role": "assistant", "content": None}]}, "message 0 of messages lacks a role or a content"),

@@ -211,6 +211,8 @@ def test_the_plan_the_configuration_and_the_keys_are_printed(
     plan = capsys.readouterr().out
     assert "steps        6 of 3 epochs with 2 batches" in plan
     assert "each step    5 rows of ≤ 200 tokens" in plan
+    assert main(["sft", *run, "data.max_length=null", "--dry-run"]) == 0
+    assert "each step    5 rows of ≤ 512 tokens" in capsys.readouterr().out
     assert main(["sft", *run, "--print-config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["policy"]["optimizer_config"]["adam_betas"] == [0.9, 0.98]
     assert main(["sft", "--help", "data.truncation"]) == 0
@@ -218,6 +220,17 @@ def test_the_plan_the_configuration_and_the_keys_are_printed(
     assert main(["sft", "--help"]) == 0
     assert "skyrl sft --help SECTION" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_are_as_long_as_the_context_by_default(
+    data: Path, tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (data / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "Count!", "response": "1" * 600}))
+    run = overrides(data, tiny_model_path, tmp_path / "out", "data.max_length=null", "trainer.max_training_steps=1")
+    assert main(["sft", *run]) == 1
+    assert "tokens, more than data.max_length=512; raise it, or set data.truncation" in capsys.readouterr().err
+    assert main(["sft", *run, "data.truncation=right"]) == 0
 
 
 MISTAKES = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from sft_runs import metrics, write_pairs
+from sft_runs import pair_overrides as overrides
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from skyrl_train.callbacks import Callback, Run, StepReport
@@ -18,52 +21,17 @@ from skyrl_train.config.cli import parse
 from skyrl_train.config.preferences import DPO, REWARD
 from skyrl_train.entrypoints.cli import main
 from skyrl_train.entrypoints.preferences import DPOExp, RewardExp
+from skyrl_train.errors import DivergenceError
+from skyrl_train.models.scoring_module import ScoringModule
 
-UNTIMED = ("timing/", "trainer/tokens_per_second", "train/time(s)", "train/throughput", "system/")
 BETA = 0.3
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A folder with 9 pairs to train on and 3 to validate on."""
-    rows = [
-        {
-            "prompt": f"{n} plus 1?",
-            "chosen": f"It is {n + 1}" + " indeed" * (n % 4),
-            "rejected": "I do not know" * (n % 3),
-        }
-        for n in range(12)
-    ]
-    for row in rows:
-        row["rejected"] = row["rejected"] or "No"
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:9]))
-    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[9:]))
+    write_pairs(tmp_path)
     return tmp_path
-
-
-def overrides(data: Path, model: Path, output_dir: Path, *others: str) -> list[str]:
-    return [
-        f"data.train_data='{data}/train.jsonl'",
-        f"data.val_data='{data}/val.jsonl'",
-        "data.max_length=200",
-        f"trainer.policy.model.path='{model}'",
-        f"trainer.output_dir='{output_dir}'",
-        "trainer.run_name=test_run",
-        "trainer.epochs=2",
-        "trainer.train_batch_size=4",
-        "trainer.policy.optimizer_config.lr=3e-3",
-        "trainer.ckpt_interval=2",
-        "trainer.eval_interval=2",
-        "trainer.hf_save_interval=100",
-        "trainer.logger=jsonl",
-        *others,
-    ]
-
-
-def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """Return the logged metrics without timings."""
-    lines = (output_dir / "skyrl/test_run/metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(UNTIMED)} for line in lines]
 
 
 def read_pairs(file: Path) -> list[tuple[str, str, str]]:
@@ -137,6 +105,48 @@ def test_the_loss_of_dpo_is_that_of_the_formula_for_any_micro_batch(
     expected = naive_dpo(exported, tiny_model_path, data / "val.jsonl", loss, smoothing)
     assert expected["margin"] != pytest.approx(0, abs=1e-3)
     assert {name: first[f"val/{name}"] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("command", "max_rows", "n_passes"),
+    [
+        ("dpo", "null", {False: 1, True: 1}),
+        ("dpo", "2", {False: 4, True: 4}),
+        ("dpo", "1", {False: 16, True: 8}),
+        ("reward", "null", {True: 1}),
+        ("reward", "1", {False: 8, True: 8}),
+    ],
+)
+def test_pairs_that_fit_into_a_pass_are_not_scored_before_it(
+    command: str, max_rows: str, n_passes: dict[bool, int], data: Path, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """`n_passes` counts the passes of a step with 4 pairs, by whether they record gradients. DPO has a reference."""
+    limits = [f"trainer.micro_{kind}_batch_size_per_gpu={max_rows}" for kind in ("train", "forward")]
+    run = overrides(data, tiny_model_path, tmp_path / "out", *limits, "trainer.ckpt_interval=-1")
+    passes: Counter[bool] = Counter()
+
+    def count(module: torch.nn.Module, *_: Any) -> None:
+        if isinstance(module, ScoringModule) and is_step:
+            passes[torch.is_grad_enabled()] += 1
+
+    class Steps(Callback):
+        async def on_train_start(self, run: Run) -> None:
+            nonlocal is_step
+            is_step = True
+
+        async def on_step_end(self, run: Run, report: StepReport) -> None:
+            nonlocal is_step
+            is_step = report.global_step == 0
+            run.request_stop("for the test") if report.global_step else None
+
+    class Counted(DPOExp if command == "dpo" else RewardExp):  # type: ignore[misc]
+        def get_callbacks(self, *parts: Any) -> list[Callback]:
+            return [Steps(), *super().get_callbacks(*parts)]
+
+    is_step = False
+    with torch.nn.modules.module.register_module_forward_pre_hook(count), pytest.raises(KeyboardInterrupt):
+        Counted(parse([*run, "trainer.eval_interval=-1"], DPO if command == "dpo" else REWARD)).run()
+    assert passes == n_passes
 
 
 def test_dpo_reaches_the_optimum_on_two_answers(data: Path, tiny_model_path: Path, tmp_path: Path) -> None:
@@ -252,6 +262,44 @@ def test_a_reward_model_ranks_held_out_pairs(data: Path, tiny_model_path: Path, 
     run = overrides(data, tiny_model_path, tmp_path / "out", "trainer.epochs=6", "trainer.train_batch_size=16")
     assert main(["reward", *run, "trainer.eval_interval=60", "trainer.ckpt_interval=-1"]) == 0
     assert metrics(tmp_path / "out")[-1]["val/accuracy"] > 0.95
+
+
+@pytest.mark.parametrize("interval", [1, 100])
+def test_a_reward_model_that_diverges_is_not_saved(
+    interval: int, data: Path, tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With equal prompts and answers that are easy to tell apart, the loss of the diverged model may even be 0."""
+    more = [
+        "trainer.policy.optimizer_config.lr=1000",
+        f"trainer.ckpt_interval={interval}",
+        "trainer.hf_save_interval=1",
+    ]
+    run = overrides(data, tiny_model_path, tmp_path / "out", *more)
+    assert main(["reward", *run]) == 3
+    error = capsys.readouterr().err
+    assert "the reward model has diverged with trainer.policy.optimizer_config.lr=1000: the rewards of" in error
+    assert "there is no earlier checkpoint" in error
+    assert not list((tmp_path / "out").rglob("global_step_*"))
+
+
+def test_a_divergence_names_a_checkpoint_that_is_being_written(
+    data: Path, tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Diverge(Callback):
+        async def on_step_end(self, run: Any, report: StepReport) -> None:
+            if report.global_step == 2:
+                await run.begin_checkpoint()
+                assert run.is_saving
+                next(run.models.policy._ranks[0].worker.module.parameters()).data.fill_(math.nan)
+                await run.check_weights(2)
+
+    class Diverging(RewardExp):
+        def get_callbacks(self, *parts: Any) -> list[Callback]:
+            return [Diverge(), *super().get_callbacks(*parts)]
+
+    run = overrides(data, tiny_model_path, tmp_path / "out", "trainer.ckpt_interval=-1", "trainer.eval_interval=-1")
+    with pytest.raises(DivergenceError, match="the checkpoint of step 2 is kept"):
+        Diverging(parse(run, REWARD)).run()
 
 
 def test_a_reward_model_is_trained_as_an_adapter(data: Path, tiny_model_path: Path, tmp_path: Path) -> None:

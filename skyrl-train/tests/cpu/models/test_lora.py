@@ -140,7 +140,7 @@ def test_the_norm_of_the_change_is_that_of_the_merged_weights(tiny_model: PreTra
     ],
 )
 def test_a_saved_adapter_has_the_same_logits_in_peft_and_here(
-    tiny_model: PreTrainedModel, tmp_path: Path, settings: dict[str, Any]
+    tiny_model: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
 ) -> None:
     model = randomized(tiny_model, spec(rank=4, **settings))
     folder = save(model, tmp_path)
@@ -150,6 +150,9 @@ def test_a_saved_adapter_has_the_same_logits_in_peft_and_here(
     add_adapter(ours, spec(lora_path=str(folder)))
     assert torch.equal(logits(ours), logits(model))
     assert trained_parameters(ours).keys() == trained_parameters(model).keys()
+    assert "continues on" not in caplog.text
+    add_adapter(copy.deepcopy(tiny_model), spec("other", lora_path=str(folder)))
+    assert f"{folder} was trained on base and continues on other" in caplog.text
 
 
 def test_a_bfloat16_model_has_a_float32_adapter(tiny_model_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
-from skyrl_train.tracking.system import peak_flops
+from skyrl_train.tracking.system import peak_flops, system_metrics
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,18 @@ def test_the_peak_of_a_device_is_known_by_its_name(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     assert peak_flops() == peak
+
+
+def test_busy_cores_and_memory_are_measured() -> None:
+    system_metrics()
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        pass
+    before = system_metrics()
+    assert 0 < before["system/cpu_utilization"] <= 100
+    block = torch.ones(25_000_000)
+    assert system_metrics()["system/memory_usage"] - before["system/memory_usage"] == pytest.approx(0.1, abs=0.02)
+    assert len(block)
 
 
 def test_a_cpu_has_no_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:

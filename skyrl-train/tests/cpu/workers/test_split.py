@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.models.prefix_sharing import sort_by_prefix
 from skyrl_train.types import TrainingBatch
-from skyrl_train.workers.split import SHARED_COST, join, split
+from skyrl_train.workers.split import SHARED_COST, draws_fit, join, split
 
 token_rows = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=20)
 
@@ -52,6 +52,38 @@ def test_a_split_is_a_partition_within_the_budget(
             members = [rows[own_rows[row]] for row in micro_batch if row < len(own_rows)]
             assert cost(members, shares_prefixes) <= max_tokens or len(members) == 1
             assert max_rows is None or len(members) <= max_rows
+
+
+@given(
+    rows=token_rows,
+    draw_size=st.integers(1, 4),
+    n_ranks=st.integers(1, 4),
+    max_tokens=st.integers(1, 60),
+    max_rows=st.none() | st.integers(1, 5),
+    shares_prefixes=st.booleans(),
+)
+def test_the_rows_of_a_draw_stay_together(
+    rows: list[list[int]], draw_size: int, n_ranks: int, max_tokens: int, max_rows: int | None, shares_prefixes: bool
+) -> None:
+    batch = make_batch(rows)
+    batch.draws = torch.arange(len(rows)) // draw_size
+    draws = [range(len(rows))[start : start + draw_size] for start in range(0, len(rows), draw_size)]
+    sizes = [sum(len(rows[row]) for row in draw) for draw in draws]
+    fits = max(sizes) <= max_tokens and (max_rows is None or max(map(len, draws)) <= max_rows)
+    assert draws_fit(batch, max_tokens, max_rows) == fits
+    shards, rows_of_rank = split(
+        batch, n_ranks, max_tokens, max_rows, shares_prefixes=shares_prefixes, keeps_draws=True
+    )
+    assert sorted(row for part in rows_of_rank for row in part) == list(range(len(rows)))
+    for shard, own_rows in zip(shards, rows_of_rank, strict=True):
+        for micro_batch in shard.micro_batches:
+            members = [own_rows[row] for row in micro_batch if row < len(own_rows)]
+            parts = [draw for draw in draws if draw[0] in members]
+            parts.sort(key=lambda draw: members.index(draw[0]))
+            assert [row for draw in parts for row in draw] == members
+            if fits:
+                assert cost([rows[row] for row in members], shares_prefixes) <= max_tokens
+                assert max_rows is None or len(members) <= max_rows
 
 
 @given(rows=token_rows, n_ranks=st.integers(1, 4))

@@ -35,7 +35,7 @@ def answer_logprob(model: PreTrainedModel, answer: list[int]) -> torch.Tensor:
     return torch.stack([logprobs[len(PROMPT) - 1 + i, token] for i, token in enumerate(answer)]).sum()
 
 
-@pytest.mark.parametrize("split", [{}, {"micro_train_batch_size_per_gpu": 1}])
+@pytest.mark.parametrize("split", [{}, {"micro_train_batch_size_per_gpu": 1}, {"micro_train_batch_size_per_gpu": 2}])
 def test_loss_and_gradient_are_those_of_the_formula(tiny_model: PreTrainedModel, split: dict[str, int]) -> None:
     batch = pairs((A, B), (B, A), (A, B))
     noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,197 @@
+"""Folders of models in the format of Hugging Face: read tensor by tensor, and written complete or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from skyrl_train.checkpoint.durable import sync, sync_tree
+from skyrl_train.checkpoint.lock import LOCK_FILE, folder_lock
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.types.specs import TensorSpec
+from skyrl_train.weight_sync.base import chunked
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+"""The type of written weights; `auto` is that of the read ones."""
+
+SHARD_BYTES = 5 * 10**9
+"""Maximum size of a file, unless one tensor is larger."""
+COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
+"""Files of a model beside its weights."""
+NOT_COPIED = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json")
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""Types by their names in safetensors files."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """The safetensors files of a model, open for reading."""
+
+    folder: Path
+    specs: list[TensorSpec]
+    read: Callable[[str], torch.Tensor]
+
+
+@contextmanager
+def open_model(path: str) -> Iterator[OpenModel]:
+    """Open the weights of a model in a folder or on the Hub.
+
+    Raises:
+        ConfigError: there is no such model, or it has no safetensors files.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        try:
+            folder = Path(
+                snapshot_download(path, allow_patterns=["*.safetensors", *(f"*{s}" for s in COPIED_SUFFIXES)])
+            )
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"there is no model {path}: {reason}; use a folder, or a name on the Hub") from error
+    with ExitStack() as files:
+        specs, file_of = [], {}
+        for file in sorted(folder.glob("*.safetensors")):
+            if file.name == "adapter_model.safetensors":
+                continue
+            try:
+                opened: Any = files.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{file} cannot be read: {error}; save the model again") from error
+            for name in opened.keys():  # noqa: SIM118, not a mapping
+                entry = opened.get_slice(name)
+                specs.append(TensorSpec(name, tuple(entry.get_shape()), DTYPES[entry.get_dtype()]))
+                file_of[name] = opened
+        if not specs or not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"{path} has no {'config.json' if specs else '*.safetensors'}; save the model with save_pretrained"
+            )
+        yield OpenModel(folder, specs, lambda name: file_of[name].get_tensor(name))
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that is renamed to `target` at the end, once all its files are on disk: complete or absent.
+
+    Raises:
+        ConfigError: `target` exists, or another process writes it.
+        CheckpointError: the file system refuses.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    with folder_lock(partial, f"wait until it ends, or choose another folder than {target}"):
+        try:
+            if target.exists():
+                raise ConfigError(f"{target} already exists; choose a new folder")
+            for leftover in partial.iterdir():  # of a process that was killed
+                if leftover.name != LOCK_FILE:
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            yield partial
+            sync_tree(partial)
+            partial.rename(target)
+            (target / LOCK_FILE).unlink()
+            sync(target.parent)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"{target} could not be written: {error}; free disk space, or choose another folder"
+                ) from error
+            raise
+
+
+def copy_settings(sources: Sequence[Path], target: Path) -> None:
+    """Copy the files of models beside their weights; a later source replaces files of an earlier one."""
+    for source in sources:
+        for file in source.iterdir():
+            if file.is_file() and file.suffix in COPIED_SUFFIXES and file.name not in NOT_COPIED:
+                shutil.copyfile(file, target / file.name)
+
+
+def edit_config(folder: Path, **settings: object) -> None:
+    """Change keys of a model's `config.json`."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | settings
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_model(
+    folder: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]], dtype: DType
+) -> None:
+    """Write tensors, in the order of their specs, into safetensors files; floating-point ones as `dtype`."""
+    specs = [replace(spec, dtype=output_dtype(spec, dtype)) for spec in specs]
+    n_bytes = sum(spec.n_bytes for spec in specs)
+    if (free := shutil.disk_usage(folder).free) < n_bytes:
+        raise OSError(f"{n_bytes:,} bytes are needed and {free:,} are free")
+    chunks = chunked(specs, SHARD_BYTES)
+    names = ["model.safetensors"]
+    if len(chunks) > 1:
+        names = [f"model-{i:05}-of-{len(chunks):05}.safetensors" for i in range(1, len(chunks) + 1)]
+        index = {spec.name: name for name, chunk in zip(names, chunks, strict=True) for spec in chunk}
+        content = {"metadata": {"total_size": n_bytes}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+    with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="Merging", disable=None) as progress:
+        for name, chunk in zip(names, chunks, strict=True):
+            _write_safetensors(folder / name, chunk, tensors, progress)
+    largest = max(specs, key=lambda spec: spec.n_bytes)  # a matrix
+    if largest.dtype != read_dtype(folder):
+        edit_config(folder, dtype=str(largest.dtype).removeprefix("torch."))
+
+
+def output_dtype(spec: TensorSpec, dtype: DType) -> torch.dtype:
+    """Return the type in which a tensor is written."""
+    chosen: torch.dtype = spec.dtype if dtype == "auto" or not spec.dtype.is_floating_point else getattr(torch, dtype)
+    return chosen
+
+
+def read_dtype(folder: Path) -> torch.dtype:
+    """Return the type of a model's weights according to its `config.json`."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    dtype: torch.dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+    return dtype
+
+
+def _write_safetensors(
+    path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]], progress: tqdm[Any]
+) -> None:
+    """Write one file; safetensors' own writer would need all of its tensors in memory."""
+    type_names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in specs:
+        start, end = end, end + spec.n_bytes
+        header[spec.name] = {"dtype": type_names[spec.dtype], "shape": spec.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for spec in specs:
+            name, tensor = next(tensors)
+            assert name == spec.name
+            assert tuple(tensor.shape) == spec.shape
+            tensor = tensor.detach().to("cpu", spec.dtype).contiguous()
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            progress.update(spec.n_bytes)
