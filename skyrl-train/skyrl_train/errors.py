@@ -30,6 +30,10 @@ class EngineError(SkyRLError):
     """An inference engine could not start, or could not answer a request."""
 
 
+class EngineLostError(EngineError):
+    """The process of an inference engine has ended, or no longer answers."""
+
+
 class CheckpointError(SkyRLError):
     """A checkpoint could not be written, is incomplete, or does not fit the run that loads it."""
 

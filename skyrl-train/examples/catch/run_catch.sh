@@ -3,7 +3,8 @@
 #
 #   bash examples/catch/run_catch.sh generator.batched=true trainer.logger=tensorboard
 #
-# With a GPU the model is Qwen3-1.7B-Base. Without one it is a tiny Qwen3, created on the first run.
+# With a GPU the model is Qwen3-1.7B-Base, and vLLM samples if it is installed. Without a GPU it is a tiny Qwen3,
+# created on the first run, whose heads are too small for vLLM: the embedded engine samples.
 # Missing data is generated. Variables: DATA_DIR, REWARD_MODE (shaped or episodic, for generated data),
 # MODEL_DIR (of the tiny model), MAIN_MODULE (the training module), PYTHON.
 set -euo pipefail
@@ -29,8 +30,16 @@ if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
     generator.n_samples_per_prompt=4
     generator.gpu_memory_utilization=0.8
   )
+  if [[ "$*" == *generator.backend=* ]]; then
+    : # the caller has chosen
+  elif "$PYTHON" -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("vllm") is None)'; then
+    echo "Sampling with vLLM"
+    MODEL+=(generator.backend=vllm)
+  else
+    echo "vLLM is not installed: sampling with the embedded engine"
+  fi
 else
-  echo "No GPU here: a tiny Qwen3 on the CPU instead of Qwen3-1.7B-Base"
+  echo "No GPU here: a tiny Qwen3 and the embedded engine on the CPU instead of Qwen3-1.7B-Base"
   if [[ "$*" != *trainer.policy.model.path=* && ! -d $MODEL_DIR ]]; then
     "$PYTHON" -m examples.catch.warm_start --data_dir "$DATA_DIR" --output_dir "$MODEL_DIR"
   fi

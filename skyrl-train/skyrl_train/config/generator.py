@@ -114,11 +114,13 @@ class GeneratorConfig(Section):
     """true: the run starts its engine. false: it uses the servers of `remote_inference_engine_urls`."""
 
     remote_inference_engine_urls: StringList = Field(default=[])
-    """Addresses of running servers of vLLM or SGLang, e.g. `[10.0.0.5:8000]`, for `run_engines_locally=false`. In this
-    version, one."""
+    """Addresses of running servers of vLLM or SGLang, e.g. `[10.0.0.5:8000]`, for `run_engines_locally=false`: one for
+    each of the `num_inference_engines`."""
 
     num_inference_engines: Count = 1
-    """Number of engines; only 1 is supported."""
+    """Number of engines, each with a copy of the weights. The turns of a trajectory stay on one of them. Several need
+    Ray, where they are on different GPUs of the policy, or on GPUs of their own with
+    `trainer.placement.colocate_all=false`; or several servers."""
 
     inference_engine_tensor_parallel_size: Count = 1
     """Number of GPUs that share each layer of an engine of vLLM or SGLang."""
@@ -129,10 +131,10 @@ class GeneratorConfig(Section):
     inference_engine_data_parallel_size: Count = 1
     """Number of copies of the model in an engine, each on GPUs of its own, between which it divides its requests."""
 
-    weight_sync_backend: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    weight_sync_backend: Literal["auto", "shm", "gloo", "nccl", "cuda_ipc"] = "auto"
     """Transport of new weights to other processes. `auto` takes shared memory for processes on the node of the policy's
     first rank, and gloo for the others; `shm` and `gloo` take one of them for all. A run in one process
-    sends nothing; only there, nccl is accepted."""
+    sends nothing; only there, nccl and cuda_ipc are accepted."""
 
     weight_sync_check: Literal["auto", "off", "checksum", "logprobs"] = "auto"
     """Check after each weight sync. `checksum` compares all values that were copied to another process. `logprobs` also
@@ -256,3 +258,8 @@ class GeneratorConfig(Section):
 
     eval_sampling_params: EvalSamplingConfig = EvalSamplingConfig()
     """Sampling of evaluation rollouts."""
+
+    @property
+    def n_local_engines(self) -> int:
+        """Number of engines that the run starts."""
+        return self.num_inference_engines if self.run_engines_locally else 0

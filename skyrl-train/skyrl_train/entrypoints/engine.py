@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,16 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.memory import config_cache_bytes_per_token
 from skyrl_train.types.specs import SyncKind
 from skyrl_train.weight_sync import SyncOptions
 from skyrl_train.weight_sync.base import Transport
+
+RECONNECT_TIMEOUT_S, RECONNECT_INTERVAL_S = 600.0, 2.0
 
 FLOAT32_TOLERANCE, BF16_TOLERANCE = 1e-3, 0.1  # nats
 
@@ -36,9 +42,10 @@ def new_engine(
     """
     generator = cfg.generator
     if not generator.run_engines_locally:
-        return _connect_server(cfg, tokenizer)
+        return _connect_servers(cfg, tokenizer)
     free, total = _memory()
-    usable = int(max(free - reserved_bytes, 0) * generator.gpu_memory_utilization)
+    n_sharing = 1 if torch.cuda.is_available() else generator.num_inference_engines  # each GPU has one engine
+    usable = int(max(free - reserved_bytes, 0) * generator.gpu_memory_utilization) // n_sharing
     if generator.backend == "vllm":
         return _new_vllm_engine(cfg, tokenizer, usable, total, executor)
     if generator.backend == "sglang":
@@ -129,16 +136,31 @@ def _new_sglang_engine(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, mem
         raise
 
 
-def _connect_server(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:
-    """Connect to the server that another program has started."""
-    (address,) = cfg.generator.remote_inference_engine_urls
-    if cfg.generator.backend == "sglang":
-        from skyrl_train.inference_engines.sglang.engine import SGLangEngine
+def _connect_servers(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> EngineClient:
+    """Connect to the servers that other programs have started; wait for one that is started again."""
+    urls = cfg.generator.remote_inference_engine_urls
 
-        return SGLangEngine(address, cfg.trainer.policy.model.path, tokenizer, _weight_folder(cfg))
-    from skyrl_train.inference_engines.vllm.server import VLLMServerEngine
+    def connect(index: int) -> InferenceEngine:
+        if cfg.generator.backend == "sglang":
+            from skyrl_train.inference_engines.sglang.engine import SGLangEngine
 
-    return VLLMServerEngine(address, tokenizer)
+            folder = _weight_folder(cfg) / f"server_{index}"
+            return SGLangEngine(urls[index], cfg.trainer.policy.model.path, tokenizer, folder)
+        from skyrl_train.inference_engines.vllm.server import VLLMServerEngine
+
+        return VLLMServerEngine(urls[index], tokenizer)
+
+    async def reconnect(index: int) -> InferenceEngine:
+        deadline = time.monotonic() + RECONNECT_TIMEOUT_S
+        while True:
+            try:
+                return await asyncio.to_thread(connect, index)
+            except EngineError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(RECONNECT_INTERVAL_S)
+
+    return EngineClient([connect(index) for index in range(len(urls))], reconnect)
 
 
 def _engine_init_kwargs(cfg: SkyRLConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 
 from skyrl_train.callbacks import open_evaluations
 from skyrl_train.checkpoint import STORAGE_ERRORS, upload_files
@@ -46,7 +47,8 @@ class EvalOnlyEntrypoint(BasePPOExp):
         self.check_data()
         dataset = self.get_eval_dataset()
         self.check_environments([dataset])
-        async with self.playing(None) as (_, generator):
+        launching = self.launching([]) if self.cfg.generator.run_engines_locally else nullcontext()
+        async with launching, self.playing(None) as (_, generator):
             with self.get_tracker() as tracker:
                 metrics, trajectories = await evaluate(dataset, generator, self.cfg, 0)
                 tracker.log(metrics, 0)

@@ -52,8 +52,9 @@ from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_templa
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.generators.source import LockstepRollouts
 from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.launch.inline import model_spec, optimizer_spec
+from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.launch.launcher import Launcher, started
+from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import Learner
 from skyrl_train.models.loading import (
     CRITIC_PATH,
@@ -254,7 +255,10 @@ class BasePPOExp(Experiment):
         curriculum = self._curriculum(prompts)
         total_steps = cfg.epochs * prompts.batches_per_epoch
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
-        async with self._launching() as launcher:
+        roles: list[Role] = ["policy"]
+        roles += ["critic"] if cfg.critic.model.path is not None else []
+        roles += ["ref"] if reads_reference(cfg.algorithm) and not cfg.policy_is_reference else []
+        async with self.launching(roles) as launcher:
             learner = await self._load_models(launcher, estimator, objective, total_steps)
             n_bytes = await learner.checkpoint_bytes()  # gradients and moments, allocated by the first update
             self._reserved_bytes = launcher.bytes_beside_engine(n_bytes)
@@ -285,23 +289,21 @@ class BasePPOExp(Experiment):
                     await train(trainer)
 
     @asynccontextmanager
-    async def _launching(self) -> AsyncIterator[Launcher]:
-        """Start the processes of the models and the engine, and end them at the end."""
-        trainer, generator = self.cfg.trainer, self.cfg.generator
-        roles: list[Role] = ["policy"]
-        roles += ["critic"] if trainer.critic.model.path is not None else []
-        roles += ["ref"] if reads_reference(trainer.algorithm) and not trainer.policy_is_reference else []
+    async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
+        """Start the processes of the models in `roles` and of the engines, and end them at the end."""
+        generator = self.cfg.generator
+        launcher = self.new_launcher(roles, sync_options(generator), n_engines=generator.n_local_engines)
         try:
-            async with started(
-                self.new_launcher(roles, sync_options(generator), has_engine=generator.run_engines_locally)
-            ) as self._launcher:
-                yield self._launcher
+            async with started(launcher) as self._launcher:
+                yield launcher
         finally:
             self._launcher = None
 
     def _engine_sync(self, launcher: Launcher, policy: WorkerGroup, engine: InferenceEngine) -> SyncEngines:
         """Return the function that sends the policy's weights to the engine, with the check that is configured."""
         sync = launcher.weight_sync(policy, {"the engine": engine}, sync_kind(self.cfg))
+        if isinstance(engine, EngineClient):
+            engine.follow(sync)
         is_copied = launcher.policy is None or not needs_model(self.cfg)
         tolerance = sync_tolerance(self.cfg, launcher.device, is_copied=is_copied)
         return sync if tolerance is None else CheckedSync(sync, engine, policy, len(self.tokenizer), tolerance)

@@ -82,7 +82,7 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
         processes = f"{torchrun.size} of torchrun"
         ranks = {model.role: (1, torchrun.size) for model in models} if torchrun.size > 1 else {}
     elif ranks:
-        processes = _describe_processes(ranks, "this one")
+        processes = _describe_processes(ranks)
     else:
         processes = "1"
     lines += [_device(), ("processes", processes)]
@@ -249,8 +249,10 @@ def _resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     yield _device()
     ranks = _ranks(placement, models)
     if ranks:
-        sharing = "all share the policy's devices" if placement.colocate_all else "the engine has its own device"
-        yield "processes", f"{_describe_processes(ranks, 'this one', 'engine')} · {sharing}"
+        n_engines = cfg.generator.n_local_engines
+        own = "the engine has its own device" if n_engines == 1 else "each engine has its own device"
+        sharing = "all share the policy's devices" if placement.colocate_all or not n_engines else own
+        yield "processes", f"{_describe_processes(ranks, n_engines)} · {sharing}"
     else:
         yield "processes", "1: training and generation in this one"
     yield "engine", _describe_engine(cfg)
@@ -383,11 +385,12 @@ def _ranks(placement: RunPlacementConfig, models: Sequence[PlannedModel]) -> Ran
     return {model.role: placement.size(ROLES[model.role]) for model in models}
 
 
-def _describe_processes(ranks: Ranks, *others: str) -> str:
-    """Return the number of processes on Ray: `others`, and the ranks."""
+def _describe_processes(ranks: Ranks, n_engines: int = 0) -> str:
+    """Return the number of processes on Ray: the driver, the engines, and the ranks."""
+    engines = {0: "", 1: "engine, "}.get(n_engines, f"{n_engines} engines, ")
     parts = ", ".join(f"{role} {n_nodes} × {n_per_node}" for role, (n_nodes, n_per_node) in ranks.items())
-    n_processes = len(others) + sum(map(math.prod, ranks.values()))
-    return f"{n_processes} on Ray: {', '.join(others)}, ranks (nodes × per node) {parts}"
+    n_processes = 1 + n_engines + sum(map(math.prod, ranks.values()))
+    return f"{n_processes} on Ray: this one, {engines}ranks (nodes × per node) {parts}"
 
 
 def count_parameters(path: str) -> int | None:

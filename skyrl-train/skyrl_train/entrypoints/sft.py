@@ -20,8 +20,8 @@ from skyrl_train.config.sft import SFT, SupervisedConfig
 from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, trained_segments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.preflight import find_long_rows
-from skyrl_train.launch.inline import model_spec, optimizer_spec
 from skyrl_train.launch.launcher import ModelLauncher, started
+from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import TrainedModels
 from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_tokenizer
 from skyrl_train.supervised_trainer import SupervisedRows, SupervisedTrainer, Validation

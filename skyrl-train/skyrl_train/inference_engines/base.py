@@ -190,6 +190,10 @@ class InferenceEngine(Protocol):
         """
         ...
 
+    async def check_health(self) -> None:
+        """Raise EngineLostError if the engine cannot answer requests any more."""
+        ...
+
     async def close(self) -> None:
         """Release memory, threads and processes; requests still waiting fail with EngineError."""
         ...

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.scheduled import AsyncEngine, Output
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import EngineThread
@@ -88,7 +88,8 @@ class HTTPEngine(AsyncEngine):
                     if line.startswith("data: {"):
                         self._outputs.put_nowait(self._parse(request_id, sequence, json.loads(line[6:])))
         except httpx.HTTPError as error:
-            problem = f"the server at {self._url} broke off a response: {error!r}"
+            self._outputs.put_nowait(EngineLostError(f"the server at {self._url} broke off a response: {error!r}"))
+            return
         except (EngineError, KeyError, ValueError) as error:
             problem = str(error) if isinstance(error, EngineError) else f"{self._url} sent an unknown event: {error!r}"
         finally:
@@ -100,14 +101,17 @@ class HTTPEngine(AsyncEngine):
         while self._streams:
             await asyncio.sleep(HEALTH_INTERVAL_S)
             try:
-                await self._check_health()
+                await self.check_health()
             except EngineError as error:
                 self._outputs.put_nowait(error)
                 return
 
-    async def _check_health(self) -> None:
-        """Raise EngineError if the server does not answer, or reports that it is not healthy."""
-        await self._request("GET", "/health")
+    async def check_health(self) -> None:
+        await super().check_health()
+        try:
+            await self._request("GET", "/health")
+        except EngineError as error:
+            raise EngineLostError(str(error)) from error.__cause__
 
     def _drop(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -127,7 +131,9 @@ class HTTPEngine(AsyncEngine):
         try:
             response = await self._http.request(method, path, timeout=timeout, **options)
         except httpx.HTTPError as error:
-            raise EngineError(f"the server at {self._url} does not answer {path}: {error!r}; is it running?") from error
+            raise EngineLostError(
+                f"the server at {self._url} does not answer {path}: {error!r}; is it running?"
+            ) from error
         return read_answer(response)
 
     async def _shut_down(self) -> None:

@@ -17,9 +17,10 @@ from transformers.utils.logging import disable_progress_bar
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.channel import listen
-from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_token, serve_engines
+from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_token, serve
 
 ANSWER_TIMEOUT_S = 5.0
+PLACE_TIMEOUT_S = 300.0
 
 RayWrappedInferenceEngine = RemoteEngine
 """The driver's end of an engine in an actor."""
@@ -44,7 +45,7 @@ class EngineActor:
         global _make_engine
         _make_engine = make_engine
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // n_processes))
-        threading.Thread(target=lambda: asyncio.run(serve_engines(self._listener, token)), daemon=True).start()
+        threading.Thread(target=lambda: asyncio.run(serve(self._listener, token)), daemon=True).start()
         host, port = self._listener.getsockname()[:2]
         return f"{host}:{port}", f"engine process {os.getpid()} on {host}"
 
@@ -64,12 +65,13 @@ async def connect_engine(
     """Make an engine in an actor, and return the engine, whose `close` ends the actor.
 
     Raises:
-        EngineError: the actor ended before the engine was ready.
+        EngineError: the actor ended before the engine was ready, or found no place on the cluster.
         Exception: any error of `make_engine`.
     """
     token = new_token()
     try:
-        address, name = await actor.serve.remote(make_engine, token, n_processes)
+        async with asyncio.timeout(PLACE_TIMEOUT_S):
+            address, name = await actor.serve.remote(make_engine, token, n_processes)
 
         def describe_end() -> str:
             try:
@@ -81,6 +83,12 @@ async def connect_engine(
         return await asyncio.to_thread(connect, address, token, _make, describe_end, lambda: ray.kill(actor))
     except RayError as error:
         raise EngineError(f"the engine's process could not start: {error}") from error
+    except TimeoutError as error:
+        ray.kill(actor)
+        raise EngineError(
+            f"the engine's process found no place on the Ray cluster in {PLACE_TIMEOUT_S:g} s: a node may have left; "
+            "rerun the command to resume on the nodes that exist"
+        ) from error
     except BaseException:
         ray.kill(actor)
         raise

@@ -1,9 +1,10 @@
-"""An inference engine in another process, over one socket: `RemoteEngine` calls, `serve_engines` answers.
+"""Calls of an object in another process, over one socket: an inference engine, or the HTTP endpoint.
 
-A connection starts with a secret token, unframed; after it, both ends send messages through a `Channel`:
+`RemoteClient` calls, `serve` answers. A connection starts with a secret token, unframed; after it, both ends send
+messages through a `Channel`:
 
-    client → server    (0, "start", make_engine), (n, method, arguments), (n, "cancel", None)
-    server → client    (0, "result", (EngineInfo, n_weight_copies)), (n, "chunk", TokenChunk), (n, "result", value),
+    client → server    (0, "start", (make, names of attributes)), (n, method, arguments), (n, "cancel", None)
+    server → client    (0, "result", values of the attributes), (n, "chunk", TokenChunk), (n, "result", value),
                        (n, "error", exception)
 """
 
@@ -19,7 +20,7 @@ from contextlib import aclosing, suppress
 from itertools import count
 from typing import Any, NamedTuple
 
-from skyrl_train.errors import EngineError, picklable_error
+from skyrl_train.errors import EngineError, EngineLostError, picklable_error
 from skyrl_train.inference_engines.base import (
     EngineInfo,
     EngineRequest,
@@ -53,16 +54,17 @@ def new_token() -> bytes:
 def connect(
     address: str,
     token: bytes,
-    make_engine: Callable[[], InferenceEngine],
+    make_engine: Callable[[], InferenceEngine] | None,
     describe_end: Callable[[], str],
     end_process: Callable[[], None] | None = None,
     *,
     start_timeout_s: float = 600.0,
 ) -> RemoteEngine:
-    """Connect to `serve_engines`, let it make an engine, and return the engine once it is ready. Blocks.
+    """Connect to `serve`, let it make an engine, and return the engine once it is ready. Blocks.
 
     Args:
-        make_engine: Pickled and called in the other process, so it must be importable there.
+        make_engine: Pickled and called in the other process, so it must be importable there. None for the engine that
+            the other process shares.
         describe_end: Returns the name of the other process and its exit status, for error messages. May block.
         end_process: Called by `RemoteEngine.close`, e.g. to end the other process. May block.
 
@@ -70,11 +72,33 @@ def connect(
         EngineError: the token is wrong, the process ended, or the engine was not ready in time.
         Exception: any error of `make_engine`.
     """
+    names = ("info", "n_weight_copies")
+    sock, (info, n_weight_copies) = open_connection(
+        address, token, make_engine, names, describe_end, start_timeout_s=start_timeout_s
+    )
+    return RemoteEngine(sock, info, n_weight_copies, describe_end, end_process)
+
+
+def open_connection(
+    address: str,
+    token: bytes,
+    make: Callable[[], Any] | None,
+    names: tuple[str, ...],
+    describe_end: Callable[[], str],
+    *,
+    start_timeout_s: float,
+) -> tuple[socket.socket, tuple[Any, ...]]:
+    """Let `serve` make an object; return the connection to it, and the attributes of these `names`. Blocks.
+
+    Raises:
+        EngineError: the token is wrong, the process ended, or the object was not ready in time.
+        Exception: any error of `make`.
+    """
     family, target = parse_address(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(start_timeout_s)
-        start = encode([(START, "start", make_engine)])
+        start = encode([(START, "start", (make, names))])
         try:
             sock.connect(target)
             sock.sendall(token + start)
@@ -85,8 +109,7 @@ def connect(
             raise EngineError(f"{describe_end()} before the engine was ready; its own messages are above") from error
         if kind == "error":
             raise value
-        info, n_weight_copies = value
-        return RemoteEngine(sock, info, n_weight_copies, describe_end, end_process)
+        return sock, value
     except BaseException:
         sock.close()
         raise
@@ -99,24 +122,16 @@ class _PendingCall(NamedTuple):
     chunks: asyncio.Queue[TokenChunk | None] | None
 
 
-class RemoteEngine:
-    """An `InferenceEngine` whose calls are carried out in another process.
+class RemoteClient:
+    """The calls of an object in another process.
 
-    The first call binds it to the running event loop. After the connection breaks, all waiting and later calls fail:
-    start another engine.
+    The first call binds it to the running event loop. After the connection breaks, all waiting and later calls fail.
     """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        info: EngineInfo,
-        n_weight_copies: int,
-        describe_end: Callable[[], str],
-        end_process: Callable[[], None] | None,
+        self, sock: socket.socket, describe_end: Callable[[], str], end_process: Callable[[], None] | None
     ) -> None:
-        """Use `connect`, or `skyrl_train.launch.start_engine`, to make one."""
-        self.info = info
-        self.n_weight_copies = n_weight_copies
+        """Use a connection of `open_connection`; `connect` explains the others."""
         self._sock = sock
         self._describe_end = describe_end
         self._end_process = end_process
@@ -127,55 +142,19 @@ class RemoteEngine:
         self._closing: asyncio.Task[None] | None = None
         self._broken_by: str | None = None
 
-    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
-        results: list[EngineResult] = await self._call("generate", list(requests))
-        return results
-
-    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
-        chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
-        number, done = self._send("stream", request, chunks=chunks)
-        done.add_done_callback(lambda _: chunks.put_nowait(None))
-        try:
-            while (chunk := await chunks.get()) is not None:
-                yield chunk
-            done.result()
-        finally:
-            if number in self._pending:
-                self._cancel(number)
-            if not done.cancel() and not done.cancelled():
-                done.exception()  # marks the error as retrieved: a consumer that left early does not need it
-
-    async def abort(self, session_id: str | None = None) -> None:
-        await self._call("abort", session_id)
-
-    async def pause(self) -> None:
-        await self._call("pause")
-
-    async def resume(self) -> None:
-        await self._call("resume")
-
-    async def end_session(self, session_id: str) -> None:
-        await self._call("end_session", session_id)
-
-    async def receive_weights(self, plan: SyncPlan) -> Receipt:
-        if plan.transport == "shared":
-            raise EngineError("transport=shared cannot reach an engine in another process; use transport=auto")
-        receipt: Receipt = await self._call("receive_weights", plan)
-        return receipt
-
-    async def sleep(self) -> None:
-        await self._call("sleep")
-
-    async def wake_up(self, what: WakeUp = "all") -> None:
-        await self._call("wake_up", what)
-
     async def close(self) -> None:
-        """Close the engine and the connection. A cancelled call does not interrupt it."""
+        """Close the object and the connection. A cancelled call does not interrupt it."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    @property
+    def is_broken(self) -> bool:
+        """True once the connection has ended without `close`."""
+        return self._broken_by is not None
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the object and return its result; EngineLostError if its process has ended."""
         number, done = self._send(method, *args)
         try:
             return await done
@@ -189,7 +168,7 @@ class RemoteEngine:
         if self._closing is not None:
             raise EngineError("the engine is closed; create a new one")
         if self._broken_by is not None:
-            raise EngineError(self._broken_by)
+            raise EngineLostError(self._broken_by)
         number, done = next(self._numbers), asyncio.get_running_loop().create_future()
         self._pending[number] = _PendingCall(done, chunks)
         self._open_channel().send((number, method, args))
@@ -218,7 +197,7 @@ class RemoteEngine:
         if self._closing is None:
             problem = problem or await asyncio.to_thread(self._describe_end)
             self._broken_by = f"{problem}; start another engine"
-            self._fail_all(self._broken_by)
+            self._fail_all(self._broken_by, EngineLostError)
 
     def _deliver(self, number: int, kind: str, value: Any) -> None:
         call = self._pending.get(number) if kind == "chunk" else self._pending.pop(number, None)
@@ -231,9 +210,9 @@ class RemoteEngine:
         elif call.chunks is not None:
             call.chunks.put_nowait(value)
 
-    def _fail_all(self, message: str) -> None:
+    def _fail_all(self, message: str, kind: type[EngineError] = EngineError) -> None:
         for number in list(self._pending):
-            self._deliver(number, "error", EngineError(message))  # a separate error for every caller
+            self._deliver(number, "error", kind(message))  # a separate error for every caller
 
     async def _close(self) -> None:
         channel = self._open_channel()
@@ -250,34 +229,97 @@ class RemoteEngine:
                 await asyncio.to_thread(self._end_process)
 
 
-async def serve_engines(listener: socket.socket, token: bytes) -> None:
-    """Serve connections one at a time until cancelled. The first message of each makes its engine.
+class RemoteEngine(RemoteClient):
+    """An `InferenceEngine` whose calls are carried out in another process. If that ends, start another engine."""
 
-    A connection that does not start with `token` is closed before anything that it sends is unpickled.
+    def __init__(
+        self,
+        sock: socket.socket,
+        info: EngineInfo,
+        n_weight_copies: int,
+        describe_end: Callable[[], str],
+        end_process: Callable[[], None] | None,
+    ) -> None:
+        """Use `connect`, or `skyrl_train.inference_engines.process.start_engine`, to make one."""
+        super().__init__(sock, describe_end, end_process)
+        self.info = info
+        self.n_weight_copies = n_weight_copies
+
+    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+        results: list[EngineResult] = await self.call("generate", list(requests))
+        return results
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
+        chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
+        number, done = self._send("stream", request, chunks=chunks)
+        done.add_done_callback(lambda _: chunks.put_nowait(None))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
+            done.result()
+        finally:
+            if number in self._pending:
+                self._cancel(number)
+            if not done.cancel() and not done.cancelled():
+                done.exception()  # marks the error as retrieved: a consumer that left early does not need it
+
+    async def abort(self, session_id: str | None = None) -> None:
+        await self.call("abort", session_id)
+
+    async def pause(self) -> None:
+        await self.call("pause")
+
+    async def resume(self) -> None:
+        await self.call("resume")
+
+    async def end_session(self, session_id: str) -> None:
+        await self.call("end_session", session_id)
+
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        if plan.transport == "shared":
+            raise EngineError("transport=shared cannot reach an engine in another process; use transport=auto")
+        receipt: Receipt = await self.call("receive_weights", plan)
+        return receipt
+
+    async def sleep(self) -> None:
+        await self.call("sleep")
+
+    async def wake_up(self, what: WakeUp = "all") -> None:
+        await self.call("wake_up", what)
+
+    async def check_health(self) -> None:
+        await self.call("check_health")
+
+
+async def serve(listener: socket.socket, token: bytes, shared: Any = None) -> None:
+    """Serve connections one at a time until cancelled. The first message of each makes the object that it calls.
+
+    A connection that makes none calls the `shared` object, which stays open. One that does not start with `token` is
+    closed before anything that it sends is unpickled.
     """
     listener.setblocking(False)
     turn = asyncio.Lock()
     async with asyncio.TaskGroup() as connections:
         while True:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-            connections.create_task(_serve_connection(sock, token, turn))
+            connections.create_task(_serve_connection(sock, token, turn, shared))
 
 
-async def _serve_connection(sock: socket.socket, token: bytes, turn: asyncio.Lock) -> None:
+async def _serve_connection(sock: socket.socket, token: bytes, turn: asyncio.Lock, shared: Any) -> None:
     try:
         if not await _receive_token(sock, token):
             logger.warning("Refused a connection that did not send the token")
             return
         async with turn:
-            await _Server(sock).run()
-    except Exception:  # the boundary of a connection: the next one gets another engine
-        logger.exception("The connection of an engine failed")
+            await _Server(sock, shared).run()
+    except Exception:  # the boundary of a connection: the next one gets another object
+        logger.exception("A connection failed")
     finally:
         sock.close()
 
 
 async def _receive_token(sock: socket.socket, token: bytes) -> bool:
-    """Return whether the other end has sent the right token in time."""
+    """Return True if the other end has sent the right token in time."""
     sock.setblocking(False)
     try:
         async with asyncio.timeout(TOKEN_TIMEOUT_S):
@@ -288,40 +330,41 @@ async def _receive_token(sock: socket.socket, token: bytes) -> bool:
 
 
 class _Server:
-    """The serving end of one connection, and its engine."""
+    """The serving end of one connection, and the object that it calls."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, shared: Any) -> None:
         self._channel = Channel(sock, self._fail)
+        self._shared = shared
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._paused_by: int | None = None  # number of the request that paused the engine
 
     async def run(self) -> None:
-        """Make the engine, and carry out calls until the connection ends."""
-        engine = None
+        """Make the object, and carry out calls until the connection ends."""
+        served = None
         try:
-            engine = await self._start()
-            if engine is not None:
-                await self._serve(engine)
+            served = await self._start()
+            if served is not None:
+                await self._serve(served)
         finally:
-            if engine is not None:
-                await engine.close()
+            if served is not None and served is not self._shared:
+                await served.close()
             await self._channel.close()
 
-    async def _start(self) -> InferenceEngine | None:
+    async def _start(self) -> Any:
         try:
             messages = await self._channel.receive()
             if messages is None:
                 return None
-            ((_, _, make_engine),) = messages
-            engine: InferenceEngine = make_engine()
+            ((_, _, (make, names)),) = messages
+            served = self._shared if make is None else make()
         except Exception as error:
             logger.exception("An engine could not start")
             self._channel.send((START, "error", picklable_error(error, EngineError)))
             return None
-        self._channel.send((START, "result", (engine.info, engine.n_weight_copies)))
-        return engine
+        self._channel.send((START, "result", tuple(getattr(served, name) for name in names)))
+        return served
 
-    async def _serve(self, engine: InferenceEngine) -> None:
+    async def _serve(self, served: Any) -> None:
         async with asyncio.TaskGroup() as group:
             while (messages := await self._channel.receive()) is not None:
                 for number, kind, value in messages:
@@ -330,23 +373,23 @@ class _Server:
                         if number == self._paused_by:  # its caller was cancelled before it received the result
                             self._paused_by = None
                             with suppress(EngineError):
-                                await engine.resume()
+                                await served.resume()
                     else:
-                        task = group.create_task(self._carry_out(engine, number, kind, value))
+                        task = group.create_task(self._carry_out(served, number, kind, value))
                         self._tasks[number] = task
                         task.add_done_callback(lambda _, number=number: self._tasks.pop(number))  # type: ignore[misc]
             for task in self._tasks.values():
                 task.cancel()
 
-    async def _carry_out(self, engine: InferenceEngine, number: int, method: str, args: tuple[Any, ...]) -> None:
+    async def _carry_out(self, served: Any, number: int, method: str, args: tuple[Any, ...]) -> None:
         try:
             value = None
             if method == "stream":
-                async with aclosing(engine.stream(*args)) as chunks:
+                async with aclosing(served.stream(*args)) as chunks:
                     async for chunk in chunks:
                         self._channel.send((number, "chunk", chunk))
             else:
-                value = await getattr(engine, method)(*args)
+                value = await getattr(served, method)(*args)
             if method in ("pause", "resume"):
                 self._paused_by = number if method == "pause" else None
             self._channel.send((number, "result", value))

@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk, WakeUp
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence, find_stop_reason
@@ -177,6 +177,9 @@ class SteppedEngine(ABC, Generic[S]):
         if what == "all":
             await self._restore_memory("kv_cache")
             self._is_asleep = False
+
+    async def check_health(self) -> None:
+        self._check_usable()
 
     async def close(self) -> None:
         """Release memory and threads. A cancelled call does not interrupt it."""
@@ -343,7 +346,7 @@ class SteppedEngine(ABC, Generic[S]):
         if self._closing is not None:
             raise EngineError("the engine is closed; create a new one")
         if self._broken_by is not None:
-            raise EngineError(
+            raise EngineLostError(
                 f"the engine cannot continue after {self._broken_by!r}; create a new one"
             ) from self._broken_by
 
@@ -359,6 +362,6 @@ class SteppedEngine(ABC, Generic[S]):
         """Fail every waiting request with an error of its own."""
         for sequence in self._unfinished():
             assert sequence.done is not None
-            error = EngineError(message)
+            error = EngineLostError(message) if isinstance(cause, EngineLostError) else EngineError(message)
             error.__cause__ = cause
             sequence.done.set_exception(error)

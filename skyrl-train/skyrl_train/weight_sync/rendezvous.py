@@ -11,7 +11,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +28,7 @@ HELLO, MESSAGE, FAILED = "hello", "message", "failed"
 MIN_POLL_S, MAX_POLL_S = 0.002, 0.1
 CALL_OFF_TIMEOUT_S = 2.0
 GRACE_S = 5.0  # beyond the timeout, so that the sender names the end that it waits for
-LINGER_S = 1.0  # a sender that failed still informs receivers that connect within this time
+LINGER_S = 10.0  # a sender that failed still informs receivers that connect within this time
 READ_BYTES = 1 << 16
 
 
@@ -58,6 +58,7 @@ class Host:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._connections: list[_Connection] = []
+        self._failed: set[int] = set()  # receivers that need not be told
 
     def gather(self, stage: str) -> dict[int, Any]:
         """Return the next message of every receiver, by rank.
@@ -89,7 +90,7 @@ class Host:
 
     def fail(self, error: BaseException) -> None:
         """Tell all receivers, also those that connect within a moment, that the sync has failed."""
-        informed: set[int | None] = {None}
+        informed: set[int | None] = {None, *self._failed}
         deadline = time.monotonic() + LINGER_S
         while len(informed) <= len(self._receivers) and time.monotonic() < deadline:
             for connection in self._connections:
@@ -136,7 +137,9 @@ class Host:
             except (ValueError, TypeError):  # a stranger
                 continue
             if kind == FAILED:
-                raise SyncError(f"weight sync {self._plan.version} was called off: {value}")
+                reason, ranks = value
+                self._failed.update(ranks)
+                raise SyncError(f"weight sync {self._plan.version} was called off: {reason}")
             if kind == HELLO:
                 connection.rank = value
             else:
@@ -181,7 +184,7 @@ class Guest:
 
     def fail(self, error: BaseException) -> None:
         """Tell the sender, and through it the other receivers, that this one has failed."""
-        self._send(FAILED, str(error))
+        self._send(FAILED, [str(error), [self._plan.rank]])
 
     def close(self) -> None:
         """Close the connection."""
@@ -193,11 +196,11 @@ class Guest:
             self._sock.sendall(_encode(kind, value))
 
 
-def call_off(plan: SyncPlan, reason: BaseException) -> None:
-    """Tell the sender that an end failed before it connected."""
+def call_off(plan: SyncPlan, reason: BaseException, failed: Sequence[int] = ()) -> None:
+    """Tell the sender that an end failed, perhaps before it connected, and which receivers have `failed`."""
     try:
         with _connect(plan, CALL_OFF_TIMEOUT_S) as sock:
-            sock.sendall(_encode(FAILED, str(reason)))
+            sock.sendall(_encode(FAILED, [str(reason), list(failed)]))
     except (OSError, SyncError) as error:
         logger.debug("Weight sync %d could not be called off: %s", plan.version, error)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from skyrl_train.errors import SyncError
+from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.types import Metrics
 from skyrl_train.types.specs import SyncKind, TensorSpec
 from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport, chunked
@@ -107,6 +107,8 @@ class WeightSync:
         self._options = options
         self._find_address = find_address or _local_address
         self._kind: SyncKind = kind
+        self.recover: Callable[[], Awaitable[bool]] | None = None
+        """Called after a failed sync to replace lost sinks; if it returns True, the weights are sent once more."""
         self._version: int | None = None  # that every sink holds
 
     async def __call__(self, version: int) -> Metrics:
@@ -117,7 +119,12 @@ class WeightSync:
             EngineError: a sink refused, e.g. because it is asleep.
         """
         base_version, self._version = self._version, None
-        receipt = await self._send(self._sinks, version, base_version)
+        try:
+            receipt = await self._send(self._sinks, version, base_version)
+        except (EngineError, SyncError):
+            if self.recover is None or not await self.recover():
+                raise
+            receipt = await self._send(self._sinks, version, None)
         self._version = version
         if self._options.transport == "shared":
             return Metrics()
@@ -150,7 +157,12 @@ class WeightSync:
                     }
             except ExceptionGroup as errors:
                 first_error = errors.exceptions[0]  # it cancelled the other tasks, but their processes still wait
-                await asyncio.to_thread(call_off, plan, first_error)
+                failed = [
+                    plans[name].rank  # of a sink with several copies, some may still connect
+                    for name, task in receiving.items()
+                    if sinks[name].n_weight_copies == 1 and not task.cancelled() and task.exception() is not None
+                ]
+                await asyncio.to_thread(call_off, plan, first_error, failed)
                 raise first_error from first_error.__cause__
             sent, received = sending.result(), {name: task.result() for name, task in receiving.items()}
         for name, receipt in received.items():

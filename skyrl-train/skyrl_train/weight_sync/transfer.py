@@ -75,6 +75,8 @@ def send_stream(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kep
         writer.finish()
     except BaseException as error:
         writer.fail(error)
+        for _ in tensors:  # the other ranks still gather them
+            pass
         raise
     finally:
         writer.close()

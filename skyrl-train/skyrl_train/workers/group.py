@@ -18,6 +18,9 @@ from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.ranks import Rank
 from skyrl_train.workers.split import draws_fit, join, split
 
+FINISH_TIMEOUT_S = 60.0
+"""Seconds that other ranks may take to gather the rest of the weights after a failed weight sync."""
+
 CAUSE_TIMEOUT_S = 2.0
 """Seconds that other ranks of a failed call may take to fail as well."""
 
@@ -208,11 +211,19 @@ class WorkerGroup:
             try:
                 results = await asyncio.gather(*calls)
             except Exception as error:
+                if isinstance(error, SyncError) and await _all_others_finish(calls):
+                    raise  # a receiver failed, and no rank waits for another one
                 self._broken_by = cause = await _find_cause(error, calls)
                 if cause is error:
                     raise
                 raise cause from cause.__cause__
         return [result for rank, result in zip(self._ranks, results, strict=True) if rank.is_leader]
+
+
+async def _all_others_finish(calls: Sequence[asyncio.Future[Any]]) -> bool:
+    """Return True if all calls end in time, and only one of them fails."""
+    done, _ = await asyncio.wait(calls, timeout=FINISH_TIMEOUT_S)
+    return len(done) == len(calls) and sum(call.exception() is not None for call in done) == 1
 
 
 async def _find_cause(error: Exception, calls: Sequence[asyncio.Future[Any]]) -> Exception:

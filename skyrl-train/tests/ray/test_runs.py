@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray_runs import N_STEPS, assert_same_run, metrics, weights
 
+from skyrl_train.entrypoints import main_generate
 from skyrl_train.entrypoints.main_base import main
 from skyrl_train.launch.ray.placement import Request, Reservation
 
@@ -53,6 +55,21 @@ def test_a_critic_on_its_own_ranks(
     assert_same_run(ranks, train("inline", *ppo, "trainer.update_ref_every_epoch=true"), "policy", "critic")
     for line in ("1 × 2 CPUs for policy, ref", "1 × 1 CPU for critic", "1 × 1 CPU for engine"):
         assert f"Reserved {line}" in caplog.text
+
+
+def test_an_evaluation_uses_the_placed_engines(
+    start_cluster: Callable[..., Cluster], five_steps: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_cluster(1, 1)
+    sampled = ["generator.eval_sampling_params.temperature=1", "generator.eval_n_samples_per_prompt=4"]
+    placement = ["trainer.placement.policy_num_nodes=2", "generator.num_inference_engines=2"]
+    for name, settings in (("inline", []), ("two", placement)):
+        main_generate.main([*five_steps, *sampled, *settings, f"trainer.run_name={name}"])
+    assert "Reserved 2 × 1 CPU for engine" in caplog.text
+    inline, two = (tmp_path / "skyrl" / name / "evals/eval_only/synthetic_catch.jsonl" for name in ("inline", "two"))
+    replies = [[json.loads(line)["output_response"] for line in path.open()] for path in (inline, two)]
+    assert len(set(replies[0])) > 1
+    assert replies[0] == replies[1]
 
 
 def test_a_request_beyond_the_cluster_is_refused_at_once(
@@ -110,11 +127,12 @@ def test_nodes_that_join_late_are_waited_for(
 
 
 def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
-    five_steps: list[str], train: Callable[..., Path], tmp_path: Path
+    five_steps: list[str], train: Callable[..., Path], tiny_model_path: Path, tmp_path: Path
 ) -> None:
+    ppo = [*PPO, f"trainer.critic.model.path={tiny_model_path}"]
     folder = tmp_path / "skyrl/killed"
     overrides = ["trainer.run_name=killed", "trainer.ckpt_interval=1", "trainer.placement.policy_num_gpus_per_node=2"]
-    command = [sys.executable, "-m", "examples.catch.main_catch", *five_steps, *overrides]
+    command = [sys.executable, "-m", "examples.catch.main_catch", *five_steps, *ppo, *overrides]
     options = {
         "cwd": TRAIN_FOLDER,
         "env": os.environ | {"RAY_ADDRESS": "local"},
@@ -127,7 +145,7 @@ def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
             time.sleep(0.02)
         children = psutil.Process(process.pid).children(recursive=True)
         ranks = [child for child in children if "RankActor" in " ".join(child.cmdline())]
-        assert len(ranks) == 4, "two of the policy, two of the reference"
+        assert len(ranks) == 6, "two of the policy, two of the critic, two of the reference"
         ranks[1].kill()
         _, messages = process.communicate(timeout=100)
     assert process.returncode == 1
@@ -139,5 +157,5 @@ def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
     assert "ended during" in cause
     assert len(metrics(folder)) < N_STEPS + 1
     subprocess.run(command, check=True, **options)
-    assert_same_run(folder, train("inline"), "policy")
+    assert_same_run(folder, train("inline", *ppo), "policy", "critic")
     assert weights(folder).keys() == weights(tmp_path / "skyrl/inline").keys()

@@ -1,7 +1,8 @@
-"""Supervised fine-tuning on a Ray cluster equals that of one process, and ends with its cause."""
+"""Training on fixed data on a Ray cluster equals that of one process, and ends with its cause."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import psutil
 import pytest
 import torch
 from ray.cluster_utils import Cluster
-from sft_runs import metrics, overrides, weights, write_rows
+from safetensors.torch import load_file
+from sft_runs import metrics, overrides, write_rows
 
 from skyrl_train.entrypoints.cli import main
 
@@ -28,8 +30,10 @@ def assert_same_run(folder: Path, expected: Path) -> None:
     for row, expected_row in zip(rows, metrics(expected), strict=True):
         for name in expected_row.keys() & {"train/loss", "val/loss"}:
             assert row[name] == pytest.approx(expected_row[name], rel=0, abs=1e-6), name
-    for name, tensor in weights(expected, 6).items():
-        torch.testing.assert_close(weights(folder, 6)[name], tensor, rtol=0, atol=1e-5, msg=name)
+    (exported,) = (expected / "skyrl/test_run/export/global_step_6").rglob("*.safetensors")
+    tensors = load_file(folder / exported.relative_to(expected))
+    for name, tensor in load_file(exported).items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
 def test_two_nodes_train_like_one_process(
@@ -40,6 +44,21 @@ def test_two_nodes_train_like_one_process(
     for name, placement in (("inline", []), ("ray", ["trainer.placement.policy_num_nodes=2"])):
         assert main(["sft", *overrides(tmp_path, tiny_model_path, tmp_path / name, *SETTINGS, *placement)]) == 0
     assert "Reserved 2 × 1 CPU for policy" in caplog.text
+    assert_same_run(tmp_path / "ray", tmp_path / "inline")
+
+
+@pytest.mark.parametrize("command", ["dpo", "reward"])
+def test_two_ranks_train_on_pairs_like_one_process(
+    command: str, start_cluster: Callable[..., Cluster], tiny_model_path: Path, tmp_path: Path
+) -> None:
+    start_cluster(2)
+    rows = [{"prompt": f"{n} plus 1?", "chosen": f"It is {n + 1}", "rejected": "No" * (n % 3 + 1)} for n in range(14)]
+    for name, part in (("train", rows[:11]), ("val", rows[11:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    for name, placement in (("inline", []), ("ray", ["trainer.placement.policy_num_gpus_per_node=2"])):
+        run = overrides(tmp_path, tiny_model_path, tmp_path / name, *SETTINGS, *placement)
+        assert main([command, *run]) == 0
+    assert metrics(tmp_path / "inline")[-1].keys() >= {"train/loss", "val/loss"}
     assert_same_run(tmp_path / "ray", tmp_path / "inline")
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
@@ -67,3 +70,29 @@ def test_a_sync_that_is_broken_on_purpose_ends_the_run(
     with pytest.raises(SyncError, match="weight sync 1 failed: the engine does not compute with the policy's weights"):
         Careless(cfg).run()
     assert [row["step"] for row in metrics(tmp_path / "skyrl/broken")] == [0]
+
+
+def test_two_engines_train_like_one_process_and_a_killed_one_is_replaced(
+    start_cluster: Callable[..., Cluster], train: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    start_cluster(1, 1)
+    inline = train("inline")
+    killed: list[int] = []
+
+    def kill_an_engine() -> None:
+        log = inline.parent / "two/metrics.jsonl"
+        while not log.exists() or len(log.read_text().splitlines()) < 2:
+            time.sleep(0.02)
+        children = psutil.Process().children(recursive=True)  # the cluster's processes among them
+        engine = next(child for child in children if "EngineActor" in " ".join(child.cmdline()))
+        killed.append(engine.pid)
+        engine.kill()
+
+    killer = threading.Thread(target=kill_an_engine, daemon=True)
+    killer.start()
+    two = train("two", "trainer.placement.policy_num_nodes=2", "generator.num_inference_engines=2")
+    killer.join(timeout=10)
+    assert_same_run(two, inline, "policy")
+    assert killed
+    assert "was lost and is replaced" in caplog.text
+    assert all(row["sync/verified_copies"] == 2 for row in metrics(two))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -46,14 +49,29 @@ def test_evaluations_equal_those_of_the_embedded_engine(run: list[str], tmp_path
     assert replies[0] == replies[1]
 
 
-def test_ranks_and_vllm_in_actors_train_like_one_process(
-    run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.timeout(600)
+def test_ranks_and_two_vllm_engines_in_actors_train_like_one_process_though_one_is_killed(
+    run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
+    log = tmp_path / "skyrl/ray/metrics.jsonl"
+
+    def kill_an_engine() -> None:
+        while not log.exists() or len(log.read_text().splitlines()) < 2:
+            time.sleep(0.02)
+        children = psutil.Process().children(recursive=True)  # the cluster's processes among them
+        next(child for child in children if "EngineCore" in " ".join([child.name(), *child.cmdline()])).kill()
+
+    killer = threading.Thread(target=kill_an_engine, daemon=True)
+    killer.start()
+    engines = ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"]
     try:
-        main_base.main([*run, "trainer.placement.policy_num_gpus_per_node=2", "trainer.run_name=ray"])
+        main_base.main([*run, *engines, "trainer.run_name=ray"])
     finally:
         ray.shutdown()
+    killer.join(timeout=10)
+    assert "was lost and is replaced: vLLM's process ended" in caplog.text
+    assert all(row["sync/verified_copies"] == 2 for row in metrics(log.parent))
     main_base.main([*run, "trainer.run_name=inline"])
     on_ray, inline = (metrics(tmp_path / "skyrl" / name) for name in ("ray", "inline"))
     for row, expected in zip(on_ray, inline, strict=True):

@@ -35,10 +35,11 @@ def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
 def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse a transport of weights that does not exist, and changes that nothing can apply."""
     generator = cfg.generator
-    if cfg.trainer.placement.uses_ray and generator.weight_sync_backend == "nccl":
+    backend = generator.weight_sync_backend
+    if cfg.trainer.placement.uses_ray and backend in ("nccl", "cuda_ipc"):
         yield (
-            "generator.weight_sync_backend=nccl: this version sends weights to other processes through shared memory "
-            "or gloo; set generator.weight_sync_backend=auto"
+            f"generator.weight_sync_backend={backend}: this version sends weights to other processes through shared "
+            "memory or gloo; set generator.weight_sync_backend=auto"
         )
     if not generator.weight_sync_delta:
         return
@@ -77,12 +78,23 @@ SERVER_OPTIONS = (
 )
 
 
-def one_engine_is_enough(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse several engines."""
-    if (n_engines := cfg.generator.num_inference_engines) != 1:
+def engines_have_devices(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse several engines in one process, and more than one engine on a GPU."""
+    generator, placement = cfg.generator, cfg.trainer.placement
+    n_engines, (n_nodes, n_per_node) = generator.num_inference_engines, placement.size("policy")
+    if n_engines == 1 or not generator.run_engines_locally:
+        return
+    key = f"generator.num_inference_engines={n_engines}"
+    if not placement.uses_ray:
         yield (
-            f"generator.num_inference_engines={n_engines}: this version samples with one engine; set "
-            "generator.num_inference_engines=1"
+            f"{key} needs a process for each engine, and this run has one; set generator.num_inference_engines=1, or "
+            "trainer.placement.launcher=ray"
+        )
+    elif placement.colocate_all and n_engines > n_nodes * n_per_node:
+        yield (
+            f"{key} is more than one engine on each of the {n_nodes} × {n_per_node} GPUs of the policy, which they "
+            f"share with trainer.placement.colocate_all=true; try generator.num_inference_engines="
+            f"{n_nodes * n_per_node}, or set trainer.placement.colocate_all=false"
         )
 
 
@@ -121,10 +133,20 @@ def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
                 "generator.run_engines_locally=true; set generator.run_engines_locally=false, or remove it"
             )
         return
-    if len(urls) != 1:
+    if not urls:
         yield (
-            f"generator.remote_inference_engine_urls={show(urls)}: generator.run_engines_locally=false needs the "
-            "address of one server; set generator.remote_inference_engine_urls=[127.0.0.1:8000]"
+            "generator.remote_inference_engine_urls=[]: generator.run_engines_locally=false needs the address of each "
+            "server; set generator.remote_inference_engine_urls=[127.0.0.1:8000]"
+        )
+    elif len(urls) != generator.num_inference_engines:
+        yield (
+            f"generator.num_inference_engines={generator.num_inference_engines} must be the number of servers in "
+            f"generator.remote_inference_engine_urls={show(urls)}; set generator.num_inference_engines={len(urls)}"
+        )
+    if len(set(urls)) < len(urls):
+        yield (
+            f"generator.remote_inference_engine_urls={show(urls)} names a server twice; remove one of them and lower "
+            "generator.num_inference_engines"
         )
     if generator.backend not in ("vllm", "sglang"):
         yield (

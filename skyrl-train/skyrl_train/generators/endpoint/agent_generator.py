@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -17,9 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import is_reward
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.errors import ConfigError, EnvError
+from skyrl_train.errors import ConfigError, EngineLostError, EnvError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
 from skyrl_train.generators.chat_template import custom_chat_template
+from skyrl_train.generators.endpoint.process import EndpointProcess
 from skyrl_train.generators.endpoint.server import Endpoint
 from skyrl_train.generators.endpoint.service import ModelService
 from skyrl_train.generators.endpoint.session import Session
@@ -28,6 +30,8 @@ from skyrl_train.generators.rewards import RewardFunctions, is_async, weighted_r
 from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.types import PromptRow, Trajectory
+
+logger = logging.getLogger(__name__)
 
 AGENT_TIMEOUT_S = 1800.0
 """Time limit of agents if `generator.trajectory_timeout_seconds` is null."""
@@ -82,9 +86,22 @@ class AgentGenerator(GeneratorInterface):
         port: int = 0,
         public_url: str | None = None,
         max_concurrent_agents: int = 128,
+        in_own_process: bool = True,
     ) -> None:
-        """Prepare the server, which starts with the first rollout. `public_url` is its address for agents on other
-        machines.
+        """Prepare the server, which starts with the first rollout.
+
+        Args:
+            agent: The program to train.
+            generator_cfg: `generator.*`.
+            inference_engine_client: The engine under training.
+            tokenizer: The policy's.
+            model_name: The name that requests use.
+            host: The address to listen on.
+            port: 0 for any free one.
+            public_url: The server's address for agents on other machines.
+            max_concurrent_agents: Maximum number of rollouts at once.
+            in_own_process: False for a server in the trainer's event loop, which starts faster: requests then wait
+                while the loop is busy, and it for them.
 
         Raises:
             ConfigError: a setting applies to turns of environments only.
@@ -93,20 +110,21 @@ class AgentGenerator(GeneratorInterface):
         self._agent = agent
         self.generator_cfg = generator_cfg
         self._address = (host, port, public_url)
-        self._service = ModelService(
-            inference_engine_client,
-            tokenizer,
+        self._make_service = partial(
+            ModelService,
+            tokenizer=tokenizer,
             model_name=model_name,
             chat_template=custom_chat_template(generator_cfg.chat_template),
             chat_template_kwargs=generator_cfg.chat_template_kwargs,
             ends_stopped_turns=generator_cfg.append_eos_token_after_stop_str_in_multi_turn,
             max_input_length=generator_cfg.max_input_length if generator_cfg.max_turns > 1 else None,
         )
-        self._rewards = RewardFunctions(generator_cfg, self._service.chat)
+        self._engine, self._model_name, self._in_own_process = inference_engine_client, model_name, in_own_process
+        self._rewards = RewardFunctions(generator_cfg, self._make_service(self._engine).chat)
         self._limit_s = generator_cfg.trajectory_timeout_seconds or AGENT_TIMEOUT_S
         self._slots = asyncio.Semaphore(max_concurrent_agents)
         self._pool = None if is_async(agent) else ThreadPool(max_concurrent_agents, None, "skyrl-agent")
-        self._endpoint: Endpoint | None = None
+        self._endpoint: Endpoint | EndpointProcess | None = None
         self._starting = asyncio.Lock()
         self._n_rolling = 0
 
@@ -114,12 +132,12 @@ class AgentGenerator(GeneratorInterface):
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
         """Return one trajectory for each request, in order. Failed agents make it invalid, never reward 0."""
-        async with self._serving() as endpoint:
+        async with self._serving():
 
             async def play(rollouts: Sequence[Rollout]) -> None:
                 async with asyncio.TaskGroup() as tasks:
                     for rollout in rollouts:
-                        tasks.create_task(self._play(endpoint, sampling, rollout))
+                        tasks.create_task(self._play(sampling, rollout))
 
             n_retries = self.generator_cfg.n_rollout_retries
             trajectories = await play_until_valid(requests, metadata, play, n_retries=n_retries)
@@ -133,25 +151,43 @@ class AgentGenerator(GeneratorInterface):
             await self._pool.close()
 
     @asynccontextmanager
-    async def _serving(self) -> AsyncIterator[Endpoint]:
-        """Yield the started endpoint. Outside of rollouts, requests without a session wait: weights may change."""
-        async with self._starting:
-            if self._endpoint is None:
-                endpoint = Endpoint(self._service)
-                await endpoint.start(*self._address)
-                self._endpoint = endpoint
+    async def _serving(self) -> AsyncIterator[None]:
+        """Serve requests without a session. Outside of rollouts they wait, because weights may change."""
         self._n_rolling += 1
-        self._endpoint.serve_others()
         try:
-            yield self._endpoint
+            await (await self._get_endpoint()).serve_others()
+            yield
         finally:
             self._n_rolling -= 1
-            if self._n_rolling == 0:
-                await self._endpoint.hold_others()
+            if self._n_rolling == 0 and self._endpoint is not None:
+                with suppress(EngineLostError):  # a process that has ended holds no requests
+                    await self._endpoint.hold_others()
 
-    async def _play(self, endpoint: Endpoint, sampling: SamplingParams, rollout: Rollout) -> None:
+    async def _get_endpoint(self) -> Endpoint | EndpointProcess:
+        """Return the endpoint. It is started when it is needed, and once more if its process has crashed."""
+        async with self._starting:
+            if isinstance(self._endpoint, EndpointProcess) and self._endpoint.is_lost:
+                logger.warning("The process of the endpoint has ended; another one is started")
+                await self._endpoint.close()
+                self._endpoint = None
+            if self._endpoint is None:
+                endpoint: Endpoint | EndpointProcess
+                if self._in_own_process:
+                    endpoint = EndpointProcess(self._engine, self._make_service)
+                else:
+                    endpoint = Endpoint(self._make_service(self._engine))
+                await endpoint.start(*self._address)
+                self._endpoint = endpoint
+            return self._endpoint
+
+    async def _play(self, sampling: SamplingParams, rollout: Rollout) -> None:
         async with self._slots:
-            session = endpoint.open_session(sampling, rollout.seed, rollout.session_id)
+            try:
+                endpoint = await self._get_endpoint()
+                session = await endpoint.open_session(sampling, rollout.seed, rollout.session_id)
+            except EngineLostError as error:
+                rollout.fail("engine_error", str(error), error)
+                return
             started = time.perf_counter()
             with _boundary(rollout, session):
                 try:
@@ -173,7 +209,7 @@ class AgentGenerator(GeneratorInterface):
             self._agent,
             base_url=base_url,
             api_key=session_id,  # not checked
-            model=self._service.model_name,
+            model=self._model_name,
             row=copy.deepcopy(row),  # agents may append to its messages
             session_id=session_id,
         )
@@ -199,7 +235,9 @@ def _boundary(rollout: Rollout, session: Session) -> Iterator[None]:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise  # the rollout was cancelled
-        if session.engine_failure is not None:
+        if isinstance(error, EngineLostError):
+            rollout.fail("engine_error", str(error), error)
+        elif session.engine_failure is not None:
             rollout.fail("engine_error", session.engine_failure, error)
         else:
             rollout.fail("agent_error", f"the agent raised {describe_error(error)}", error)

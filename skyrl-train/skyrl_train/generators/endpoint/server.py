@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP server in front of the engine under training, in the trainer's own event loop.
+"""An OpenAI-compatible HTTP server in front of the engine under training, in the running event loop.
 
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health
 
@@ -56,7 +56,8 @@ class Endpoint:
         self._is_closing = False
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._origin = ""
+        self.origin = ""
+        """The URL of the server, once it listens."""
 
     # -- life
 
@@ -70,7 +71,7 @@ class Endpoint:
             listening = socket.create_server((host, port), backlog=2048)
         except OSError as error:
             raise ConfigError(f"the endpoint cannot listen on {host}:{port} ({error}); try port 0") from error
-        self._origin = (public_url or f"http://{host}:{listening.getsockname()[1]}").rstrip("/")
+        self.origin = (public_url or f"http://{host}:{listening.getsockname()[1]}").rstrip("/")
         config = uvicorn.Config(
             self._make_app(),
             lifespan="off",
@@ -87,7 +88,7 @@ class Endpoint:
                 if self._serving.done():
                     self._serving.result()
                 await asyncio.sleep(0.001)
-        logger.info("The endpoint of model %r listens on %s/v1", self._service.model_name, self._origin)
+        logger.info("The endpoint of model %r listens on %s/v1", self._service.model_name, self.origin)
 
     async def close(self) -> None:
         """Answer requests in progress with status 503, end all sessions, and stop listening."""
@@ -103,11 +104,11 @@ class Endpoint:
 
     def url(self, session: Session | None = None) -> str:
         """Return the `base_url` for clients of a session, or of requests that are not recorded."""
-        return f"{self._origin}/v1" if session is None else f"{self._origin}/session/{session.id}/v1"
+        return session_url(self.origin, session)
 
     # -- sessions
 
-    def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> Session:
+    async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> Session:
         """Record the requests below the session's URL. `name` is for logs."""
         readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
         session = Session(f"{readable}-{token_hex(8)}", sampling, seed, self._service.new_recording())
@@ -121,7 +122,7 @@ class Endpoint:
         for cache in session.caches:
             await self._service.engine.end_session(cache)
 
-    def serve_others(self) -> None:
+    async def serve_others(self) -> None:
         """Answer requests without a session, as after the start."""
         self._serves_others.set()
 
@@ -207,6 +208,11 @@ class Endpoint:
             return await work()
 
         return await self._active.run(owners, receive, run_when_served())
+
+
+def session_url(origin: str, session: Session | None) -> str:
+    """Return the `base_url` of a session at an endpoint, or of requests without one."""
+    return f"{origin}/v1" if session is None else f"{origin}/session/{session.id}/v1"
 
 
 class _Server(uvicorn.Server):

@@ -137,7 +137,7 @@ def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor) -> RowRun:
 
 
 def _can_join(first: Row, row: Row, distance: int) -> bool:
-    """Return whether a row continues the run of `first`, which has `distance` rows so far."""
+    """Return True if a row continues the run of `first`, which has `distance` rows so far."""
     capacity = first.region.capacity
     is_next = row.start == first.start + distance * capacity
     return row.n_new == first.n_new and row.region.capacity == capacity and is_next

@@ -16,7 +16,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.scheduled import AsyncEngine
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import EngineThread, MemoryPart
@@ -100,9 +100,16 @@ class AsyncVLLMEngine(AsyncEngine):
                 for output in (await self._client.get_output_async()).outputs:
                     self._outputs.put_nowait(read_output(output))
         except EngineDeadError:
-            self._outputs.put_nowait(EngineError(DIED))
+            self._outputs.put_nowait(EngineLostError(DIED))
         except Exception as error:  # noqa: BLE001, fails the waiting requests
             self._outputs.put_nowait(error)
+
+    async def check_health(self) -> None:
+        await super().check_health()
+        try:
+            self._client.ensure_alive()
+        except EngineDeadError as error:
+            raise EngineLostError(DIED) from error
 
     def _drop(self, request_ids: Sequence[str]) -> None:
         task = asyncio.get_running_loop().create_task(self._client.abort_requests_async(list(request_ids)))
@@ -114,7 +121,7 @@ class AsyncVLLMEngine(AsyncEngine):
         try:
             await self._drop_caches()
         except EngineDeadError as error:
-            raise EngineError(DIED) from error
+            raise EngineLostError(DIED) from error
 
     async def _drop_caches(self) -> None:
         if self._aborts:

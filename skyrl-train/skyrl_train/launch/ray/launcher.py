@@ -17,9 +17,10 @@ from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.config.trainer import PlacementConfig
 from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import connect_engine, start_engine_actor
 from skyrl_train.launch.ray.cluster import connect
-from skyrl_train.launch.ray.placement import Request, Reservation
+from skyrl_train.launch.ray.placement import Device, Request, Reservation
 from skyrl_train.launch.ray.ranks import RayRank
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, World
 from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
@@ -36,9 +37,9 @@ class RayLauncher:
     policy: PreTrainedModel | None = None
 
     def __init__(
-        self, placement: RunPlacementConfig, roles: Sequence[Role], sync: SyncOptions | None, *, has_engine: bool
+        self, placement: RunPlacementConfig, roles: Sequence[Role], sync: SyncOptions | None, *, n_engines: int
     ) -> None:
-        """Connect to the cluster, for the models in `roles` and perhaps an engine. `start` comes next.
+        """Connect to the cluster, for the models in `roles` and `n_engines` engines. `start` comes next.
 
         `sync` describes how weights are sent from one to another; None if they are not.
 
@@ -48,12 +49,12 @@ class RayLauncher:
         self._placement = placement
         self._roles = roles
         self._sync = sync
-        self._has_engine = has_engine
         self._ranks: dict[Role, list[RayRank]] = {}
-        self._engine: Any = None
+        self._n_engines = n_engines
+        self._engines: list[Any] = []
         self._groups: dict[WorkerGroup, RayRank] = {}  # with their first ranks
         self._has_connected = connect()
-        self._requests = list_requests(placement, roles, has_engine)
+        self._requests = list_requests(placement, roles, n_engines)
         try:
             self._reservation = Reservation(self._requests)
         except BaseException:
@@ -71,8 +72,13 @@ class RayLauncher:
         for request in self._requests:
             logger.info("Reserved %s", request.describe(self._reservation.kind))
         self._ranks = {role: self._start_ranks(role) for role in self._roles}
-        if self._has_engine:
-            self._engine = start_engine_actor(self._reservation.devices(ENGINE)[0].options())
+        self._engines = [start_engine_actor(self._engine_device(index).options()) for index in range(self._n_engines)]
+
+    def _engine_device(self, index: int) -> Device:
+        """Return the device of an engine: one of the policy's, or its own."""
+        if self._placement.shares_devices:
+            return self._reservation.devices(ENGINE)[index]
+        return self._reservation.devices(_engine_name(index, self._n_engines))[0]
 
     def _start_ranks(self, role: Role) -> list[RayRank]:
         devices = self._reservation.devices(role)
@@ -90,7 +96,17 @@ class RayLauncher:
         return group
 
     async def start_engine(self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine]) -> InferenceEngine:
-        return await connect_engine(self._engine, partial(make_engine, None), n_processes=self._n_processes_per_node(1))
+        n_per_node = math.ceil(self._n_engines / self._reservation.n_cluster_nodes)
+
+        async def connect(index: int) -> InferenceEngine:
+            n_processes = self._n_processes_per_node(n_per_node)
+            return await connect_engine(self._engines[index], partial(make_engine, None), n_processes=n_processes)
+
+        async def restart(index: int) -> InferenceEngine:
+            self._engines[index] = start_engine_actor(self._engine_device(index).options())
+            return await connect(index)
+
+        return EngineClient(await asyncio.gather(*map(connect, range(self._n_engines))), restart)
 
     def bytes_beside_engine(self, n_bytes: int) -> int:
         if self._reservation.kind == "CPU":
@@ -105,8 +121,8 @@ class RayLauncher:
     async def close(self) -> None:
         """End all ranks and return the devices."""
         await asyncio.gather(*(rank.close() for ranks in self._ranks.values() for rank in ranks))
-        if self._engine is not None:
-            ray.kill(self._engine)
+        for engine in self._engines:
+            ray.kill(engine)
         self._reservation.release()
         self._disconnect()
 
@@ -124,13 +140,17 @@ class RayLauncher:
             ray.shutdown()
 
 
-def list_requests(placement: RunPlacementConfig, roles: Sequence[Role], has_engine: bool) -> list[Request]:
+def list_requests(placement: RunPlacementConfig, roles: Sequence[Role], n_engines: int) -> list[Request]:
     """Return the devices of a run: one request for everything that shares them."""
     if placement.shares_devices:
-        return [Request((*roles, *([ENGINE] if has_engine else [])), *placement.size("policy"))]
+        return [Request((*roles, *([ENGINE] if n_engines else [])), *placement.size("policy"))]
     assert isinstance(placement, PlacementConfig), "other runs have one model"
     shared: dict[Role, tuple[Role, ...]] = {role: (role,) for role in get_args(Role) if role in roles}
     if placement.colocate_policy_ref and "ref" in roles:
         shared["policy"] = ("policy", shared.pop("ref")[0])
     requests = [Request(names, *placement.size(role)) for role, names in shared.items()]
-    return [*requests, *([Request((ENGINE,), 1, 1)] if has_engine else [])]
+    return [*requests, *(Request((_engine_name(index, n_engines),), 1, 1) for index in range(n_engines))]
+
+
+def _engine_name(index: int, n_engines: int) -> str:
+    return ENGINE if n_engines == 1 else f"{ENGINE} {index + 1}"

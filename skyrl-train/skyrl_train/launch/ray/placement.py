@@ -73,8 +73,9 @@ class Reservation:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"{self._describe_requests()}, but the Ray cluster has {_describe_nodes(self.kind)}. Lower "
-                    "trainer.placement.policy_num_nodes or policy_num_gpus_per_node, add nodes with `ray start "
-                    f"--address=<head node>`, or set ${JOIN_TIMEOUT_VARIABLE} to wait for nodes that still start"
+                    "trainer.placement.policy_num_nodes, policy_num_gpus_per_node or generator.num_inference_engines, "
+                    f"add nodes with `ray start --address=<head node>`, or set ${JOIN_TIMEOUT_VARIABLE} to wait for "
+                    "nodes that still start"
                 )
             time.sleep(POLL_S)
         self.n_cluster_nodes = len(_devices_of_nodes(self.kind))

@@ -127,11 +127,11 @@ def test_published_commands_are_accepted(command: str, monkeypatch: pytest.Monke
     assert parse_cli([*command.split(), *one_engine]).trainer.epochs == 1
 
 
-def test_several_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_without_a_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k")
     with pytest.raises(ConfigError) as error:
         parse_cli(GSM8K.split())
-    assert "generator.num_inference_engines=4: this version samples with one engine" in str(error.value)
+    assert "generator.num_inference_engines" not in str(error.value)  # one on each of the four GPUs
     assert "generator.weight_sync_backend=nccl: this version sends weights" in str(error.value)
     assert "generator.backend=vllm: vLLM is not installed" in str(error.value)
 

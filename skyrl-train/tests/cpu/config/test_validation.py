@@ -129,9 +129,19 @@ PROBLEMS: list[Case] = [
     ),
     (
         ["generator.num_inference_engines=2"],
-        "generator.num_inference_engines=2: this version samples with one engine; set "
-        "generator.num_inference_engines=1",
+        "generator.num_inference_engines=2 needs a process for each engine, and this run has one; set "
+        "generator.num_inference_engines=1, or trainer.placement.launcher=ray",
         [["generator.num_inference_engines=1"]],
+    ),
+    (
+        ["generator.num_inference_engines=3", "trainer.placement.policy_num_gpus_per_node=2"],
+        "generator.num_inference_engines=3 is more than one engine on each of the 1 × 2 GPUs of the policy, which they "
+        "share with trainer.placement.colocate_all=true; try generator.num_inference_engines=2, or set "
+        "trainer.placement.colocate_all=false",
+        [
+            ["generator.num_inference_engines=2", "trainer.placement.policy_num_gpus_per_node=2"],
+            ["generator.num_inference_engines=3", "trainer.placement.colocate_all=false"],
+        ],
     ),
     (
         ["generator.weight_sync_backend=nccl", "trainer.placement.launcher=ray"],
@@ -212,9 +222,27 @@ PROBLEMS: list[Case] = [
     ),
     (
         ["generator.run_engines_locally=false", "generator.backend=vllm"],
-        "generator.remote_inference_engine_urls=[]: generator.run_engines_locally=false needs the address of one "
+        "generator.remote_inference_engine_urls=[]: generator.run_engines_locally=false needs the address of each "
         "server; set generator.remote_inference_engine_urls=[127.0.0.1:8000]",
         [[*REMOTE]],
+    ),
+    (
+        [*REMOTE, "generator.remote_inference_engine_urls=[gpu:8000,gpu:8001]"],
+        "generator.num_inference_engines=1 must be the number of servers in "
+        "generator.remote_inference_engine_urls=[gpu:8000,gpu:8001]; set generator.num_inference_engines=2",
+        [
+            [
+                *REMOTE,
+                "generator.remote_inference_engine_urls=[gpu:8000,gpu:8001]",
+                "generator.num_inference_engines=2",
+            ]
+        ],
+    ),
+    (
+        [*REMOTE, "generator.remote_inference_engine_urls=[gpu:8000,gpu:8000]", "generator.num_inference_engines=2"],
+        "generator.remote_inference_engine_urls=[gpu:8000,gpu:8000] names a server twice; remove one of them and "
+        "lower generator.num_inference_engines",
+        [],
     ),
     (
         ["generator.run_engines_locally=false", "generator.remote_inference_engine_urls=[gpu:8000]"],

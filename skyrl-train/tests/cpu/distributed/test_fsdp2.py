@@ -32,8 +32,8 @@ from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.dataset.supervised import build_supervised_batch, rewarded_segment
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.errors import WorkerError
-from skyrl_train.launch.inline import model_spec, optimizer_spec
 from skyrl_train.launch.process import ProcessRank, start_ranks
+from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.models.loading import load_model, load_reward_model, load_value_model
 from skyrl_train.types import DrawnPrompt, Metrics, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, World, lora_spec

@@ -97,6 +97,8 @@ def test_a_plan_of_several_processes_says_what_each_of_them_holds(
     assert "18 on Ray: this one, engine, ranks (nodes × per node) policy 2 × 4, reference 2 × 4" in plan
     n_bytes = 4 * AutoModelForCausalLM.from_pretrained(tiny_model_path).num_parameters()
     assert f"per process  policy {4 * n_bytes / 8 / 1000:.3g} KB, reference {n_bytes / 8 / 1000:.3g} KB; engine" in plan
+    assert main(["train", *catch_run, *placement, "generator.num_inference_engines=2", "--dry-run"]) == 0
+    assert "19 on Ray: this one, 2 engines, ranks (nodes × per node) policy 2 × 4" in capsys.readouterr().out
     assert main(["train", *catch_run, "--dry-run"]) == 0
     assert "processes    1: training and generation in this one" in capsys.readouterr().out
 

@@ -27,13 +27,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.errors import ConfigError, EngineError, EngineLostError
 from skyrl_train.inference_engines import channel, remote
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.channel import Channel, listen
 from skyrl_train.inference_engines.hf import load_engine
-from skyrl_train.inference_engines.remote import TOKEN_BYTES, RemoteEngine, connect, new_token, serve_engines
-from skyrl_train.launch.engine_process import EngineProcess, start_engine
+from skyrl_train.inference_engines.process import ServerProcess, start_engine
+from skyrl_train.inference_engines.remote import TOKEN_BYTES, RemoteEngine, connect, new_token, serve
 from skyrl_train.weight_sync import SyncPlan
 
 pytest.register_assert_rewrite("tests.contract.engine_contract")
@@ -44,9 +44,9 @@ MakeEngine = Callable[[], InferenceEngine]
 
 
 @pytest.fixture(scope="module")
-def engine_process() -> Iterator[EngineProcess]:
+def engine_process() -> Iterator[ServerProcess]:
     """An engine process shared by the tests of this module; each connection has its own engine."""
-    process = EngineProcess(n_threads=1)
+    process = ServerProcess(n_threads=1)
     yield process
     process.close()
 
@@ -59,7 +59,7 @@ def make_engine(path: Path, max_num_seqs: int = 32, max_num_batched_tokens: int 
 
 @pytest.fixture
 async def new_engine(
-    engine_process: EngineProcess, tiny_model_path: Path
+    engine_process: ServerProcess, tiny_model_path: Path
 ) -> AsyncIterator[Callable[..., RemoteEngine]]:
     """Create engines of the tiny model in the shared process and close them after the test."""
     engines: list[RemoteEngine] = []
@@ -113,7 +113,7 @@ async def served(max_frame_bytes: int = 1 << 20) -> AsyncIterator[EngineServer]:
     with listen("127.0.0.1:0") as listener, pytest.MonkeyPatch.context() as patches:
         patches.setattr(remote, "TOKEN_TIMEOUT_S", 0.3)
         patches.setattr(channel, "MAX_FRAME_BYTES", max_frame_bytes)
-        task = asyncio.create_task(serve_engines(listener, token))
+        task = asyncio.create_task(serve(listener, token))
         yield EngineServer(f"127.0.0.1:{listener.getsockname()[1]}", token)
         task.cancel()
         await asyncio.wait([task])
@@ -158,7 +158,7 @@ async def test_calls_to_a_killed_process_fail_at_once_and_another_engine_samples
     # stores keep a pipe open for the lifetime of the process
     await sync_weights(other_engine, tiny_model.named_parameters, 0, "broadcast")
     leftovers = Leftovers()
-    process = await asyncio.to_thread(EngineProcess, "127.0.0.1:0", n_threads=1)
+    process = await asyncio.to_thread(ServerProcess, "127.0.0.1:0", n_threads=1)
     engine = await asyncio.to_thread(process.connect, make_engine(tiny_model_path, max_num_seqs=3), is_owner=True)
     long = request(400)
     listener = Listener(engine, long)
@@ -171,7 +171,7 @@ async def test_calls_to_a_killed_process_fail_at_once_and_another_engine_samples
     killed_at = time.monotonic()
     outcomes: list[Any] = await asyncio.gather(listener.task, *calls, sync, return_exceptions=True)
     assert time.monotonic() - killed_at < 3
-    assert [type(outcome) for outcome in outcomes] == [EngineError] * 6
+    assert [type(outcome) for outcome in outcomes] == [EngineLostError] * 6
     ended = f"engine process {process.pid} ended with exit status -9"
     assert all(ended in str(outcome) for outcome in outcomes)
     for call in (engine.generate([long]), engine.pause(), Listener(engine, long).result()):
@@ -190,8 +190,8 @@ async def test_calls_to_a_killed_process_fail_at_once_and_another_engine_samples
 async def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     folders = set(Path(tempfile.gettempdir()).glob("skyrl-engine-*"))
     code = (
-        "import time; from skyrl_train.launch.engine_process import EngineProcess\n"
-        "if __name__ == '__main__': print(EngineProcess().pid, flush=True); time.sleep(60)"
+        "import time; from skyrl_train.inference_engines.process import ServerProcess\n"
+        "if __name__ == '__main__': print(ServerProcess().pid, flush=True); time.sleep(60)"
     )
     script = tmp_path / "driver.py"
     script.write_text(code, encoding="utf-8")
@@ -239,7 +239,7 @@ async def test_a_cancelled_start_leaks_nothing(tiny_model_path: Path) -> None:
 
 
 async def test_an_engine_that_cannot_start_leaves_its_process_usable(
-    engine_process: EngineProcess, new_engine: Callable[..., RemoteEngine]
+    engine_process: ServerProcess, new_engine: Callable[..., RemoteEngine]
 ) -> None:
     with pytest.raises(ConfigError, match="cannot load the model"):
         new_engine(dtype=torch.int8)
@@ -250,7 +250,7 @@ async def test_an_engine_that_cannot_start_leaves_its_process_usable(
     assert len((await new_engine().generate([request(5)]))[0].token_ids) == 5
 
 
-async def test_an_engine_that_exceeds_its_start_timeout_is_refused(engine_process: EngineProcess) -> None:
+async def test_an_engine_that_exceeds_its_start_timeout_is_refused(engine_process: ServerProcess) -> None:
     with pytest.raises(EngineError, match=r"not ready in 0\.2 s"):
         engine_process.connect(partial(time.sleep, 1), start_timeout_s=0.2)  # type: ignore[arg-type]
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.errors import SyncError
 from skyrl_train.types.specs import SyncKind, TensorSpec
-from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, send
+from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, rendezvous, send
 from skyrl_train.weight_sync import stream as stream_module
 from skyrl_train.weight_sync.base import Transport
 from skyrl_train.weight_sync.rendezvous import call_off
@@ -211,7 +211,10 @@ def test_changes_of_another_version_are_refused(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_missing_receiver_is_named_within_the_timeout(transport: Transport, tensors: Tensors) -> None:
+def test_a_missing_receiver_is_named_within_the_timeout(
+    transport: Transport, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "LINGER_S", 1.0)
     plan = plan_for(tensors, transport, n_receivers=3, timeout_s=0.7)
     begin = time.monotonic()
     with ThreadPoolExecutor(2) as threads:
@@ -280,7 +283,7 @@ def test_receivers_of_a_sync_that_was_called_off_learn_the_reason(tensors: Tenso
     with ThreadPoolExecutor(2) as threads:
         sending = threads.submit(send, plan, iter(tensors.items()))
         time.sleep(0.3)
-        call_off(plan, RuntimeError("engine 1 is on fire"))
+        call_off(plan, RuntimeError("engine 1 is on fire"), failed=[1, 2])
         with pytest.raises(SyncError, match="called off: engine 1 is on fire"):
             sending.result(timeout=5)
 

@@ -22,7 +22,7 @@ from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.distributed import SingleStrategy
-from skyrl_train.launch.inline import model_spec, optimizer_spec
+from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.types import Segment, TokenScores, TrainingBatch, Trajectory, TrajectoryID
 from skyrl_train.types.specs import Role, World, lora_spec
 from skyrl_train.workers.group import WorkerGroup

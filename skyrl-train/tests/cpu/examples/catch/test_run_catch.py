@@ -53,7 +53,19 @@ def test_the_commands_of_the_guide_train(tiny_model_path: Path, tmp_path: Path) 
 
 def gpu_commands(data_dir: Path, *overrides: str, **variables: str) -> list[str]:
     """Return the Python commands that the script runs on a machine with a GPU."""
-    return run_catch(data_dir, *overrides, PYTHON="echo", **variables).stdout.splitlines()
+    return run_catch(data_dir, *overrides, **{"PYTHON": "echo", **variables}).stdout.splitlines()
+
+
+def test_vllm_samples_on_a_gpu_where_it_is_installed(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    for has_vllm, backend in ((True, "generator.backend=vllm"), (False, None)):
+        python.write_text(f'#!/bin/sh\ncase "$2" in *vllm*) exit {int(not has_vllm)};; *) echo "$@";; esac\n')
+        python.chmod(0o755)
+        *_, message, command = gpu_commands(tmp_path, PYTHON=str(python))
+        assert ("Sampling with vLLM" in message, "vLLM is not installed" in message) == (has_vllm, not has_vllm)
+        assert (f" {backend}" in command) == has_vllm
+        *_, command = gpu_commands(tmp_path, "generator.backend=hf", PYTHON=str(python))
+        assert command.count("generator.backend=") == 1
 
 
 def test_missing_data_is_prepared(tmp_path: Path) -> None:

@@ -14,9 +14,13 @@ from generators.conftest import RecordedEngine
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAI
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from examples.catch.catch_dataset import CatchDataset
+from skyrl_train.config import load_config
+from skyrl_train.generators.base import BatchMetadata, RolloutRequest, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.generators.endpoint import Endpoint, ModelService, Session
+from skyrl_train.generators.endpoint import AgentGenerator, Endpoint, ModelService, Session
 from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
 
 MODEL = "tiny"
 HELLO = [{"role": "system", "content": "Go on."}, {"role": "user", "content": "State: ball=(3,0)"}]
@@ -52,8 +56,8 @@ class EndpointStage:
     chat: ChatEncoder
     clients: list[AsyncOpenAI] = field(default_factory=list)
 
-    def session(self, seed: int = 0, **sampling: Any) -> Session:
-        return self.endpoint.open_session(SamplingParams(**{"max_new_tokens": 4} | sampling), seed)
+    async def session(self, seed: int = 0, **sampling: Any) -> Session:
+        return await self.endpoint.open_session(SamplingParams(**{"max_new_tokens": 4} | sampling), seed)
 
     def client(self, session: Session | None = None) -> AsyncOpenAI:
         self.clients.append(new_client(self.endpoint.url(session)))
@@ -120,3 +124,48 @@ def live(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> It
     loop.call_soon_threadsafe(stop.set)
     thread.join(timeout=30)
     assert not thread.is_alive()
+
+
+SAMPLING = SamplingParams(max_new_tokens=3, temperature=0.7)
+
+
+def catch_requests(n_games: int, n_samples: int = 1) -> list[RolloutRequest]:
+    rows = []
+    for i, row in enumerate(CatchDataset(train_size=n_games).train_rows()):
+        extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
+        rows.append(PromptRow(str(i), row["prompt"], "catch", extras))
+    return rollout_requests([DrawnPrompt(i, row) for i, row in enumerate(rows)], n_samples, "catch")
+
+
+class AgentStage:
+    """Generators that share an engine, closed at the end."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.engine = new_engine(model, tokenizer)
+        self.generators: list[AgentGenerator] = []
+
+    def generator(self, agent: Any, **options: Any) -> AgentGenerator:
+        own = {name: options.pop(name) for name in ("max_concurrent_agents", "in_own_process") if name in options}
+        cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": {"n_rollout_retries": 0} | options})
+        own = {"in_own_process": False, **own}
+        self.generators.append(AgentGenerator(agent, cfg.generator, self.engine, self.tokenizer, **own))
+        return self.generators[-1]
+
+    async def play(
+        self, agent: Any, requests: list[RolloutRequest], sampling: SamplingParams = SAMPLING, **options: Any
+    ) -> list[Trajectory]:
+        generator = self.generator(agent, **options)
+        return await generator.rollout(requests, sampling, BatchMetadata(1, "train"))
+
+    async def close(self) -> None:
+        for generator in self.generators:
+            await generator.close()
+        await self.engine.close()
+
+
+@pytest.fixture
+async def agent_stage(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[AgentStage]:
+    agent_stage = AgentStage(talker, tiny_tokenizer)
+    yield agent_stage
+    await agent_stage.close()

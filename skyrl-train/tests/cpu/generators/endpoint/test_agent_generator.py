@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,65 +13,21 @@ import openai
 import psutil
 import pytest
 from generators.conftest import RecordedEngine
-from generators.endpoint.conftest import new_client, new_engine
+from generators.endpoint.conftest import SAMPLING, AgentStage, catch_requests, new_client
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from examples.catch.catch_dataset import CatchDataset
 from examples.catch.env import CatchEnv
 from examples.endpoint.agent import play_catch
 from skyrl_train.config import load_config
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.base import BatchMetadata, RolloutRequest, rollout_requests, to_generator_input
-from skyrl_train.generators.endpoint import AgentGenerator, AgentResult
+from skyrl_train.generators.base import BatchMetadata, to_generator_input
+from skyrl_train.generators.endpoint import AgentResult
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS, register_reward_function
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
+from skyrl_train.types import PromptRow, Trajectory
 from tests.contract.engine_kit import sync_weights
-
-SAMPLING = SamplingParams(max_new_tokens=3, temperature=0.7)
-
-
-def catch_requests(n_games: int, n_samples: int = 1) -> list[RolloutRequest]:
-    rows = []
-    for i, row in enumerate(CatchDataset(train_size=n_games).train_rows()):
-        extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
-        rows.append(PromptRow(str(i), row["prompt"], "catch", extras))
-    return rollout_requests([DrawnPrompt(i, row) for i, row in enumerate(rows)], n_samples, "catch")
-
-
-class AgentStage:
-    """Generators that share an engine, closed at the end."""
-
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.engine = new_engine(model, tokenizer)
-        self.generators: list[AgentGenerator] = []
-
-    def generator(self, agent: Any, **options: Any) -> AgentGenerator:
-        constructor_options = {name: options.pop(name) for name in ("max_concurrent_agents",) if name in options}
-        cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": {"n_rollout_retries": 0} | options})
-        self.generators.append(AgentGenerator(agent, cfg.generator, self.engine, self.tokenizer, **constructor_options))
-        return self.generators[-1]
-
-    async def play(
-        self, agent: Any, requests: list[RolloutRequest], sampling: SamplingParams = SAMPLING, **options: Any
-    ) -> list[Trajectory]:
-        generator = self.generator(agent, **options)
-        return await generator.rollout(requests, sampling, BatchMetadata(1, "train"))
-
-    async def close(self) -> None:
-        for generator in self.generators:
-            await generator.close()
-        await self.engine.close()
-
-
-@pytest.fixture
-async def agent_stage(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[AgentStage]:
-    agent_stage = AgentStage(talker, tiny_tokenizer)
-    yield agent_stage
-    await agent_stage.close()
 
 
 async def asks_once(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:

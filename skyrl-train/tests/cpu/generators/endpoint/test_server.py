@@ -27,7 +27,7 @@ async def chat(client: openai.AsyncOpenAI, messages: Any = HELLO, **options: Any
 
 
 async def test_requests_of_a_session_are_recorded(stage: EndpointStage) -> None:
-    session = stage.session()
+    session = await stage.session()
     client = stage.client(session)
     history: list[Any] = list(HELLO)
     for k in range(3):
@@ -42,7 +42,7 @@ async def test_requests_of_a_session_are_recorded(stage: EndpointStage) -> None:
 
 
 async def test_a_session_is_named_by_url_header_or_body(stage: EndpointStage) -> None:
-    session, client = stage.session(), stage.client()
+    session, client = await stage.session(), stage.client()
     await chat(stage.client(session))
     await chat(client, extra_headers={"X-Session-Id": session.id})
     await chat(client, extra_body={"session_id": session.id})
@@ -55,7 +55,7 @@ async def test_a_session_is_named_by_url_header_or_body(stage: EndpointStage) ->
 
 
 async def test_prompts_of_one_request_can_belong_to_different_sessions(stage: EndpointStage) -> None:
-    first, second = stage.session(max_new_tokens=2), stage.session(max_new_tokens=3)
+    first, second = await stage.session(max_new_tokens=2), await stage.session(max_new_tokens=3)
     sessions = [first.id, second.id]
     prompts = ["State", "Action"]
     answer = await stage.client().completions.create(
@@ -68,7 +68,7 @@ async def test_prompts_of_one_request_can_belong_to_different_sessions(stage: En
 
 
 async def test_a_refused_request_does_not_change_later_seeds(stage: EndpointStage) -> None:
-    refused_client, other_client = (stage.client(stage.session(seed=1)) for _ in range(2))
+    refused_client, other_client = [stage.client(await stage.session(seed=1)) for _ in range(2)]
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         await refused_client.completions.create(model=MODEL, prompt=["State", "1" * 600])
     for client in (refused_client, other_client):
@@ -78,7 +78,7 @@ async def test_a_refused_request_does_not_change_later_seeds(stage: EndpointStag
 
 
 async def test_parallel_requests_have_separate_rows(stage: EndpointStage) -> None:
-    session = stage.session(max_new_tokens=8)
+    session = await stage.session(max_new_tokens=8)
     client = stage.client(session)
     answers = [*await asyncio.gather(*(chat(client) for _ in range(3))), await chat(client, n=2)]
     texts = [choice.message.content for answer in answers for choice in answer.choices]
@@ -90,7 +90,7 @@ async def test_parallel_requests_have_separate_rows(stage: EndpointStage) -> Non
 
 
 async def test_any_choice_can_be_continued(stage: EndpointStage) -> None:
-    session = stage.session(max_new_tokens=8)
+    session = await stage.session(max_new_tokens=8)
     client = stage.client(session)
     choices = (await chat(client, n=3)).choices
     text = choices[1].message.content
@@ -105,7 +105,7 @@ async def test_any_choice_can_be_continued(stage: EndpointStage) -> None:
 
 
 async def test_a_stream_is_recorded_when_it_is_complete(stage: EndpointStage) -> None:
-    session = stage.session(max_new_tokens=8)
+    session = await stage.session(max_new_tokens=8)
     client = stage.client(session)
     text = ""
     async for chunk in await chat(client, stream=True):
@@ -117,7 +117,7 @@ async def test_a_stream_is_recorded_when_it_is_complete(stage: EndpointStage) ->
 
 
 async def test_a_disconnected_client_cancels_the_generation(stage: EndpointStage) -> None:
-    session = stage.session(max_new_tokens=400)
+    session = await stage.session(max_new_tokens=400)
     await stage.engine.pause()
     request_task = asyncio.create_task(chat(stage.client(session), **LONG))
     await stage.until_n_requests()
@@ -129,7 +129,7 @@ async def test_a_disconnected_client_cancels_the_generation(stage: EndpointStage
 
 
 async def test_closing_a_stream_cancels_the_generation(stage: EndpointStage) -> None:
-    session = stage.session(max_new_tokens=400, ignore_eos=True)
+    session = await stage.session(max_new_tokens=400, ignore_eos=True)
     stream = await chat(stage.client(session), stream=True)
     for _ in range(5):
         await anext(stream.__aiter__())
@@ -139,7 +139,7 @@ async def test_closing_a_stream_cancels_the_generation(stage: EndpointStage) -> 
 
 
 async def test_ending_a_session_cancels_its_requests(stage: EndpointStage) -> None:
-    session, other = stage.session(max_new_tokens=400), stage.session()
+    session, other = await stage.session(max_new_tokens=400), await stage.session()
     client = stage.client(session)
     await chat(client, max_tokens=1)
     await stage.engine.pause()
@@ -158,7 +158,7 @@ async def test_ending_a_session_cancels_its_requests(stage: EndpointStage) -> No
 
 
 async def test_requests_without_a_session_wait_during_training(stage: EndpointStage, talker: PreTrainedModel) -> None:
-    session = stage.session()
+    session = await stage.session()
     await stage.engine.pause()
     request_task = asyncio.create_task(chat(stage.client(), **LONG))
     streaming = await chat(stage.client(), stream=True, **LONG)
@@ -176,7 +176,7 @@ async def test_requests_without_a_session_wait_during_training(stage: EndpointSt
     assert (await chat(stage.client(session))).choices, "requests of a session belong to a rollout and do not wait"
     await asyncio.sleep(0.2)
     assert (waiting_task.done(), stage.engine._unfinished()) == (False, [])
-    stage.endpoint.serve_others()
+    await stage.endpoint.serve_others()
     assert (await waiting_task).system_fingerprint == "weights-1"
 
 
@@ -188,7 +188,7 @@ async def test_close_fails_waiting_requests_and_releases_everything(
     engine = new_engine(talker, tiny_tokenizer)
     endpoint = Endpoint(ModelService(engine, tiny_tokenizer, model_name=MODEL))
     await endpoint.start()
-    session = endpoint.open_session(SamplingParams(max_new_tokens=4), 0)
+    session = await endpoint.open_session(SamplingParams(max_new_tokens=4), 0)
     async with new_client(endpoint.url(session)) as client, new_client(endpoint.url()) as other:
         await chat(client)
         await engine.pause()
@@ -220,7 +220,7 @@ async def test_an_occupied_port_is_reported(stage: EndpointStage) -> None:
 async def test_sessions_use_the_public_url_if_set(stage: EndpointStage) -> None:
     endpoint = Endpoint(stage.endpoint._service)
     await endpoint.start(public_url="http://trainer.example:8000/")
-    session = endpoint.open_session(SamplingParams(max_new_tokens=4), 0, "17/3 é")
+    session = await endpoint.open_session(SamplingParams(max_new_tokens=4), 0, "17/3 é")
     assert endpoint.url(session) == f"http://trainer.example:8000/session/{session.id}/v1"
     assert session.id.startswith("17-3-")
     await endpoint.close()
@@ -243,7 +243,7 @@ async def test_a_reply_ends_with_the_memory_of_the_engine(
 
 
 async def test_a_failing_engine_is_a_server_error(stage: EndpointStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    session: Session = stage.session()
+    session: Session = await stage.session()
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of luck")

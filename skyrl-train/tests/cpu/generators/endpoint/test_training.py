@@ -57,7 +57,7 @@ def test_litellm_trains(arguments: list[str], tmp_path: Path, litellm: Any) -> N
         def get_generator(
             self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
         ) -> GeneratorInterface:
-            return AgentGenerator(play, cfg.generator, inference_engine_client, tokenizer)
+            return AgentGenerator(play, cfg.generator, inference_engine_client, tokenizer, in_own_process=False)
 
     check_games(train(LiteLLMExp, arguments, tmp_path))
 
@@ -73,7 +73,9 @@ def test_the_policy_learns_from_rewards_of_its_agent(arguments: list[str], tmp_p
         def get_generator(
             self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
         ) -> GeneratorInterface:
-            return AgentGenerator(rewards_even_tokens, cfg.generator, inference_engine_client, tokenizer)
+            return AgentGenerator(
+                rewards_even_tokens, cfg.generator, inference_engine_client, tokenizer, in_own_process=False
+            )
 
     overrides = [
         "trainer.max_training_steps=12",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skyrl_train.entrypoints import engine as entrypoint
+from skyrl_train.entrypoints.main_base import main
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines import http
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
@@ -147,6 +152,41 @@ async def test_weights_that_the_server_refuses(engine_kit: EngineKit) -> None:
     engine_kit.model.model.norm = torch.nn.Identity()
     with pytest.raises(EngineError, match=r"update_weights_from_disk answered with HTTP 400: .*model.norm.weight"):
         await engine_kit.sync(engine, 1)
+
+
+def test_a_run_trains_with_two_servers_and_waits_for_one_that_is_started_again(
+    start_server: Callable[..., SGLangServer],
+    catch_run: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(entrypoint, "RECONNECT_INTERVAL_S", 0.1)
+    first, second = servers = [start_server(), start_server()]
+    log = tmp_path / "skyrl/test_run/metrics.jsonl"
+
+    def restart() -> None:
+        while not log.exists() or len(log.read_text().splitlines()) < 2:
+            time.sleep(0.02)
+        first.close()
+        time.sleep(1)
+        servers.append(start_server(port=int(first.address.rpartition(":")[2])))
+
+    restarting = threading.Thread(target=restart, daemon=True)
+    restarting.start()
+    urls = f"generator.remote_inference_engine_urls=[{first.address},{second.address}]"
+    several = ["generator.run_engines_locally=false", urls, "generator.num_inference_engines=2"]
+    main([*catch_run, "generator.backend=sglang", *several, "trainer.policy.optimizer_config.lr=0.001"])
+    restarting.join(timeout=10)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert max(row["policy/rollout_train_logprobs_abs_diff_max"] for row in rows[1:]) < 1e-4
+    assert "Engine 1 of 2 was lost and is replaced" in caplog.text
+    versions = [
+        [body["weight_version"] for path, body in server.calls if path == "/update_weights_from_disk"]
+        for server in servers
+    ]
+    assert versions == [["0", "1"], ["0", "1", "2"], ["1", "2"]]
 
 
 def test_no_server_is_an_error(tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

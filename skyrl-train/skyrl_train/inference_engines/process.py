@@ -1,4 +1,4 @@
-"""Inference engines in separate processes of this machine."""
+"""Inference engines, and other objects, in separate processes of this machine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.channel import listen
-from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_token, serve_engines
+from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_token, open_connection, serve
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +27,21 @@ EXIT_TIMEOUT_S = 5.0
 FAILED_START_TIMEOUT_S = 1.0  # a cancelled start may still be loading; it has nothing to save
 
 
-class EngineProcess:
-    """A process that runs one inference engine per connection, one at a time.
+class ServerProcess:
+    """A process that runs one object per connection, one at a time: an inference engine, or the HTTP endpoint.
 
     It ends with `close`, or when the process that started it ends.
     """
 
-    def __init__(self, address: str | None = None, *, n_threads: int | None = None) -> None:
+    def __init__(self, address: str | None = None, *, n_threads: int | None = None, name: str = "engine") -> None:
         """Start the process.
 
         Args:
             address: "host:port" to listen on (port 0: any free one); None for a Unix socket in a temporary folder.
             n_threads: Number of torch threads; None for torch's default.
+            name: For error messages.
         """
+        self._name = name
         self._token = new_token()
         self._exit_status: int | None = None
         self._is_closed = False
@@ -48,10 +51,10 @@ class EngineProcess:
         theirs, self._lifeline = context.Pipe(duplex=False)
         try:
             with theirs, listen(address or f"{self._folder}/socket") as listener:
-                name = listener.getsockname()
-                self.address: str = name if isinstance(name, str) else f"{name[0]}:{name[1]}"
+                bound = listener.getsockname()
+                self.address: str = bound if isinstance(bound, str) else f"{bound[0]}:{bound[1]}"
                 args = (listener, theirs, self._token, self._folder, n_threads)
-                self._process = context.Process(target=_run, args=args, name="engine", daemon=True)
+                self._process = context.Process(target=_run, args=args, name=name, daemon=True)
                 self._process.start()
         except BaseException:
             self._lifeline.close()
@@ -69,6 +72,13 @@ class EngineProcess:
             self.address, self._token, make_engine, self.describe_end, end_process, start_timeout_s=start_timeout_s
         )
 
+    def open(self, make: Callable[[], Any], start_timeout_s: float = 600.0) -> socket.socket:
+        """Return a connection for a `RemoteClient` of the object that `make` returns in this process. Blocks."""
+        sock, _ = open_connection(
+            self.address, self._token, make, (), self.describe_end, start_timeout_s=start_timeout_s
+        )
+        return sock
+
     def describe_end(self) -> str:
         """Return the process's name and its exit status, waiting briefly for it to end. Blocks."""
         with self._lock:
@@ -76,8 +86,8 @@ class EngineProcess:
                 self._process.join(EXIT_TIMEOUT_S)
                 self._exit_status = self._process.exitcode
             if self._exit_status is None:
-                return f"engine process {self.pid} closed the connection"
-            return f"engine process {self.pid} ended with exit status {self._exit_status}"
+                return f"{self._name} process {self.pid} closed the connection"
+            return f"{self._name} process {self.pid} ended with exit status {self._exit_status}"
 
     def close(self, timeout_s: float = EXIT_TIMEOUT_S) -> None:
         """End the process; kill it if it does not end in time. Blocks."""
@@ -89,7 +99,9 @@ class EngineProcess:
                 self._lifeline.send(None)
             self._process.join(timeout_s)
             if self._process.is_alive():
-                logger.warning("Engine process %d did not end in %g s and is killed", self.pid, timeout_s)
+                logger.warning(
+                    "%s process %d did not end in %g s and is killed", self._name.capitalize(), self.pid, timeout_s
+                )
                 self._process.kill()
                 self._process.join()
             self._exit_status = self._process.exitcode
@@ -110,14 +122,14 @@ async def start_engine(
 ) -> RemoteEngine:
     """Start a process, make an engine in it, and return the engine, whose `close` ends the process.
 
-    For example `await start_engine(partial(load_engine, path, dtype=torch.float32, …))`. `EngineProcess` explains
+    For example `await start_engine(partial(load_engine, path, dtype=torch.float32, …))`. `ServerProcess` explains
     `address` and `n_threads`.
 
     Raises:
         EngineError: the process ended, or the engine was not ready in time.
         Exception: any error of `make_engine`.
     """
-    process = EngineProcess(address, n_threads=n_threads)
+    process = ServerProcess(address, n_threads=n_threads)
     try:
         return await asyncio.to_thread(process.connect, make_engine, is_owner=True, start_timeout_s=start_timeout_s)
     except BaseException:
@@ -128,7 +140,7 @@ async def start_engine(
 def _run(
     listener: socket.socket, lifeline: Connection, token: bytes, folder: str | None, n_threads: int | None
 ) -> None:
-    """Serve engines until the driver sends something through the lifeline or ends."""
+    """Serve connections until the driver sends something through the lifeline or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the driver ends this one
     if n_threads is not None:
         torch.set_num_threads(n_threads)
@@ -142,7 +154,7 @@ def _run(
 
 async def _serve_until_ended(listener: socket.socket, lifeline: Connection, token: bytes) -> None:
     loop = asyncio.get_running_loop()
-    serving = loop.create_task(serve_engines(listener, token))
+    serving = loop.create_task(serve(listener, token))
 
     def end() -> None:
         loop.remove_reader(lifeline.fileno())  # once: a second cancellation would interrupt the engine's `close`

@@ -1,0 +1,331 @@
+"""Several engines behind the interface of one: routing by session, and replacement of engines that are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from skyrl_train.errors import EngineError, EngineLostError
+from skyrl_train.inference_engines.base import (
+    EngineInfo,
+    EngineRequest,
+    EngineResult,
+    InferenceEngine,
+    TokenChunk,
+    WakeUp,
+)
+from skyrl_train.weight_sync import Receipt, SyncPlan, WeightSync
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HEALTH_INTERVAL_S = 30.0
+HEALTH_TIMEOUT_S = 60.0
+MAX_REPLACEMENTS = 3  # of one engine in a run
+
+ABORTED = EngineResult([], [], "abort", ())
+
+Restart = Callable[[int], Awaitable[InferenceEngine]]
+"""Starts another engine in place of the one with this index."""
+
+
+class EngineClient:
+    """An `InferenceEngine` over several ones of the same model.
+
+    The turns of a session stay on one engine, that with the fewest sessions when the session began. An engine whose
+    process has ended or no longer answers is replaced; its requests are sampled again, with the same tokens, because
+    a token depends on seed and position alone.
+    """
+
+    def __init__(self, engines: Sequence[InferenceEngine], restart: Restart | None = None) -> None:
+        """Take over the engines, which `close` closes. Without `restart`, a lost engine fails its requests."""
+        self._engines = list(engines)
+        self._restart = restart
+        self._sync: WeightSync | None = None
+        self.info = EngineInfo(
+            min(engine.info.context_length for engine in engines),
+            min(engine.info.longest_sequence for engine in engines),
+        )
+        self.n_weight_copies = sum(engine.n_weight_copies for engine in engines)
+        self._homes: dict[str, int] = {}  # index of the engine of each session
+        self._n_running = [0] * len(engines)  # requests
+        self._n_replaced = [0] * len(engines)
+        self._replacing = [asyncio.Lock() for _ in engines]
+        self._aborted: Counter[str | None] = Counter()  # calls of `abort` by session
+        self._version: int | None = None  # of the last weights that were received
+        self._synced = self._engines.copy()  # receivers of the last weights, or of a failed attempt
+        self._is_paused, self._is_asleep, self._is_closed = False, False, False
+        self._watching: asyncio.Task[None] | None = None
+
+    def follow(self, sync: WeightSync) -> None:
+        """Send the current weights to replaced engines through `sync`, which syncs this client.
+
+        After a failed sync, it replaces the lost engines and sends the weights once more.
+        """
+        self._sync = sync
+        sync.recover = self._replace_lost
+
+    # -- requests
+
+    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+        self._start_watching()
+        rows: dict[int, list[int]] = {}
+        for row, index in enumerate(self._route(requests)):
+            rows.setdefault(index, []).append(row)
+        parts = await _gather(self._generate(index, [requests[row] for row in part]) for index, part in rows.items())
+        results: dict[int, EngineResult] = {}
+        for part, found in zip(rows.values(), parts, strict=True):
+            results |= zip(part, found, strict=True)
+        return [results[row] for row in range(len(requests))]
+
+    async def _generate(self, index: int, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+        n_aborts = [self._n_aborts(request) for request in requests]
+        results, rows = [ABORTED] * len(requests), list(range(len(requests)))
+        with self._running(index, len(requests)):
+            while rows:
+                engine = self._engines[index]
+                try:
+                    found = await engine.generate([requests[row] for row in rows])
+                except EngineError as error:
+                    await self._recover(index, engine, error)
+                    rows = [row for row in rows if self._n_aborts(requests[row]) == n_aborts[row]]
+                    continue
+                for row, result in zip(rows, found, strict=True):
+                    results[row] = result
+                break
+        return results
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
+        self._start_watching()
+        (index,), n_aborts = self._route([request]), self._n_aborts(request)
+        received: list[int] = []
+        with self._running(index, 1):
+            while True:
+                engine, n_again = self._engines[index], 0
+                try:
+                    async with aclosing(engine.stream(request)) as chunks:
+                        async for chunk in chunks:
+                            n_old = min(len(chunk.token_ids), len(received) - n_again)
+                            if chunk.token_ids[:n_old] != received[n_again : n_again + n_old]:
+                                raise EngineError(
+                                    "an engine was lost after it had streamed tokens of earlier weights; retry it"
+                                )
+                            n_again += n_old
+                            new = replace(chunk, token_ids=chunk.token_ids[n_old:], logprobs=chunk.logprobs[n_old:])
+                            received += new.token_ids
+                            n_again += len(new.token_ids)
+                            if new.token_ids or new.result is not None:
+                                yield new
+                    return
+                except EngineError as error:
+                    await self._recover(index, engine, error)
+                if self._n_aborts(request) != n_aborts:
+                    yield TokenChunk([], [], ABORTED)
+                    return
+
+    async def abort(self, session_id: str | None = None) -> None:
+        self._aborted[session_id] += 1
+        await self._on_all(lambda engine: engine.abort(session_id), ignores_lost=True)
+
+    async def end_session(self, session_id: str) -> None:
+        index = self._homes.pop(session_id, None)
+        del self._aborted[session_id]
+        if index is not None:
+            with suppress(EngineError):  # a lost engine has no sessions
+                await self._engines[index].end_session(session_id)
+
+    def _route(self, requests: Sequence[EngineRequest]) -> list[int]:
+        """Return the index of the engine of each request."""
+        n_sessions = Counter(self._homes.values())
+        loads = [n_sessions[index] + n for index, n in enumerate(self._n_running)]
+        indices = []
+        for request in requests:
+            index = self._homes.get(request.session_id) if request.session_id is not None else None
+            if index is None:
+                index = min(range(len(loads)), key=loads.__getitem__)
+                loads[index] += 1
+                if request.session_id is not None:
+                    self._homes[request.session_id] = index
+            indices.append(index)
+        return indices
+
+    def _n_aborts(self, request: EngineRequest) -> int:
+        """Return the number of calls of `abort` that concern a request."""
+        return self._aborted[None] + (0 if request.session_id is None else self._aborted[request.session_id])
+
+    @contextmanager
+    def _running(self, index: int, n_requests: int) -> Iterator[None]:
+        self._n_running[index] += n_requests
+        try:
+            yield
+        finally:
+            self._n_running[index] -= n_requests
+
+    # -- all engines
+
+    async def pause(self) -> None:
+        if self._is_paused:
+            raise EngineError("the engine is paused already; call resume() first")
+        self._is_paused = True
+        try:
+            await self._on_all(lambda engine: engine.pause(), ignores_lost=True)  # its replacement is paused
+        except BaseException:
+            self._is_paused = False
+            for engine in self._engines:
+                with suppress(EngineError):  # it was not paused, or is lost
+                    await engine.resume()
+            raise
+
+    async def resume(self) -> None:
+        if not self._is_paused:
+            raise EngineError("the engine is not paused")
+        self._is_paused = False
+        await self._on_all(lambda engine: engine.resume(), ignores_lost=True)
+
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        if sum(self._n_running) and not self._is_paused:
+            raise EngineError(
+                f"weights changed to version {plan.version} while {sum(self._n_running)} sequences were being "
+                "generated; call pause() first, or wait for generate() to return"
+            )
+        plans, rank = [], plan.rank
+        for engine in self._engines:
+            plans.append(replace(plan, rank=rank))
+            rank += engine.n_weight_copies
+        self._synced = self._engines.copy()
+        receipts = await _gather(
+            engine.receive_weights(part) for engine, part in zip(self._engines, plans, strict=True)
+        )
+        self._version = plan.version
+        return next((receipt for receipt in receipts if receipt != receipts[0]), receipts[0])
+
+    async def sleep(self) -> None:
+        if n_running := sum(self._n_running):
+            raise EngineError(f"the engine cannot sleep while {n_running} sequences are being generated")
+        await self._on_all(lambda engine: engine.sleep())
+        self._is_asleep = True
+
+    async def wake_up(self, what: WakeUp = "all") -> None:
+        await self._on_all(lambda engine: engine.wake_up(what))
+        self._is_asleep = what != "all"
+
+    async def check_health(self) -> None:
+        await self._on_all(lambda engine: engine.check_health())
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        await _gather(engine.close() for engine in self._engines)
+
+    async def _on_all(
+        self, call: Callable[[InferenceEngine], Coroutine[Any, Any, None]], *, ignores_lost: bool = False
+    ) -> None:
+        async def run(index: int, engine: InferenceEngine) -> None:
+            try:
+                await call(engine)
+            except EngineError as error:
+                if not (ignores_lost and self._is_lost(index, engine, error)):
+                    raise
+
+        await _gather(run(index, engine) for index, engine in enumerate(self._engines))
+
+    # -- lost engines
+
+    async def _replace_lost(self) -> bool:
+        """Replace every engine that does not answer; return True if the last weights have not reached all engines.
+
+        Raises:
+            EngineError: an engine could not be replaced.
+        """
+        await _gather(self._replace_if_lost(index, sends_weights=False) for index in range(len(self._engines)))
+        return self._engines != self._synced
+
+    async def _recover(self, index: int, engine: InferenceEngine, error: EngineError) -> None:
+        """Replace an engine that was lost; raise any other error."""
+        if not self._is_lost(index, engine, error):
+            raise error
+        await self._replace(index, engine, error, sends_weights=True)
+
+    def _is_lost(self, index: int, engine: InferenceEngine, error: EngineError) -> bool:
+        """Return True if `error` means that an engine was lost; closing a replaced engine fails its calls, too."""
+        is_replaced = self._replacing[index].locked() or self._engines[index] is not engine
+        return is_replaced or isinstance(error, EngineLostError)
+
+    def _start_watching(self) -> None:
+        if self._watching is None and self._restart is not None:
+            self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Replace engines that no longer answer, for as long as the client exists."""
+        while True:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            for index in range(len(self._engines)):
+                try:
+                    await self._replace_if_lost(index, sends_weights=True)
+                except Exception as error:  # noqa: BLE001, the requests of the engine get it, too
+                    logger.warning("%s could not be replaced: %s", self._name(index).capitalize(), error)
+
+    async def _replace_if_lost(self, index: int, *, sends_weights: bool) -> None:
+        engine = self._engines[index]
+        error: EngineError | None = None
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await engine.check_health()
+        except TimeoutError:
+            error = EngineLostError(f"{self._name(index)} did not answer for {HEALTH_TIMEOUT_S:g} s")
+        except EngineError as failure:
+            if not self._is_lost(index, engine, failure):
+                raise
+            error = failure
+        if error is not None:
+            await self._replace(index, engine, error, sends_weights=sends_weights)
+
+    async def _replace(self, index: int, lost: InferenceEngine, error: EngineError, *, sends_weights: bool) -> None:
+        """Start another engine in the place of one that was lost, unless another task has done so."""
+        async with self._replacing[index]:
+            if self._engines[index] is not lost:
+                return
+            if self._restart is None or self._is_closed:
+                raise error
+            if self._n_replaced[index] == MAX_REPLACEMENTS:
+                raise EngineLostError(
+                    f"{self._name(index)} was lost {MAX_REPLACEMENTS + 1} times; the last time: {error}"
+                )
+            self._n_replaced[index] += 1
+            logger.warning("%s was lost and is replaced: %s", self._name(index).capitalize(), error)
+            with suppress(EngineError):
+                await lost.close()
+            engine = await self._restart(index)
+            try:
+                if sends_weights and self._version is not None and self._sync is not None:
+                    await self._sync.send_to(self._name(index), engine, self._version)
+                if self._is_paused:
+                    await engine.pause()
+                if self._is_asleep:
+                    await engine.sleep()
+            except BaseException:
+                await engine.close()
+                raise
+            self._engines[index] = engine
+
+    def _name(self, index: int) -> str:
+        return "the engine" if len(self._engines) == 1 else f"engine {index + 1} of {len(self._engines)}"
+
+
+async def _gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of all calls; if one fails, cancel the others and raise its error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except ExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in tasks]

@@ -1,0 +1,105 @@
+"""Every key of placement, engines and weight sync changes what a run starts or sends, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.base import iter_fields
+from skyrl_train.config.loading import load_config
+from skyrl_train.entrypoints.engine import needs_model, sync_options, sync_tolerance
+from skyrl_train.errors import ConfigError
+from skyrl_train.launch.ray.launcher import list_requests
+
+PREFIXES = (
+    "trainer.placement.",
+    "trainer.strategy",
+    "generator.num_inference_engines",
+    "generator.inference_engine_",
+    "generator.weight_sync_",
+    "generator.run_engines_locally",
+    "generator.remote_inference_engine_urls",
+)
+RAY = "trainer.placement.launcher=ray"
+APART = "trainer.placement.colocate_all=false"
+FREE = "trainer.placement.colocate_policy_ref=false"
+SERVERS = [RAY, "generator.backend=vllm", "generator.run_engines_locally=false"]
+
+HONOURED: dict[str, tuple[list[str], list[str]]] = {  # key: a run, and what to change in it
+    "trainer.placement.launcher": ([], [RAY]),
+    "trainer.placement.policy_num_nodes": ([RAY], ["trainer.placement.policy_num_nodes=2"]),
+    "trainer.placement.policy_num_gpus_per_node": ([RAY], ["trainer.placement.policy_num_gpus_per_node=2"]),
+    "trainer.placement.colocate_all": ([RAY], [APART]),
+    "trainer.placement.colocate_policy_ref": ([APART], [FREE]),
+    "trainer.placement.critic_num_nodes": ([APART], ["trainer.placement.critic_num_nodes=2"]),
+    "trainer.placement.critic_num_gpus_per_node": ([APART], ["trainer.placement.critic_num_gpus_per_node=2"]),
+    "trainer.placement.ref_num_nodes": ([APART, FREE], ["trainer.placement.ref_num_nodes=2"]),
+    "trainer.placement.ref_num_gpus_per_node": ([APART, FREE], ["trainer.placement.ref_num_gpus_per_node=2"]),
+    "generator.num_inference_engines": ([APART], ["generator.num_inference_engines=2"]),
+    "generator.run_engines_locally": (
+        [RAY],
+        [*SERVERS, "generator.remote_inference_engine_urls=[gpu:8000]"],
+    ),
+    "generator.remote_inference_engine_urls": (
+        [*SERVERS, "generator.remote_inference_engine_urls=[gpu:8000]"],
+        ["generator.remote_inference_engine_urls=[gpu:8001]"],
+    ),
+    "generator.weight_sync_backend": ([RAY], ["generator.weight_sync_backend=gloo"]),
+    "generator.weight_sync_check": ([RAY], ["generator.weight_sync_check=checksum"]),
+    "generator.weight_sync_tolerance": ([RAY], ["generator.weight_sync_tolerance=0.5"]),
+    "generator.weight_sync_delta": ([RAY], ["generator.weight_sync_delta=true"]),
+    "generator.weight_sync_timeout_seconds": ([RAY], ["generator.weight_sync_timeout_seconds=5"]),
+}
+
+REFUSED: dict[str, list[str]] = {  # key=value: the other settings of the run
+    "trainer.strategy=megatron": [],
+    "trainer.policy.sequence_parallel_size=2": [],
+    "trainer.policy.megatron_config={tensor_model_parallel_size: 2}": [],
+    "generator.inference_engine_tensor_parallel_size=2": [],
+    "generator.inference_engine_pipeline_parallel_size=2": [RAY, "generator.backend=vllm"],
+    "generator.inference_engine_data_parallel_size=2": ["generator.backend=vllm"],
+    "generator.num_inference_engines=2": [],
+    "generator.weight_sync_backend=nccl": [RAY],
+    "generator.weight_sync_backend=cuda_ipc": [RAY],
+}
+
+
+def load(overrides: list[str]) -> SkyRLConfig:
+    return load_config(OmegaConf.from_dotlist(overrides))
+
+
+def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
+    """Return the devices that a run reserves, the servers that it calls, and how it sends weights."""
+    placement, generator = cfg.trainer.placement, cfg.generator
+    is_copied = placement.uses_ray or not needs_model(cfg)
+    return {
+        "devices": list_requests(placement, ["policy", "critic", "ref"], generator.n_local_engines)
+        if placement.uses_ray
+        else None,
+        "servers": generator.remote_inference_engine_urls,
+        "sync": sync_options(generator),
+        "tolerance": sync_tolerance(cfg, torch.device("cpu"), is_copied=is_copied),
+    }
+
+
+@pytest.mark.parametrize("key", HONOURED)
+def test_a_key_is_honoured(key: str) -> None:
+    run, change = HONOURED[key]
+    assert describe_run(load([*run, *change])) != describe_run(load(run))
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_a_value_is_refused_by_name(setting: str) -> None:
+    key = setting.partition("=")[0]
+    load(REFUSED[setting][:1])
+    with pytest.raises(ConfigError, match=rf"{key}.*(set|try|supported|remove)"):
+        load([*REFUSED[setting], setting])
+
+
+def test_no_key_is_left_out() -> None:
+    keys = {key for key, _ in iter_fields(SkyRLConfig) if key.startswith(PREFIXES)}
+    assert keys == HONOURED.keys() | {setting.partition("=")[0] for setting in REFUSED if setting.startswith(PREFIXES)}
