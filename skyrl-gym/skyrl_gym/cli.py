@@ -1,9 +1,4 @@
-"""`skyrl env …`: environments without a trainer.
-
-check   test an environment for everything that training does to it
-play    play an environment by hand, in place of the model
-list    list the environments that come with skyrl-gym
-"""
+"""Check, play and list environments without a trainer: `skyrl-gym …`, or `skyrl env …`."""
 
 from __future__ import annotations
 
@@ -44,7 +39,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "skyrl-gym") -> int:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(prog=prog, description="Check, play and list environments without a trainer.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="test an environment for everything that training does to it")
     check.add_argument(
@@ -54,7 +49,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         default=TIMEOUT_SECONDS,
         help=f"time limit of a call; one that exceeds it ends the check (default: {TIMEOUT_SECONDS:g})",
     )
-    for command in (check, commands.add_parser("play", help="play an environment by hand")):
+    for command in (check, commands.add_parser("play", help="play an environment by hand, in place of the model")):
         command.add_argument("env", help="module:Class, or the id of a registered environment")
         command.add_argument("--data", type=Path, help="a .parquet, .json or .jsonl dataset")
         command.add_argument("--row", type=int, default=0, help="index of the dataset row to play (default: 0)")

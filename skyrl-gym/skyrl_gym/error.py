@@ -3,6 +3,7 @@
 Error
 ├── RegistrationError       a registration is refused
 │   └── InvalidSpec         a spec cannot be built, written as JSON or read back (also a ValueError)
+├── InvalidSettings         a section of the configuration is refused by its environment (also a ValueError)
 ├── UnregisteredEnv         this process's registry does not hold the id (also a ValueError)
 ├── InvalidAnswer           an environment returned an invalid value
 └── ToolFailure             a tool fails through no fault of the model, which makes the rollout invalid
@@ -21,6 +22,10 @@ class RegistrationError(Error):
 
 class InvalidSpec(RegistrationError, ValueError):
     """An `EnvSpec` cannot be built, written as JSON or read back."""
+
+
+class InvalidSettings(Error, ValueError):
+    """The section `environment.skyrl_gym.<env_class>` is invalid, whatever the row: the message names its key."""
 
 
 class UnregisteredEnv(Error, ValueError):

@@ -10,6 +10,7 @@ ERRORS = [
     error.Error,
     error.RegistrationError,
     error.InvalidSpec,
+    error.InvalidSettings,
     error.UnregisteredEnv,
     error.InvalidAnswer,
     error.ToolFailure,
@@ -28,7 +29,8 @@ def test_every_error_can_be_pickled(error_class: type[error.Error]) -> None:
     assert str(copied) == "what failed, with which value, what to do"
 
 
-def test_unregistered_env_and_invalid_spec_are_value_errors() -> None:
+def test_wrong_values_are_value_errors() -> None:
+    assert issubclass(error.InvalidSettings, ValueError)
     assert issubclass(error.UnregisteredEnv, ValueError)
     assert issubclass(error.InvalidSpec, ValueError)
     assert issubclass(error.InvalidSpec, error.RegistrationError)

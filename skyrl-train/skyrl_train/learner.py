@@ -64,7 +64,7 @@ class TrainedModels:
         Raises:
             DivergenceError: training has diverged.
         """
-        for name, group in self._changing().items():
+        for name, group in self._saved_groups().items():
             fault = None if await group.is_finite() else "its weights are NaN or infinite"
             if fault is None and name != "ref" and self._probe is not None:
                 fault = _find_divergence((await group.probe(self._probe)).numbers(), name)
@@ -80,7 +80,7 @@ class TrainedModels:
 
     async def checkpoint_bytes(self) -> int:
         """Estimate the size of a checkpoint."""
-        return sum([await group.checkpoint_bytes() for group in self._changing().values()])
+        return sum([await group.checkpoint_bytes() for group in self._saved_groups().values()])
 
     async def save(self, folder: Path) -> Awaitable[None]:
         """Copy the state of each model; return once training may continue.
@@ -96,7 +96,7 @@ class TrainedModels:
                     raise result
 
         try:
-            for name, group in self._changing().items():
+            for name, group in self._saved_groups().items():
                 writing.append(await group.save(folder / name))
         except BaseException:
             await asyncio.gather(*writing, return_exceptions=True)
@@ -105,7 +105,7 @@ class TrainedModels:
 
     async def restore(self, folder: Path) -> None:
         """Load what `save` wrote; CheckpointError if it is incomplete or belongs to another model."""
-        for name, group in self._changing().items():
+        for name, group in self._saved_groups().items():
             await group.load_state(folder / name)
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,11 +117,11 @@ class TrainedModels:
 
     async def export(self, folder: Path) -> None:
         """Write the trained models as plain Hugging Face folders."""
-        for name, group in self._changing().items():
+        for name, group in self._saved_groups().items():
             if name != "ref":
                 await group.export(folder / name)
 
-    def _changing(self) -> dict[str, WorkerGroup]:
+    def _saved_groups(self) -> dict[str, WorkerGroup]:
         """Return the models that change in a run, by the name of their folder."""
         return {self.policy.role: self.policy}
 
@@ -271,7 +271,7 @@ class Learner(TrainedModels):
         """Restore what `state_dict` returned."""
         self._kl_controller.load_state_dict(state["kl_controller"])
 
-    def _changing(self) -> dict[str, WorkerGroup]:
+    def _saved_groups(self) -> dict[str, WorkerGroup]:
         """Return the models that change in a run, by the name of their folder."""
         groups = {"policy": self.policy}
         if self.critic is not None:

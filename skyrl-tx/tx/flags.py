@@ -41,7 +41,7 @@ def add_flag(parser: argparse.ArgumentParser, model: type[BaseModel], name: str,
 
 def format_errors(error: ValidationError) -> str:
     """Return a line that names the invalid flags and the reasons."""
-    return "; ".join(_format_error(one["loc"], one["input"], one["msg"]) for one in error.errors())
+    return "; ".join(_format_error(problem["loc"], problem["input"], problem["msg"]) for problem in error.errors())
 
 
 def _format_error(location: Sequence[object], value: object, message: str) -> str:

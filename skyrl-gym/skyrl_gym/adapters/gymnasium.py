@@ -16,6 +16,7 @@ from skyrl_gym.adapters.observations import append_observation, format_observati
 from skyrl_gym.adapters.settings import NO_LIMIT, read_settings, reset_arguments
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.row import read_max_turns
+from skyrl_gym.error import InvalidSettings
 from skyrl_gym.optional import require
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class GymnasiumEnv(BaseTextEnv):
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Reset the environment, and append the observation and the list of actions to the prompt."""
-        observation, _ = self._running().reset(**self._reset_arguments)
+        observation, _ = self._get_running().reset(**self._reset_arguments)
         parts = [self._format(observation)]
         if self.settings.describe_action:
             parts.append(self._actions.instructions)
@@ -93,7 +94,7 @@ class GymnasiumEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Play the action that the reply names."""
-        env = self._running()
+        env = self._get_running()
         self.turns += 1
         try:
             chosen = self._actions.read(action)
@@ -113,7 +114,7 @@ class GymnasiumEnv(BaseTextEnv):
         """Return the numbers of turns and of invalid actions, and 1 if the environment truncated the episode."""
         return {"steps": self.turns, "invalid_actions": self._n_invalid, "truncated": int(self._is_truncated)}
 
-    def _running(self) -> gymnasium.Env[Any, Any]:
+    def _get_running(self) -> gymnasium.Env[Any, Any]:
         if self._env is None or self._is_done:
             raise RuntimeError("this episode is over; create a new GymnasiumEnv for the next episode")
         return self._env
@@ -130,7 +131,7 @@ class GymnasiumEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=observations, reward=reward, done=self._is_done, metadata=metadata)
 
     def _format(self, observation: Any) -> str:
-        env = self._running()
+        env = self._get_running()
         if self.settings.observation is None and env.render_mode == "ansi":
             return strip_colors(str(env.render())).strip("\n")
         return format_observation(observation, self.settings.observation)
@@ -140,7 +141,7 @@ def _make(settings: GymnasiumSettings) -> gymnasium.Env[Any, Any]:
     """Make the environment, with text rendering if it supports that.
 
     Raises:
-        ValueError: the id is unknown.
+        InvalidSettings: the id is unknown.
     """
     import gymnasium
 
@@ -150,7 +151,7 @@ def _make(settings: GymnasiumSettings) -> gymnasium.Env[Any, Any]:
     try:
         spec = gymnasium.spec(name)
     except gymnasium.error.Error as problem:
-        raise ValueError(f"environment.skyrl_gym.gymnasium.id={settings.id!r}: {problem}") from problem
+        raise InvalidSettings(f"environment.skyrl_gym.gymnasium.id={settings.id!r}: {problem}") from problem
     kwargs = {"disable_env_checker": True, **settings.kwargs}
     if "render_mode" not in kwargs and settings.observation is None and "ansi" in _render_modes(spec):
         kwargs["render_mode"] = "ansi"

@@ -12,6 +12,7 @@ from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.envs.exact_match import is_match, is_mentioned, normalize_answer, parse_targets
 from skyrl_gym.envs.row import NO_ROW, parse_settings, read_ground_truth, read_max_turns
 from skyrl_gym.envs.tool_env import ToolEnv
+from skyrl_gym.error import InvalidSettings
 from skyrl_gym.tools.core import Prefixed, ToolGroup
 from skyrl_gym.tools.mcp import MCPServerConfig, MCPToolGroup
 
@@ -35,7 +36,7 @@ class MCPEnvConfig:
 
     def __post_init__(self) -> None:
         if not self.servers:
-            raise ValueError(
+            raise InvalidSettings(
                 "environment.skyrl_gym.mcp.servers names no server; set for example "
                 "environment.skyrl_gym.mcp.servers.files.url=http://localhost:8000/mcp"
             )

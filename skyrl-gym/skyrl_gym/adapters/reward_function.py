@@ -10,7 +10,7 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.entry_point import load_from_file
 from skyrl_gym.envs.row import NO_ROW, parse_settings, read_extra_info, to_python
-from skyrl_gym.error import InvalidAnswer, InvalidSpec
+from skyrl_gym.error import InvalidAnswer, InvalidSettings, InvalidSpec
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RewardFunctionEnv(BaseTextEnv):
     error of the function makes the rollout invalid; it is never a reward of 0.
 
     Raises:
-        ValueError: the file has no such function.
+        InvalidSettings: the file has no such function.
     """
 
     validates_rows = True
@@ -39,14 +39,16 @@ class RewardFunctionEnv(BaseTextEnv):
         super().__init__()
         settings = parse_settings("reward_function", env_config, RewardFunctionConfig)
         if not settings.path:
-            raise ValueError("environment.skyrl_gym.reward_function.path is empty; set custom_reward_function.path")
+            raise InvalidSettings(
+                "environment.skyrl_gym.reward_function.path is empty; set custom_reward_function.path"
+            )
         key = f"environment.skyrl_gym.reward_function.name={settings.name} (custom_reward_function.name)"
         try:
             self._function = load_from_file(settings.path, settings.name)
         except InvalidSpec as error:
-            raise ValueError(f"{key}: {error}") from error
+            raise InvalidSettings(f"{key}: {error}") from error
         if not callable(self._function):
-            raise ValueError(f"{key} is {self._function!r}; it must be a function")
+            raise InvalidSettings(f"{key} is {self._function!r}; it must be a function")
         specs = [extras[name] for name in ("reward_spec", "reward_model") if extras.get(name) is not None]
         spec: Mapping[str, Any] = specs[0] if specs else {}
         self._arguments = {

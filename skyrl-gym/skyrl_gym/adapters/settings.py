@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from skyrl_gym.envs.row import parse_settings, read_extra_info, read_struct, to_python, whole_number
+from skyrl_gym.error import InvalidSettings
 
 S = TypeVar("S")
 
@@ -19,7 +20,7 @@ def read_settings(kind: type[S], env_class: str, env_config: Mapping[str, Any] |
     """Parse the section of `env_class`, overridden by a row's `extra_info.env_config`, into the dataclass `kind`.
 
     Raises:
-        ValueError: a key is unknown, a key without a default is missing, or a section has another type.
+        InvalidSettings: a key is unknown, a key without a default is missing, or a section has another type.
     """
     overrides = read_struct(read_extra_info(extras).get("env_config"), "extra_info.env_config")
     values = to_python(env_config or {}) | overrides
@@ -32,15 +33,15 @@ def read_settings(kind: type[S], env_class: str, env_config: Mapping[str, Any] |
 
 
 def _check(key: str, field: dataclasses.Field[Any], values: dict[str, Any]) -> None:
-    """Raise ValueError for a missing value, or a section of another type. Drop a section that is None."""
+    """Raise InvalidSettings for a missing value, or a section of another type. Drop a section that is None."""
     value = values.get(field.name)
     if field.default_factory is dict:
         if value is None:
             values.pop(field.name, None)
         elif not isinstance(value, dict):
-            raise ValueError(f"{key}={value!r} must be a section: set {key}.<key>")
+            raise InvalidSettings(f"{key}={value!r} must be a section: set {key}.<key>")
     elif value is None and field.default is dataclasses.MISSING:
-        raise ValueError(f"{key} is missing; set it in the configuration")
+        raise InvalidSettings(f"{key} is missing; set it in the configuration")
 
 
 def reset_arguments(defaults: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from skyrl_gym.adapters.settings import NO_LIMIT, read_settings, reset_arguments
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.envs.row import read_max_turns
+from skyrl_gym.error import InvalidSettings
 from skyrl_gym.optional import require
 
 GAME = -1
@@ -242,14 +243,16 @@ def _make(settings: TextArenaSettings) -> Any:
     """Make the game without starting it.
 
     Raises:
-        ValueError: the id is unknown.
+        InvalidSettings: the id is unknown.
     """
     library = _library()
     games = library.envs.registration.ENV_REGISTRY
     if settings.env_id not in games:
         nearest = difflib.get_close_matches(settings.env_id, games, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"environment.skyrl_gym.textarena.env_id={settings.env_id!r} is not a game of TextArena{hint}")
+        raise InvalidSettings(
+            f"environment.skyrl_gym.textarena.env_id={settings.env_id!r} is not a game of TextArena{hint}"
+        )
     try:
         return library.make(settings.env_id, **settings.kwargs)
     except Exception as problem:

@@ -90,12 +90,12 @@ class Checkup:
         """
         with self._executor:
             for rule, check in RULES.items():
-                finding = self._finding(rule, check)
+                finding = self._check_rule(rule, check)
                 yield finding
                 if self.is_stuck or (check is Checkup.can_be_constructed and finding.verdict == "failed"):
                     return
 
-    def _finding(self, rule: str, check: Callable[[Checkup], str | None]) -> Finding:
+    def _check_rule(self, rule: str, check: Callable[[Checkup], str | None]) -> Finding:
         try:
             advice = check(self)
             if self._executor.was_stopped:

@@ -13,6 +13,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from skyrl_gym.error import InvalidSettings
+
 S = TypeVar("S")
 
 NO_ROW: Mapping[str, Any] = MappingProxyType({})
@@ -136,7 +138,7 @@ def parse_settings(env_class: str, env_config: Mapping[str, Any] | None, kind: t
     The key `env_class`, which SkyRL's sections may have, is ignored.
 
     Raises:
-        ValueError: the section has an unknown key, or a value of the wrong type.
+        InvalidSettings: the section has an unknown key, or a value of the wrong type.
     """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     settings = {name: value for name, value in (env_config or {}).items() if name != "env_class"}
@@ -144,14 +146,14 @@ def parse_settings(env_class: str, env_config: Mapping[str, Any] | None, kind: t
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the keys are: {', '.join(names)}"
-            raise ValueError(f"environment.skyrl_gym.{env_class}.{name} is unknown; {hint}")
+            raise InvalidSettings(f"environment.skyrl_gym.{env_class}.{name} is unknown; {hint}")
     try:
         for name, value in settings.items():
             _validators(kind)[name].validate_python(value, strict=True)  # type: ignore[arg-type]
     except ValidationError as error:
         (problem, *_) = error.errors()
         key = ".".join(["environment", "skyrl_gym", env_class, name, *map(str, problem["loc"])])
-        raise ValueError(f"{key}={problem['input']!r} {problem['msg'].removeprefix('Input ')}") from None
+        raise InvalidSettings(f"{key}={problem['input']!r} {problem['msg'].removeprefix('Input ')}") from None
     return kind(**settings)
 
 

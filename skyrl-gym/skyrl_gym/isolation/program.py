@@ -341,7 +341,7 @@ def _kill_remaining(session: int, mark: str) -> None:
     """
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
-        found = list(filter(is_running, {*members(SESSION, session), *_marked(mark)}))
+        found = list(filter(is_running, {*members(SESSION, session), *_find_marked(mark)}))
         if not found:
             return
         for pid in found:
@@ -350,7 +350,7 @@ def _kill_remaining(session: int, mark: str) -> None:
         time.sleep(KILL_SECONDS)
 
 
-def _marked(mark: str) -> Iterator[int]:
+def _find_marked(mark: str) -> Iterator[int]:
     variable = f"{MARK}={mark}".encode()
     for pid in all_processes():
         with suppress(OSError):

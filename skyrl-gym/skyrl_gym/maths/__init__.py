@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from skyrl_gym.error import InvalidSettings
 from skyrl_gym.optional import install_command
 from skyrl_gym.worker_pool import Pool
 
@@ -56,16 +57,16 @@ def choose_grader(
     """Return the grader that ``env_config["grader"]`` names.
 
     Raises:
-        ValueError: the grader is unknown, or the section has another key.
+        InvalidSettings: the grader is unknown, or the section has another key.
         ModuleNotFoundError: it needs math-verify, which is not installed.
     """
     if unknown := sorted(map(str, set(env_config or {}) - {"grader", "env_class"})):  # SkyRL adds `env_class`
-        raise ValueError(f"environment.skyrl_gym.{env_class}.{unknown[0]} is unknown; the only key is grader")
+        raise InvalidSettings(f"environment.skyrl_gym.{env_class}.{unknown[0]} is unknown; the only key is grader")
     name = (env_config or {}).get("grader")
     name = default if name is None else name
     key = f"environment.skyrl_gym.{env_class}.grader={name}"
     if not isinstance(name, str) or name not in graders:
-        raise ValueError(f"{key} is unknown; use one of {', '.join(graders)}")
+        raise InvalidSettings(f"{key} is unknown; use one of {', '.join(graders)}")
     if graders[name] is grade and importlib.util.find_spec("math_verify") is None:
         raise ModuleNotFoundError(f"{key} needs math-verify: {install_command('maths')}")
     return graders[name]

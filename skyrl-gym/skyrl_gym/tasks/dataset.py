@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from skyrl_gym.envs.openspiel.options import one_of, reject_unknown
+from skyrl_gym.envs.options import one_of, reject_unknown
 from skyrl_gym.envs.row import to_python, whole_number
 from skyrl_gym.tasks.base import Split, TaskFamily
 from skyrl_gym.tasks.registry import task_family, task_row

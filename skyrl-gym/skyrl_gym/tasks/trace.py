@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from skyrl_gym.envs.lcb.grading import extract_code
-from skyrl_gym.envs.openspiel.options import reject_unknown, set_options
+from skyrl_gym.envs.options import reject_unknown, set_options
 from skyrl_gym.isolation.program import Limits, run_once
 from skyrl_gym.tasks.base import Task, TaskFamily
 from skyrl_gym.tasks.replies import visible_answer

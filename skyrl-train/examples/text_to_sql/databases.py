@@ -82,9 +82,9 @@ def shop(rng: random.Random) -> Tables:
     products = [(name, category, price) for category, prices in goods.items() for name, price in prices.items()]
     n_orders = 40
     return {
-        "customers": _numbered((name, rng.choice(cities), rng.randint(2015, 2023)) for name in NAMES),
-        "products": _numbered(products),
-        "orders": _numbered((rng.randint(1, len(NAMES) - 2), _day(rng, 2024)) for _ in range(n_orders)),
+        "customers": _number((name, rng.choice(cities), rng.randint(2015, 2023)) for name in NAMES),
+        "products": _number(products),
+        "orders": _number((rng.randint(1, len(NAMES) - 2), _day(rng, 2024)) for _ in range(n_orders)),
         "order_items": [
             (order, product, rng.randint(1, 5))
             for order in range(1, n_orders + 1)
@@ -112,10 +112,10 @@ def library(rng: random.Random) -> Tables:
         returned_on = None if rng.random() < 0.3 else _day(rng, 2024)
         loans.append((rng.randint(1, len(titles) - 3), rng.randint(1, len(NAMES) - 1), lent_on, returned_on))
     return {
-        "authors": _numbered(authors),
-        "books": _numbered(books),
-        "members": _numbered((name, rng.choice(("Hill", "Ford", "Bay"))) for name in NAMES),
-        "loans": _numbered(loans),
+        "authors": _number(authors),
+        "books": _number(books),
+        "members": _number((name, rng.choice(("Hill", "Ford", "Bay"))) for name in NAMES),
+        "loans": _number(loans),
     }
 
 
@@ -132,9 +132,9 @@ def league(rng: random.Random) -> Tables:
     meetings = permutations(range(1, len(teams) + 1), 2)
     matches = [(*pair, rng.choice((0, 0, 1, 1, 2, 3, 4)), rng.choice((0, 0, 1, 1, 2, 3))) for pair in meetings]
     return {
-        "teams": _numbered(zip(teams, cities, rng.sample(range(1890, 1990), len(teams)), strict=True)),
-        "players": _numbered(players),
-        "matches": _numbered(matches),
+        "teams": _number(zip(teams, cities, rng.sample(range(1890, 1990), len(teams)), strict=True)),
+        "players": _number(players),
+        "matches": _number(matches),
     }
 
 
@@ -163,7 +163,7 @@ def make_databases(folder: Path) -> list[Path]:
     return files
 
 
-def _numbered(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def _number(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return [(number, *row) for number, row in enumerate(rows, start=1)]
 
 

@@ -29,7 +29,7 @@ from skyrl_gym.adapters.observations import user_message
 from skyrl_gym.adapters.settings import read_settings
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.row import read_max_turns
-from skyrl_gym.error import Error
+from skyrl_gym.error import Error, InvalidSettings
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
 from skyrl_gym.tools.messages import format_tool_response
@@ -103,10 +103,12 @@ class FleetSettings:
     partial_reward: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a value out of its range."""
+        """Raise InvalidSettings for a value out of its range."""
         for name in ("ttl_seconds", "max_output_chars", "n_provisioning_attempts"):
             if getattr(self, name) < 1:
-                raise ValueError(f"environment.skyrl_gym.fleet_task.{name}={getattr(self, name)} must be at least 1")
+                raise InvalidSettings(
+                    f"environment.skyrl_gym.fleet_task.{name}={getattr(self, name)} must be at least 1"
+                )
 
 
 class FleetTaskEnv(AsyncEnv):
@@ -119,10 +121,10 @@ class FleetTaskEnv(AsyncEnv):
     validates_rows = True
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
-        """Find the row's task; ValueError if it does not exist, or the API key is missing."""
+        """Find the row's task; ValueError if it does not exist; InvalidSettings for the configuration."""
         super().__init__()
         if "api_key" in (env_config or {}):
-            raise ValueError(
+            raise InvalidSettings(
                 "environment.skyrl_gym.fleet_task.api_key would be written to config.yaml and to the trackers; export "
                 "FLEET_API_KEY instead"
             )
@@ -131,7 +133,7 @@ class FleetTaskEnv(AsyncEnv):
         self.task = _find_task(self.settings, extras)
         self._api_key = os.environ.get("FLEET_API_KEY", "")
         if not self._api_key:
-            raise ValueError("environment.skyrl_gym.fleet_task needs the variable FLEET_API_KEY; export it")
+            raise InvalidSettings("environment.skyrl_gym.fleet_task needs the variable FLEET_API_KEY; export it")
         self._env: OpenEnvTask | None = None
         self._is_abandoned = False
         self._context = Context([], self.settings.max_output_chars)
@@ -366,7 +368,7 @@ def _find_task(settings: FleetSettings, extras: Mapping[str, Any]) -> FleetTask:
     """Return the task of a row; ValueError if the row or the task file does not have it."""
     path = extras.get("tasks_file") or settings.tasks_file
     if not path:
-        raise ValueError("environment.skyrl_gym.fleet_task.tasks_file is missing; set it to the file of the tasks")
+        raise InvalidSettings("environment.skyrl_gym.fleet_task.tasks_file is missing; set it to the file of the tasks")
     key = extras.get("task_key")
     if not isinstance(key, str) or not key:
         raise ValueError(f"task_key={key!r} must name a Fleet task; write rows with integrations.fleet.prepare_dataset")

@@ -20,7 +20,7 @@ from skyrl_train.config.aliases import SKYRL, SKYRL_WITHOUT_EFFECT, VERL, Alias
 from skyrl_train.config.base import Section, as_section, describe_field
 from skyrl_train.config.loading import Schema
 from skyrl_train.config.preferences import DPO, REWARD
-from skyrl_train.config.problems import FIELDS, Fields, did_you_mean, raise_problems, show
+from skyrl_train.config.problems import Fields, did_you_mean, raise_problems, show
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.sft import SFT
 
@@ -177,15 +177,15 @@ def _value_map(alias: Alias) -> str:
     return ", ".join(words)
 
 
-def describe_sections(fields: Fields = FIELDS, command: str = "train") -> str:
+def describe_sections(fields: Fields, command: str) -> str:
     """Return one line for each section of the configuration."""
     sections = [(key, field) for key, field in fields.items() if as_section(field.annotation)]
     width = max(len(key) for key, _ in sections) + 2
     lines = [f"  {key:<{width}}{_first_sentence(field.description or '')}" for key, field in sections]
-    return "\n".join([f"Sections; skyrl {command} --help SECTION lists the keys of one:", *lines])
+    return "\n".join([f"Sections (skyrl {command} --help SECTION lists the keys of one):", *lines])
 
 
-def describe_keys(names: Sequence[str], fields: Fields = FIELDS) -> str:
+def describe_keys(names: Sequence[str], fields: Fields) -> str:
     """Return default, allowed values and meaning of keys, and of all keys of sections.
 
     Raises:

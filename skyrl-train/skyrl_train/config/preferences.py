@@ -133,7 +133,7 @@ class RewardConfig(SupervisedConfig):
 
 
 def smoothing_has_a_sigmoid(cfg: DPOConfig) -> Iterator[str]:
-    """`ipo` has no labels to smooth."""
+    """Refuse label smoothing with `ipo`, which has no labels to smooth."""
     dpo = cfg.trainer.dpo
     if dpo.label_smoothing > 0 and dpo.loss_type != "sigmoid":
         yield (

@@ -19,8 +19,9 @@ from skyrl_gym.error import InvalidSpec
 from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.root import REWARD_FUNCTION_ENV
+from skyrl_train.dataset.files import clean_row
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.dataset.rows import clean_row
+from skyrl_train.dataset.rows import check_row
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.types import PromptRow
 
@@ -113,6 +114,7 @@ class CustomDataset(PromptDataset):
         if "raw_prompt" in columns:
             columns["prompt"] = columns.pop("raw_prompt")
         columns = clean_row(columns, location)
+        check_row(columns, location)
         prompt, env_class = columns.pop("prompt"), columns.pop("env_class", None)
         if self._plays_function and env_class not in (None, REWARD_FUNCTION_ENV):
             raise DataError(

@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from skyrl_gym.runtime.text import clean_strings
 from skyrl_gym.runtime.validation import is_conversation
-from skyrl_gym.tools.strict_json import TooDeep, check_depth
 from skyrl_train.config.preferences import PreferenceDataConfig
 from skyrl_train.config.sft import SFTDataConfig, SupervisedDataConfig
-from skyrl_train.dataset.files import Row, read_rows
+from skyrl_train.dataset.files import Row, quote, read_clean_rows
 from skyrl_train.errors import DataError
-
-MAX_QUOTED_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ def read_demonstrations(sources: Sequence[str], data: SFTDataConfig) -> Iterator
         DataError: a source cannot be read or has no rows, or a row is neither a conversation with an assistant's turn
             nor a prompt with a response.
     """
-    for location, row in _read_clean_rows(sources):
+    for location, row in read_clean_rows(sources):
         tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
         if row.get(data.messages_key) is not None:
             messages = _read_conversation(row[data.messages_key], location, data.messages_key)
@@ -71,7 +67,7 @@ def read_preferences(sources: Sequence[str], data: PreferenceDataConfig) -> Iter
     Raises:
         DataError: a source cannot be read or has no rows, or a row is not a prompt with two answers.
     """
-    for location, row in _read_clean_rows(sources):
+    for location, row in read_clean_rows(sources):
         tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
         keys = (data.chosen_key, data.rejected_key)
         answers = [_read_answer(row, key, location) for key in keys]
@@ -92,21 +88,6 @@ def read_preferences(sources: Sequence[str], data: PreferenceDataConfig) -> Iter
                 )
             pair.append(Demonstration(location, [*prompt, *answer], len(prompt), tools))
         yield tuple(pair)
-
-
-def _read_clean_rows(sources: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yield the location, for messages, and the content of every row; DataError if a source has none."""
-    for source in sources:
-        rows = read_rows(source)
-        if not rows:
-            raise DataError(f"no rows in {source}; remove it from data.train_data or data.val_data")
-        for index, row in enumerate(rows):
-            location = f"row {index} of {source}"
-            try:
-                check_depth(row)
-            except TooDeep as error:
-                raise DataError(f"{location}: {error}; flatten its lists and objects") from error
-            yield location, clean_strings(row)
 
 
 def _read_answer(row: Row, key: str, location: str) -> str | list[dict[str, Any]]:
@@ -170,7 +151,7 @@ def _read_prompt(row: Row, location: str, data: SupervisedDataConfig) -> list[di
 def _read_response(row: Row, location: str, data: SFTDataConfig) -> str:
     name, response = _descend(row, data.response_key, data.response_dict_keys, location)
     if not isinstance(response, str) or not response.strip():
-        raise DataError(f"{location}: {name}={_quote(response)} is not a text to train on; correct or remove the row")
+        raise DataError(f"{location}: {name}={quote(response)} is not a text to train on; correct or remove the row")
     return response
 
 
@@ -180,7 +161,7 @@ def _descend(row: Row, key: str, inner_keys: Sequence[str], location: str) -> tu
     for part in (key, *inner_keys):
         if not isinstance(value, Mapping) or part not in value:
             within = f"its {name}" if name else "it"
-            found = f"the keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else _quote(value)
+            found = f"the keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else quote(value)
             raise DataError(
                 f"{location} has no {part!r}: {within} has {found}; set data.messages_key, or data.prompt_key and "
                 "data.response_key, with data.prompt_dict_keys and data.response_dict_keys below them"
@@ -193,7 +174,7 @@ def _check_messages(value: Any, location: str, key: str, negation: str = "not") 
     """Return messages without the empty fields that parquet adds to all of them."""
     if not isinstance(value, list) or not value:
         raise DataError(
-            f"{location}: {key}={_quote(value)} is {negation} a list of messages; write "
+            f"{location}: {key}={quote(value)} is {negation} a list of messages; write "
             '[{"role": "user", "content": "…"}]'
         )
     messages = []
@@ -204,12 +185,12 @@ def _check_messages(value: Any, location: str, key: str, negation: str = "not") 
                 message.setdefault("content", "")
         if is_conversation([message]) and not _has_valid_calls(message):
             raise DataError(
-                f"{location}: tool_calls of message {index} of {key} are no calls: {_quote(message['tool_calls'])}; "
+                f"{location}: tool_calls of message {index} of {key} are no calls: {quote(message['tool_calls'])}; "
                 'write [{"type": "function", "function": {"name": "…", "arguments": {}}}]'
             )
         if not is_conversation([message]):
             raise DataError(
-                f"{location}: message {index} of {key} lacks a role or a content: {_quote(message)}; write "
+                f"{location}: message {index} of {key} lacks a role or a content: {quote(message)}; write "
                 '{"role": "user", "content": "…"}'
             )
         messages.append(message)
@@ -229,14 +210,10 @@ def _parse_tools(value: Any, location: str, key: str) -> list[Any] | None:
             value = json.loads(value)
         except ValueError as error:
             raise DataError(
-                f"{location}: {key}={_quote(value)} is not JSON: {error}; write a list of schemas"
+                f"{location}: {key}={quote(value)} is not JSON: {error}; write a list of schemas"
             ) from error
     if value is None or value == []:
         return None
     if not isinstance(value, list):
-        raise DataError(f"{location}: {key}={_quote(value)} is not a list of tools; write a list of JSON schemas")
+        raise DataError(f"{location}: {key}={quote(value)} is not a list of tools; write a list of JSON schemas")
     return value
-
-
-def _quote(value: Any) -> str:
-    return repr(value)[:MAX_QUOTED_CHARS]

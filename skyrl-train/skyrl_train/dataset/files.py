@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_gym.runtime.text import clean_strings
+from skyrl_gym.tools.strict_json import TooDeep, check_depth
 from skyrl_train.config.root import DATA_SUFFIXES
 from skyrl_train.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 Row = dict[str, Any]
+
+MAX_QUOTED_CHARS = 80
+
+_warned: set[str] = set()
+"""Sources that were warned about: a run reads each one twice, to check its rows and to tokenize them."""
 
 
 def read_rows(source: str) -> list[Row]:
@@ -39,6 +49,48 @@ def read_rows(source: str) -> list[Row]:
         if not isinstance(row, dict):
             raise DataError(f'row {i} of {path} is {str(row)[:80]!r}; a row is an object: {{"prompt": […], …}}')
     return rows
+
+
+def read_clean_rows(sources: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yield the location, for messages, and the content of every row.
+
+    Lone surrogates become "?", with one warning per source.
+
+    Raises:
+        DataError: a source cannot be read or has no rows, or a row is nested too deeply.
+    """
+    for source in sources:
+        rows = read_rows(source)
+        if not rows:
+            raise DataError(f"no rows in {source}; remove it from data.train_data or data.val_data")
+        replaced: list[str] = []
+        for index, row in enumerate(rows):
+            location = f"row {index} of {source}"
+            cleaned = clean_row(row, location)
+            if cleaned != row:
+                replaced.append(location)
+            yield location, cleaned
+        if replaced and source not in _warned:
+            _warned.add(source)
+            logger.warning(
+                'Lone surrogates (halves of characters) are replaced by "?" in %d rows, the first: %s',
+                *(len(replaced), replaced[0]),
+            )
+
+
+def clean_row(row: Row, location: str) -> Row:
+    """Return a row without lone surrogates; DataError if it is nested too deeply."""
+    try:
+        check_depth(row)
+    except TooDeep as error:
+        raise DataError(f"{location}: {error}; flatten its lists and objects") from error
+    cleaned: Row = clean_strings(row)
+    return cleaned
+
+
+def quote(value: Any) -> str:
+    """Format a value for a message, cut to its beginning."""
+    return repr(value)[:MAX_QUOTED_CHARS]
 
 
 def local_path(source: str) -> Path | None:

@@ -12,22 +12,17 @@ from omegaconf import OmegaConf
 import skyrl_gym
 from skyrl_gym.envs.entry_point import suggestion
 from skyrl_gym.envs.registration import registry, validates_rows
-from skyrl_gym.error import InvalidSpec, UnregisteredEnv
-from skyrl_gym.runtime.text import clean_strings, describe_error
+from skyrl_gym.error import InvalidSettings, InvalidSpec, UnregisteredEnv
+from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import is_conversation
-from skyrl_gym.tools.strict_json import TooDeep, check_depth
 from skyrl_train.config.root import EnvironmentConfig
-from skyrl_train.dataset.files import Row, read_rows
+from skyrl_train.dataset.files import Row, quote, read_clean_rows
 from skyrl_train.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
-MAX_QUOTED_CHARS = 80
 MAX_REASON_CHARS = 400
 WRITE_PROMPT = 'write [{"role": "user", "content": "…"}]'
-
-_warned: set[str] = set()
-"""Sources that were warned about: a run reads each one twice, to check its rows and to tokenize them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,45 +37,25 @@ class TaskRow:
 def read_prompt_rows(
     sources: Sequence[str], prompt_key: str = "prompt", env_class_key: str = "env_class"
 ) -> Iterator[tuple[str, Row]]:
-    """Yield the location and the columns of every row. Lone surrogates become "?", with one warning per source.
+    """Yield the location and the columns of every row.
 
     Raises:
         DataError: a source cannot be read or has no rows, or a row has no chat prompt or an invalid `env_class`.
     """
-    for source in sources:
-        rows = read_rows(source)
-        if not rows:
-            raise DataError(f"no rows in {source}; remove it from data.train_data or data.val_data")
-        replaced: list[str] = []
-        for index, row in enumerate(rows):
-            location = f"row {index} of {source}"
-            cleaned = clean_row(row, location, prompt_key, env_class_key)
-            if cleaned != row:
-                replaced.append(location)
-            yield location, cleaned
-        if replaced and source not in _warned:
-            _warned.add(source)
-            logger.warning(
-                'Lone surrogates (halves of characters) are replaced by "?" in %d rows, the first: %s',
-                *(len(replaced), replaced[0]),
-            )
+    for location, row in read_clean_rows(sources):
+        check_row(row, location, prompt_key, env_class_key)
+        yield location, row
 
 
-def clean_row(row: Row, location: str, prompt_key: str = "prompt", env_class_key: str = "env_class") -> Row:
-    """Return a row without lone surrogates; DataError if it has no chat prompt or an invalid `env_class`."""
-    try:
-        check_depth(row)
-    except TooDeep as error:
-        raise DataError(f"{location}: {error}; flatten its lists and objects") from error
-    cleaned: Row = clean_strings(row)
-    _check_prompt(cleaned, location, prompt_key)
-    env_class = cleaned.get(env_class_key)
+def check_row(row: Row, location: str, prompt_key: str = "prompt", env_class_key: str = "env_class") -> None:
+    """Raise DataError for a row without a chat prompt, or with an invalid `env_class`."""
+    _check_prompt(row, location, prompt_key)
+    env_class = row.get(env_class_key)
     if env_class is not None and not isinstance(env_class, str):
         raise DataError(
-            f"{location}: {env_class_key}={_quote(env_class)} is a {type(env_class).__name__}; write the name "
+            f"{location}: {env_class_key}={quote(env_class)} is a {type(env_class).__name__}; write the name "
             "of an environment, or null for environment.env_class"
         )
-    return cleaned
 
 
 def check_environments(
@@ -137,9 +112,9 @@ def _find_refusal(name: str, creator: Any, row: TaskRow, env_config: Any, max_tu
         skyrl_gym.make(name, env_config=env_config, extras={**row.extras, "max_turns": max_turns}).close()
     except ImportError as error:
         raise ConfigError(f"the environment {name} cannot be made: {error}") from error
-    except Exception as error:
-        if str(error).startswith("environment.skyrl_gym."):
-            raise ConfigError(str(error)) from error
+    except InvalidSettings as error:
+        raise ConfigError(str(error)) from error
+    except Exception as error:  # noqa: BLE001, constructors raise any error
         return describe_error(error)[:MAX_REASON_CHARS].rstrip(".")
     return None
 
@@ -172,17 +147,13 @@ def _check_prompt(row: Row, location: str, prompt_key: str) -> None:
             f"{WRITE_PROMPT}"
         )
     if not isinstance(prompt, list) or not prompt:
-        found = "null" if prompt is None else _quote(prompt)
+        found = "null" if prompt is None else quote(prompt)
         raise DataError(
             f"{location}: {prompt_key}={found} is not a list of messages; {WRITE_PROMPT}, or remove the row"
         )
     for index, message in enumerate(prompt):
         if not is_conversation([message]) or (message["content"] is None and "tool_calls" not in message):
             raise DataError(
-                f"{location}: message {index} of {prompt_key} lacks a role or a content: {_quote(message)}; "
+                f"{location}: message {index} of {prompt_key} lacks a role or a content: {quote(message)}; "
                 f"{WRITE_PROMPT}"
             )
-
-
-def _quote(value: Any) -> str:
-    return repr(value)[:MAX_QUOTED_CHARS]

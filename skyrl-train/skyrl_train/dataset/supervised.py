@@ -117,7 +117,7 @@ class ConversationEncoder:
         """Return the tokens of an answer up to its EOS token, which is added if there is none, and what they spell."""
         token_ids = self._encode(answer)
         ends = [position for position, token in enumerate(token_ids) if token in self._eos_ids]
-        if not ends:  # leave out blanks that are not those of the content
+        if not ends:  # drop white space that the template adds
             content, stripped = str(demonstration.messages[index]["content"]), answer.rstrip()
             with_blanks = stripped + content[len(content.rstrip()) :]
             answer = with_blanks if answer.startswith(with_blanks) else stripped
@@ -149,7 +149,7 @@ class ConversationEncoder:
         except Exception as error:  # the boundary of a template, which may do anything
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
-                f"{demonstration.location}: the chat template refuses messages with the roles {roles or 'of none'} "
+                f"{demonstration.location}: the chat template refuses messages with the roles {roles or 'none'} "
                 f"({describe_error(error)}); change the row, or the template"
             ) from error
 

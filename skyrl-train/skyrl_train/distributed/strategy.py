@@ -187,20 +187,20 @@ class DistributedStrategy(ABC):
         of the adapter. Each is gathered on every rank.
         """
         if kind == "full":
-            yield from merged_tensors(hf_model(module), _gathered)
+            yield from merged_tensors(hf_model(module), _gather)
         else:
             for name, parameter in trained_parameters(hf_model(module)).items():
-                yield name, _gathered(parameter.detach())
+                yield name, _gather(parameter.detach())
 
     def frozen_tensors(self, module: ScoringModule) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every frozen tensor of a model with an adapter, gathered on every rank."""
         for name, parameter in merged_names(hf_model(module)):
             if not parameter.requires_grad:
-                yield name, _gathered(parameter.detach())
+                yield name, _gather(parameter.detach())
 
     def adapter_norm(self, module: ScoringModule) -> float:
         """Return the Frobenius norm of the change that the adapter makes to the weights."""
-        return change_norm(hf_model(module), _gathered)
+        return change_norm(hf_model(module), _gather)
 
     def copy_adapter(self, module: ScoringModule) -> dict[str, torch.Tensor]:
         """Copy the tensors of the adapter to host memory. Gathering them is collective."""
@@ -224,7 +224,7 @@ class DistributedStrategy(ABC):
 
     def clip_gradients(self, module: ScoringModule, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most `max_norm`; return the norm before, which may be NaN."""
-        return _gathered(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)).item()
+        return _gather(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)).item()
 
     @abstractmethod
     def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
@@ -272,5 +272,5 @@ def _local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
     return tensor.to_local(), offset
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,18 +1,22 @@
-"""The command `skyrl`. Each subcommand imports what it needs when it runs, so that mistakes are answered at once."""
+"""The command `skyrl`. Each subcommand imports what it needs when it runs, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+
+from skyrl_train.entrypoints.command import as_command, parse_cli
+from skyrl_train.entrypoints.merge import merge
+from skyrl_train.entrypoints.report import report
 
 if TYPE_CHECKING:
     from skyrl_train.config.loading import Schema
+    from skyrl_train.config.problems import Fields
 
 app = typer.Typer(
     name="skyrl",
@@ -35,24 +39,22 @@ app = typer.Typer(
 )
 
 
-def _complete_key(incomplete: str) -> list[str]:
+def _complete_key(context: typer.Context, incomplete: str) -> list[str]:
     """Return the configuration keys that start with what was typed, one level at a time."""
-    from skyrl_train.config.problems import FIELDS
-
-    return _complete(incomplete, FIELDS)
-
-
-def _complete_supervised_key(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the keys of the configuration of a run on fixed data, as `_complete_key`."""
-    return _complete(incomplete, _supervised_schema(str(context.command.name)).fields)
-
-
-def _complete(incomplete: str, fields: Mapping[str, Any]) -> list[str]:
     from skyrl_train.config.base import as_section
 
+    fields = _fields(context)
     depth = incomplete.count(".") + 1
     keys = (key for key in fields if key.startswith(incomplete) and key.count(".") < depth)
     return [f"{key}." if as_section(fields[key].annotation) else f"{key}=" for key in keys]
+
+
+def _fields(context: typer.Context) -> Fields:
+    """Return the keys of a command's configuration."""
+    from skyrl_train.config.problems import FIELDS
+
+    command = str(context.command.name)
+    return _supervised_schema(command).fields if command in SUPERVISED else FIELDS
 
 
 Overrides = Annotated[
@@ -60,15 +62,6 @@ Overrides = Annotated[
     typer.Argument(
         metavar="KEY=VALUE",
         autocompletion=_complete_key,
-        help="Settings, e.g. trainer.epochs=3.",
-        show_default=False,
-    ),
-]
-SupervisedOverrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        autocompletion=_complete_supervised_key,
         help="Settings, e.g. trainer.epochs=3.",
         show_default=False,
     ),
@@ -83,10 +76,11 @@ PrintConfig = Annotated[
 Help = Annotated[
     bool, typer.Option("--help", "-h", help="Show this message; with a key or a section, its keys and their meaning.")
 ]
-RUN_SETTINGS = {"ignore_unknown_options": True}  # `--trainer.epochs=3` is answered by the configuration, with the fix
+RUN_SETTINGS = {"ignore_unknown_options": True}  # `--trainer.epochs=3` is refused by the configuration, with the fix
 
 
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)
+@as_command
 def train(
     context: typer.Context,
     overrides: Overrides = None,
@@ -96,32 +90,42 @@ def train(
     help: Help = False,
 ) -> None:
     """Train a policy on its own rollouts."""
-    _run(context, overrides or [], config, print_config, help, dry_run, trains=True)
+    if help:
+        _print_help(context, overrides)
+    else:
+        _start_rl(overrides or [], config, print_config, dry_run, trains=True)
 
 
+@app.command(context_settings=RUN_SETTINGS, add_help_option=False)
+@as_command
+def generate(
+    context: typer.Context,
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    print_config: PrintConfig = False,
+    help: Help = False,
+) -> None:
+    """Evaluate a model without training it."""
+    if help:
+        _print_help(context, overrides)
+    else:
+        _start_rl(overrides or [], config, print_config, dry_run=False, trains=False)
+
+
+@as_command
 def train_on_data(
     context: typer.Context,
-    overrides: SupervisedOverrides = None,
+    overrides: Overrides = None,
     config: ConfigFile = None,
     dry_run: DryRun = False,
     print_config: PrintConfig = False,
     help: Help = False,
 ) -> None:
     """Run one of the commands in `SUPERVISED`."""
-    from skyrl_train.entrypoints.command import run_command
-
-    def run() -> None:
-        from skyrl_train.config.generate import describe_keys, describe_sections
-
-        command = str(context.command.name)
-        if help:
-            fields = _supervised_schema(command).fields
-            sections = f"{context.get_help()}\n\n{describe_sections(fields, command)}"
-            typer.echo(describe_keys(overrides, fields) if overrides else sections)
-        else:
-            _start_supervised(command, overrides or [], config, print_config, dry_run)
-
-    run_command(run)
+    if help:
+        _print_help(context, overrides)
+    else:
+        _start_supervised(str(context.command.name), overrides or [], config, print_config, dry_run)
 
 
 for _name, _help in (
@@ -133,6 +137,7 @@ for _name, _help in (
 
 
 @app.command(context_settings=RUN_SETTINGS)
+@as_command
 def doctor(
     overrides: Overrides = None,
     config: ConfigFile = None,
@@ -145,17 +150,13 @@ def doctor(
     Versions, configuration, data, model, disk, memory, remote storage, keys and ports. The exit status is 1 if a
     check fails.
     """
-    from skyrl_train.entrypoints.command import run_command
+    from skyrl_train.entrypoints.doctor import run_doctor
 
-    def run() -> None:
-        from skyrl_train.entrypoints.doctor import run_doctor
-
-        run_doctor(overrides or [], config, task, typer.echo)
-
-    run_command(run)
+    run_doctor(overrides or [], config, task, typer.echo)
 
 
 @app.command(context_settings=RUN_SETTINGS)
+@as_command
 def verl(
     command: Annotated[
         list[str],
@@ -170,30 +171,13 @@ def verl(
 
     A line says what each option became; options that have no counterpart here are refused by name.
     """
-    from skyrl_train.entrypoints.command import run_command
+    from skyrl_train.config.verl import MAIN_PPO, read_command
 
-    def run() -> None:
-        from skyrl_train.config.verl import MAIN_PPO, read_command
-
-        program, overrides = read_command(command)
-        if program is MAIN_PPO:
-            _start_rl(overrides, None, print_config, dry_run, trains=True)
-        else:
-            _start_supervised("sft", overrides, None, print_config, dry_run)
-
-    run_command(run)
-
-
-@app.command(context_settings=RUN_SETTINGS, add_help_option=False)
-def generate(
-    context: typer.Context,
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    print_config: PrintConfig = False,
-    help: Help = False,
-) -> None:
-    """Evaluate a model without training it."""
-    _run(context, overrides or [], config, print_config, help, trains=False)
+    program, overrides = read_command(command)
+    if program is MAIN_PPO:
+        _start_rl(overrides, None, print_config, dry_run, trains=True)
+    else:
+        _start_supervised("sft", overrides, None, print_config, dry_run)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
@@ -205,6 +189,7 @@ def env(context: typer.Context) -> None:
 
 
 @app.command()
+@as_command
 def tiny(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; it must not exist.")],
     data: Annotated[
@@ -216,146 +201,14 @@ def tiny(
 
     A Qwen3 and its tokenizer, for first runs and tests without a download.
     """
-    from skyrl_train.entrypoints.command import run_command
+    from skyrl_train.models.tiny import write_tiny_model
 
-    def write() -> None:
-        from skyrl_train.models.tiny import write_tiny_model
-
-        n_parameters = write_tiny_model(folder, str(data) if data else None, seed)
-        typer.echo(f"{folder}: a Qwen3 of {n_parameters:,} random parameters; trainer.policy.model.path={folder}")
-
-    run_command(write)
+    n_parameters = write_tiny_model(folder, str(data) if data else None, seed)
+    typer.echo(f"{folder}: a Qwen3 of {n_parameters:,} random parameters; trainer.policy.model.path={folder}")
 
 
-class _ReportGroup(TyperGroup):
-    """A group whose first argument may be a run folder."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        return super().resolve_command(ctx, args if args[0] in self.commands else ["run", *args])
-
-
-report = typer.Typer(
-    cls=_ReportGroup, help="Write the report of a run, or compare its trajectories.", no_args_is_help=True
-)
 app.add_typer(report, name="report")
-
-
-@report.command("run")
-def report_run(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="e.g. outputs/skyrl/my-run")],
-) -> None:
-    """Write the report of a run, finished or not; `skyrl report RUN_FOLDER` is the same."""
-    from skyrl_train.entrypoints.command import run_command
-
-    def write() -> None:
-        from skyrl_train.errors import DataError
-        from skyrl_train.report import report_run
-        from skyrl_train.tracking import RunFolder
-
-        page = report_run(RunFolder(folder))
-        if page is None:
-            raise DataError(f"{folder} has no metrics.jsonl with a step in it; pass the folder of a run")
-        typer.echo(page)
-
-    run_command(write)
-
-
-@report.command("trajectories")
-def report_trajectories(
-    source: Annotated[str, typer.Argument(metavar="FOLDER_OR_URL", help="A run folder, or s3://bucket/evals/my-run.")],
-    first: Annotated[int | None, typer.Option("--from", metavar="STEP", help="Earlier step; the first one.")] = None,
-    last: Annotated[int | None, typer.Option("--to", metavar="STEP", help="Later step; the last one.")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Samples of each category of failures.")] = 2,
-) -> None:
-    """Compare the evaluated trajectories of two steps, as Markdown.
-
-    Turns, tool calls, success and pass@n of each environment, and the failures by category.
-    """
-    from skyrl_train.entrypoints.command import run_command
-
-    def write() -> None:
-        from skyrl_train.report.trajectories import describe_trajectories
-
-        typer.echo(describe_trajectories(source, first, last, samples), nl=False)
-
-    run_command(write)
-
-
-merge = typer.Typer(help="Merge an adapter, a checkpoint or several models into one model.", no_args_is_help=True)
 app.add_typer(merge, name="merge")
-
-Target = Annotated[Path, typer.Argument(metavar="TARGET_DIR", help="Folder to write; it must not exist.")]
-Base = Annotated[
-    str | None,
-    typer.Option(metavar="MODEL", help="Base model of the adapter, a folder or a Hub name, if not the one it names."),
-]
-MergedType = Annotated[
-    str, typer.Option(metavar="TYPE", help="Type of the weights: auto (as stored), float32, bfloat16 or float16.")
-]
-
-
-@merge.command("adapter")
-def merge_adapter(
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Folder or Hub name of an adapter of peft.")],
-    target: Target,
-    base: Base = None,
-    dtype: MergedType = "auto",
-) -> None:
-    """Merge an adapter into its base: W + (alpha / rank) · B·A."""
-    _merge("merge_adapter", adapter, target, base=base, dtype=dtype)
-
-
-@merge.command("checkpoint")
-def merge_checkpoint(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="e.g. outputs/skyrl/my-run/ckpts")],
-    target: Target,
-    base: Base = None,
-    dtype: MergedType = "auto",
-    role: Annotated[
-        str, typer.Option(metavar="ROLE", help="The model of the checkpoint: policy, critic or reward.")
-    ] = "policy",
-) -> None:
-    """Write a model of a training checkpoint, saved by any number of ranks, as one folder."""
-    _merge("merge_checkpoint", checkpoint, target, base=base, dtype=dtype, role=role)
-
-
-@merge.command("average")
-def average_models(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL MODEL…", help="Folders or Hub names.")],
-    target: Target,
-    weight: Annotated[
-        list[float] | None, typer.Option(metavar="NUMBER", help="Weight of a model, once for each; equal by default.")
-    ] = None,
-    dtype: MergedType = "auto",
-) -> None:
-    """Average the weights of models of the same architecture."""
-    _merge("average_models", models, target, weights=weight, dtype=dtype)
-
-
-def _merge(function: str, source: object, target: Path, **options: object) -> None:
-    from skyrl_train.entrypoints.command import run_command
-
-    def run() -> None:
-        from skyrl_train.config.problems import config_error
-
-        allowed = {"dtype": ("auto", "float32", "bfloat16", "float16"), "role": ("policy", "critic", "reward")}
-        for name, values in allowed.items():
-            if name in options and options[name] not in values:
-                raise config_error([f"--{name}={options[name]} must be one of {', '.join(values)}"])
-        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
-
-        from skyrl_train.checkpoint import merge as merging
-
-        disable_progress_bar()
-        set_verbosity_error()
-        report = getattr(merging, function)(source, target, **options)
-        changed = f", {report.n_changed:,} of them changed" if report.n_changed else ""
-        typer.echo(
-            f"{report.folder}: {report.n_tensors:,} tensors{changed}; the logits are those of the sources up to "
-            f"{report.logit_gap:.1g} of their norm"
-        )
-
-    run_command(run)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -373,28 +226,13 @@ def _main(
     pass
 
 
-def _run(
-    context: typer.Context,
-    overrides: Sequence[str],
-    config: Path | None,
-    print_config: bool,
-    help: bool,
-    dry_run: bool = False,
-    *,
-    trains: bool,
-) -> None:
-    """Answer `--help`, or start a run of reinforcement learning."""
-    from skyrl_train.entrypoints.command import run_command
+def _print_help(context: typer.Context, names: Sequence[str] | None) -> None:
+    """Print the help of a command and its sections, or that of the keys and sections in `names`."""
+    from skyrl_train.config.generate import describe_keys, describe_sections
 
-    def run() -> None:
-        if help:
-            from skyrl_train.config.generate import describe_keys, describe_sections
-
-            typer.echo(describe_keys(overrides) if overrides else f"{context.get_help()}\n\n{describe_sections()}")
-        else:
-            _start_rl(overrides, config, print_config, dry_run, trains=trains)
-
-    run_command(run)
+    fields = _fields(context)
+    sections = describe_sections(fields, str(context.command.name))
+    typer.echo(describe_keys(names, fields) if names else f"{context.get_help()}\n\n{sections}")
 
 
 def _start_rl(
@@ -402,7 +240,6 @@ def _start_rl(
 ) -> None:
     """Check the configuration, and then print it, plan the run, train, or evaluate."""
     from skyrl_train.config.problems import raise_problems
-    from skyrl_train.entrypoints.command import parse_cli
     from skyrl_train.entrypoints.preflight import check_data, find_missing
 
     cfg = parse_cli(overrides, config)

@@ -1,4 +1,4 @@
-"""The frame of every command: logging, error messages and exit status. Imports neither torch nor transformers."""
+"""The frame of every command: logging, error messages and exit status. Importing it takes a moment only."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
-from omegaconf import DictConfig
-
-from skyrl_train import config
-from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS
-from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.validation import WARNINGS, find_problems
 from skyrl_train.errors import SkyRLError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from skyrl_train.config import SkyRLConfig
+
+Parameters = ParamSpec("Parameters")
 
 
 def run_command(command: Callable[[], None]) -> None:
@@ -36,6 +38,16 @@ def run_command(command: Callable[[], None]) -> None:
         sys.exit(max(error.exit_status for error in errors))
     except* KeyboardInterrupt:
         sys.exit(130)
+
+
+def as_command(function: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """Decorate a function so that each call runs as `run_command` runs it."""
+
+    @wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        run_command(lambda: function(*args, **kwargs))
+
+    return run
 
 
 def _run_on_ranks(command: Callable[[], None]) -> None:
@@ -59,17 +71,18 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
     Raises:
         ConfigError: it lists every problem.
     """
+    from skyrl_train import config
+    from skyrl_train.algorithms.rules import ALGORITHM_RULES
+
     return config.validate_cfg(cfg, ALGORITHM_RULES)
 
 
 def parse_cli(argv: Sequence[str], file: Path | None = None) -> SkyRLConfig:
     """Parse `key=value` overrides of a YAML file or of the defaults into a configuration, checked by `validate_cfg`."""
+    from skyrl_train import config
+    from skyrl_train.algorithms.rules import ALGORITHM_RULES
+
     return config.parse_cli(argv, ALGORITHM_RULES, file)
-
-
-def find_warnings(cfg: SkyRLConfig) -> list[str]:
-    """Return a sentence for each setting that is allowed but probably a mistake."""
-    return find_problems(cfg, WARNINGS + ALGORITHM_WARNINGS)
 
 
 def log_to_console() -> None:

@@ -18,7 +18,7 @@ from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, find_credential
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints import providers
 from skyrl_train.entrypoints.command import parse_cli
-from skyrl_train.entrypoints.plan import forecast_disk, format_bytes, free_bytes, plan_models
+from skyrl_train.entrypoints.forecast import forecast_disk, format_bytes, free_bytes, plan_models
 from skyrl_train.entrypoints.preflight import check_data, find_missing
 from skyrl_train.errors import ConfigError, DataError, SkyRLError
 
@@ -44,27 +44,27 @@ class Finding(NamedTuple):
 
 def examine(overrides: Sequence[str], file: Path | None = None, task: Path | None = None) -> Iterator[Finding]:
     """Yield a finding for each check of a training run, and of the SkyPilot `task` that starts it."""
-    yield from _versions()
+    yield from _check_versions()
     try:
         cfg = parse_cli(overrides, file)
     except ConfigError as error:
         yield Finding("configuration", "failed", str(error), "the other checks need a valid configuration")
     else:
         yield Finding("configuration", "ok", "every key and value is valid")
-        data = list(_data(cfg))
+        data = list(_check_data(cfg))
         yield from data
         can_count = all(finding.status != "failed" for finding in data) and cfg.data.custom_cls.path is None
-        yield from _disk(cfg, cfg.data.train_data if can_count else [])
-        yield from _memory(cfg)
-        yield from _storage(cfg)
-        yield from _keys(cfg)
-        yield from _ports(cfg)
+        yield from _check_disk(cfg, cfg.data.train_data if can_count else [])
+        yield from _check_memory(cfg)
+        yield from _check_storage(cfg)
+        yield from _check_keys(cfg)
+        yield from _check_ports(cfg)
     if task is not None:
-        yield from _task(task)
-    yield from _wallets(_clouds(task))
+        yield from _check_task(task)
+    yield from _check_wallets(_read_clouds(task))
 
 
-def _versions() -> Iterator[Finding]:
+def _check_versions() -> Iterator[Finding]:
     """Compare installed packages with the requirements of skyrl-train."""
     wrong = []
     for text in metadata.requires("skyrl-train") or ():
@@ -87,7 +87,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding("versions", "ok", f"{versions}, and all others that skyrl-train requires")
 
 
-def _data(cfg: SkyRLConfig) -> Iterator[Finding]:
+def _check_data(cfg: SkyRLConfig) -> Iterator[Finding]:
     missing = list(find_missing(cfg, trains=True))
     for sentence in missing:
         text, _, fix = sentence.rpartition("; ")
@@ -106,7 +106,7 @@ def _data(cfg: SkyRLConfig) -> Iterator[Finding]:
         yield Finding("data", "warning", "rows on the Hub, or of a custom class, are checked when the run starts")
 
 
-def _disk(cfg: SkyRLConfig, sources: Sequence[str]) -> Iterator[Finding]:
+def _check_disk(cfg: SkyRLConfig, sources: Sequence[str]) -> Iterator[Finding]:
     forecast = forecast_disk(cfg.trainer, plan_models(cfg), sources)
     if forecast is None:
         yield Finding("disk", "warning", "the size of the model is unknown before the download")
@@ -122,7 +122,7 @@ def _disk(cfg: SkyRLConfig, sources: Sequence[str]) -> Iterator[Finding]:
         yield Finding("disk", "ok", text)
 
 
-def _memory(cfg: SkyRLConfig) -> Iterator[Finding]:
+def _check_memory(cfg: SkyRLConfig) -> Iterator[Finding]:
     import psutil
     import torch
 
@@ -145,7 +145,7 @@ def _memory(cfg: SkyRLConfig) -> Iterator[Finding]:
         yield Finding("memory", "ok", text)
 
 
-def _storage(cfg: SkyRLConfig) -> Iterator[Finding]:
+def _check_storage(cfg: SkyRLConfig) -> Iterator[Finding]:
     """Write and remove a small file at each URL that the run uploads to."""
     urls = {key: getattr(cfg.trainer, key) for key in ("remote_ckpt_url", "remote_trajectory_url")}
     for key, url in urls.items():
@@ -165,7 +165,7 @@ def _storage(cfg: SkyRLConfig) -> Iterator[Finding]:
             yield Finding("storage", "ok", f"trainer.{key}={url} can be written")
 
 
-def _keys(cfg: SkyRLConfig) -> Iterator[Finding]:
+def _check_keys(cfg: SkyRLConfig) -> Iterator[Finding]:
     """Ask the Hub about its token. The configuration checks that of Weights & Biases."""
     from huggingface_hub import get_token, whoami
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
@@ -181,7 +181,7 @@ def _keys(cfg: SkyRLConfig) -> Iterator[Finding]:
         yield Finding("keys", "warning", f"the Hub cannot be asked about the token: {error}")
 
 
-def _ports(cfg: SkyRLConfig) -> Iterator[Finding]:
+def _check_ports(cfg: SkyRLConfig) -> Iterator[Finding]:
     if not cfg.trainer.placement.uses_ray or os.environ.get("RAY_ADDRESS"):
         return
     if _is_free(RAY_PORT):
@@ -197,7 +197,7 @@ def _is_free(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def _wallets(clouds: Sequence[str]) -> Iterator[Finding]:
+def _check_wallets(clouds: Sequence[str]) -> Iterator[Finding]:
     """Ask the clouds of a task, or those with a key in the environment, for their balance."""
     statuses = []
     for provider in providers.PROVIDERS:
@@ -215,8 +215,8 @@ def _wallets(clouds: Sequence[str]) -> Iterator[Finding]:
         yield Finding("wallet", "failed", "no cloud would start a machine", "add funds to one of them")
 
 
-def _clouds(task: Path | None) -> list[str]:
-    """Return the clouds that a task names; none if it leaves the choice to SkyPilot, or `_task` cannot read it."""
+def _read_clouds(task: Path | None) -> list[str]:
+    """Return the clouds that a task names; none if it leaves the choice open, or cannot be read."""
     if task is None:
         return []
     try:
@@ -228,7 +228,7 @@ def _clouds(task: Path | None) -> list[str]:
     return [str(name).partition("/")[0].lower() for name in names if name]
 
 
-def _task(path: Path) -> Iterator[Finding]:
+def _check_task(path: Path) -> Iterator[Finding]:
     """Check a SkyPilot task: that `workdir.ref` is the pushed branch, and that its environment variables are set."""
     try:
         task = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -246,14 +246,14 @@ def _task(path: Path) -> Iterator[Finding]:
     if not isinstance(workdir, dict) or "ref" not in workdir:
         yield Finding("workdir.ref", "ok", f"{path} uploads local files, or uses the default branch")
         return
-    yield from _workdir(path, str(workdir["ref"]), str(workdir.get("url") or "origin"))
+    yield from _check_workdir(path, str(workdir["ref"]), str(workdir.get("url") or "origin"))
 
 
 def _unset(variables: Any) -> list[str]:
     return [name for name, value in variables.items() if value in (None, "")] if isinstance(variables, dict) else []
 
 
-def _workdir(path: Path, ref: str, url: str) -> Iterator[Finding]:
+def _check_workdir(path: Path, ref: str, url: str) -> Iterator[Finding]:
     """Compare the commit that a task checks out with the local one."""
     folder = path.absolute().parent
     branch, commit = _git(folder, "rev-parse", "--abbrev-ref", "HEAD"), _git(folder, "rev-parse", "HEAD")

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from contextlib import nullcontext
 
-from skyrl_train.callbacks import open_evaluations
 from skyrl_train.checkpoint import STORAGE_ERRORS, upload_files
 from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.prompts import PromptDataset
@@ -18,6 +17,7 @@ from skyrl_train.entrypoints.experiment import BasePPOExp
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.evaluate import dump_evaluation, evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.remote_storage import open_evaluations
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,6 @@ from skyrl_train.callbacks import (
     Evaluation,
     Export,
     Logging,
-    RemoteStorage,
     Reporting,
     SavedConfig,
     TrajectoryDump,
@@ -68,6 +67,7 @@ from skyrl_train.models.loading import (
     load_value_model,
 )
 from skyrl_train.models.lora import add_adapter
+from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.tracking import Tracking
 from skyrl_train.trainer import RayPPOTrainer, SyncEngines, Trainer
 from skyrl_train.types.specs import LoraSpec, OptimizerSpec, Role, lora_spec

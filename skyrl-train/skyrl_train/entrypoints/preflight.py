@@ -52,14 +52,14 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
                 yield str(error)
     is_custom = cfg.data.custom_cls.path is not None
     if trains and not is_custom:
-        yield from _missing_data("data.train_data", cfg.data.train_data)
+        yield from _find_missing_data("data.train_data", cfg.data.train_data)
     if not is_custom and (not trains or trainer.eval_interval > 0):
-        yield from _missing_data("data.val_data", cfg.data.val_data)
+        yield from _find_missing_data("data.val_data", cfg.data.val_data)
     for key in ("data.custom_cls.path", "custom_reward_function.path"):
         if (path := value_at(cfg, key)) is not None and (fault := find_fault(Path(path))) is not None:
             yield f"{key}={show(path)}: the file {Path(path).absolute()} {fault}; use the path of a Python file"
-    yield from _missing_interpreter(cfg)
-    yield from _missing_models(cfg, trains=trains)
+    yield from _find_missing_interpreter(cfg)
+    yield from _find_missing_models(cfg, trains=trains)
     yield from _find_model_mismatches(cfg, trains=trains)
 
 
@@ -68,15 +68,15 @@ def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
     does not have.
     """
     yield from find_unusable_folders(cfg)
-    yield from _missing_data("data.train_data", cfg.data.train_data)
-    yield from _missing_data("data.val_data", cfg.data.val_data)
+    yield from _find_missing_data("data.train_data", cfg.data.train_data)
+    yield from _find_missing_data("data.val_data", cfg.data.val_data)
     path = cfg.data.chat_template
     if path is not None and (fault := _find_template_fault(Path(path))) is not None:
         yield f"data.chat_template={show(path)} {fault}; set it to a Jinja file, or null for the tokenizer's"
-    yield from _missing_trained_model("trainer.policy.model", cfg.trainer.policy.model, has_tokenizer=True)
+    yield from _find_missing_trained_model("trainer.policy.model", cfg.trainer.policy.model, has_tokenizer=True)
     model = cfg.trainer.policy.model.path
     if isinstance(cfg, DPOConfig) and cfg.trainer.ref.model.path != model:
-        yield from _missing_model("trainer.ref.model.path", cfg.trainer.ref.model.path)
+        yield from _find_missing_model("trainer.ref.model.path", cfg.trainer.ref.model.path)
     yield from find_long_rows(cfg, read_context_length(model))
 
 
@@ -177,25 +177,25 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
     return is_complete
 
 
-def _missing_data(key: str, sources: list[str]) -> Iterator[str]:
+def _find_missing_data(key: str, sources: list[str]) -> Iterator[str]:
     for source in sources:
         path = local_path(source)
         if path is not None and (fault := find_fault(path)) is not None:
             yield f"{key}={show(source)}: the file {path} {fault}; use a .parquet, .json or .jsonl file"
 
 
-def _missing_models(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
+def _find_missing_models(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     trainer = cfg.trainer
-    yield from _missing_trained_model("trainer.policy.model", trainer.policy.model, has_tokenizer=True)
+    yield from _find_missing_trained_model("trainer.policy.model", trainer.policy.model, has_tokenizer=True)
     if trains and trainer.critic.model.path is not None:
-        yield from _missing_trained_model("trainer.critic.model", trainer.critic.model)
+        yield from _find_missing_trained_model("trainer.critic.model", trainer.critic.model)
     if trains and reads_reference(trainer.algorithm) and trainer.ref.model.path != trainer.policy.model.path:
-        yield from _missing_model("trainer.ref.model.path", trainer.ref.model.path)
+        yield from _find_missing_model("trainer.ref.model.path", trainer.ref.model.path)
     if cfg.generator.reward_model.path is not None:
-        yield from _missing_model("generator.reward_model.path", cfg.generator.reward_model.path)
+        yield from _find_missing_model("generator.reward_model.path", cfg.generator.reward_model.path)
 
 
-def _missing_interpreter(cfg: SkyRLConfig) -> Iterator[str]:
+def _find_missing_interpreter(cfg: SkyRLConfig) -> Iterator[str]:
     python = cfg.environment.skyrl_gym.python
     if python is not None and shutil.which(python) is None:
         yield (
@@ -258,11 +258,11 @@ def _parse_json(file: Path) -> Any:
         return None
 
 
-def _missing_trained_model(
+def _find_missing_trained_model(
     key: str, model: PolicyModelConfig | CriticModelConfig, *, has_tokenizer: bool = False
 ) -> Iterator[str]:
     """Yield a sentence for each missing file of a model and of its adapter."""
-    yield from _missing_model(f"{key}.path", str(model.path), has_tokenizer=has_tokenizer)
+    yield from _find_missing_model(f"{key}.path", str(model.path), has_tokenizer=has_tokenizer)
     path = model.lora.lora_path
     if path is not None and Path(path).is_dir():
         missing = [name for name in ADAPTER_FILES if not (Path(path) / name).is_file()]
@@ -278,7 +278,7 @@ def _missing_trained_model(
         )
 
 
-def _missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> Iterator[str]:
+def _find_missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> Iterator[str]:
     folder = Path(path)
     if folder.is_file():
         yield f"{key}={show(path)} is a file; use the folder that contains it"

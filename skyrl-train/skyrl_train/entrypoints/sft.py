@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.algorithms.objectives import CrossEntropyObjective, SupervisedObjective
-from skyrl_train.callbacks import Callback, Checkpointing, Export, Logging, RemoteStorage, Reporting, SavedConfig
+from skyrl_train.callbacks import Callback, Checkpointing, Export, Logging, Reporting, SavedConfig
 from skyrl_train.config.loading import ConfigSource, Schema, validate
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.sft import SFT, SupervisedConfig
@@ -24,6 +24,7 @@ from skyrl_train.launch.launcher import ModelLauncher, started
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import TrainedModels
 from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_tokenizer
+from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.supervised_trainer import SupervisedRows, SupervisedTrainer, Validation
 from skyrl_train.tracking import Tracking
 from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, Role, lora_spec

@@ -271,12 +271,12 @@ class _LocalEpisode(Episode):
     async def call(self, method: str, *args: Any) -> Any:
         native = async_method(self._env, method)
         if native is not None:
-            return await _bounded(native(*args), self._cfg.call_timeout_seconds)
+            return await _await_within(native(*args), self._cfg.call_timeout_seconds)
         bound = getattr(self._env, method)
         return await self._pool.run(lambda: bound(*args), None if method == "close" else self)
 
 
-async def _bounded(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
+async def _await_within(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
     """Await an environment's own coroutine for at most `limit_s` seconds."""
     limit = asyncio.timeout(limit_s)
     try:

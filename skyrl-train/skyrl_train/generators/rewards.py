@@ -181,7 +181,7 @@ class RewardFunctions:
             for t in trajectories
         ]
         try:
-            return _checked_rewards(await _call(function, samples, lock), trajectories)
+            return _check_rewards(await _call(function, samples, lock), trajectories)
         except Exception:  # the boundary of a user's function
             logger.warning("Reward function %s failed on %d samples", name, len(samples), exc_info=True)
             return [None] * len(samples)
@@ -214,7 +214,7 @@ async def _call(function: RewardFunction, samples: Sequence[RewardSample], lock:
     return await result if inspect.isawaitable(result) else result
 
 
-def _checked_rewards(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence[Reward]:
+def _check_rewards(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence[Reward]:
     if len(rewards) != len(trajectories):
         raise EnvError(f"it returned {len(rewards)} rewards for {len(trajectories)} samples; return one for each")
     for reward, t in zip(rewards, trajectories, strict=True):

@@ -121,7 +121,7 @@ async def play_until_valid(
         failed = [i for i, rollout in enumerate(rollouts) if rollout.error and rollout.stop_reason not in NOT_RETRIED]
         if not failed:
             break
-        _warn([rollouts[i] for i in failed], len(rollouts), "are played again", shown)
+        _warn([rollouts[i] for i in failed], len(rollouts), "are retried", shown)
         retries = [Rollout(rollouts[i].request, metadata.seed, attempt) for i in failed]
         await play(retries)
         for i, rollout in zip(failed, retries, strict=True):

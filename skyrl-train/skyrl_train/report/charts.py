@@ -1,4 +1,4 @@
-"""Line charts as inline SVG; the page's stylesheet has the colours, for light and dark mode."""
+"""Line charts as inline SVG; the page's stylesheet has the colors, for light and dark mode."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from skyrl_train.errors import DataError
 from skyrl_train.report.series import MetricRows, Series, format_value, is_share, read_series, readable
 
-_COLOURS = ("#2f6fde", "#e0742c", "#2a9d6f", "#9a55c8", "#c83e5d", "#7a7a7a")
+_COLORS = ("#2f6fde", "#e0742c", "#2a9d6f", "#9a55c8", "#c83e5d", "#7a7a7a")
 _INK, _QUIET, _GRID = "#1d2430", "#6a7383", "#e6e9ee"
 
 
@@ -36,7 +36,7 @@ def plot_learning_curve(
     if train_metric is not None and (training := read_series(metrics, train_metric)):
         _draw(axes, training, "#c9d3e3", 1.0)
         _draw(axes, training.smoothed(), "#8fa3c4", 1.6, label="training rollouts (smoothed)")
-    _draw(axes, curve, _COLOURS[0], 2.4, label=_measured_on(metric), has_points=True)
+    _draw(axes, curve, _COLORS[0], 2.4, label=_describe_origin(metric), has_points=True)
     return _finish(figure, axes, baselines or {}, metric, output)
 
 
@@ -49,11 +49,11 @@ def compare_curves(
     baselines: Mapping[str, float] | None = None,
 ) -> Path:
     """Draw `metric` of several runs, by label, in one picture. Raises `DataError` if one of them lacks it."""
-    figure, axes = _canvas(title, f"{readable(metric)}, {_measured_on(metric)}", metric)
+    figure, axes = _canvas(title, f"{readable(metric)}, {_describe_origin(metric)}", metric)
     for index, (label, rows) in enumerate(runs.items()):
         curve = _require(rows, metric, label)
         text = f"{label}: {format_value(metric, curve.last)}"
-        _draw(axes, curve, _COLOURS[index % len(_COLOURS)], 2.4, label=text, has_points=True)
+        _draw(axes, curve, _COLORS[index % len(_COLORS)], 2.4, label=text, has_points=True)
     return _finish(figure, axes, baselines or {}, metric, output)
 
 
@@ -69,7 +69,7 @@ def _change(curve: Series) -> str:
     return f"{readable(curve.name)}: {first} → {last} after {curve.steps[-1]} training steps"
 
 
-def _measured_on(metric: str) -> str:
+def _describe_origin(metric: str) -> str:
     names = {"eval": "evaluation", "val": "validation data", "train": "training data"}
     return names.get(metric.partition("/")[0], "training rollouts")
 
@@ -91,11 +91,11 @@ def _canvas(title: str, subtitle: str, metric: str) -> tuple[Figure, Axes]:
 
 
 def _draw(
-    axes: Axes, curve: Series, colour: str, width: float, *, label: str | None = None, has_points: bool = False
+    axes: Axes, curve: Series, color: str, width: float, *, label: str | None = None, has_points: bool = False
 ) -> None:
     values = [float("nan") if value is None else value for value in curve.values]
     marker = "o" if has_points and len(values) <= 60 else None
-    axes.plot(curve.steps, values, color=colour, linewidth=width, label=label, marker=marker, markersize=4.5)
+    axes.plot(curve.steps, values, color=color, linewidth=width, label=label, marker=marker, markersize=4.5)
 
 
 def _finish(figure: Figure, axes: Axes, baselines: Mapping[str, float], metric: str, output: Path) -> Path:

@@ -16,7 +16,7 @@ from skyrl_train.report.charts import Chart, Line, sparkline
 from skyrl_train.report.evaluations import EvaluatedTrajectory, pick_examples, read_evaluation
 from skyrl_train.report.learning_curve import plot_learning_curve
 from skyrl_train.report.series import MetricRows, Series, distinct, format_value, metric_names, read_series, readable
-from skyrl_train.report.summary import duration, headline_evals, headlines, settings, time_split
+from skyrl_train.report.summary import duration, find_method, headline_evals, headlines, settings, time_split
 from skyrl_train.tracking import RunFolder, find_missing_signal, read_metrics
 
 _CURVES = (
@@ -95,12 +95,14 @@ def write_report(
     """
     rows = read_metrics(run_folder.metrics)
     config_text = run_folder.config_yaml.read_text("utf-8") if run_folder.config_yaml.exists() else ""
+    config = yaml.safe_load(config_text) or {}
     last_step = max((row["step"] for row in rows), default=None)
     evaluations = _Evaluations.read(run_folder, last_step)
     page = _template().render(
         project=run_folder.path.resolve().parent.name,
         run=run_folder.path.resolve().name,
         last_step=last_step,
+        method=find_method(config),
         warning=find_missing_signal(rows),
         headlines=headlines(rows),
         eval_charts=_eval_charts(rows, baselines or {}),
@@ -109,7 +111,7 @@ def write_report(
         eval_table=_eval_table(rows),
         evaluations=evaluations,
         examples=pick_examples(evaluations.newest, evaluations.first),
-        settings=settings(yaml.safe_load(config_text) or {}),
+        settings=settings(config),
         command=command,
         config_text=config_text,
         all_metrics=_all_metrics(rows),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyrl_train.report.series import MetricRows, Series, distinct, format_value, metric_names, read_series, readable
 
@@ -23,11 +23,15 @@ _N_AVERAGED = 5  # first and last steps over which the noisy training reward is 
 
 _SETTINGS = {
     "model": "trainer.policy.model.path",
+    "LoRA rank": "trainer.policy.model.lora.rank",
     "advantages": "trainer.algorithm.advantage_estimator",
     "policy loss": "trainer.algorithm.policy_loss_type",
     "loss reduction": "trainer.algorithm.loss_reduction",
+    "DPO loss": "trainer.dpo.loss_type",
+    "DPO beta": "trainer.dpo.beta",
     "learning rate": "trainer.policy.optimizer_config.lr",
-    "prompts per step": "trainer.train_batch_size",
+    "schedule": "trainer.policy.optimizer_config.scheduler",
+    "rows per step": "trainer.train_batch_size",
     "prompts per mini-batch": "trainer.policy_mini_batch_size",
     "samples per prompt": "generator.n_samples_per_prompt",
     "max turns": "generator.max_turns",
@@ -47,6 +51,14 @@ class Headline:
     label: str
     value: str
     note: str
+
+
+class Method(NamedTuple):
+    """A way to train, e.g. `Method("Supervised fine-tuning", "rows")`."""
+
+    title: str
+    unit: str
+    """A batch consists of these."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +118,30 @@ def time_split(rows: MetricRows) -> list[TimeShare]:
     return [TimeShare(_TIMER_NAMES.get(name, readable(name)), seconds, seconds / total) for name, seconds in ordered]
 
 
-def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def find_method(config: Mapping[str, Any]) -> Method | None:
+    """Return the method that a configuration trains with; None without a configuration."""
+    trainer, data = _at(config, "trainer") or {}, _at(config, "data") or {}
+    if "dpo" in trainer:
+        return Method("Direct preference optimization", "pairs")
+    if "algorithm" in trainer:
+        return Method("Reinforcement learning", "prompts")
+    if "chosen_key" in data:
+        return Method("Reward modeling", "pairs")
+    return Method("Supervised fine-tuning", "rows") if "max_length" in data else None
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the most important settings that the configuration has, by label."""
     values = {label: _at(config, path) for label, path in _SETTINGS.items()}
-    return {label: value for label, value in values.items() if value is not None}
+    if values["LoRA rank"] == 0:
+        values["LoRA rank"] = None
+    if (method := find_method(config)) is not None:
+        values = {label.replace("rows per", f"{method.unit} per"): value for label, value in values.items()}
+    return {
+        label: str(value).lower() if isinstance(value, bool) else str(value)
+        for label, value in values.items()
+        if value is not None
+    }
 
 
 def duration(seconds: float) -> str:

@@ -119,11 +119,15 @@ def _find_false_completion(episode: Episode) -> str | None:
 
 
 def _find_overflow(episode: Episode) -> str | None:
-    return f"after {episode.n_turns} turns" if episode.trajectory.stop_reason == "length" else None
+    return _describe_turns(episode) if episode.trajectory.stop_reason == "length" else None
 
 
 def _find_turn_limit(episode: Episode) -> str | None:
-    return f"after {episode.n_turns} turns" if episode.trajectory.stop_reason == "max_turns" else None
+    return _describe_turns(episode) if episode.trajectory.stop_reason == "max_turns" else None
+
+
+def _describe_turns(episode: Episode) -> str:
+    return f"after {episode.n_turns} turn{'' if episode.n_turns == 1 else 's'}"
 
 
 class Category(NamedTuple):

@@ -62,7 +62,7 @@ class Progress:
         if tokens_per_second is not None:
             self._shown["speed"] = f"{tokens_per_second:,.0f} tok/s"
         if self._bar is not None:
-            self._bar.set_postfix_str(" · ".join(self._ordered()), refresh=False)
+            self._bar.set_postfix_str(" · ".join(self._shown_parts()), refresh=False)
             self._bar.update(step - self._bar.n)
             self._bar.refresh()
         elif self._is_line_due(step, has_eval=bool(eval_metrics)):
@@ -73,7 +73,7 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def _ordered(self) -> list[str]:
+    def _shown_parts(self) -> list[str]:
         return [self._shown[key] for key in ("reward", "loss", "eval", "speed") if key in self._shown]
 
     def _is_line_due(self, step: int, *, has_eval: bool) -> bool:
@@ -84,7 +84,7 @@ class Progress:
     def _write_line(self, step: int) -> None:
         now = time.monotonic()
         elapsed, n_done = now - self._started, step - self._initial_step
-        parts = [f"step {step}/{self._total_steps}", *self._ordered(), f"{tqdm.format_interval(elapsed)} elapsed"]
+        parts = [f"step {step}/{self._total_steps}", *self._shown_parts(), f"{tqdm.format_interval(elapsed)} elapsed"]
         if n_done > 0 and step < self._total_steps:
             parts.append(f"{tqdm.format_interval(elapsed / n_done * (self._total_steps - step))} left")
         self._stream.write(" · ".join(parts) + "\n")

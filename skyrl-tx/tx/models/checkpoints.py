@@ -67,7 +67,9 @@ def named_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np
     yield "model.norm.weight", np.asarray(params.norm)
     if params.head is not None:
         yield "lm_head.weight", np.ascontiguousarray(np.asarray(params.head).T)
-    layers = ({name: one[i] for name, one in block.items()} for block in params.blocks for i in range(len(block["q"])))
+    layers = (
+        {name: array[i] for name, array in block.items()} for block in params.blocks for i in range(len(block["q"]))
+    )
     for number, layer in enumerate(layers):
         for name, hf_name in layer_names(config).items():
             for full, tensor in _split(hf_name, np.asarray(layer[name])):
@@ -115,8 +117,8 @@ def _split(hf_name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]
     if "{expert}" not in hf_name:
         yield hf_name, tensor
     else:
-        for i, one in enumerate(tensor):
-            yield hf_name.format(expert=i), one
+        for i, part in enumerate(tensor):
+            yield hf_name.format(expert=i), part
 
 
 class _Tensors:

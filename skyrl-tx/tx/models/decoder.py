@@ -88,7 +88,7 @@ def hidden_states(
         factors = {} if rows is None else rows.adapter.blocks[i]
         parts = (params.blocks[i], factors, first + jnp.arange(n_layers))
         if n_layers == 1:
-            state, _ = step(state, jax.tree.map(lambda one: one[0], parts))
+            state, _ = step(state, jax.tree.map(lambda part: part[0], parts))
         else:
             state, _ = jax.lax.scan(step, state, parts)
         first += n_layers
@@ -117,7 +117,7 @@ def _attention(
     normal = normalize(x, weights["attention_norm"], config.rms_norm_eps)
     q, k, v = (project(normal, weights[name], adapters.get(name), scales) for name in ("q", "k", "v"))
     q = q.reshape(n_rows, length, config.n_kv_heads, config.n_groups, config.head_size)
-    k, v = (one.reshape(n_rows, length, config.n_kv_heads, config.head_size) for one in (k, v))
+    k, v = (projected.reshape(n_rows, length, config.n_kv_heads, config.head_size) for projected in (k, v))
     if config.has_qk_norm:
         q = normalize(q, weights["q_norm"], config.rms_norm_eps)
         k = normalize(k, weights["k_norm"], config.rms_norm_eps)

@@ -101,8 +101,8 @@ def padded_rank(name: str, lora: LoraConfig, config: ModelConfig) -> int:
 @jax.jit
 def rows_of(adapters: Sequence[Adapter], scales: jax.Array) -> Rows:
     """Stack adapters for the blocks of a batch; all cover the same matrices with the same padded rank."""
-    blocks = jax.tree.map(lambda *parts: jnp.stack(parts, 1), *(one.blocks for one in adapters))
-    heads = [one.head for one in adapters]
+    blocks = jax.tree.map(lambda *parts: jnp.stack(parts, 1), *(adapter.blocks for adapter in adapters))
+    heads = [adapter.head for adapter in adapters]
     return Rows(Adapter(blocks, jax.tree.map(lambda *parts: jnp.stack(parts), *heads)), scales)
 
 

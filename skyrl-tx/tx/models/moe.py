@@ -66,7 +66,7 @@ def _every_expert(
     weights: Weights, factors: Mapping[str, Factors], scales: jax.Array | None, x: jax.Array, shares: jax.Array
 ) -> jax.Array:
     """Sum all experts, weighted by shares (S, T, E), which are mostly 0."""
-    by_expert = jax.tree.map(lambda one: jnp.moveaxis(one, 1, 0), factors)
+    by_expert = jax.tree.map(lambda factor: jnp.moveaxis(factor, 1, 0), factors)
 
     def add(total: jax.Array, part: tuple[jax.Array, Weights, Mapping[str, Factors]]) -> tuple[jax.Array, None]:
         share, of_expert, its_factors = part
@@ -156,7 +156,9 @@ def _by_blocks(
 def _of_expert(
     expert: jax.Array, weights: Weights, factors: Mapping[str, Factors]
 ) -> tuple[Weights, Mapping[str, Factors]]:
-    return {name: one[expert] for name, one in weights.items()}, jax.tree.map(lambda one: one[:, expert], factors)
+    return {name: array[expert] for name, array in weights.items()}, jax.tree.map(
+        lambda array: array[:, expert], factors
+    )
 
 
 Residuals = tuple[jax.Array, Weights, Mapping[str, Factors], jax.Array | None, jax.Array]
@@ -175,16 +177,16 @@ def _backward(kept: Residuals, gradients: jax.Array) -> tuple[Any, ...]:
         of_weights, of_factors, of_scales, of_rows = back(gradient[None])
         total_weights, total_factors, total_scales = totals
         totals = (
-            jax.tree.map(lambda all_, one: all_.at[expert].add(one), total_weights, of_weights),
-            jax.tree.map(lambda all_, one: all_.at[:, expert].add(one), total_factors, of_factors),
+            jax.tree.map(lambda all_, part: all_.at[expert].add(part), total_weights, of_weights),
+            jax.tree.map(lambda all_, part: all_.at[:, expert].add(part), total_factors, of_factors),
             jax.tree.map(jnp.add, total_scales, of_scales),
         )
         return totals, of_rows[0]
 
     inputs = (weights, factors, scales)
-    zeros = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.float32), inputs)
+    zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), inputs)
     totals, of_rows = jax.lax.scan(one_block, zeros, (experts, rows, gradients))
-    return None, *jax.tree.map(lambda total, one: total.astype(one.dtype), totals, inputs), of_rows
+    return None, *jax.tree.map(lambda total, array: total.astype(array.dtype), totals, inputs), of_rows
 
 
 _by_blocks.defvjp(_forward, _backward)

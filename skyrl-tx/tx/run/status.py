@@ -47,7 +47,7 @@ def report(url: str) -> tuple[str, bool]:
     metrics = parse_metrics(_get(f"{url}/metrics"))
     is_up = bool(metrics.get("tx_engine_up", {}).get("", 0))
     lines = [
-        f"{url}: {', '.join(str(one['model_name']) for one in served) or 'no model yet'}",
+        f"{url}: {', '.join(str(model['model_name']) for model in served) or 'no model yet'}",
         f"engine: {'up' if is_up else 'down; the server log has the reason'}",
         *_format_counts("pending requests", metrics.get("tx_requests_pending", {})),
         *_format_counts("engine", metrics.get("tx_engine", {})),

@@ -189,7 +189,9 @@ class Run:
         n_tokens = sum(len(datum.tokens) for datum in batch)
         settings = {"step": number, "loss": result.loss, "tokens": n_tokens, "seconds": seconds}
         with (self._config.output_dir / METRICS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(settings | {name.rpartition("/")[2]: one for name, one in metrics.items()}) + "\n")
+            file.write(
+                json.dumps(settings | {name.rpartition("/")[2]: value for name, value in metrics.items()}) + "\n"
+            )
         speed = n_tokens / seconds
         logger.info("step %d of %d: loss %.4f, %.0f tokens/s", number, self._n_steps, result.loss, speed)
 
@@ -219,9 +221,9 @@ class Run:
 
     def _save(self, step: int) -> None:
         write_folder(self._checkpoints / str(step), lambda folder: self._backend.save_model(MODEL_ID, folder))
-        for changes in self._saved_steps():
-            if changes != step:
-                delete_folder(self._checkpoints / str(changes))
+        for earlier in self._saved_steps():
+            if earlier != step:
+                delete_folder(self._checkpoints / str(earlier))
 
     def _drop_metrics_after(self, step: int) -> None:
         """Drop the metrics of steps that will run again."""

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -210,7 +211,7 @@ class TxConfig(BaseModel):
             return {**settings, "database_url": f"sqlite:///{base}/tinker.db"}
         return settings
 
-    @property
+    @cached_property
     def users_by_key(self) -> dict[str, str]:
         """The user of each API key."""
         return {key: user for user, key in map(_split_key, self.api_keys)}

@@ -10,6 +10,7 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.lcb.grading import Verdict, extract_code, grade, limits_per_test, parse_tests
 from skyrl_gym.envs.row import NO_ROW, parse_settings, read_ground_truth
+from skyrl_gym.error import InvalidSettings
 from skyrl_gym.isolation.program import Isolation, level_for
 
 
@@ -30,7 +31,7 @@ class LCBEnvConfig:
         for name in ("timeout", "total_timeout", "memory_mb"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
-                raise ValueError(f"environment.skyrl_gym.lcb.{name}={value!r} must be a positive number")
+                raise InvalidSettings(f"environment.skyrl_gym.lcb.{name}={value!r} must be a positive number")
 
 
 class LCBEnv(BaseTextEnv):

@@ -14,7 +14,7 @@ import urllib3
 
 from skyrl_gym import error
 from skyrl_gym.envs.base_text_env import ConversationType
-from skyrl_gym.envs.openspiel.options import finite_number, reject_unknown, set_options
+from skyrl_gym.envs.options import finite_number, reject_unknown, set_options
 from skyrl_gym.envs.row import whole_number
 
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})

@@ -7,9 +7,9 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.openspiel.answers import ParsedAnswer, parse_answer
-from skyrl_gym.envs.openspiel.options import row_options, set_options
 from skyrl_gym.envs.openspiel.rewards import move_value
 from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, read_task
+from skyrl_gym.envs.options import row_options, set_options
 from skyrl_gym.envs.row import read_extra_info
 
 MAX_LOGGED_ANSWER = 200

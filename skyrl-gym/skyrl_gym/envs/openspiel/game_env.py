@@ -15,14 +15,14 @@ from skyrl_gym.envs.openspiel.endpoint import ChatEndpoint, EndpointConfig
 from skyrl_gym.envs.openspiel.env import describe
 from skyrl_gym.envs.openspiel.match import Match, Opponent, Turn
 from skyrl_gym.envs.openspiel.opponents import LanguageModel, MctsConfig, MctsOpponent, PolicyOpponent, RandomOpponent
-from skyrl_gym.envs.openspiel.options import (
+from skyrl_gym.envs.openspiel.rewards import playout_value, scaled_return
+from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, read_task
+from skyrl_gym.envs.options import (
     finite_number,
     one_of,
     row_options,
     set_options,
 )
-from skyrl_gym.envs.openspiel.rewards import playout_value, scaled_return
-from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, read_task
 from skyrl_gym.envs.row import read_extra_info, whole_number
 
 OPPONENTS = ("random", "mcts", "policy")

@@ -13,8 +13,8 @@ from skyrl_gym.envs.openspiel import prompts
 from skyrl_gym.envs.openspiel.answers import parse_answer
 from skyrl_gym.envs.openspiel.cases import Game, State, open_spiel
 from skyrl_gym.envs.openspiel.match import Turn
-from skyrl_gym.envs.openspiel.options import finite_number, reject_unknown, set_options
 from skyrl_gym.envs.openspiel.states import legal_actions
+from skyrl_gym.envs.options import finite_number, reject_unknown, set_options
 from skyrl_gym.envs.row import whole_number
 
 _CAN_SAMPLE_HIDDEN = frozenset({"euchre", "gin_rummy", "kuhn_poker", "leduc_poker", "oh_hell", "universal_poker"})

@@ -12,9 +12,9 @@ from typing import Any
 from skyrl_gym.envs.openspiel import prompts
 from skyrl_gym.envs.openspiel.cases import Game, State, load_game, resolve_cases
 from skyrl_gym.envs.openspiel.moves import LegalMoves, legal_moves
-from skyrl_gym.envs.openspiel.options import one_of, reject_unknown, set_options
 from skyrl_gym.envs.openspiel.rewards import REWARD_MODES, utility_range
 from skyrl_gym.envs.openspiel.states import deserialize, opening, player_to_move, serialize
+from skyrl_gym.envs.options import one_of, reject_unknown, set_options
 from skyrl_gym.envs.row import whole_number
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any, ClassVar
 
-from skyrl_gym.envs.openspiel.options import one_of, reject_unknown, set_options
+from skyrl_gym.envs.options import one_of, reject_unknown, set_options
 from skyrl_gym.tasks.base import BLOCK_SIZE, Task, TaskFamily
 from skyrl_gym.tasks.logic import boolean_expressions, cryptarithm, dyck, game_of_24, operation, sudoku
 from skyrl_gym.tasks.logic.puzzle import Puzzle, PuzzleType

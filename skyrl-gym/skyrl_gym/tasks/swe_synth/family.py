@@ -15,7 +15,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any, ClassVar
 
-from skyrl_gym.envs.openspiel.options import reject_unknown, set_options
+from skyrl_gym.envs.options import reject_unknown, set_options
 from skyrl_gym.envs.row import whole_number
 from skyrl_gym.isolation.program import FunctionCall, Limits, level_for, run_program
 from skyrl_gym.tasks.base import Task, TaskFamily
@@ -139,7 +139,7 @@ def _first_failure(name: str, bug: str) -> tuple[list[Any], Any, str]:
     index, found = failure
     arguments = _arguments(name)[index]
     assert found is not None
-    return arguments, _expected(name, arguments), found
+    return arguments, _compute_expected(name, arguments), found
 
 
 def _find_failure(
@@ -157,13 +157,13 @@ def _find_failure(
                 value = result.value
             except (ValueError, RecursionError):
                 return index, "returns no JSON value"
-            expected = _expected(name, arguments)
+            expected = _compute_expected(name, arguments)
             if value != expected or isinstance(value, bool) != isinstance(expected, bool):
                 return index, f"returns {value!r}"
     return None
 
 
-def _expected(name: str, arguments: Sequence[Any]) -> Any:
+def _compute_expected(name: str, arguments: Sequence[Any]) -> Any:
     return SUBJECTS[name].function(*_copy(arguments))
 
 

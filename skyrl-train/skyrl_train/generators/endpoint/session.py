@@ -36,10 +36,10 @@ def free_sampling(request: CompletionOptions, max_new_tokens: int) -> SamplingPa
     chosen = {name: value for name, value in values.items() if value is not None}
     if chosen.get("temperature", 1.0) < MIN_TEMPERATURE:
         chosen["temperature"] = 0.0
-    return _limited(SamplingParams(max_new_tokens, **chosen), request)
+    return _limit(SamplingParams(max_new_tokens, **chosen), request)
 
 
-def _limited(sampling: SamplingParams, request: CompletionOptions) -> SamplingParams:
+def _limit(sampling: SamplingParams, request: CompletionOptions) -> SamplingParams:
     """Return the sampling with the limits of a request: they can only make its reply shorter."""
     return replace(
         sampling,
@@ -73,7 +73,7 @@ class Session:
         for field_name, name in DISTRIBUTION_FIELDS.items():
             self._warn(field_name, getattr(request, field_name), getattr(self.sampling, name), warned)
         self._warn("seed", request.seed, None, warned)
-        return _limited(self.sampling, request)
+        return _limit(self.sampling, request)
 
     def engine_request(self, prompt: Prompt, sampling: SamplingParams) -> EngineRequest:
         """Return a request with a seed of its own, to be passed to `record` or `give_up`."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_train.dataset.files import read_rows, write_jsonl
+from skyrl_train.dataset.files import read_clean_rows, read_rows, write_jsonl
 from skyrl_train.errors import DataError
 
 ROWS = [
@@ -146,3 +146,15 @@ def test_a_file_is_replaced_only_when_the_new_one_is_complete(tmp_path: Path) ->
     write_jsonl(path, [{"a": 3}])
     assert read_rows(str(path)) == [{"a": 3}]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_lone_surrogates_are_replaced_with_one_warning_per_source(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"response": "whole"}\n{"response": "half \\ud83d"}\n')
+    for _ in range(2):
+        rows = list(read_clean_rows([str(path)]))
+    assert rows == [(f"row 0 of {path}", {"response": "whole"}), (f"row 1 of {path}", {"response": "half ?"})]
+    (warning,) = caplog.messages
+    assert f'are replaced by "?" in 1 rows, the first: row 1 of {path}' in warning

@@ -82,7 +82,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     n_parameters = AutoModelForCausalLM.from_pretrained(tiny_model_path).num_parameters()
     assert f"policy       {tiny_model_path} · {n_parameters:,} parameters · float32" in plan
     assert "(8 rows)" in plan
-    assert "steps        2 of 1 epoch with 2 batches" in plan
+    assert "steps        2 (1 epoch × 2 batches)" in plan
     assert "4 prompts × 5 samples = 20 trajectories, 1 optimizer step" in plan
     assert "≤ 5 turns of ≤ 1 token after a prompt of ≤ 512 tokens" in plan
     assert sorted(tmp_path.rglob("*")) == before

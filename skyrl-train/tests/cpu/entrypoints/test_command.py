@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyrl_train.config import get_default_config, load_config
-from skyrl_train.entrypoints.command import find_warnings, parse_cli, validate_cfg
+from skyrl_train.entrypoints.command import parse_cli, validate_cfg
 from skyrl_train.errors import ConfigError
 
 
@@ -32,10 +32,3 @@ def test_a_typed_configuration_is_also_checked() -> None:
         validate_cfg(cfg)
     cfg = load_config()
     assert validate_cfg(cfg) == cfg
-
-
-def test_warnings_of_rules_and_of_algorithms_are_found() -> None:
-    cfg = load_config({"trainer": {"algorithm": {"policy_loss_type": "gspo", "kl_estimator_type": "k1"}}})
-    k1, reduction = find_warnings(cfg)
-    assert "kl_estimator_type=k1 " in k1
-    assert "published as a mean over trajectories" in reduction

@@ -114,7 +114,7 @@ def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor.metadata, "requires", lambda name: ["torch>=99", "no-such-package", "ray; extra == 'ray'"]
     )
-    (finding,) = doctor._versions()
+    (finding,) = doctor._check_versions()
     assert finding.status == "failed"
     assert "is not >=99; no-such-package is missing" in finding.text
     assert "ray" not in finding.text

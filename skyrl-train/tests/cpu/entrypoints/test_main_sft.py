@@ -209,7 +209,7 @@ def test_the_plan_the_configuration_and_the_keys_are_printed(
     run = overrides(data, tiny_model_path, tmp_path / "out")
     assert main(["sft", *run, "--dry-run"]) == 0
     plan = capsys.readouterr().out
-    assert "steps        6 of 3 epochs with 2 batches" in plan
+    assert "steps        6 (3 epochs × 2 batches)" in plan
     assert "each step    5 rows of ≤ 200 tokens" in plan
     assert main(["sft", *run, "data.max_length=null", "--dry-run"]) == 0
     assert "each step    5 rows of ≤ 512 tokens" in capsys.readouterr().out

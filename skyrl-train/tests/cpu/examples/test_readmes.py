@@ -20,8 +20,10 @@ from skyrl_gym.envs.openspiel.game_env import GameConfig
 from skyrl_gym.envs.openspiel.opponents import MctsConfig
 from skyrl_gym.envs.search.env import SearchEnvConfig
 from skyrl_gym.envs.sql.env import Text2SQLEnvConfig
+from skyrl_train.algorithms.rules import ALGORITHM_WARNINGS
 from skyrl_train.config.problems import FIELDS
-from skyrl_train.entrypoints.command import find_warnings, parse_cli
+from skyrl_train.config.validation import WARNINGS, find_problems
+from skyrl_train.entrypoints.command import parse_cli
 
 FOLDER = Path(__file__).parents[3] / "examples"
 NAMES = ("aime", "gsm8k", "livecodebench", "multiply", "openspiel", "search", "text_to_sql")
@@ -74,7 +76,7 @@ def test_training_commands_are_accepted(readme: Path) -> None:
     training = [argv for module, argv, _ in modules(readme) if module == MAIN]
     assert len(training) == (0 if readme.parent.name == "gsm8k" else 1)  # gsm8k has a script
     for argv in training:
-        assert find_warnings(parse_cli(argv)) == []
+        assert find_problems(parse_cli(argv), WARNINGS + ALGORITHM_WARNINGS) == []
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
@@ -146,7 +148,7 @@ def test_the_script_of_gsm8k_prepares_data_and_trains_on_it(tmp_path: Path) -> N
     importlib.import_module(preparing[0]).main(preparing[1:])
     (training,) = run("trainer.epochs=3", "trainer.algorithm.use_kl_loss=false")
     cfg = parse_cli(training[1:])
-    assert find_warnings(cfg) == []
+    assert find_problems(cfg, WARNINGS + ALGORITHM_WARNINGS) == []
     assert cfg.data.train_data == [f"{tmp_path}/data/train.parquet"]
     assert (cfg.trainer.epochs, cfg.trainer.algorithm.use_kl_loss) == (3, False)
     assert len(run(f"data.train_data=['{tmp_path}/data/train.parquet']", DATA_DIR=str(tmp_path / "none"))) == 1

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.report.summary import duration, headline_evals, headlines, settings, time_split
+from skyrl_train.config.loading import RL, Schema
+from skyrl_train.config.preferences import DPO, REWARD
+from skyrl_train.config.sft import SFT
+from skyrl_train.report.summary import duration, find_method, headline_evals, headlines, settings, time_split
 
 
 def test_headlines_compare_with_the_values_before_training() -> None:
@@ -57,7 +60,29 @@ def test_a_run_without_metrics_has_an_empty_summary() -> None:
 
 def test_only_settings_in_the_configuration_are_listed() -> None:
     config = {"trainer": {"seed": 0, "epochs": 3, "policy": None}, "generator": {"max_turns": 5}}
-    assert settings(config) == {"max turns": 5, "epochs": 3, "seed": 0}
+    assert settings(config) == {"max turns": "5", "epochs": "3", "seed": "0"}
+
+
+def test_settings_of_supervised_runs_have_their_own_names() -> None:
+    data = {"max_length": 128}
+    assert settings({"data": data, "trainer": {"train_batch_size": 16}}) == {"rows per step": "16"}
+    config = {"trainer": {"train_batch_size": 16, "dpo": {"beta": 0.1}, "policy": {"model": {"lora": {"rank": 8}}}}}
+    assert settings(config) == {"LoRA rank": "8", "DPO beta": "0.1", "pairs per step": "16"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "title"),
+    [
+        (RL, "Reinforcement learning"),
+        (SFT, "Supervised fine-tuning"),
+        (DPO, "Direct preference optimization"),
+        (REWARD, "Reward modeling"),
+    ],
+)
+def test_the_method_follows_from_the_configuration(schema: Schema[Any], title: str) -> None:
+    method = find_method(schema.root().model_dump(mode="json"))
+    assert method is not None
+    assert method.title == title
 
 
 @pytest.mark.parametrize(

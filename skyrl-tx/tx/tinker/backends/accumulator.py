@@ -40,7 +40,7 @@ class PassAccumulator(Generic[G]):
     @property
     def result(self) -> PassResult:
         """The result of the whole pass."""
-        loss = float(sum(np.sum(one, dtype=np.float64) for one in self._token_losses))
+        loss = float(sum(np.sum(losses, dtype=np.float64) for losses in self._token_losses))
         return PassResult(loss, self._logprobs, self._token_losses)
 
     def _sum(self, total: G | None, gradients: G | None) -> G | None:

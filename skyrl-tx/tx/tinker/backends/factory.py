@@ -33,7 +33,9 @@ def settings_of(backend: BackendName, settings: Mapping[str, Any]) -> JaxConfig 
     try:
         return kind(**settings)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in error.errors())
+        wrong = "; ".join(
+            f"{'.'.join(map(str, problem['loc']))}={problem['input']!r}: {problem['msg']}" for problem in error.errors()
+        )
         known = ", ".join(kind.model_fields)
         raise ValueError(f"{wrong}; {backend} knows {known}") from error
 

@@ -44,7 +44,7 @@ def named_moments(
 ) -> dict[str, T]:
     """Merge the optimizer state into a mapping: both moments, step count, and float32 weights of bfloat16 models."""
     kinds = {"first": first, "second": second, "wide": wide or {}}
-    return {f"{kind}.{path}": one for kind, tensors in kinds.items() for path, one in tensors.items()} | {
+    return {f"{kind}.{path}": tensor for kind, tensors in kinds.items() for path, tensor in tensors.items()} | {
         N_STEPS: n_steps
     }
 
@@ -52,7 +52,7 @@ def named_moments(
 def moments_of(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T], T, dict[str, T] | None]:
     """Split a mapping as `named_moments` made it."""
     first, second, wide = (
-        {path.removeprefix(prefix): one for path, one in tensors.items() if path.startswith(prefix)}
+        {path.removeprefix(prefix): tensor for path, tensor in tensors.items() if path.startswith(prefix)}
         for prefix in ("first.", "second.", "wide.")
     )
     return first, second, tensors[N_STEPS], wide or None

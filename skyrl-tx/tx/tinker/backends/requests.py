@@ -70,7 +70,7 @@ class RequestState(Generic[W]):
         logprobs = np.full(n_prompt, np.nan, np.float32)
         top_tokens, top = np.zeros((n_prompt, k), np.int32), np.full((n_prompt, k), np.nan, np.float32)
         if found:
-            chosen, best_tokens, best = (np.concatenate(one) for one in zip(*found, strict=True))
+            chosen, best_tokens, best = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
             logprobs[1:], top_tokens[1:], top[1:] = chosen, best_tokens[:, :k], best[:, :k]
         self._prompt_logprobs = logprobs if self.spec.wants_prompt_logprobs else None
         self._top_prompt = TopLogprobs(top_tokens, top) if k else None
@@ -123,7 +123,7 @@ class TurnQueue(Generic[R]):
         """Begin as many samples as fit; `begin` tries the next sample of a request."""
         n_refused = 0
         while n_refused < min(len(self._requests), MAX_ATTEMPTS):
-            if any(one.n_overtaken >= MAX_OVERTAKING for one in self._requests[:n_refused]):
+            if any(waiting.n_overtaken >= MAX_OVERTAKING for waiting in self._requests[:n_refused]):
                 break
             request = self._requests[n_refused]
             if not begin(request):

@@ -197,7 +197,7 @@ class VllmSampler:
         """Return the name of the base model on the server."""
         if self._base is None:
             models = (await self._request("GET", "/v1/models"))["data"]
-            self._base = next(one["id"] for one in models if one.get("parent") is None)
+            self._base = next(model["id"] for model in models if model.get("parent") is None)
         return self._base
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -263,23 +263,26 @@ def body_of(request: SampleRequest, model: str) -> dict[str, Any]:
 
 def result_of(request: SampleRequest, response: Mapping[str, Any]) -> SampleResult:
     """Convert vLLM's response to a result."""
-    choices = sorted(response["choices"], key=lambda one: int(one["index"]))
-    samples = [_sample(one, request.n_top_sampled) for one in choices]
+    choices = sorted(response["choices"], key=lambda choice: int(choice["index"]))
+    samples = [_sample(choice, request.n_top_sampled) for choice in choices]
     if request.params.temperature == 0:
         samples *= request.n_samples
     scored = choices[0].get("prompt_logprobs")
     if scored is None:
         return SampleResult(samples)
     logprobs = np.full(len(scored), np.nan, np.float32)
-    logprobs[1:] = [one[str(token)]["logprob"] for one, token in zip(scored[1:], request.prompt[1:], strict=True)]
-    rows = [{int(token): one["logprob"] for token, one in (row or {}).items()} for row in scored]
+    logprobs[1:] = [row[str(token)]["logprob"] for row, token in zip(scored[1:], request.prompt[1:], strict=True)]
+    rows = [{int(token): entry["logprob"] for token, entry in (row or {}).items()} for row in scored]
     top = _top(rows, request.n_top_prompt) if request.n_top_prompt else None
     return SampleResult(samples, logprobs if request.wants_prompt_logprobs else None, top)
 
 
 def _sample(choice: Mapping[str, Any], n_top: int) -> Sample:
     logprobs = choice["logprobs"]
-    rows = [{int(name.removeprefix("token_id:")): one for name, one in row.items()} for row in logprobs["top_logprobs"]]
+    rows = [
+        {int(name.removeprefix("token_id:")): logprob for name, logprob in row.items()}
+        for row in logprobs["top_logprobs"]
+    ]
     return Sample(
         choice["token_ids"],
         logprobs["token_logprobs"],

@@ -88,7 +88,7 @@ class Sampling:
             payload = codec.sample_bytes(result)
         except Exception as error:  # noqa: BLE001 (an error of the sampler fails this request only)
             return failed_outcome(request, error)
-        self.n_tokens += sum(len(one.tokens) for one in result.samples)
+        self.n_tokens += sum(len(sample.tokens) for sample in result.samples)
         return Outcome(request.request_id or 0, payload, is_protobuf=True)
 
     def cancel(self, request_id: int) -> bool:

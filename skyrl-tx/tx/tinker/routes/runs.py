@@ -60,8 +60,8 @@ async def get_run_checkpoints(call: Caller, run_id: str) -> Response:
     def query(db: Session, owner: str) -> listings.CheckpointList:
         queries.find_model(db, run_id, owner)
         kinds = readable_kinds(call.http.headers)
-        found = [one for one in catalog.checkpoints_of(db, [run_id]) if one.kind in kinds]
-        return listings.CheckpointList(checkpoints=[catalog.checkpoint_info(one) for one in found])
+        found = [checkpoint for checkpoint in catalog.checkpoints_of(db, [run_id]) if checkpoint.kind in kinds]
+        return listings.CheckpointList(checkpoints=[catalog.checkpoint_info(checkpoint) for checkpoint in found])
 
     return reply(await call.read(query))
 

@@ -130,8 +130,8 @@ def _from_json(is_forward_only: bool, body: bytes) -> ForwardBackwardMessage:
 
 
 def _format_error(error: ValidationError) -> str:
-    one = error.errors(include_input=False)[0]
-    return f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
+    problem = error.errors(include_input=False)[0]
+    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
 
 
 def _read_pass(

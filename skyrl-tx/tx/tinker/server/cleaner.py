@@ -151,11 +151,18 @@ def _find_surplus(used: Mapping[Path, int], max_snapshots: int) -> list[Path]:
 def _end_unseen(db: Session, seen: Mapping[str, object]) -> list[str]:
     """End the sessions that were not seen again, and return them."""
     sessions = [db.get_one(ClientSession, session_id) for session_id in seen]
-    stale = [one for one in sessions if one.status is SessionStatus.ACTIVE and one.last_seen_at == seen[one.session_id]]
+    stale = [
+        session
+        for session in sessions
+        if session.status is SessionStatus.ACTIVE and session.last_seen_at == seen[session.session_id]
+    ]
     for session in stale:
         queries.end_session(db, session, SessionStatus.EXPIRED, "timed out")
     return [session.session_id for session in stale]
 
 
 def _drop_expired(db: Session, config: TxConfig) -> list[tuple[str, Path | None]]:
-    return [(one.path, queries.drop_checkpoint(db, one, config)) for one in retention.expired_checkpoints(db)]
+    return [
+        (checkpoint.path, queries.drop_checkpoint(db, checkpoint, config))
+        for checkpoint in retention.expired_checkpoints(db)
+    ]

@@ -72,7 +72,7 @@ async def _on_user_error(request: Request, error: Exception) -> Response:
 async def _on_invalid(request: Request, error: Exception) -> Response:
     """Summarize validation errors without the body, which may be large or binary."""
     assert isinstance(error, RequestValidationError)
-    problems = [f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors()]
+    problems = [f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in error.errors()]
     more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
     return _message_reply(422, "; ".join(problems[:MAX_PROBLEMS]) + more)
 

@@ -69,7 +69,7 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Run the background tasks within the block; then stop them and close the database."""
         loops = (partial(self.promises.watch, self._poll_sec), self._record_throughput)
-        tasks = [asyncio.create_task(run_forever(one)) for one in loops]
+        tasks = [asyncio.create_task(run_forever(loop)) for loop in loops]
         if self.supervisor is not None:
             tasks.append(asyncio.create_task(self._supervise(self.supervisor)))
             if self.config.engine_hang_sec >= 0:

@@ -77,7 +77,7 @@ def list_checkpoints(
     )
     page = db.exec(found.order_by(*_newest_first()).limit(limit).offset(offset))
     cursor = listings.Cursor(offset=offset, limit=limit, total_count=_count(db, found))
-    return listings.CheckpointList(checkpoints=[checkpoint_info(one) for one in page], cursor=cursor)
+    return listings.CheckpointList(checkpoints=[checkpoint_info(checkpoint) for checkpoint in page], cursor=cursor)
 
 
 def _count(db: Session, found: SelectOfScalar[T] | Select[T]) -> int:
@@ -145,12 +145,14 @@ def search_sessions(db: Session, owner: str, query: SearchSessionsRequest) -> li
     order = (col(ClientSession.created_at).desc(), col(ClientSession.session_id).desc())
     scanned = db.exec(select(ClientSession).where(*_matches(owner, query)).order_by(*order).limit(MAX_SCANNED))
     metadata = query.user_metadata.items()
-    found = [one for one in scanned if metadata <= (as_text(one.user_metadata) or {}).items()][: query.limit + 1]
+    found = [session for session in scanned if metadata <= (as_text(session.user_metadata) or {}).items()][
+        : query.limit + 1
+    ]
     page = found[: query.limit]
-    sizes = _checkpoint_sizes(db, [one.session_id for one in page])
+    sizes = _checkpoint_sizes(db, [session.session_id for session in page])
     last = page[-1] if len(found) > query.limit else None
     return listings.SessionsFound(
-        sessions=[_summary(one, *sizes.get(one.session_id, (0, 0))) for one in page],
+        sessions=[_summary(session, *sizes.get(session.session_id, (0, 0))) for session in page],
         next_cursor=None
         if last is None
         else listings.SearchCursor(last_created_at=last.created_at, last_session_id=last.session_id),
@@ -162,7 +164,7 @@ def _matches(owner: str, query: SearchSessionsRequest) -> list[ColumnElement[boo
     if query.project_ids is not None:
         wanted.append(col(ClientSession.project_id).in_(query.project_ids))
     if query.statuses is not None:
-        wanted.append(or_(*(_has_status(one) for one in query.statuses)))
+        wanted.append(or_(*(_has_status(status) for status in query.statuses)))
     words = sorted(set((query.display_name or "").split()))
     if len(words) > MAX_WORDS:
         refuse(f"display_name has {len(words)} words; use at most {MAX_WORDS}")

@@ -74,8 +74,8 @@ def _stops(params: SamplingSettings) -> tuple[list[int] | None, list[str]]:
     stops = [stop] if isinstance(stop, str) else stop
     if len(stops) > MAX_STOP_TOKENS:
         raise UserError(f"stop has {len(stops)} entries; pass at most {MAX_STOP_TOKENS}")
-    tokens = [one for one in stops if isinstance(one, int)]
-    strings = [one for one in stops if isinstance(one, str)]
+    tokens = [stop for stop in stops if isinstance(stop, int)]
+    strings = [stop for stop in stops if isinstance(stop, str)]
     if not strings:
         return tokens, []
     for string in strings:

@@ -206,7 +206,10 @@ def _topk(top: TopLogprobs, *, n_empty: int) -> pb.TopkLogprobs:
 def sample_json(payload: bytes) -> bytes:
     """Convert the output of `sample_bytes` to JSON."""
     message = pb.SampleResponse.FromString(payload)
-    fields: dict[str, Any] = {"type": "sample", "sequences": [_json_sequence(one) for one in message.sequences]}
+    fields: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [_json_sequence(sequence) for sequence in message.sequences],
+    }
     if message.HasField("prompt_logprobs"):
         fields["prompt_logprobs"] = _json_logprobs(np.frombuffer(message.prompt_logprobs, "<f4"))
     if message.HasField("topk_prompt_logprobs"):

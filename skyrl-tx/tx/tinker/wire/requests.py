@@ -26,15 +26,15 @@ def _check_storable(value: JsonValue) -> JsonValue:
     """Check that a value can be stored and read back: its text is valid and its nesting limited."""
     left = [(value, 1)]
     while left:
-        one, depth = left.pop()
+        part, depth = left.pop()
         if depth > MAX_DEPTH:
             raise ValueError(f"must not be nested more than {MAX_DEPTH} deep")
-        if isinstance(one, str):
-            _check_encodable(_check_no_nul(one))
-        elif isinstance(one, dict):
-            left += [(part, depth + 1) for pair in one.items() for part in pair]
-        elif isinstance(one, list):
-            left += [(part, depth + 1) for part in one]
+        if isinstance(part, str):
+            _check_encodable(_check_no_nul(part))
+        elif isinstance(part, dict):
+            left += [(child, depth + 1) for pair in part.items() for child in pair]
+        elif isinstance(part, list):
+            left += [(child, depth + 1) for child in part]
     return value
 
 

@@ -58,7 +58,7 @@ def check_sparse(tensors: Iterable[pb.Tensor]) -> None:
     Raises:
         UserError: they are too large.
     """
-    n_elements = sum(abs(math.prod(one.shape)) for one in tensors if one.WhichOneof("layout") == "sparse_csr")
+    n_elements = sum(abs(math.prod(tensor.shape)) for tensor in tensors if tensor.WhichOneof("layout") == "sparse_csr")
     if n_elements > MAX_ELEMENTS:
         raise UserError(f"sparse tensors of {n_elements} numbers are more than {MAX_ELEMENTS}; split the request")
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.entrypoints.command import find_warnings, parse_cli
+from skyrl_train.algorithms.rules import ALGORITHM_WARNINGS
+from skyrl_train.config.validation import WARNINGS, find_problems
+from skyrl_train.entrypoints.command import parse_cli
 
 FOLDER = Path(__file__).parents[4] / "examples/algorithms"
 READMES = sorted(FOLDER.rglob("README.md"))
@@ -29,7 +31,7 @@ def test_commands_are_accepted(readme: Path, record: Callable[..., Any]) -> None
         is_script = command[0] == "bash"
         argv = record(command)[1] if is_script else command[3:]
         assert is_script or command[:3] == ["python", "-m", "skyrl_train.entrypoints.main_base"]
-        warnings = find_warnings(parse_cli(argv))
+        warnings = find_problems(parse_cli(argv), WARNINGS + ALGORITHM_WARNINGS)
         assert warnings == [], shlex.join(command)
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from skyrl_train.entrypoints.command import find_warnings, parse_cli
+from skyrl_train.algorithms.rules import ALGORITHM_WARNINGS
+from skyrl_train.config.validation import WARNINGS, find_problems
+from skyrl_train.entrypoints.command import parse_cli
 
 ROOT = Path(__file__).parents[5]
 SCRIPTS = sorted((ROOT / "skyrl-train/examples/algorithms").glob("*/run_*.sh"))
@@ -72,7 +74,7 @@ def test_settings_cause_no_warnings_and_only_the_model_depends_on_the_machine(
     for has_gpu in (False, True):
         module, argv = record(["bash", str(script)], has_gpu=has_gpu)
         cfg = parse_cli(argv)
-        assert find_warnings(cfg) == []
+        assert find_problems(cfg, WARNINGS + ALGORITHM_WARNINGS) == []
         assert cfg.trainer.run_name == script.stem.removeprefix("run_")
         assert ("Qwen3-1.7B" in cfg.trainer.policy.model.path) is has_gpu
         algorithms.append(cfg.trainer.algorithm)

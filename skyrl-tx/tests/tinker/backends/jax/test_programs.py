@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.jax.backend import JaxBackend
@@ -85,4 +86,17 @@ def test_other_threads_see_that_a_program_is_compiled() -> None:
     is_over.set()
     watcher.join()
     assert seen == {False, True}
+    assert not programs().is_compiling
+
+
+def test_a_program_that_cannot_be_lowered_or_compiled_is_not_compiling() -> None:
+    primitive = Primitive("without_a_rule_for_any_platform")
+    primitive.def_abstract_eval(lambda x: x)
+    programs()
+    with pytest.raises(NotImplementedError):
+        jax.jit(primitive.bind)(jnp.ones(3))
+    assert not programs().is_compiling
+
+    with pytest.raises(Exception, match="no_such_option"):
+        jax.jit(jnp.sin, compiler_options={"no_such_option": 1})(jnp.ones(3))
     assert not programs().is_compiling

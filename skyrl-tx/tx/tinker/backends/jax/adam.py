@@ -44,15 +44,15 @@ class Step(NamedTuple):
 
 def new_moments(params: Tree) -> JaxMoments:
     """Return the state before the first step."""
-    zeros = jax.tree.map(lambda one: jnp.zeros_like(one, jnp.float32), params)
+    zeros = jax.tree.map(lambda array: jnp.zeros_like(array, jnp.float32), params)
     return JaxMoments(zeros, zeros, jnp.zeros((), jnp.int32), float32_params(params))
 
 
 def float32_params(params: Tree) -> Tree | None:
     """Return the parameters in float32; None if they already are."""
-    if all(one.dtype == jnp.float32 for one in jax.tree.leaves(params)):
+    if all(array.dtype == jnp.float32 for array in jax.tree.leaves(params)):
         return None
-    return jax.tree.map(lambda one: one.astype(jnp.float32), params)
+    return jax.tree.map(lambda array: array.astype(jnp.float32), params)
 
 
 def step_of(params: AdamParams) -> Step:
@@ -69,8 +69,8 @@ def step_of(params: AdamParams) -> Step:
 @jax.jit
 def adam_step(params: Tree, moments: JaxMoments, gradients: Tree, step: Step) -> tuple[Tree, JaxMoments, jax.Array]:
     """Return the new parameters and state, and the norm of the gradients before clipping."""
-    gradients = jax.tree.map(lambda one: one.astype(jnp.float32), gradients)
-    norm = jnp.sqrt(sum(jnp.sum(one * one) for one in jax.tree.leaves(gradients)))
+    gradients = jax.tree.map(lambda array: array.astype(jnp.float32), gradients)
+    norm = jnp.sqrt(sum(jnp.sum(array * array) for array in jax.tree.leaves(gradients)))
     is_clipped = (step.grad_clip_norm > 0) & (norm > step.grad_clip_norm)
     shrink = jnp.where(is_clipped, step.grad_clip_norm / (norm + 1e-6), 1.0)
     n_steps = moments.n_steps + 1
@@ -83,9 +83,9 @@ def adam_step(params: Tree, moments: JaxMoments, gradients: Tree, step: Step) ->
         kept = param * (1.0 - step.learning_rate * step.weight_decay)
         return kept - size * jnp.where(first == 0, 0.0, ratio)  # without any gradient, eps may be 0, too
 
-    clipped = jax.tree.map(lambda one: one * shrink, gradients)
+    clipped = jax.tree.map(lambda array: array * shrink, gradients)
     first = jax.tree.map(lambda m, g: step.beta1 * m + step.rest1 * g, moments.first, clipped)
     second = jax.tree.map(lambda v, g: step.beta2 * v + step.rest2 * g * g, moments.second, clipped)
     wide = jax.tree.map(update_param, params if moments.wide is None else moments.wide, first, second)
-    rounded = jax.tree.map(lambda one, param: one.astype(param.dtype), wide, params)
+    rounded = jax.tree.map(lambda array, param: array.astype(param.dtype), wide, params)
     return rounded, JaxMoments(first, second, n_steps, None if moments.wide is None else wide), norm

@@ -162,7 +162,9 @@ class JaxBackend:
         gradients = model.gradients
         if gradients is None:
             logger.warning("optim_step of %s without any gradient", model_id)
-            gradients = jax.tree.map(lambda one: jnp.zeros_like(one, jnp.float32, device=one.sharding), model.weights)
+            gradients = jax.tree.map(
+                lambda array: jnp.zeros_like(array, jnp.float32, device=array.sharding), model.weights
+            )
         model.weights, model.moments, norm = adam_step(model.weights, model.moments, gradients, step_of(params))
         model.gradients = None
         return {"skyrl.ai/grad_norm": float(norm), "skyrl.ai/learning_rate": params.learning_rate}
@@ -176,7 +178,7 @@ class JaxBackend:
     def n_bytes(self, model_id: str, *, with_optimizer: bool) -> int:
         model = self._models[model_id]
         saved = (model.weights, model.moments if with_optimizer else None)
-        return sum(one.nbytes for one in jax.tree.leaves(saved))
+        return sum(array.nbytes for array in jax.tree.leaves(saved))
 
     def save_model(self, model_id: str, folder: Path) -> None:
         self.freeze(model_id, with_optimizer=True)(folder)
@@ -203,7 +205,7 @@ class JaxBackend:
         save_settings(folder, lora)
 
     def _save_moments(self, folder: Path, lora: LoraConfig, moments: JaxMoments) -> None:
-        first, second = (dict(self._name_tensors(lora, one)) for one in (moments.first, moments.second))
+        first, second = (dict(self._name_tensors(lora, tree)) for tree in (moments.first, moments.second))
         wide = None if moments.wide is None else dict(self._name_tensors(lora, moments.wide))
         save_file(named_moments(first, second, np.asarray(moments.n_steps), wide), folder / OPTIMIZER)
 
@@ -218,10 +220,10 @@ class JaxBackend:
         if isinstance(weights, Adapter):
             weights, moments = place_whole(self._mesh, (weights, moments))
         else:
-            indices = jax.tree.map(lambda one: one.sharding, weights)
+            indices = jax.tree.map(lambda array: array.sharding, weights)
             first, second, wide = (
-                None if one is None else jax.device_put(one, indices)
-                for one in (moments.first, moments.second, moments.wide)
+                None if tree is None else jax.device_put(tree, indices)
+                for tree in (moments.first, moments.second, moments.wide)
             )
             moments = JaxMoments(first, second, place_whole(self._mesh, moments.n_steps), wide)
         return JaxModel(lora, weights, moments)

@@ -242,4 +242,4 @@ def _invert(odds: jax.Array, uniform: jax.Array) -> jax.Array:
 @partial(jax.jit, donate_argnums=0)
 def copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
     """Copy pages in every layer. sources, targets (n,)."""
-    return Cache(*(one.at[:, targets].set(one[:, sources]) for one in cache))
+    return Cache(*(pages.at[:, targets].set(pages[:, sources]) for pages in cache))

@@ -135,13 +135,13 @@ class JaxGroup:
 @partial(jax.jit, static_argnames="n_blocks")
 def _repeat_adapter(adapter: Adapter, scale: jax.Array, n_blocks: int) -> Rows:
     """Repeat an adapter for all blocks."""
-    blocks = jax.tree.map(lambda one: jnp.repeat(one[:, None], n_blocks, axis=1), adapter.blocks)
-    head = jax.tree.map(lambda one: jnp.repeat(one[None], n_blocks, axis=0), adapter.head)
+    blocks = jax.tree.map(lambda factor: jnp.repeat(factor[:, None], n_blocks, axis=1), adapter.blocks)
+    head = jax.tree.map(lambda factor: jnp.repeat(factor[None], n_blocks, axis=0), adapter.head)
     return Rows(Adapter(blocks, head), jnp.full(n_blocks, scale))
 
 
 @partial(jax.jit, donate_argnums=0)
 def _set_block(rows: Rows, adapter: Adapter, scale: jax.Array, block: jax.Array) -> Rows:
-    blocks = jax.tree.map(lambda every, one: every.at[:, block].set(one), rows.adapter.blocks, adapter.blocks)
-    head = jax.tree.map(lambda every, one: every.at[block].set(one), rows.adapter.head, adapter.head)
+    blocks = jax.tree.map(lambda every, factor: every.at[:, block].set(factor), rows.adapter.blocks, adapter.blocks)
+    head = jax.tree.map(lambda every, factor: every.at[block].set(factor), rows.adapter.head, adapter.head)
     return Rows(Adapter(blocks, head), rows.scales.at[block].set(scale))

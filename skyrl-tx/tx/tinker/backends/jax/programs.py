@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from jax import monitoring
 logger = logging.getLogger(__name__)
 
 LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
-"""Events of JAX, directly before and after the compilation of a program."""
+"""Events of JAX, directly before and after the compilation of a program; they occur even if their part fails."""
 MIN_LOGGED_SEC = 0.2
 MAX_BYTES = 4 << 30
 
@@ -28,7 +29,7 @@ class Programs:
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == LOWERED:
-            self.is_compiling = True
+            self.is_compiling = sys.exception() is None  # a program that cannot be lowered is not compiled
         if event == COMPILED:
             self.is_compiling = False
             self.n_compiled += 1
@@ -64,7 +65,7 @@ def evict_programs(folder: Path, max_bytes: int = MAX_BYTES) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process may delete files, too
             files.append((path, path.stat()))
     n_bytes = sum(stat.st_size for _, stat in files)
-    for path, stat in sorted(files, key=lambda one: one[1].st_atime):
+    for path, stat in sorted(files, key=lambda file: file[1].st_atime):
         if n_bytes <= max_bytes:
             break
         try:

@@ -94,7 +94,7 @@ class JaxSampler:
         """Begin the next sample of a request; return False if it does not fit."""
         n_pages = self._n_needed(request)
         idle = [] if n_pages <= self._pages.n_free else self._idle_prompts(request)
-        if n_pages > self._pages.n_free + sum(len(one.shared) for one in idle):
+        if n_pages > self._pages.n_free + sum(len(group.shared) for group in idle):
             return False
         group, index = self._find_lane(request)
         if group is None:
@@ -108,11 +108,13 @@ class JaxSampler:
         request.n_begun += 1
         return True
 
-    def _idle_prompts(self, but: JaxRequestState) -> list[JaxRequestState]:
+    def _idle_prompts(self, excluded: JaxRequestState) -> list[JaxRequestState]:
         """Return other requests whose cached prompts are unused, last in turn first. Their prompts can be prefilled
         again.
         """
-        return [one for one in reversed(self._waiting) if one is not but and one.shared and not one.n_running]
+        return [
+            group for group in reversed(self._waiting) if group is not excluded and group.shared and not group.n_running
+        ]
 
     def _evict_prompt(self, request: JaxRequestState) -> None:
         self._pages.release(request.shared)
@@ -191,7 +193,7 @@ class JaxSampler:
                 self._config, weights.params, rows, self._cache, tokens, positions, targets, table, n_pages, n_top=n_top
             )
             if needs_logprobs:
-                found.append(tuple(np.asarray(one)[:n] for one in scores))
+                found.append(tuple(np.asarray(array)[:n] for array in scores))
         if needs_logprobs:
             request.record_prompt(found)
 
@@ -213,7 +215,7 @@ class JaxSampler:
             np.int32(min(n_pages, self._table_size)),
             n_top=n_top,
         )
-        tokens, logprobs = (np.asarray(one).T.tolist() for one in (chosen.tokens, chosen.logprobs))
+        tokens, logprobs = (np.asarray(array).T.tolist() for array in (chosen.tokens, chosen.logprobs))
         top = (np.asarray(chosen.top_tokens), np.asarray(chosen.top_logprobs)) if n_top else None
         for index, lane in list(group.used):
             if self._take(lane, index, tokens[index], logprobs[index], top):

@@ -162,7 +162,8 @@ def micro_batch(
         _, (lp, losses) = total(trained)
         return lp, losses, None
     gradients, (lp, losses) = jax.grad(total, has_aux=True)(trained)
-    return lp, losses, jax.tree.map(lambda one: one.astype(jnp.float32), gradients)  # passes accumulate many gradients
+    wide = jax.tree.map(lambda array: array.astype(jnp.float32), gradients)  # passes accumulate many gradients
+    return lp, losses, wide
 
 
 def _losses(name: str, inputs: Mapping[str, jax.Array], settings: Mapping[str, jax.Array], lp: jax.Array) -> jax.Array:

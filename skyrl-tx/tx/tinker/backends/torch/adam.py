@@ -44,15 +44,18 @@ class TorchOptimizer:
 def new_optimizer(tensors: Sequence[torch.Tensor], moments: TorchMoments | None = None) -> TorchOptimizer:
     """Create an optimizer, with the state of another one if given."""
     updated_tensors = list(tensors)
-    if any(one.dtype != torch.float32 for one in tensors):
+    if any(tensor.dtype != torch.float32 for tensor in tensors):
         wide = tensors if moments is None or moments.wide is None else moments.wide
         updated_tensors = [
-            one.detach().to(tensor.device, torch.float32, copy=True) for one, tensor in zip(wide, tensors, strict=True)
+            values.detach().to(tensor.device, torch.float32, copy=True)
+            for values, tensor in zip(wide, tensors, strict=True)
         ]
     adamw = torch.optim.AdamW(updated_tensors)
     if moments is None:
         moments = TorchMoments(
-            [torch.zeros_like(one) for one in updated_tensors], [torch.zeros_like(one) for one in updated_tensors], 0
+            [torch.zeros_like(tensor) for tensor in updated_tensors],
+            [torch.zeros_like(tensor) for tensor in updated_tensors],
+            0,
         )
     for tensor, first, second in zip(updated_tensors, moments.first, moments.second, strict=True):
         adamw.state[tensor] = {
@@ -68,7 +71,7 @@ def moments_of(optimizer: TorchOptimizer) -> TorchMoments:
     updated_tensors = optimizer.updated_tensors
     states = [optimizer.adamw.state[tensor] for tensor in updated_tensors]
     first, second = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-    is_wide = any(one is not tensor for one, tensor in zip(updated_tensors, optimizer.tensors, strict=True))
+    is_wide = any(updated is not tensor for updated, tensor in zip(updated_tensors, optimizer.tensors, strict=True))
     return TorchMoments(first, second, int(states[0]["step"]), updated_tensors if is_wide else None)
 
 
@@ -85,7 +88,7 @@ def adam_step(optimizer: TorchOptimizer, gradients: Sequence[torch.Tensor], para
     optimizer.adamw.step()
     optimizer.adamw.zero_grad(set_to_none=True)
     with torch.no_grad():
-        for tensor, one in zip(optimizer.tensors, updated_tensors, strict=True):
-            if tensor is not one:
-                tensor.copy_(one)
+        for tensor, updated in zip(optimizer.tensors, updated_tensors, strict=True):
+            if tensor is not updated:
+                tensor.copy_(updated)
     return float(norm)

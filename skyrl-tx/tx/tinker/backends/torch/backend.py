@@ -109,7 +109,7 @@ class TorchBackend:
         gradients = model.gradients
         if gradients is None:
             logger.warning("optim_step of %s without any gradient", model_id)
-            gradients = [torch.zeros_like(one) for one in model.weights.trained]
+            gradients = [torch.zeros_like(tensor) for tensor in model.weights.trained]
         norm = adam_step(model.optimizer, gradients, params)
         model.gradients = None
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": params.learning_rate}
@@ -126,7 +126,7 @@ class TorchBackend:
         if with_optimizer:
             moments = moments_of(model.optimizer)
             saved += [*moments.first, *moments.second, *(moments.wide or ())]
-        return sum(one.nbytes for one in saved)
+        return sum(tensor.nbytes for tensor in saved)
 
     def save_model(self, model_id: str, folder: Path) -> None:
         self.freeze(model_id, with_optimizer=True)(folder)

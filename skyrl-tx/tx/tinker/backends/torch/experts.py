@@ -50,10 +50,10 @@ def mix_experts(layer: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: 
     every device, even where `index_add` does not define it.
     """
     adapter: Mapping[str, TorchFactors] = getattr(layer, "adapter", {})
-    factors = {name: one.by_expert() for name, one in adapter.items()}
+    factors = {name: factor.by_expert() for name, factor in adapter.items()}
     total = torch.zeros_like(hidden)
     for number, (gate_up, down) in enumerate(zip(layer.gate_up_proj.unbind(), layer.down_proj.unbind(), strict=True)):
-        more = {name: one[number] for name, one in factors.items()}
+        more = {name: factor[number] for name, factor in factors.items()}
         is_chosen = chosen == number
         share = (shares * is_chosen).sum(dim=-1, keepdim=True).to(hidden.dtype)  # (N, 1)
         if len(hidden) <= MAX_DENSE_TOKENS:

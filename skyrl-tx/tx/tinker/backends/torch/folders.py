@@ -98,7 +98,7 @@ def _name_tensors(weights: Weights, values: Sequence[torch.Tensor]) -> dict[str,
     else:
         names = [name for name, _ in weights.model.named_parameters()]
         named = revert_weight_conversion(weights.model, dict(zip(names, values, strict=True)))
-    return {name: one.detach().to("cpu", copy=True).contiguous() for name, one in named.items()}
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
 
 
 def _name_factors(
@@ -115,14 +115,14 @@ def _parts(path: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     if value.ndim == 2:
         return [(path, value)]
     layer, _, name = path.rpartition(".")
-    return [(f"{layer}.{number}.{name}", one) for number, one in enumerate(value)]
+    return [(f"{layer}.{number}.{name}", part) for number, part in enumerate(value)]
 
 
 def _values(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Order named tensors like the trained ones: the inverse of `_name_tensors`."""
     if weights.adapter is None:
         return _model_values(weights.model, tensors)
-    values = [torch.zeros_like(one, device="cpu") for one in weights.trained]
+    values = [torch.zeros_like(tensor, device="cpu") for tensor in weights.trained]
     for name, part in _name_factors(weights.adapter, values):
         part.copy_(peft.get_tensor(tensors, name, tuple(part.shape)))
     return values

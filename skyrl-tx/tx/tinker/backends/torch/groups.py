@@ -101,5 +101,5 @@ def top_of(sequence: CachedSequence) -> TopLogprobs | None:
     """Return the most likely tokens of each position, if requested."""
     if not sequence.top_logprobs:
         return None
-    tokens = np.array([list(one) for one in sequence.top_logprobs], np.int32)
-    return TopLogprobs(tokens, np.array([list(one.values()) for one in sequence.top_logprobs], np.float32))
+    tokens = np.array([list(row) for row in sequence.top_logprobs], np.int32)
+    return TopLogprobs(tokens, np.array([list(row.values()) for row in sequence.top_logprobs], np.float32))

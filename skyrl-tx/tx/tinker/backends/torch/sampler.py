@@ -92,7 +92,8 @@ class TorchSampler:
 
     def _begin(self, request: TorchRequestState) -> bool:
         """Begin the next sample of a request; return False if it does not fit."""
-        group = next((one for one in self._groups if one.weights is request.weights and one.free is not None), None)
+        fitting = (other for other in self._groups if other.weights is request.weights and other.free is not None)
+        group = next(fitting, None)
         if group is None:
             if len(self._groups) == self._max_groups:
                 return False
@@ -128,8 +129,8 @@ class TorchSampler:
 
         A request that loses all of its regions prefills its prompt again.
         """
-        keeping = [one for one in reversed(self._waiting) if one.spare]
-        if capacity > self.n_free + sum(one.capacity * len(one.spare) for one in keeping):
+        keeping = [waiting for waiting in reversed(self._waiting) if waiting.spare]
+        if capacity > self.n_free + sum(waiting.capacity * len(waiting.spare) for waiting in keeping):
             return None
         while (start := self._extents.allocate(capacity)) is None and keeping:
             self._free_spare(keeping.pop(0))
@@ -210,4 +211,4 @@ def _score_prompt(
         logprobs = lm_head_logits(model, part).log_softmax(dim=-1)
         best = logprobs.topk(min(k, logprobs.shape[-1]))
         of_chosen = logprobs.gather(-1, chosen[:, None])[:, 0]
-        yield tuple(one.cpu().numpy() for one in (of_chosen, best.indices.int(), best.values))
+        yield tuple(tensor.cpu().numpy() for tensor in (of_chosen, best.indices.int(), best.values))

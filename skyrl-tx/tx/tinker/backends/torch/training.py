@@ -33,8 +33,8 @@ Gradients = list[torch.Tensor]
 
 def add(total: Gradients, gradients: Gradients) -> Gradients:
     """Add gradients in place to the first argument."""
-    for one, other in zip(total, gradients, strict=True):
-        one += other
+    for gradient, other in zip(total, gradients, strict=True):
+        gradient += other
     return total
 
 
@@ -62,14 +62,14 @@ def micro_batch(
 ) -> tuple[np.ndarray, np.ndarray, Gradients | None]:
     """Return log-probs and losses of the targets (B, L, …), and the gradients."""
     tokens, mask, inputs = _pad(data, weights.model.device)
-    loss_inputs = {name: one for name, one in inputs.items() if name != "target_tokens"}
+    loss_inputs = {name: tensor for name, tensor in inputs.items() if name != "target_tokens"}
     with torch.set_grad_enabled(not pass_.is_forward_only), weights.applied(), checkpointed_layers(weights.model):
         lp = target_logprobs(weights.model, tokens, mask, inputs["target_tokens"])
         losses = token_losses(pass_.loss_fn, XP, lp, loss_inputs, pass_.settings)
         gradients = None
         if not pass_.is_forward_only:
             found = torch.autograd.grad(losses.sum(), weights.trained, materialize_grads=True)
-            gradients = [one.float() for one in found]  # passes accumulate many gradients
+            gradients = [gradient.float() for gradient in found]  # passes accumulate many gradients
     return lp.detach().cpu().numpy(), losses.detach().cpu().numpy(), gradients
 
 

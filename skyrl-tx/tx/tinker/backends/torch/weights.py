@@ -57,7 +57,7 @@ class Weights:
         """The trained tensors: the adapter's, or all of the model's without one."""
         if self.adapter is None:
             return list(self.model.parameters())
-        return [one for factors in self.adapter.values() for one in (factors.a, factors.b)]
+        return [factor for factors in self.adapter.values() for factor in (factors.a, factors.b)]
 
     def freeze(self) -> Weights:
         """Return an immutable copy."""
@@ -106,7 +106,7 @@ def new_weights(model: PreTrainedModel, lora: LoraConfig, seed: int) -> Weights:
         bound = 1.0 / math.sqrt(matrix.n_in)
         a = torch.empty(*experts, rank, matrix.n_in).uniform_(-bound, bound, generator=generator)
         b = torch.zeros(*experts, matrix.n_out, rank)
-        a, b = (one.to(model.device).requires_grad_() for one in (a, b))
+        a, b = (factor.to(model.device).requires_grad_() for factor in (a, b))
         adapter[matrix.path] = TorchFactors(a, b, lora.scale)
     return Weights(model, adapter)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from skyrl_gym.envs.openspiel.options import (
+from skyrl_gym.envs.options import (
     finite_number,
     one_of,
     reject_unknown,

@@ -1,0 +1,221 @@
+"""The memory and the disk that a run will take, forecast before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+
+from skyrl_train.algorithms.rules import reads_reference
+from skyrl_train.config import SkyRLConfig, TrainerConfig
+from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
+from skyrl_train.config.sft import SFTTrainerConfig
+from skyrl_train.dataset.files import count_rows
+from skyrl_train.types.specs import Role, lora_spec
+
+ModelName = Literal["policy", "critic", "reference", "reward model"]
+ROLES: Mapping[ModelName, Role] = {
+    "policy": "policy",
+    "critic": "critic",
+    "reference": "ref",
+    "reward model": "reward",
+}
+
+BYTES = {"float32": 4, "bfloat16": 2}
+COPIES_WHEN_TRAINED = 4  # weights, gradients and the two moments of AdamW
+COPIES_IN_CHECKPOINT = 3  # weights and moments
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model that the run loads."""
+
+    role: ModelName
+    path: str
+    dtype: str
+    lora: LoraConfig | None = None
+    n_parameters: int | None = None
+    """None: unknown before the download."""
+    n_trained: int | None = None
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of what is trained in a checkpoint: values and moments."""
+        width = BYTES["float32" if self.lora else self.dtype]
+        return (self.n_trained or 0) * width * COPIES_IN_CHECKPOINT
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the weights."""
+        return (self.n_parameters or 0) * BYTES[self.dtype]
+
+    @property
+    def training_bytes(self) -> int:
+        """Memory for weights, gradients and optimizer state."""
+        width = BYTES["float32" if self.lora else self.dtype]
+        frozen = self.weight_bytes if self.lora or self.role == "reference" else 0
+        return (self.n_trained or 0) * width * COPIES_WHEN_TRAINED + frozen
+
+
+def plan_models(cfg: SkyRLConfig) -> list[PlannedModel]:
+    """Return each model that the run loads; ConfigError if an adapter does not fit."""
+    trainer = cfg.trainer
+    models = [plan_trained_model("policy", trainer.policy.model, trainer.seed)]
+    if trainer.critic.model.path is not None:
+        models.append(plan_trained_model("critic", trainer.critic.model, trainer.seed))
+    if reads_reference(trainer.algorithm) and not trainer.policy_is_reference:
+        models.append(plan_reference(trainer.ref.model.path, trainer.policy.model))
+    return models
+
+
+def plan_reference(path: str, policy: PolicyModelConfig) -> PlannedModel:
+    return PlannedModel("reference", path, policy.dtype, None, count_parameters(path))
+
+
+def plan_trained_model(
+    role: Literal["policy", "critic", "reward"], section: PolicyModelConfig | CriticModelConfig, seed: int
+) -> PlannedModel:
+    path = str(section.path)
+    n_parameters = n_trained = count_parameters(path)
+    lora = lora_spec(section, f"trainer.{'critic' if role == 'critic' else 'policy'}.model.lora", seed)
+    if lora is not None and n_parameters is not None:
+        from skyrl_train.models.lora import count_trained
+
+        n_trained = count_trained(path, lora, role)
+    name: ModelName = "reward model" if role == "reward" else role
+    return PlannedModel(name, path, section.dtype, None if lora is None else lora.config, n_parameters, n_trained)
+
+
+def count_batches(trainer: TrainerConfig | SFTTrainerConfig, sources: Sequence[str]) -> int | None:
+    """Return the batches of an epoch; None before the data is downloaded."""
+    counts = [count_rows(source) for source in sources]
+    if None in counts or not counts:
+        return None
+    return sum(filter(None, counts)) // trainer.train_batch_size
+
+
+def count_steps(trainer: TrainerConfig | SFTTrainerConfig, n_batches: int | None) -> int | None:
+    """Return the steps of a run with `n_batches` per epoch; None if neither is known."""
+    if n_batches is None:
+        return trainer.max_training_steps
+    n_steps = trainer.epochs * n_batches
+    return min(n_steps, trainer.max_training_steps or n_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskForecast:
+    """The disk that checkpoints and exports of a run take."""
+
+    checkpoint_bytes: int
+    interval: int
+    n_kept: int | None  # at most; None if all are kept
+    n_checkpoints: int | None  # in the whole run; None before the data is downloaded
+    export_bytes: int
+    n_exports: int | None
+
+    @property
+    def min_bytes(self) -> int:
+        """The disk without which a checkpoint, or an export beside it, cannot be written."""
+        return 2 * self.checkpoint_bytes + (self.export_bytes if self.n_exports != 0 else 0)
+
+    @property
+    def total_bytes(self) -> int:
+        """The maximum of the whole run, if its length is known, with the checkpoint that is being written."""
+        n_checkpoints = 1 if self.n_checkpoints is None else self.n_checkpoints
+        n_kept = n_checkpoints if self.n_kept is None else min(self.n_kept, n_checkpoints)
+        n_there = min(n_kept + 1, max(n_checkpoints, 2)) if self.checkpoint_bytes else 0
+        return n_there * self.checkpoint_bytes + (self.n_exports or 0) * self.export_bytes
+
+    def describe(self) -> str:
+        """Return the forecast in one line."""
+        parts = []
+        if self.checkpoint_bytes:
+            kept = "all kept" if self.n_kept is None else f"the last {self.n_kept} kept"
+            every = format_count(self.interval, "step")
+            parts.append(f"{format_bytes(self.checkpoint_bytes)} per checkpoint, every {every}, {kept}")
+        if self.export_bytes:
+            n_exports = "" if self.n_exports is None else f"{self.n_exports:,} × "
+            parts.append(f"exports {n_exports}{format_bytes(self.export_bytes)}")
+        if self.n_checkpoints is not None:
+            parts.append(f"up to {format_bytes(self.total_bytes)}")
+        return " · ".join(parts) or "no checkpoints and no exports"
+
+
+def forecast_disk(
+    trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel], sources: Sequence[str]
+) -> DiskForecast | None:
+    """Forecast the disk of a run on the data of `sources`; None if the size of a model is unknown."""
+    if any(model.n_parameters is None for model in models):
+        return None
+    n_steps = count_steps(trainer, count_batches(trainer, sources))
+
+    def times(interval: int) -> int | None:
+        return 0 if interval < 0 else None if n_steps is None else math.ceil(n_steps / interval)
+
+    is_saved = trainer.ckpt_interval > 0
+    n_kept = 1 if trainer.remote_ckpt_url is not None and trainer.max_ckpts_to_keep < 0 else trainer.max_ckpts_to_keep
+    trained = [model for model in models if model.role != "reference"]
+    return DiskForecast(
+        checkpoint_bytes=sum(model.checkpoint_bytes for model in trained) if is_saved else 0,
+        interval=trainer.ckpt_interval,
+        n_kept=None if n_kept < 0 else n_kept,
+        n_checkpoints=times(trainer.ckpt_interval),
+        export_bytes=sum(map(_export_bytes, trained)) if trainer.hf_save_interval > 0 else 0,
+        n_exports=times(trainer.hf_save_interval),
+    )
+
+
+def _export_bytes(model: PlannedModel) -> int:
+    if model.lora is None or model.lora.merge_on_export:
+        return model.weight_bytes
+    return model.checkpoint_bytes // COPIES_IN_CHECKPOINT
+
+
+def free_bytes(folder: str) -> int:
+    """Return the free bytes on the disk of a folder that need not exist."""
+    return shutil.disk_usage(_find_existing_parent(Path(folder))).free
+
+
+def count_parameters(path: str) -> int | None:
+    """Return the number of parameters of a model in a local folder or in the Hub's cache, None if it is in neither."""
+    folder = Path(path)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(path, "config.json") if path.count("/") <= 1 else None
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+    n_parameters = 0
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118, not a mapping
+                    size = 1
+                    for length in tensors.get_slice(name).get_shape():
+                        size *= length
+                    n_parameters += size
+        except (OSError, SafetensorError):
+            return None
+    return n_parameters or None
+
+
+def format_count(n: int, noun: str) -> str:
+    plural = noun if n == 1 else f"{noun}es" if noun.endswith("ch") and noun != "epoch" else f"{noun}s"
+    return f"{n:,} {plural}"
+
+
+def _find_existing_parent(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def format_bytes(n_bytes: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.3g} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.3g} TB"

@@ -1,0 +1,90 @@
+"""The commands `skyrl merge`: an adapter, a checkpoint or several models become one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from skyrl_train.entrypoints.command import as_command
+from skyrl_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from skyrl_train.checkpoint.merge import MergeReport
+
+ALLOWED = {"dtype": ("auto", "float32", "bfloat16", "float16"), "role": ("policy", "critic", "reward")}
+
+merge = typer.Typer(help="Merge an adapter, a checkpoint or several models into one model.", no_args_is_help=True)
+
+Target = Annotated[Path, typer.Argument(metavar="TARGET_DIR", help="Folder to write; it must not exist.")]
+Base = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="Base model of the adapter, a folder or a Hub name, if not the one it names."),
+]
+MergedType = Annotated[
+    str, typer.Option(metavar="TYPE", help="Type of the weights: auto (as stored), float32, bfloat16 or float16.")
+]
+
+
+@merge.command("adapter")
+@as_command
+def merge_adapter(
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Folder or Hub name of an adapter of peft.")],
+    target: Target,
+    base: Base = None,
+    dtype: MergedType = "auto",
+) -> None:
+    """Merge an adapter into its base: W + (alpha / rank) · B·A."""
+    _print_report(_load_merging(dtype=dtype).merge_adapter(adapter, target, base, dtype))
+
+
+@merge.command("checkpoint")
+@as_command
+def merge_checkpoint(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="e.g. outputs/skyrl/my-run/ckpts")],
+    target: Target,
+    base: Base = None,
+    dtype: MergedType = "auto",
+    role: Annotated[
+        str, typer.Option(metavar="ROLE", help="The model of the checkpoint: policy, critic or reward.")
+    ] = "policy",
+) -> None:
+    """Write a model of a training checkpoint, saved by any number of ranks, as one folder."""
+    _print_report(_load_merging(dtype=dtype, role=role).merge_checkpoint(checkpoint, target, base, dtype, role))
+
+
+@merge.command("average")
+@as_command
+def average_models(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL MODEL…", help="Folders or Hub names.")],
+    target: Target,
+    weight: Annotated[
+        list[float] | None, typer.Option(metavar="NUMBER", help="Weight of a model, once for each; equal by default.")
+    ] = None,
+    dtype: MergedType = "auto",
+) -> None:
+    """Average the weights of models of the same architecture."""
+    _print_report(_load_merging(dtype=dtype).average_models(models, target, weight, dtype))
+
+
+def _load_merging(**options: str) -> Any:
+    """Check the options, then import the functions that merge, which need PyTorch."""
+    for name, value in options.items():
+        if value not in ALLOWED[name]:
+            raise ConfigError(f"--{name}={value} must be one of {', '.join(ALLOWED[name])}")
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    from skyrl_train.checkpoint import merge as merging
+
+    disable_progress_bar()
+    set_verbosity_error()
+    return merging
+
+
+def _print_report(report: MergeReport) -> None:
+    changed = f", {report.n_changed:,} of them changed" if report.n_changed else ""
+    typer.echo(
+        f"{report.folder}: {report.n_tensors:,} tensors{changed}; the logits are those of the sources up to "
+        f"{report.logit_gap:.1g} of their norm"
+    )

@@ -1,0 +1,146 @@
+"""Uploads of a run's checkpoints and evaluated trajectories, while the run continues."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from skyrl_train.callbacks import Callback, Run, StepReport
+from skyrl_train.checkpoint import (
+    RemoteCheckpoints,
+    RemoteFolder,
+    Upload,
+    Uploader,
+    find_credentials_fault,
+    step_of,
+    upload_files,
+)
+from skyrl_train.tracking import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteStorage(Callback):
+    """A callback that uploads checkpoints and evaluated trajectories in the background.
+
+    A checkpoint on this machine is removed once it is uploaded and is neither among the `trainer.max_ckpts_to_keep`
+    newest nor the one to resume from. The end of the run waits for uploads, for `trainer.remote_exit_timeout_seconds`
+    at most.
+    """
+
+    def __init__(self, run_folder: RunFolder, trajectory_url: str | None = None) -> None:
+        """Upload evaluations below `trajectory_url`, if it is not None."""
+        self._run_folder = run_folder
+        self._uploader = Uploader()
+        self._newest_step = -1  # of this run's checkpoints
+        self._failing: set[Path] = set()
+        self._trajectory_url = trajectory_url
+        self._trajectories: RemoteFolder | None = None
+
+    async def on_train_start(self, run: Run) -> None:
+        """Upload what an earlier process of this run did not."""
+        self._trajectories = open_evaluations(self._trajectory_url, run.cfg.trainer.run_name)
+        for step in self._run_folder.eval_steps():
+            if step <= run.global_step:
+                self._upload_evaluation(step)
+        if run.remote is None:
+            return
+        self._newest_step = run.global_step
+        self._uploader.submit(
+            Upload(run.checkpoints.path, sys.maxsize, partial(_ignore_later, run.remote, run.global_step))
+        )
+        for step in run.checkpoints.steps():
+            if step <= run.global_step:
+                self._upload_checkpoint(run, run.checkpoints.path / f"global_step_{step}", step)
+
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        if report.global_step in self._run_folder.eval_steps():
+            self._upload_evaluation(report.global_step)
+        await self._settle(run)
+
+    async def on_checkpoint(self, run: Run, path: Path) -> None:
+        if run.remote is not None:
+            self._newest_step = step_of(path)
+            self._upload_checkpoint(run, path, self._newest_step)
+            await self._settle(run)
+
+    async def on_train_end(self, run: Run, error: BaseException | None) -> None:
+        is_interrupt = error is not None and not isinstance(error, Exception)  # the user does not want to wait
+        timeout_s = 0.0 if is_interrupt else run.cfg.trainer.remote_exit_timeout_seconds
+        if n_pending := self._uploader.n_pending:
+            logger.info("Waiting up to %.0f s for %d uploads", timeout_s, n_pending)
+        is_done = await asyncio.to_thread(self._uploader.wait, timeout_s)
+        await self._settle(run)
+        self._uploader.close()
+        if not is_done:
+            await run.alert(
+                f"{self._uploader.n_pending} uploads are not complete; nothing is lost on this machine, and the same "
+                "command uploads the rest"
+            )
+
+    def _upload_checkpoint(self, run: Run, path: Path, step: int) -> None:
+        assert run.remote is not None
+        remote = run.remote
+
+        def send() -> int:
+            n_bytes = remote.upload(path)
+            if step >= self._newest_step:
+                remote.point_to(step)
+            return n_bytes
+
+        run.checkpoints.pinned.add(step)
+        self._uploader.submit(Upload(path, step, send, step))
+
+    def _upload_evaluation(self, step: int) -> None:
+        if self._trajectories is not None:
+            folder = self._run_folder.evals(step)
+            target = self._trajectories / folder.name
+            self._uploader.submit(Upload(folder, -1, partial(upload_files, folder, target)))
+
+    async def _settle(self, run: Run) -> None:
+        """Report the attempts that ended, and remove the checkpoints that are uploaded and superseded."""
+        if run.remote is None and self._trajectories is None:
+            return
+        gauges = run.gauges
+        for result in self._uploader.take_results():
+            upload = result.upload
+            if result.error is None:
+                self._failing.discard(upload.source)
+                gauges["storage/uploaded_bytes"] = gauges.get("storage/uploaded_bytes", 0.0) + result.n_bytes
+                gauges["storage/upload_seconds"] = result.seconds
+                if upload.step is not None:
+                    gauges["storage/uploaded_step"] = float(max(upload.step, gauges.get("storage/uploaded_step", 0)))
+                    logger.info("The checkpoint of step %d is in remote storage", upload.step)
+            elif upload.source not in self._failing:  # one alert for each folder
+                self._failing.add(upload.source)
+                outlook = "it stays on this machine" if result.is_final else "training continues, and it is retried"
+                await run.alert(f"{upload.source} could not be uploaded: {result.error}; {outlook}")
+            if result.is_final and upload.step is not None and result.error is None:
+                run.checkpoints.pinned.discard(upload.step)
+        gauges["storage/pending_uploads"] = float(self._uploader.n_pending)
+        if run.remote is not None:
+            try:
+                await asyncio.to_thread(run.checkpoints.remove_superseded)
+            except OSError as error:
+                await run.alert(f"an uploaded checkpoint could not be removed: {error}")
+
+
+def open_evaluations(url: str | None, run_name: str) -> RemoteFolder | None:
+    """Return the folder of a run's evaluations below `url`; None, with a warning, if there are no credentials."""
+    if url is None:
+        return None
+    if fault := find_credentials_fault(url, os.environ):
+        logger.warning("trainer.remote_trajectory_url is set, but trajectories stay on this machine: %s", fault)
+        return None
+    return RemoteFolder(url) / "evals" / run_name
+
+
+def _ignore_later(remote: RemoteCheckpoints, step: int) -> int:
+    """Point remote storage to `step`, from which the run starts, so that later checkpoints are ignored."""
+    if any(later > step for later in remote.steps()):
+        remote.point_to(step)
+    return 0
