@@ -248,7 +248,8 @@ def describe_trajectories(source: str, first: int | None = None, last: int | Non
         steps = sorted(int(match[1]) for match in matches if match)
         if not steps:
             raise DataError(
-                f"{source} has no global_step_N/; pass a run folder, or the folder or URL of its evaluations"
+                f"{source} has no evaluation (global_step_N/); evaluate during training with trainer.eval_interval, or "
+                "pass another run folder or the URL of evaluations"
             )
         chosen = [steps[0] if first is None else first, steps[-1] if last is None else last]
         if missing := [step for step in chosen if step not in steps]:

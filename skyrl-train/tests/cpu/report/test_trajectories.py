@@ -117,7 +117,7 @@ def test_the_page_compares_two_steps(evals: Any, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{0}/nothing"], "has no global_step_N/; pass a run folder"),
+        (["{0}/nothing"], "has no evaluation (global_step_N/); evaluate during training with trainer.eval_interval"),
         (["{0}/run", "--to", "7"], "has no evaluation of step 7; choose from [0]"),
         (["nosuch://bucket/evals"], "cannot read nosuch://bucket/evals"),
     ],
