@@ -218,10 +218,9 @@ class TrainingRun(ABC):
         copying = _Copying()
         self._saving = asyncio.create_task(self._save_or_alert(copying))
         self._disk_wait_s = self.cfg.trainer.ckpt_timeout_seconds
-        if await self._wait_for_disk(self._saving, copying.begun):
+        is_ready = await self._wait_for_disk(self._saving, copying.begun)
+        if is_ready or not copying.begun.cancel():  # it may have begun meanwhile
             await asyncio.wait([self._saving, copying.ended], return_when=asyncio.FIRST_COMPLETED)
-        else:
-            copying.begun.cancel()
 
     async def _wait_for_disk(self, *awaited: asyncio.Future[None]) -> bool:
         """Wait for one of the futures; False, with an alert, after `trainer.ckpt_timeout_seconds` for a checkpoint."""

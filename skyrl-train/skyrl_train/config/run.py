@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, Field
 
 from skyrl_train.config.base import (
@@ -114,9 +114,9 @@ class RunConfig(Section):
     ckpt_interval: CountOrMinusOne = 10
     """Steps between checkpoints, with one after the last step; -1 writes none."""
 
-    ckpt_timeout_seconds: Annotated[float, Ge(0)] = 60.0
-    """Maximum number of seconds that training waits for a slow disk because of a checkpoint. A checkpoint that is due
-    later, before the slow one is written, is left out, with an alert. The last one is waited for."""
+    ckpt_timeout_seconds: Annotated[float, Gt(0)] = 60.0
+    """Maximum number of seconds that training waits for a slow disk because of a checkpoint. Until the slow one is
+    written, steps are not saved, with an alert. The checkpoint of the last step is waited for."""
 
     ckpt_path: Resolved[Text] = resolved_later()
     """Folder of the checkpoints; null takes `<output_dir>/<project_name>/<run_name>/ckpts`."""

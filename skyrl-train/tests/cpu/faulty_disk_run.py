@@ -63,9 +63,11 @@ class ReadOnly(Fault):
     """A read-only view of the folder hides it. Files that are open, such as the lock, stay writable."""
 
     def begin(self) -> None:
-        folder = self.disk / "ckpts"
-        call("mount", "--bind", folder, folder)
-        call("mount", "-o", "remount,bind,ro", folder)
+        folder, view = self.disk / "ckpts", self.disk.with_suffix(".view")
+        view.mkdir()
+        call("mount", "--bind", folder, view)
+        call("mount", "-o", "remount,bind,ro", view)  # the folder itself is busy
+        call("mount", "--bind", view, folder)
 
     def end(self) -> None:
         call("umount", "--lazy", self.disk / "ckpts")

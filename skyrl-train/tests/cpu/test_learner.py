@@ -18,7 +18,7 @@ from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.algorithms.objectives import ValueObjective
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import DivergenceError
-from skyrl_train.learner import Learner
+from skyrl_train.learner import Learner, _first_tokens
 from skyrl_train.models.loading import load_value_model
 from skyrl_train.types import TrainingBatch, Trajectory
 
@@ -182,3 +182,15 @@ async def test_a_policy_that_has_become_certain_has_not_diverged(tiny_model: Pre
     probe = (await trained.policy.probe(batch)).numbers()
     assert probe == {"mean": 0.0, "grad_norm": 0.0}
     await trained.check_weights()
+
+
+def test_new_weights_are_tested_on_few_tokens_of_the_rows_that_are_trained_first() -> None:
+    loss_mask = torch.zeros(4, 30)
+    loss_mask[0, 20:] = loss_mask[2, 5:7] = loss_mask[3, :3] = 1  # row 1 is not trained
+    sequences = torch.arange(4 * 40).view(4, 40)
+    batch = TrainingBatch(sequences, torch.ones_like(sequences), loss_mask, draws=torch.arange(4))
+    probe = _first_tokens(batch)
+    assert probe is not None
+    assert torch.equal(probe.sequences, sequences[[3, 2], : 10 + 5 + 8])
+    assert torch.equal(probe.loss_mask, loss_mask[[3, 2], : 5 + 8])
+    assert _first_tokens(batch.select([1])) is None

@@ -14,7 +14,7 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_type_hints
@@ -247,7 +247,7 @@ class TinkerRun:
         await self._alert(step, metrics)
         return metrics
 
-    async def _alert(self, step: int, metrics: Mapping[str, float]) -> None:
+    async def _alert(self, step: int, metrics: dict[str, float]) -> None:
         """Report failing tools in the log and to Slack."""
         if problems := find_tool_errors(metrics):
             logger.warning("Step %d: %s", step, "; ".join(problems))
