@@ -182,7 +182,10 @@ def test_the_engine_is_killed_while_it_samples(server: ServerProcess, training: 
     sampler = training.save_weights_and_get_sampling_client().result(timeout=SECONDS)
     expected = draw_samples(sampler, 32, 100)
     killer = Killer(server, Kind.SAMPLE, kill_engine)
-    assert killer(lambda: draw_samples(sampler, 32, 100)) == expected
+    for _ in range(MAX_TRIES):
+        assert killer(lambda: draw_samples(sampler, 32, 100)) == expected
+        if killer.has_killed:
+            break
     assert killer.has_killed
 
 
