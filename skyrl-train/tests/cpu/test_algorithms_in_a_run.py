@@ -162,7 +162,7 @@ def test_a_step_with_failing_rollouts_keeps_all_steps_before_it(
         train("interrupted", *settings)
     assert "the service is down" in capsys.readouterr().err
     log = (tmp_path / "skyrl/interrupted/train.log").read_text()
-    assert "The checkpoint of step 3 is saved; rerun the command to resume" in log
+    assert "The checkpoint of step 3 is saved; the same command resumes from step 3" in log
     assert (tmp_path / "skyrl/interrupted/ckpts/latest_ckpt_global_step.txt").read_text() == "3\n"
     monkeypatch.setattr(LettersEnv, "step", step)
     assert untimed(train("interrupted", *settings)) == untimed(uninterrupted)

@@ -40,7 +40,9 @@ MISTAKES: dict[str, list[str]] = {
         "trainer.placement.policy_num_gpus_per_node=8 takes several processes",
         "set trainer.placement.launcher=ray",
     ],
-    "generator.num_inference_engines=4": ["num_inference_engines=4: this version samples with one engine"],
+    "generator.num_inference_engines=4": [
+        "num_inference_engines=4 needs a process for each engine, and this run has one"
+    ],
     "trainer.resume_mode=from_path": ["needs trainer.resume_path=null to be a folder"],
     "data.train_data=[]": ["data.train_data=[] leaves nothing to train on"],
     "data.train_data=[missing.jsonl]": ["data.train_data=missing.jsonl: the file missing.jsonl does not exist"],

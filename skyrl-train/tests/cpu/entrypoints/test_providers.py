@@ -65,7 +65,7 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Cloud]]:
 
 
 def wallets(task: Path | None = None) -> list[doctor.Finding]:
-    return list(doctor._wallets(doctor._clouds(task)))
+    return list(doctor._check_wallets(doctor._read_clouds(task)))
 
 
 def write_task(folder: Path, *clouds: str) -> Path:

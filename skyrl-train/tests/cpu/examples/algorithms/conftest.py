@@ -19,8 +19,9 @@ from skyrl_train.models.tiny import tiny_qwen3
 TRAIN_FOLDER = Path(__file__).parents[4]
 
 RECORDER = """#!/usr/bin/env bash
-# Replaces Python: reports a GPU or none, prints the recipe, and prints any other command line one word per line.
+# Replaces Python: reports no vLLM, and a GPU or none; prints the recipe, and other command lines a word per line.
 case "$*" in
+  -c*vllm*) exit 1 ;;
   -c*) exit {no_gpu} ;;
   "-m examples.catch.recipe") cat "$RECIPE" ;;
   *) printf '%s\\n' "$@" ;;
@@ -71,9 +72,8 @@ def record(catch: Path, teacher: Path, tmp_path: Path) -> Record:
         finished = subprocess.run(
             command, cwd=TRAIN_FOLDER, env=os.environ | places | variables, capture_output=True, text=True, check=True
         )
-        lines = [line for line in finished.stdout.splitlines() if not line.startswith("No GPU here")]
-        flag, module, *argv = lines
-        assert flag == "-m", finished.stdout
+        lines = finished.stdout.splitlines()
+        module, *argv = lines[lines.index("-m") + 1 :]  # after the notes of the script
         return module, argv
 
     return run
