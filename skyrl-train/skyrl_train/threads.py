@@ -74,6 +74,17 @@ def adjust_threads() -> None:
         budget.adjust()
 
 
+@contextmanager
+def half_of_cores() -> Iterator[None]:
+    """Compute with at most half of the cores, because another process does its part of the work at the same time."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(min(n_threads, max(1, len(_cores()) // 2)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_threads)
+
+
 class _ComputeThread(ThreadPoolExecutor):
     """One thread that adjusts its number of threads before each call."""
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from skyrl_train.errors import SyncError
+from skyrl_train.threads import half_of_cores
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync.base import Receipt, SyncPlan
 from skyrl_train.weight_sync.changes import INT_OF_SIZE, Changes, bits_of, find_changes
@@ -67,11 +68,12 @@ def send_stream(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kep
             name, tensor = next(tensors, ("no tensor", torch.empty(0)))
             if name != spec.name or tuple(tensor.shape) != spec.shape:
                 raise SyncError(f"the model has {name} {tuple(tensor.shape)} where the plan has {spec}")
-            tensor = tensor.detach().to(spec.dtype).contiguous()
-            _write(writer, plan, spec, tensor, kept)
             n_bytes += spec.n_bytes
-            if plan.has_checksum:
-                checksum += tensor_checksum(name, tensor)
+            with half_of_cores():  # the receiver has the other half
+                tensor = tensor.detach().to(spec.dtype).contiguous()
+                _write(writer, plan, spec, tensor, kept)
+                if plan.has_checksum:
+                    checksum += tensor_checksum(name, tensor)
         writer.finish()
     except BaseException as error:
         writer.fail(error)
@@ -112,11 +114,13 @@ def receive_stream(
     checksum, n_bytes = 0, 0
     try:
         for spec in plan.specs:
-            tensor = _read(reader, plan, spec, _own(into, spec))
+            with half_of_cores():
+                tensor = _read(reader, plan, spec, _own(into, spec))
             yield spec.name, tensor
             n_bytes += spec.n_bytes
             if plan.has_checksum:
-                checksum += tensor_checksum(spec.name, tensor)
+                with half_of_cores():
+                    checksum += tensor_checksum(spec.name, tensor)
         reader.finish()
     except BaseException as error:
         reason = "it could not load them" if isinstance(error, GeneratorExit) else str(error)
