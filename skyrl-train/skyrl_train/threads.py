@@ -74,6 +74,11 @@ def adjust_threads() -> None:
         budget.adjust()
 
 
+def use_one_core() -> None:
+    """Let this thread compute with one core, beside the compute thread."""
+    torch.set_num_threads(1)
+
+
 @contextmanager
 def half_of_cores() -> Iterator[None]:
     """Compute with at most half of the cores, because another process does its part of the work at the same time."""

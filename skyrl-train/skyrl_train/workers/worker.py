@@ -22,6 +22,7 @@ from skyrl_train.distributed import METADATA, DistributedStrategy, TrainState
 from skyrl_train.distributed.strategy import SCHEDULE, hf_model
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, count_parameters, save_adapter
+from skyrl_train.threads import use_one_core
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan, send
@@ -50,7 +51,7 @@ class Worker:
             self.module.requires_grad_(False)
         else:
             self._state.optimizer, self._state.scheduler = self._make_optimizer(spec.optimizer)
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=use_one_core)
         self._saving: Future[None] | None = None
         self._sent: SentWeights | None = None  # set by the first sync that sends changes
         self._is_skipping = False  # True while gradients are NaN or infinite

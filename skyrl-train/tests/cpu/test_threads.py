@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from skyrl_train import threads
-from skyrl_train.threads import ThreadBudget, compute_thread
+from skyrl_train.threads import ThreadBudget, compute_thread, half_of_cores, use_one_core
 
 
 @pytest.fixture
@@ -116,3 +117,17 @@ def test_one_thread_has_all_cores_meanwhile() -> None:
     finally:
         torch.set_num_threads(n_before)
     assert not any(thread.name.startswith("compute") for thread in threading.enumerate())
+
+
+def test_a_background_thread_leaves_the_compute_thread_its_cores() -> None:
+    with compute_thread() as compute, ThreadPoolExecutor(1, initializer=use_one_core) as background:
+        before = compute.submit(torch.get_num_threads).result()
+        assert background.submit(torch.get_num_threads).result() == 1
+        assert compute.submit(torch.get_num_threads).result() == before
+
+
+def test_both_ends_of_a_transfer_fit_on_the_cores() -> None:
+    before = torch.get_num_threads()
+    with half_of_cores():
+        assert torch.get_num_threads() == min(before, max(1, len(os.sched_getaffinity(0)) // 2))
+    assert torch.get_num_threads() == before
