@@ -1,4 +1,4 @@
-"""Wallets and capacity of the clouds that SkyPilot rents GPUs from, as far as their HTTP APIs tell."""
+"""Wallets and capacity of the clouds that SkyPilot rents GPUs from, as far as their HTTP APIs report them."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Provider:
     key_name: str
     """Environment variable of the API key; empty if the cloud has no single key."""
     url: str
-    """Address that tells the balance; empty if there is none."""
+    """URL of the balance; empty if no API reports it."""
     describe: Callable[[Any], tuple[float | None, str]]
-    """Returns the balance in dollars, or None if it is not told, and a phrase about the answer."""
+    """Returns the balance in dollars, or None if the answer has none, and a summary of the answer."""
     query: Mapping[str, str] | None = None
     """Body of a request of type POST; None for GET."""
 
     def ask(self, environ: Mapping[str, str]) -> Wallet:
-        """Ask for the balance, for at most `TIMEOUT_S` seconds."""
+        """Request the balance; wait at most `TIMEOUT_S` seconds."""
         if not self.url:
-            return Wallet("unknown", "no API that takes a key tells its balance")
+            return Wallet("unknown", "its API does not report the balance")
         key = environ.get(self.key_name)
         if not key:
             return Wallet("unknown", f"{self.key_name} is not set")
@@ -72,7 +72,7 @@ def _runpod(answer: Any) -> tuple[float, str]:
 def _lambda(answer: Any) -> tuple[None, str]:
     available = sorted(name for name, kind in answer["data"].items() if kind["regions_with_capacity_available"])
     capacity = ", ".join(available) or "nothing"
-    return None, f"the key is valid, and the balance is not told; available now: {capacity}"
+    return None, f"the key is valid, but the API does not report the balance; available now: {capacity}"
 
 
 def _dollars(field: str) -> Callable[[Any], tuple[float, str]]:

@@ -58,7 +58,7 @@ class Host:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._connections: list[_Connection] = []
-        self._failed: set[int] = set()  # receivers that need not be told
+        self._failed: set[int] = set()  # ranks of receivers that have failed themselves
 
     def gather(self, stage: str) -> dict[int, Any]:
         """Return the next message of every receiver, by rank.

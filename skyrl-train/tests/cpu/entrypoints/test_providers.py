@@ -78,11 +78,14 @@ def test_each_cloud_of_a_task_is_asked_as_its_documentation_says(cloud: type[Clo
     task = write_task(tmp_path, "lambda", "runpod", "vast/us", "primeintellect", "nebius")
     found = wallets(task)
     assert [(finding.status, finding.text) for finding in found] == [
-        ("warning", "lambda: the key is valid, and the balance is not told; available now: gpu_1x_h100_pcie"),
+        (
+            "warning",
+            "lambda: the key is valid, but the API does not report the balance; available now: gpu_1x_h100_pcie",
+        ),
         ("ok", "runpod: $120.50, enough for 48 h of what runs now, spend limit $80"),
         ("ok", "vast: $7.00"),
         ("ok", "primeintellect: $12.25"),
-        ("warning", "nebius: no API that takes a key tells its balance"),
+        ("warning", "nebius: its API does not report the balance"),
     ]
     assert [(method, key) for method, key, _ in cloud.requests] == [
         (method, f"Bearer {KEY}") for method in ("GET", "POST", "GET", "GET")
