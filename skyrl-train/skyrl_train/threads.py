@@ -32,6 +32,10 @@ class ThreadBudget:
         """`stat` has the kernel's counters; a system without it always gets `n_max` threads."""
         self._n_max = n_max
         self._stat = stat
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the load so far: while the thread waited, others used the cores that it left."""
         self._last = (time.monotonic(), time.process_time(), self._busy_seconds())
 
     def adjust(self) -> None:
@@ -91,7 +95,7 @@ def half_of_cores() -> Iterator[None]:
 
 
 class _ComputeThread(ThreadPoolExecutor):
-    """One thread that adjusts its number of threads before each call."""
+    """One thread that adjusts its number of threads before each call to the load since its last pause."""
 
     def __init__(self, n_threads: int) -> None:
         super().__init__(1, "compute", initializer=self._start, initargs=(n_threads,))
@@ -99,11 +103,17 @@ class _ComputeThread(ThreadPoolExecutor):
     def _start(self, n_threads: int) -> None:
         torch.set_num_threads(n_threads)
         _local.budget = ThreadBudget(n_threads)
+        _local.idle_since = time.monotonic()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         def call() -> T:
+            if time.monotonic() - _local.idle_since > INTERVAL_S:
+                _local.budget.restart()
             adjust_threads()
-            return fn(*args, **kwargs)
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                _local.idle_since = time.monotonic()
 
         return super().submit(call)
 

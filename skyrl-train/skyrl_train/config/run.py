@@ -97,8 +97,8 @@ class RunConfig(Section):
     """Maximum number of rows in one forward pass; null leaves it to `max_tokens_per_microbatch`."""
 
     max_tokens_per_microbatch: OptionalCount = None
-    """Maximum number of tokens in one pass; a longer row is processed alone. null takes 16,384 on a GPU and
-    4,096 on a CPU, whose caches hold the activations of few tokens. Tokens of a shared prefix count once, and a
+    """Maximum number of tokens in one pass; a longer row is processed alone. null takes 16,384 on a GPU. On a
+    CPU, it takes as many as have 1 GiB of activations, but 1,024 to 8,192. Tokens of a shared prefix count once, and a
     quarter for each other row. The limit bounds memory; the loss and its gradient do not depend on it."""
 
     gradient_checkpointing: bool = False

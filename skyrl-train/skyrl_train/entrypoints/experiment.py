@@ -331,7 +331,6 @@ class BasePPOExp(Experiment):
                 cfg.algorithm.temperature,
                 optimizer=optimizer,
                 lora=lora,
-                device=launcher.device,
                 fsdp={"policy": cfg.policy, "critic": cfg.critic, "ref": cfg.ref}[role].fsdp_config,
             )
             return await launcher.load(spec, objective)

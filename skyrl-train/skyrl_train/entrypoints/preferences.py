@@ -47,7 +47,7 @@ class DPOExp(SupervisedExp):
         if not starts_there:
             check_same_vocabulary(path, REF_PATH, self.tokenizer)
         load = partial(self.load_language_model, path, REF_PATH)
-        ref = await launcher.load(self.model_spec("ref", load, launcher, None, lora if starts_there else None), None)
+        ref = await launcher.load(self.model_spec("ref", load, None, lora if starts_there else None), None)
         check_vocabulary_size(await ref.n_embeddings(), REF_PATH, path, await policy.n_embeddings())
         return ref
 

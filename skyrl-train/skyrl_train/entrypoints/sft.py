@@ -155,16 +155,13 @@ class SupervisedExp(Experiment):
     async def load_models(self, launcher: ModelLauncher, optimizer: OptimizerSpec) -> TrainedModels:
         """Load the trained model, and the reference if the objective reads it."""
         lora = lora_spec(self.cfg.trainer.policy.model, "trainer.policy.model.lora", self.cfg.trainer.seed)
-        policy = await launcher.load(
-            self.model_spec(self.role, self.get_model, launcher, optimizer, lora), self.get_objective()
-        )
+        policy = await launcher.load(self.model_spec(self.role, self.get_model, optimizer, lora), self.get_objective())
         return TrainedModels(self.cfg.trainer, policy, await self.load_reference(launcher, policy, lora))
 
     def model_spec(
         self,
         role: Role,
         load: Callable[[], PreTrainedModel],
-        launcher: ModelLauncher,
         optimizer: OptimizerSpec | None = None,
         lora: LoraSpec | None = None,
     ) -> ModelSpec:
@@ -177,7 +174,6 @@ class SupervisedExp(Experiment):
             temperature=1.0,
             optimizer=optimizer,
             lora=lora,
-            device=launcher.device,
             fsdp=self.cfg.trainer.policy.fsdp_config,
         )
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.config.policy import FSDPConfig, OptimizerConfig
 from skyrl_train.config.run import RunConfig
-from skyrl_train.models.loading import default_device
 from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, Role
-
-MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""Default of `trainer.max_tokens_per_microbatch`."""
 
 
 def model_spec(
@@ -25,10 +20,9 @@ def model_spec(
     temperature: float,
     optimizer: OptimizerSpec | None = None,
     lora: LoraSpec | None = None,
-    device: torch.device | None = None,
     fsdp: FSDPConfig | None = None,
 ) -> ModelSpec:
-    """Return the specification of one model of a run; `device` is that of its ranks, by default this process's."""
+    """Return the specification of one model of a run."""
     return ModelSpec(
         role=role,
         load=load,
@@ -38,7 +32,7 @@ def model_spec(
         fsdp=fsdp or FSDPConfig(),
         temperature=temperature,
         bf16=cfg.bf16,
-        max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch or MAX_TOKENS[(device or default_device()).type],
+        max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch,
         max_rows_forward=cfg.micro_forward_batch_size_per_gpu,
         max_rows_train=cfg.micro_train_batch_size_per_gpu,
     )

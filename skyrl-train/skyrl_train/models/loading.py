@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.deferred import create_without_weights
+from skyrl_train.models.fused import fuse_operations
 from skyrl_train.models.logprobs import scaled_logits
 
 logger = logging.getLogger(__name__)
@@ -252,6 +253,8 @@ def _prepare(
     module: torch.nn.Module = model.eval()
     if device is not None:
         module.to(device)
+    if device is None or device.type == "cpu":
+        fuse_operations(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     role = {POLICY_PATH: "policy", REF_PATH: "reference", CRITIC_PATH: "critic"}.get(key, "model")

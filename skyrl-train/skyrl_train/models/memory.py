@@ -5,6 +5,30 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+MAX_TOKENS = {"cpu": 8192, "cuda": 16384}
+"""Maximum number of tokens in a pass by default: more are not faster."""
+
+MIN_TOKENS = 1024
+"""Tokens in a pass by default, however large the model: fewer would add gradients to its weights too often."""
+
+MAX_ACTIVATION_BYTES = 1 << 30
+"""Memory for activations on a CPU by default."""
+
+
+def default_max_tokens(model: PreTrainedModel) -> int:
+    """Return the default of `trainer.max_tokens_per_microbatch`."""
+    max_tokens = MAX_TOKENS[model.device.type if model.device.type in MAX_TOKENS else "cuda"]
+    if model.device.type != "cpu":
+        return max_tokens
+    return max(MIN_TOKENS, min(max_tokens, MAX_ACTIVATION_BYTES // activation_bytes_per_token(model.config)))
+
+
+def activation_bytes_per_token(config: PretrainedConfig) -> int:
+    """Estimate the bytes that a layer-by-layer forward pass keeps of a token for the backward pass, in float32."""
+    config = config.get_text_config()
+    size = config.hidden_size
+    return int(4 * config.num_hidden_layers * (18 * size + 4 * getattr(config, "intermediate_size", 4 * size)))
+
 
 def cache_bytes_per_token(model: PreTrainedModel, *, bf16: bool = False) -> int:
     """Return the bytes of the keys and values of one token, in the dtype that the model computes in (`autocast`)."""

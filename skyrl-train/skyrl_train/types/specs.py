@@ -72,7 +72,7 @@ class ModelSpec:
     lora: LoraSpec | None = None  # set: only the adapter, and a critic's value head, are trained
     temperature: float = 1.0
     bf16: bool = False  # compute in bfloat16 on a GPU
-    max_tokens_per_micro_batch: int = 16384
+    max_tokens_per_micro_batch: int | None = None  # None: `default_max_tokens` of the model
     max_rows_forward: int | None = None
     max_rows_train: int | None = None
 

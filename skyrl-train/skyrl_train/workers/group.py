@@ -12,6 +12,7 @@ import torch
 from skyrl_train.algorithms.objectives import Objective, PairObjective, PolicyObjective, RewardObjective
 from skyrl_train.distributed import METADATA
 from skyrl_train.errors import SyncError, WorkerError
+from skyrl_train.models.memory import MIN_TOKENS
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
@@ -41,7 +42,8 @@ class WorkerGroup:
         self._spec = spec
         self._ranks = list(ranks)
         self._n_parts = 1 + max(rank.dp for rank in ranks)
-        self._shares_prefixes = False  # until the model is loaded
+        self._shares_prefixes = False  # this and the next until the model is loaded
+        self._max_tokens = spec.max_tokens_per_micro_batch or MIN_TOKENS
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
 
@@ -59,6 +61,7 @@ class WorkerGroup:
         """Load the model on every rank; ConfigError if its path holds none."""
         await asyncio.gather(*(rank.load(self._spec, self._objective) for rank in self._ranks))
         self._shares_prefixes = (await self._call("shares_prefixes"))[0]
+        self._max_tokens = (await self._call("max_tokens_per_micro_batch"))[0]
 
     async def n_embeddings(self) -> int:
         """Return the number of tokens that the model has embeddings for."""
@@ -93,9 +96,7 @@ class WorkerGroup:
         objective, max_rows = self._objective, self._spec.max_rows_train
         assert objective is not None, f"the {self._spec.role} has no objective"
         mini_batch, metrics = objective.weigh(mini_batch), Metrics()
-        keeps_draws = isinstance(objective, PairObjective) and draws_fit(
-            mini_batch, self._spec.max_tokens_per_micro_batch, max_rows
-        )
+        keeps_draws = isinstance(objective, PairObjective) and draws_fit(mini_batch, self._max_tokens, max_rows)
         if isinstance(objective, PolicyObjective | PairObjective) and objective.scope != "token" and not keeps_draws:
             if scores is None:
                 scores = (await self.score(mini_batch))[objective.score_name]
@@ -185,7 +186,7 @@ class WorkerGroup:
         return split(
             batch,
             self._n_parts,
-            self._spec.max_tokens_per_micro_batch,
+            self._max_tokens,
             max_rows,
             shares_prefixes=self._shares_prefixes,
             keeps_draws=keeps_draws,

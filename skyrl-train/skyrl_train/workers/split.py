@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -44,6 +45,9 @@ def split(
     rows_of_rank: list[list[int]] = [[] for _ in range(n_ranks)]
     micro_batches_of_rank: list[list[list[int]]] = [[] for _ in range(n_ranks)]
     total, cost, load = sum(lengths) - sum(saved), 0.0, 0.0
+    # As few micro-batches as fit, of about equal size.
+    n_needed = math.ceil(total / n_ranks / max_tokens)
+    limit = min(max_tokens, total / n_ranks / max(1, n_needed) + 2 * max(lengths, default=0))
     for unit in units:
         rank = min(int(cost / total * n_ranks), n_ranks - 1)
         rows, micro_batches = rows_of_rank[rank], micro_batches_of_rank[rank]
@@ -51,7 +55,7 @@ def split(
         cost += n_new
         if (
             not micro_batches
-            or load + n_new > max_tokens
+            or load + n_new > limit
             or (max_rows is not None and len(micro_batches[-1]) + len(unit) > max_rows)
         ):
             micro_batches.append([])

@@ -22,6 +22,7 @@ from skyrl_train.distributed import METADATA, DistributedStrategy, TrainState
 from skyrl_train.distributed.strategy import SCHEDULE, hf_model
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, count_parameters, save_adapter
+from skyrl_train.models.memory import default_max_tokens
 from skyrl_train.threads import use_one_core
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, SyncKind, TensorSpec
@@ -64,6 +65,10 @@ class Worker:
     def shares_prefixes(self) -> bool:
         """Return True if the model computes tokens that several rows of a micro-batch begin with once."""
         return self.module.shares_prefixes
+
+    def max_tokens_per_micro_batch(self) -> int:
+        """Return the maximum number of tokens in a pass."""
+        return self._spec.max_tokens_per_micro_batch or default_max_tokens(hf_model(self.module))
 
     def n_embeddings(self) -> int:
         """Return the number of tokens that the model has embeddings for."""

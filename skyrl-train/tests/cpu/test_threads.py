@@ -86,6 +86,29 @@ def test_a_system_without_counters_gets_all_threads(stat: Path) -> None:
     assert torch.get_num_threads() == 3
 
 
+def test_the_load_of_a_pause_does_not_count(stat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [10.0]
+    monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(threads.time, "process_time", lambda: 5.0)
+    monkeypatch.setattr(threads, "ThreadBudget", lambda n_max: ThreadBudget(n_max, stat))
+    monkeypatch.setattr(threads, "INTERVAL_S", 0.2)
+    write(stat, user=0)
+    torch.set_num_threads(4)
+    with compute_thread() as executor:
+
+        def work(user: float) -> int:
+            clock[0] += 1
+            write(stat, user=user)
+            return torch.get_num_threads()
+
+        executor.submit(work, 0.0).result()
+        clock[0] += 1  # a pause, in which others use three cores
+        write(stat, user=3.0)
+        assert executor.submit(work, 5.0).result() == 4
+        clock[0] += 0.1  # no pause: during the last call, others used two
+        assert executor.submit(torch.get_num_threads).result() == 2
+
+
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs the counters of Linux")
 def test_a_busy_process_takes_a_core() -> None:
     cores = sorted(os.sched_getaffinity(0))

@@ -100,6 +100,14 @@ def test_bfloat16_is_computed_in_float32() -> None:
     assert [leaf.grad.dtype for leaf in leaves] == [torch.bfloat16] * 3
 
 
+def test_a_certain_token_has_no_positive_logprob() -> None:
+    hidden, weight, bias, _ = inputs(spread=50.0)
+    certain = (hidden @ weight.T + bias).argmax(dim=1)
+    scores = linear_head_scores(hidden, weight, bias, certain, SCALE, entropy_grad=False)
+    assert scores.logprobs.max() <= 0
+    assert scores.logprobs.max() > -1e-5
+
+
 def test_no_positions() -> None:
     hidden, weight, bias, token_ids = inputs()
     scores = linear_head_scores(hidden[:0], weight, bias, token_ids[:0], SCALE, entropy_grad=True)

@@ -102,6 +102,11 @@ def test_ranks_get_equal_costs_and_groups_stay_together() -> None:
     assert rows_of_rank == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
+def test_micro_batches_have_about_equal_sizes() -> None:
+    shards, _ = split(make_batch([[i, *range(9)] for i in range(11)]), 1, max_tokens=100)
+    assert [len(rows) for rows in shards[0].micro_batches] == [7, 4]
+
+
 def test_rows_without_trained_tokens_are_left_out() -> None:
     batch = make_batch([[1, 2], [3, 4], [5, 6]])
     batch.loss_mask[1] = 0

@@ -1,0 +1,115 @@
+"""Fused operations give the values and gradients of the model's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+
+from skyrl_train.models.fused import ROTARY, fuse_operations
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+}
+
+
+@pytest.fixture(autouse=True)
+def originals() -> Iterator[None]:
+    """Restore the rotary embeddings of transformers."""
+    modules = (modeling_llama, modeling_qwen3, modeling_gemma2)
+    before = [getattr(module, ROTARY) for module in modules]
+    for module, rotary in zip(modules, before, strict=True):
+        setattr(module, ROTARY, getattr(rotary, "original", rotary))
+    yield
+    for module, rotary in zip(modules, before, strict=True):
+        setattr(module, ROTARY, rotary)
+
+
+def make_qwen3() -> PreTrainedModel:
+    return _randomize(Qwen3ForCausalLM(Qwen3Config(**SIZES)))
+
+
+def make_llama() -> PreTrainedModel:
+    return _randomize(LlamaForCausalLM(LlamaConfig(**SIZES)))
+
+
+def make_gemma2() -> PreTrainedModel:
+    return _randomize(Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_logit_softcapping=None)))
+
+
+def _randomize(model: PreTrainedModel) -> PreTrainedModel:
+    """Give every weight a value that shows in the logits: norms begin with ones."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def logits_and_gradients(model: PreTrainedModel) -> list[torch.Tensor]:
+    ids = torch.arange(1, 15).view(2, 7)
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False).logits
+    (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+    return [logits.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("make", [make_qwen3, make_llama, make_gemma2])
+def test_logits_and_gradients_are_those_of_the_model(make: Callable[[], PreTrainedModel]) -> None:
+    expected = logits_and_gradients(make())
+    model = make()
+    fuse_operations(model)
+    for own, reference in zip(logits_and_gradients(model), expected, strict=True):
+        torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
+
+
+@pytest.mark.parametrize(("make", "n_fused"), [(make_qwen3, 9), (make_llama, 5), (make_gemma2, 0)])
+def test_only_the_usual_formula_is_replaced(make: Callable[[], PreTrainedModel], n_fused: int) -> None:
+    model = make()
+    fuse_operations(model)
+    assert sum("forward" in vars(module) for module in model.modules()) == n_fused  # Gemma adds 1 to its weights
+    rotary = getattr(sys.modules[type(model).__module__], ROTARY)
+    fuse_operations(model)
+    assert getattr(sys.modules[type(model).__module__], ROTARY) is rotary, "replaced twice"
+
+
+def test_a_model_without_weights_is_fused() -> None:
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    fuse_operations(model)
+    assert "forward" in vars(model.model.norm)
+
+
+def test_frozen_norms_get_no_gradient() -> None:
+    model = make_qwen3()
+    fuse_operations(model)
+    model.model.norm.weight.requires_grad_(False)
+    logits_and_gradients(model)
+    assert model.model.norm.weight.grad is None
+    assert model.model.layers[0].input_layernorm.weight.grad is not None
+
+
+def test_other_types_use_the_operations_of_the_model() -> None:
+    plain, fused = make_qwen3().bfloat16(), make_qwen3().bfloat16()
+    fuse_operations(fused)
+    ids = torch.arange(1, 8)[None]
+    assert torch.equal(plain(input_ids=ids).logits, fused(input_ids=ids).logits)
