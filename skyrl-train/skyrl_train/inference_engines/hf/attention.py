@@ -21,7 +21,7 @@ from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.scheduler import Row
 
 NAME = "skyrl_packed"
-MASK_SIZE = 1 << 24  # elements of a mask: 80 MiB while attention converts it
+MASK_SIZE = 1 << 24  # elements of a mask: 64 MiB in float32
 MAX_COPIED = 512  # tokens of a sequence whose keys are copied, to join others in a run
 
 
@@ -37,7 +37,7 @@ class RowRun:
     is_causal: bool  # nothing was stored before, so queries and keys are the same tokens
     sees_all: bool  # every query sees all keys
     copied_from: torch.Tensor | None = None  # (n · L,) pool indices of its keys, if they are copied
-    _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def view(self, pool: torch.Tensor) -> torch.Tensor:
         """Return the stored keys or values (n, heads, L, d), in place or copied."""
@@ -49,14 +49,21 @@ class RowRun:
         strides = (self.capacity * token_stride, head_stride, token_stride, value_stride)
         return pool.as_strided(shape, strides, self.start * token_stride)
 
-    def mask(self, queries: slice, n_keys: int, window: int | None) -> torch.Tensor:
-        """Return the keys that each query sees (n, 1, queries, keys): up to itself, within the sliding window."""
-        key = (queries.start, window)
-        if key not in self._masks:
-            keys = torch.arange(n_keys, device=self.positions.device)
-            distance = self.positions[:, None, queries, None] - keys
-            self._masks[key] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        return self._masks[key]
+    def mask(self, queries: slice, n_keys: int, n_heads: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return 0 for the keys that each query sees, up to itself and within the sliding window, and -inf for others.
+
+        The mask is (n, 1, heads · queries, keys). If it covers all queries, layers share it.
+        """
+        key = (n_heads, window, dtype)
+        if key in self._masks:
+            return self._masks[key]
+        keys = torch.arange(n_keys, device=self.positions.device)
+        distance = self.positions[:, None, queries, None] - keys
+        is_hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+        mask = torch.zeros_like(is_hidden, dtype=dtype).masked_fill_(is_hidden, -torch.inf).repeat(1, 1, n_heads, 1)
+        if mask.shape[2] == n_heads * self.positions.shape[1]:
+            self._masks[key] = mask
+        return mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +236,7 @@ def _attend(
     for begin in range(0, n_new, size):
         block = queries[:, :, :, begin : begin + size]
         n_keys = run.length - max(0, n_new - begin - size)
-        mask = run.mask(slice(begin, begin + size), n_keys, window).repeat(1, 1, n_shared, 1)
+        mask = run.mask(slice(begin, begin + size), n_keys, n_shared, window, queries.dtype)
         folded = scaled_dot_product_attention(
             block.flatten(2, 3), keys[:, :, :n_keys], values[:, :, :n_keys], attn_mask=mask, scale=scaling
         )
