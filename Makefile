@@ -63,6 +63,10 @@ bench-training: .venv/.runtime $(DIFFERENTIAL)/.ready ## compare whole training 
 bench-scaling: .venv/.runtime ## measure cost per token as workloads grow; writes benchmarks/scaling/curves.md
 	@$(BENCH)/scaling/curves.py $(ARGS)
 
+.PHONY: bench-sequence
+bench-sequence: .venv/.runtime ## measure the memory of ranks that divide the tokens of long rows; writes benchmarks/scaling/sequence_parallel.md
+	@$(BENCH)/scaling/sequence_parallel.py $(ARGS)
+
 .PHONY: bench-catch
 bench-catch: .venv/.runtime ## train on Catch with three seeds and both reward modes; writes benchmarks/catch/results.md
 	@$(BENCH)/catch/seeds.py --output_dir ../outputs/bench-catch $(ARGS)

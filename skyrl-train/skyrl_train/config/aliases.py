@@ -45,6 +45,9 @@ class Alias:
             return value
 
 
+MODELS = ("policy", "critic", "ref")
+ROPE = ("rope_scaling", "rope_theta")
+
 SKYRL = {
     "generator.inference_engine.backend": Alias("generator.backend"),
     "generator.inference_engine.run_engines_locally": Alias("generator.run_engines_locally"),
@@ -62,6 +65,12 @@ SKYRL = {
     "generator.inference_engine.gpu_memory_utilization": Alias("generator.gpu_memory_utilization"),
     "generator.inference_engine.max_num_seqs": Alias("generator.max_num_seqs"),
     "generator.inference_engine.enforce_eager": Alias("generator.enforce_eager"),
+    **{
+        f"trainer.{role}.fsdp_config.mixed_precision.param_dtype": Alias(
+            f"trainer.{role}.fsdp_config.param_dtype", {"bf16": "bfloat16", "fp32": "float32"}
+        )
+        for role in MODELS
+    },
     "trainer.target_modules": Alias("trainer.policy.model.lora.target_modules", {None: "all-linear"}),
     "trainer.exclude_modules": Alias("trainer.policy.model.lora.exclude_modules"),
     "trainer.policy.model.lora.init": Alias("trainer.policy.model.lora.init_method"),
@@ -125,6 +134,8 @@ VERL = {
     ),
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": Alias("trainer.policy.fsdp_config.fsdp_size"),
     "actor_rollout_ref.ref.fsdp_config.param_offload": Alias("trainer.ref.fsdp_config.cpu_offload"),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": Alias("trainer.ref.sequence_parallel_size"),
     "actor_rollout_ref.actor.optim.lr": Alias("trainer.policy.optimizer_config.lr"),
     "actor_rollout_ref.actor.optim.weight_decay": Alias("trainer.policy.optimizer_config.weight_decay"),
     "actor_rollout_ref.actor.optim.lr_warmup_steps": Alias("trainer.policy.optimizer_config.num_warmup_steps"),
@@ -194,6 +205,7 @@ VERL = {
     "critic.optim.weight_decay": Alias("trainer.critic.optimizer_config.weight_decay"),
     "critic.optim.lr_warmup_steps": Alias("trainer.critic.optimizer_config.num_warmup_steps"),
     "critic.optim.lr_warmup_steps_ratio": Alias("trainer.critic.optimizer_config.warmup_ratio"),
+    "critic.ulysses_sequence_parallel_size": Alias("trainer.critic.sequence_parallel_size"),
     "critic.grad_clip": Alias("trainer.critic.optimizer_config.max_grad_norm"),
     "critic.ppo_mini_batch_size": Alias("trainer.critic_mini_batch_size"),
     "critic.cliprange_value": Alias("trainer.algorithm.value_clip"),
@@ -213,8 +225,22 @@ VERL = {
 ALIASES: dict[str, Alias] = {**SKYRL, **VERL}
 
 
+MEMORY_WITHOUT_EFFECT = {
+    "trainer.use_sample_packing": "padding is left out wherever the model allows it",
+    "trainer.remove_microbatch_padding": "padding is left out wherever the model allows it",
+    "trainer.gradient_checkpointing_use_reentrant": "both ways to recompute activations give the same gradients",
+    "trainer.recompute_old_logprobs_per_minibatch": "log-probs do not depend on the micro-batches of a row",
+    "trainer.logprobs_chunk_size": "log-probs are computed in blocks that fit into caches",
+    **{
+        f"trainer.{role}.optimizer_config.offload_after_step": "nothing moves between the phases of a step; "
+        f"trainer.{role}.fsdp_config.cpu_offload=true keeps the optimizer in host memory"
+        for role in ("policy", "critic")
+    },
+}
+"""Keys of other versions that change the memory or the speed of a computation, but no result."""
+
 SKYRL_WITHOUT_EFFECT = {
-    "trainer.sequence_parallel_backend": "the tokens of a row are not divided among ranks",
+    **MEMORY_WITHOUT_EFFECT,
     "trainer.algorithm.value_head_prefix": "the critic's value head is always called `score`",
     "generator.vllm_v1_disable_multiproc": "the launcher decides which process vLLM runs in",
     "generator.fully_sharded_loras": "vLLM receives the weights with the adapter merged into them",
@@ -228,19 +254,54 @@ SKYRL_WITHOUT_EFFECT = {
 """Keys of other versions on which nothing depends here, each with the reason; they are accepted with a log line."""
 
 
-_MEMORY = "set trainer.max_tokens_per_microbatch or trainer.gradient_checkpointing=true for long rows"
+_MODEL_CONFIG = (
+    "the engine, exports and later runs read the config.json of the model; copy the model and change the file there"
+)
+_TRAJECTORIES = "set trainer.dump_trajectories=true, which writes all training trajectories"
+_MIXTURE = "set data.mixture.min_per_batch, the minimum number of prompts of each data source in a batch"
 
-UNSUPPORTED = {
+_FSDP: dict[str, tuple[tuple[Any, ...], str]] = {
+    "mixed_precision.reduce_dtype": (("fp32",), "gradients are always added up in float32"),
+    "mixed_precision.buffer_dtype": (("fp32",), "buffers are always float32"),
+    "mixed_precision": ((None,), "set param_dtype in the same section"),
+    "wrap_policy.transformer_layer_cls_to_wrap": ((None,), "every transformer block is sharded"),
+    "wrap_policy": ((None,), "every transformer block is sharded"),
+}
+
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     **{
-        f"trainer.{role}.sequence_parallel_size": (1, f"the tokens of a row are not divided among ranks; {_MEMORY}")
-        for role in ("policy", "critic", "ref")
-    },
-    **{
-        f"trainer.{role}.megatron_config": ({}, "Megatron-Core is not supported; trainer.strategy=fsdp2 shards models")
+        f"trainer.{role}.megatron_config": (
+            ({},),
+            "Megatron-Core is not supported; trainer.strategy=fsdp2 shards models",
+        )
         for role in ("policy", "ref")
     },
+    **{f"trainer.{role}.model_config_kwargs": (({}, None), _MODEL_CONFIG) for role in MODELS},
+    **{f"{section}.{name}": ((None,), _MODEL_CONFIG) for section in ("trainer", "generator") for name in ROPE},
+    "trainer.disable_fast_tokenizer": ((False,), "the tokenizer is always that of tokenizer.json"),
+    "trainer.policy.use_torch_compile": ((False,), "training runs without torch.compile"),
+    "trainer.policy.record_memory": (
+        (False,),
+        "no snapshots of memory are written; `skyrl train --dry-run` prints the memory of each process",
+    ),
+    "trainer.policy.track_extra_gradient_metrics": ((False,), "policy/grad_norm is the only metric of gradients"),
+    **{f"trainer.{role}.fsdp_config.{name}": entry for role in MODELS for name, entry in _FSDP.items()},
+    "trainer.use_expandable_segments": (
+        (False,),
+        "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
+    ),
+    "trainer.use_hybrid_env_sampling": ((False,), _MIXTURE),
+    "trainer.min_samples_per_env": ((0,), _MIXTURE),
+    "trainer.dump_data_batch": ((False,), _TRAJECTORIES),
+    "trainer.print_example_interval": ((-1,), _TRAJECTORIES),
+    "trainer.num_logger_train_samples": ((0,), _TRAJECTORIES),
+    "trainer.num_logger_eval_samples": ((0,), "evaluated trajectories are written with trainer.dump_eval_results=true"),
+    "trainer.tags": ((None, []), "set $WANDB_TAGS, which Weights & Biases reads"),
+    "trainer.log_path": ((None,), "the log is train.log in the run folder; set trainer.output_dir"),
+    "trainer.enable_ray_gpu_monitor": ((False,), "GPUs are monitored by Weights & Biases and by Ray's dashboard"),
 }
-"""Keys of SkyRL for parallelism that does not exist here: the value that asks for none, and what to use."""
+"""Keys of SkyRL for what does not exist here: the values that ask for nothing, and the reason with what to use instead.
+Keys of a section come before the section itself."""
 
 
 def apply_aliases(
@@ -268,9 +329,9 @@ def apply_aliases(
         found, value = _pop(tree, old.split("."))
         if found:
             logger.warning("%s=%s has no effect: %s", old, show(value), reason)
-    for old, (neutral, reason) in UNSUPPORTED.items():
+    for old, (accepted, reason) in UNSUPPORTED.items():
         found, value = _pop(tree, old.split("."))
-        if found and value != neutral:
+        if found and value not in accepted:
             problems.append(f"{old}={show(value)}: {reason}; remove the key")
     return problems
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic.fields import FieldInfo
 
-from skyrl_train.config.aliases import SKYRL, SKYRL_WITHOUT_EFFECT, VERL, Alias
+from skyrl_train.config.aliases import SKYRL, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, VERL, Alias
 from skyrl_train.config.base import Section, as_section, describe_field
 from skyrl_train.config.loading import Schema
 from skyrl_train.config.preferences import DPO, REWARD
@@ -122,10 +122,11 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def render_page() -> str:
-    """Return the text of the reference page: a table per section, then the aliases."""
+    """Return the text of the reference page: a table per section, then the aliases and the refused keys."""
     aliases = [
         *_alias_table("SkyRL, other versions", SKYRL, SKYRL_WITHOUT_EFFECT),
         *_alias_table("verl", VERL, {}),
+        *_refused_table(),
     ]
     return "\n".join([PAGE_HEAD, *_page_sections(SkyRLConfig, ""), ALIAS_HEAD, *aliases])
 
@@ -167,6 +168,13 @@ def _alias_table(title: str, aliases: Mapping[str, Alias], without_effect: Mappi
         yield f"| `{old}` | `{alias.key}` | {_value_map(alias)} |"
     for old, reason in without_effect.items():
         yield f"| `{old}` | none | no effect: {reason} |"
+    yield ""
+
+
+def _refused_table() -> Iterator[str]:
+    yield "### Refused keys\n\n| key | accepted | otherwise an error |\n|---|---|---|"
+    for key, (accepted, reason) in UNSUPPORTED.items():
+        yield f"| `{key}` | {', '.join(f'`{show(value)}`' for value in accepted)} | {reason} |"
     yield ""
 
 

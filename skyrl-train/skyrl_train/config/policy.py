@@ -135,7 +135,18 @@ class FSDPConfig(Section):
     `auto` takes bfloat16 on GPUs with `trainer.bf16`, and otherwise the type of the weights."""
 
 
-class PolicyConfig(Section):
+class ShardedModelConfig(Section):
+    """A model on several ranks."""
+
+    fsdp_config: FSDPConfig = FSDPConfig()
+    """Sharding of the weights."""
+
+    sequence_parallel_size: Count = 1
+    """Ranks that divide the tokens of each row, for long rows: activations take that much less memory on a rank, and
+    attention exchanges its heads (Ulysses). Must divide the number of ranks, and of attention heads."""
+
+
+class PolicyConfig(ShardedModelConfig):
     """The model that is trained."""
 
     model: PolicyModelConfig = PolicyModelConfig()
@@ -143,9 +154,6 @@ class PolicyConfig(Section):
 
     optimizer_config: OptimizerConfig = OptimizerConfig()
     """The optimizer and its schedule."""
-
-    fsdp_config: FSDPConfig = FSDPConfig()
-    """Sharding over several ranks."""
 
 
 class CriticModelConfig(Section):
@@ -169,7 +177,7 @@ class CriticOptimizerConfig(OptimizerConfig):
     """Learning rate after warm-up."""
 
 
-class CriticConfig(Section):
+class CriticConfig(ShardedModelConfig):
     """The model that estimates values, for `advantage_estimator=gae`."""
 
     model: CriticModelConfig = CriticModelConfig()
@@ -177,9 +185,6 @@ class CriticConfig(Section):
 
     optimizer_config: CriticOptimizerConfig = CriticOptimizerConfig()
     """The optimizer and its schedule."""
-
-    fsdp_config: FSDPConfig = FSDPConfig()
-    """Sharding over several ranks."""
 
 
 class RefModelConfig(Section):
@@ -189,11 +194,8 @@ class RefModelConfig(Section):
     """A Hugging Face model name or a local folder; null takes `trainer.policy.model.path`."""
 
 
-class RefConfig(Section):
+class RefConfig(ShardedModelConfig):
     """The frozen model of the KL divergence, or the teacher of a distillation; loaded if its log-probs are read."""
 
     model: RefModelConfig = RefModelConfig()
     """Source of the weights."""
-
-    fsdp_config: FSDPConfig = FSDPConfig()
-    """Sharding over several ranks."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from skyrl_train.config.aliases import MEMORY_WITHOUT_EFFECT
 from skyrl_train.config.base import Section, Text, iter_fields
 from skyrl_train.config.loading import RUN_SOURCES, Schema
 from skyrl_train.config.policy import Betas, RefConfig
@@ -147,7 +148,7 @@ DPO = Schema(
     config_name="dpo_config",
     fields=dict(iter_fields(DPOConfig)),
     aliases={},
-    without_effect={},
+    without_effect=MEMORY_WITHOUT_EFFECT,
     paths=(*SUPERVISED_PATHS, "trainer.ref.model.path"),
     sources=(*RUN_SOURCES, ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path)),
     rules=(*SUPERVISED_RULES, smoothing_has_a_sigmoid),
@@ -161,7 +162,7 @@ REWARD = Schema(
     config_name="reward_config",
     fields=dict(iter_fields(RewardConfig)),
     aliases={},
-    without_effect={},
+    without_effect=MEMORY_WITHOUT_EFFECT,
     paths=SUPERVISED_PATHS,
     sources=RUN_SOURCES,
     rules=SUPERVISED_RULES,

@@ -83,6 +83,9 @@ class RunConfig(Section):
     ] = "fsdp2"
     """Sharding of a model over its ranks; both names mean PyTorch's FSDP2. A single rank holds the whole model."""
 
+    sequence_parallel_backend: Annotated[Literal["ulysses"], Allowed("ulysses")] = "ulysses"
+    """Division of attention among the ranks of `sequence_parallel_size`: by its heads."""
+
     epochs: Count = 1
     """Passes over the training data."""
 
@@ -96,10 +99,15 @@ class RunConfig(Section):
     micro_forward_batch_size_per_gpu: OptionalCount = None
     """Maximum number of rows in one forward pass; null leaves it to `max_tokens_per_microbatch`."""
 
-    max_tokens_per_microbatch: OptionalCount = None
-    """Maximum number of tokens in one pass; a longer row is processed alone. null takes 16,384 on a GPU. On a
-    CPU, it takes as many as have 1 GiB of activations, but 1,024 to 8,192. Tokens of a shared prefix count once, and a
-    quarter for each other row. The limit bounds memory; the loss and its gradient do not depend on it."""
+    max_tokens_per_microbatch: Annotated[
+        OptionalCount,
+        BeforeValidator(lambda value: None if value == -1 else value),
+        Allowed("an integer >= 1 or null"),
+    ] = None
+    """Maximum number of tokens of a rank in one pass; a longer row is processed alone. null, or -1, takes 16,384 on a
+    GPU. On a CPU, it takes as many as have 1 GiB of activations, but 1,024 to 8,192. Tokens of a shared prefix count
+    once, and a quarter for each other row. Ranks that divide the tokens of rows (`sequence_parallel_size`) take as many
+    each. The limit bounds memory; the loss and its gradient do not depend on it."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le, Lt
 from pydantic import Field
 
-from skyrl_train.config.aliases import Alias
+from skyrl_train.config.aliases import MEMORY_WITHOUT_EFFECT, Alias
 from skyrl_train.config.base import (
     Allowed,
     Count,
@@ -21,7 +21,7 @@ from skyrl_train.config.base import (
     iter_fields,
 )
 from skyrl_train.config.loading import RUN_SOURCES, Schema
-from skyrl_train.config.policy import Betas, FSDPConfig, OptimizerConfig, PolicyModelConfig, SchedulerName
+from skyrl_train.config.policy import Betas, OptimizerConfig, PolicyModelConfig, SchedulerName, ShardedModelConfig
 from skyrl_train.config.rules.data import training_data_is_read_once, training_has_rows, validation_data_is_read_once
 from skyrl_train.config.rules.placement import launcher_starts_every_process, ray_is_installed, sharding_fits_ranks
 from skyrl_train.config.rules.run import (
@@ -119,7 +119,7 @@ class SFTOptimizerConfig(OptimizerConfig):
     and decays to 0 at the end."""
 
 
-class SFTPolicyConfig(Section):
+class SFTPolicyConfig(ShardedModelConfig):
     """The model that is trained."""
 
     model: PolicyModelConfig = PolicyModelConfig()
@@ -127,9 +127,6 @@ class SFTPolicyConfig(Section):
 
     optimizer_config: SFTOptimizerConfig = SFTOptimizerConfig()
     """The optimizer and its schedule."""
-
-    fsdp_config: FSDPConfig = FSDPConfig()
-    """Sharding over several ranks."""
 
 
 class SFTTrainerConfig(RunConfig):
@@ -200,6 +197,7 @@ VERL_SFT = {
     "model.strategy": Alias("trainer.strategy"),
     "model.fsdp_config.cpu_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
     "model.fsdp_config.offload_params": Alias("trainer.policy.fsdp_config.cpu_offload"),
+    "ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
     "trainer.nnodes": Alias("trainer.placement.policy_num_nodes"),
     "trainer.n_gpus_per_node": Alias("trainer.placement.policy_num_gpus_per_node"),
     "trainer.total_epochs": Alias("trainer.epochs"),
@@ -256,7 +254,7 @@ SFT = Schema(
     config_name="sft_config",
     fields=dict(iter_fields(SFTConfig)),
     aliases=VERL_SFT,
-    without_effect={},
+    without_effect=MEMORY_WITHOUT_EFFECT,
     paths=SUPERVISED_PATHS,
     sources=RUN_SOURCES,
     rules=SUPERVISED_RULES,

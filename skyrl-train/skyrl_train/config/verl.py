@@ -53,7 +53,6 @@ ALWAYS_PACKED = Fixed("passes are always packed by tokens (trainer.max_tokens_pe
 ALWAYS_DEFAULT_ATTENTION = Fixed("attention is PyTorch's SDPA, and the head computes trained tokens only")
 NO_OFFLOAD = Fixed("weights and optimizer stay on their device; plan memory with --dry-run")
 NO_REMOTE_CODE = Fixed("models with code of their own are not supported", (False,))
-NO_SEQUENCE_PARALLELISM = Fixed("sequences are not split over devices", (1,))
 ONE_FOLDER = Fixed("checkpoints are written to trainer.default_local_dir", (None,))
 ANY_DEVICE = Fixed("a GPU is used if there is one")
 PLAIN_ROWS = Fixed("rows are read as they are", (None, False))
@@ -105,7 +104,6 @@ MAIN_PPO = VerlProgram(
         "actor_rollout_ref.actor.use_dynamic_bsz": ALWAYS_PACKED,
         "actor_rollout_ref.actor.use_torch_compile": Fixed("training runs without torch.compile"),
         "actor_rollout_ref.actor.shuffle": Fixed("mini-batches keep the order of the prompts", (False,)),
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": NO_SEQUENCE_PARALLELISM,
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload": NO_OFFLOAD,
         "actor_rollout_ref.ref.strategy": Fixed("the reference is sharded as the policy is"),
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": Fixed(
@@ -113,7 +111,6 @@ MAIN_PPO = VerlProgram(
         ),
         "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": ALWAYS_PACKED,
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": ALWAYS_PACKED,
-        "actor_rollout_ref.ref.ulysses_sequence_parallel_size": NO_SEQUENCE_PARALLELISM,
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": ALWAYS_PACKED,
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": ALWAYS_PACKED,
         "actor_rollout_ref.rollout.max_model_len": Fixed("the engine takes the context length of the model"),
@@ -195,7 +192,6 @@ FSDP_SFT_TRAINER = VerlProgram(
         "model.trust_remote_code": NO_REMOTE_CODE,
         "model.external_lib": Fixed("no module is imported", (None,)),
         "use_remove_padding": ALWAYS_PACKED,
-        "ulysses_sequence_parallel_size": NO_SEQUENCE_PARALLELISM,
     },
     refused={
         "data.micro_batch_size": "use data.micro_batch_size_per_gpu, the rows of one pass",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.distributed.strategy import DistributedStrategy, all_finite, hf_model
 from skyrl_train.models.scoring_module import ScoringModule
+from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types.specs import ModelSpec, World
 
 
@@ -30,10 +32,13 @@ class FSDP2Strategy(DistributedStrategy):
     whole mini-batch.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, timeout: timedelta | None = None) -> None:
+        """Let ranks that divide the tokens of rows wait for each other at most `timeout`."""
         # checkpoints are written in the background, beside collectives of the training step, so they need another group
         super().__init__(world, save_group=dist.new_group(backend="gloo"))
         self._device = torch.device(world.device)
+        self._timeout = timeout
+        self._sequence_groups: dict[int, dist.ProcessGroup] = {}  # this rank's, by their size
 
     def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
         on_gpu, fsdp = self._device.type == "cuda", spec.fsdp
@@ -59,6 +64,14 @@ class FSDP2Strategy(DistributedStrategy):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         return module
+
+    def _sequence_group(self, spec: ModelSpec) -> SequenceGroup | None:
+        size = spec.sequence_parallel_size
+        if size == 1:
+            return None
+        if size not in self._sequence_groups:  # creating a group is collective; models of the same size share it
+            self._sequence_groups[size], _ = dist.new_subgroups(size, timeout=self._timeout)
+        return SequenceGroup(self._sequence_groups[size], f"{spec.section}.sequence_parallel_size")
 
     def _mesh(self, fsdp_size: int) -> DeviceMesh:
         """Return the mesh of all ranks, in groups of `fsdp_size` that each hold a copy of the weights."""

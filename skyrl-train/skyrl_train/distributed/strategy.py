@@ -43,6 +43,7 @@ from skyrl_train.models.lora import (
 )
 from skyrl_train.models.prefix_sharing import tree_attention
 from skyrl_train.models.scoring_module import ScoringModule
+from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Scores, TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelSpec, SyncKind, TensorSpec, World
@@ -95,9 +96,14 @@ class DistributedStrategy(ABC):
             model = spec.load()
         if spec.lora is not None:
             add_adapter(model, spec.lora)
-        module = self._wrap(
-            ScoringModule(model, temperature=spec.temperature, entropy_grad=entropy_grad, is_critic=is_critic), spec
+        module = ScoringModule(
+            model,
+            temperature=spec.temperature,
+            entropy_grad=entropy_grad,
+            is_critic=is_critic,
+            sequence_group=self._sequence_group(spec),
         )
+        module = self._wrap(module, spec)
         if weights.source is not None:
             for name, parameter in merged_names(hf_model(module)):
                 weights.read(name, *_local_part(parameter.detach()))
@@ -225,6 +231,10 @@ class DistributedStrategy(ABC):
     def clip_gradients(self, module: ScoringModule, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most `max_norm`; return the norm before, which may be NaN."""
         return _gather(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)).item()
+
+    def _sequence_group(self, spec: ModelSpec) -> SequenceGroup | None:
+        """Return the ranks that divide the tokens of a row with this one; None if this rank computes whole rows."""
+        return None
 
     @abstractmethod
     def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:

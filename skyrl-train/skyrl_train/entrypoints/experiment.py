@@ -331,7 +331,7 @@ class BasePPOExp(Experiment):
                 cfg.algorithm.temperature,
                 optimizer=optimizer,
                 lora=lora,
-                fsdp={"policy": cfg.policy, "critic": cfg.critic, "ref": cfg.ref}[role].fsdp_config,
+                sharding={"policy": cfg.policy, "critic": cfg.critic, "ref": cfg.ref}[role],
             )
             return await launcher.load(spec, objective)
 

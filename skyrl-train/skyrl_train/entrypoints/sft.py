@@ -174,7 +174,7 @@ class SupervisedExp(Experiment):
             temperature=1.0,
             optimizer=optimizer,
             lora=lora,
-            fsdp=self.cfg.trainer.policy.fsdp_config,
+            sharding=self.cfg.trainer.ref if role == "ref" else self.cfg.trainer.policy,
         )
 
     async def load_reference(

@@ -24,11 +24,10 @@ from skyrl_train.weight_sync.sync import free_port
 class ConnectedRank:
     """A rank in the process at the other end of a connection. Calls and results are pickled."""
 
-    is_leader = True
     _role: Role | None = None
 
     def __init__(self, rank: int, connection: Connection) -> None:
-        self.dp = rank
+        self._rank = rank
         self._connection = connection
         self._thread = ThreadPoolExecutor(1, f"rank-{rank}")
 
@@ -56,7 +55,7 @@ class ConnectedRank:
             is_result, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise WorkerError(
-                f"rank {self.dp} {self._describe_end()} during {method}; its own messages are above"
+                f"rank {self._rank} {self._describe_end()} during {method}; its own messages are above"
             ) from error
         if is_result:
             return value

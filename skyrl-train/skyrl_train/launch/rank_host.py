@@ -40,7 +40,7 @@ class RankHost:
         dist.init_process_group(
             backend, init_method=address, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT
         )
-        self.strategy = FSDP2Strategy(world)
+        self.strategy = FSDP2Strategy(world, COLLECTIVE_TIMEOUT)
 
     def call(self, role: Role, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
         """Load a model, in place of that of the same role, or call a method of its worker; return (True, the result) or

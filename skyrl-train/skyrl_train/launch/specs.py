@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from skyrl_train.config.policy import FSDPConfig, OptimizerConfig
+from skyrl_train.config.policy import OptimizerConfig, ShardedModelConfig
 from skyrl_train.config.run import RunConfig
 from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, Role
 
@@ -20,16 +20,18 @@ def model_spec(
     temperature: float,
     optimizer: OptimizerSpec | None = None,
     lora: LoraSpec | None = None,
-    fsdp: FSDPConfig | None = None,
+    sharding: ShardedModelConfig | None = None,
 ) -> ModelSpec:
     """Return the specification of one model of a run."""
+    sharding = sharding or ShardedModelConfig()
     return ModelSpec(
         role=role,
         load=load,
         save_tokenizer=save_tokenizer,
         optimizer=optimizer,
         lora=lora,
-        fsdp=fsdp or FSDPConfig(),
+        fsdp=sharding.fsdp_config,
+        sequence_parallel_size=sharding.sequence_parallel_size,
         temperature=temperature,
         bf16=cfg.bf16,
         max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch,

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.models.linear_head import linear_head_scores
 from skyrl_train.models.prefix_sharing import PrefixTree, tree_hidden_states, unpadded
+from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types import TokenScores
 
 CHUNK_LOGITS = 1 << 25  # logits in memory at once, for other heads: 128 MiB in float32
@@ -22,6 +23,7 @@ def response_logprobs(
     *,
     entropy_grad: bool = False,
     shares_prefixes: bool = False,
+    group: SequenceGroup | None = None,
 ) -> TokenScores:
     """Return the scores of the tokens with `loss_mask` 1, each (B, R) and exactly 0 elsewhere.
 
@@ -33,16 +35,20 @@ def response_logprobs(
         temperature: divides the logits, as it did when the tokens were sampled.
         entropy_grad: makes entropies differentiable, for two more values per logit.
         shares_prefixes: computes tokens that several rows begin with once.
+        group: computes the tokens on several ranks, which get the same scores; needs `shares_prefixes`.
     """
-    predicted_from = hidden_before(model, sequences, attention_mask, loss_mask, shares_prefixes)  # (N, H)
-    token_ids = sequences[:, -loss_mask.shape[1] :][loss_mask.bool()]  # (N,)
+    predicted_from, mask = hidden_before(model, sequences, attention_mask, loss_mask, shares_prefixes, group)  # (N, H)
+    token_ids = sequences[:, -loss_mask.shape[1] :][mask]  # (N,)
     chosen = chosen_logprobs(model, predicted_from, token_ids, temperature, entropy_grad)
-    return TokenScores(*(on_mask(values, loss_mask) for values in chosen))
+    return TokenScores(*(on_mask(values, mask, group) for values in chosen))
 
 
-def on_mask(values: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Scatter values (N,) of the tokens with `loss_mask` 1 into (B, R) float32, exactly 0 elsewhere."""
-    return torch.zeros_like(loss_mask, dtype=torch.float32).masked_scatter(loss_mask.bool(), values.float())
+def on_mask(values: torch.Tensor, mask: torch.Tensor, group: SequenceGroup | None) -> torch.Tensor:
+    """Scatter values (N,) of the tokens on a mask (B, R) into float32, exactly 0 elsewhere, and add those of the other
+    ranks of `group`.
+    """
+    scattered = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values.float())
+    return scattered if group is None else group.sum(scattered)
 
 
 def hidden_before(
@@ -51,15 +57,24 @@ def hidden_before(
     attention_mask: torch.Tensor,
     loss_mask: torch.Tensor,
     shares_prefixes: bool,
-) -> torch.Tensor:
-    """Return the hidden state (N, H) from which each token with `loss_mask` 1 was predicted, row by row."""
+    group: SequenceGroup | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the hidden state (N, H) from which each token with `loss_mask` 1 was predicted, row by row, and the mask
+    (B, R) of these tokens: all of them, or with `group` those that this rank has the hidden states of.
+    """
+    mask = loss_mask.bool()
     rows, columns = loss_mask.nonzero(as_tuple=True)  # (N,) each
     n_left_padding = attention_mask.long().argmax(dim=1)  # (B,)
     positions = columns + sequences.shape[1] - loss_mask.shape[1] - n_left_padding[rows] - 1
     if shares_prefixes:
         tree = PrefixTree(unpadded(sequences, attention_mask), sequences.device)
-        return tree_hidden_states(model, tree)[tree.index[rows, positions]]
-    return hidden_states(model, sequences, attention_mask)[rows, positions]
+        states, index = tree_hidden_states(model, tree, group), tree.index[rows, positions]  # (U or u, H), (N,)
+        if group is not None:
+            index = index - group.slice_start(len(tree.token_ids))
+            is_own = (index >= 0) & (index < len(states))
+            index, mask = index[is_own], mask.masked_scatter(mask, is_own)
+        return states[index], mask
+    return hidden_states(model, sequences, attention_mask)[rows, positions], mask
 
 
 def hidden_states(model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:

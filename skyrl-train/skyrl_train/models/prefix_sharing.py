@@ -6,7 +6,6 @@ layer but attention computes each token of the tree of prefixes once; attention 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-logger = logging.getLogger(__name__)
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.sequence_parallel import SequenceGroup
 
 NAME = "skyrl_prefix_tree"
 BUCKET = 32  # tokens; positions and lengths in one attention call differ by less than this or a quarter
@@ -31,7 +31,7 @@ class Bucket:
 
     start: int
     keys: torch.Tensor  # (b, L) indices into the tokens of the tree; beyond the end of a row, 0
-    _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -47,21 +47,26 @@ class Bucket:
         edges = [self.start + (length - self.start) * i // n_spans for i in range(n_spans + 1)]
         return list(pairwise(edges))
 
-    def mask(self, span: tuple[int, int], window: int | None) -> torch.Tensor | None:
-        """Return the keys that each query of a span sees (queries, keys): up to itself, within the sliding window.
+    def mask(self, span: tuple[int, int], window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the mask (queries, keys) to add to the scores of a span: 0 for the keys that a query sees, up to
+        itself and within the sliding window, and else -inf.
 
-        None stands for the causal mask of a span that starts at 0.
+        None stands for the causal mask of a span that starts at 0. All layers share a mask of numbers: attention would
+        convert one of booleans, and keep the result, in each of them.
         """
         first, last = span
         if window is not None and last <= window:
             window = None
         if first == 0 and window is None:
             return None
-        key = (first, window)
+        key = (first, window, dtype)
         if key not in self._masks:
             positions = torch.arange(last, device=self.keys.device)
             distance = positions[first:, None] - positions
-            self._masks[key] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+            is_hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+            self._masks[key] = torch.zeros(distance.shape, dtype=dtype, device=positions.device).masked_fill_(
+                is_hidden, -torch.inf
+            )
         return self._masks[key]
 
 
@@ -135,11 +140,18 @@ def unpadded(sequences: torch.Tensor, attention_mask: torch.Tensor) -> list[np.n
     return [row[mask] for row, mask in zip(sequences.cpu().numpy(), masks, strict=True)]
 
 
-def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree) -> torch.Tensor:
-    """Return the final hidden states (U, H) of the tokens of a tree."""
+def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree, group: SequenceGroup | None = None) -> torch.Tensor:
+    """Return the final hidden states (U, H) of the tokens of a tree; with `group`, of this rank's slice (u, H)."""
+    token_ids, position_ids = tree.token_ids, tree.position_ids
+    if group is not None:
+        token_ids, position_ids = group.take_slice(token_ids), group.take_slice(position_ids)
     with tree_attention(model):
         output = model.base_model(
-            input_ids=tree.token_ids[None], position_ids=tree.position_ids[None], use_cache=False, prefix_tree=tree
+            input_ids=token_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            prefix_tree=tree,
+            sequence_group=group,
         )
     states: torch.Tensor = output.last_hidden_state[0]
     return states
@@ -165,6 +177,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     *,
     prefix_tree: PrefixTree,
+    sequence_group: SequenceGroup | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -173,13 +186,17 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention (1, U, heads, d) of each token of a tree to itself and the tokens before it.
 
-    The signature is that of transformers' attention functions; query is (1, heads, U, d).
+    The signature is that of transformers' attention functions; query is (1, heads, U, d). With `sequence_group`, query
+    and attention are those of this rank's slice.
     """
     if softcap is not None or s_aux is not None:
         raise NotImplementedError("attention with capped scores or sinks")
     queries, keys, values = (
         states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value)
     )  # (U, heads, d)
+    if sequence_group is not None:
+        n_tokens = len(prefix_tree.token_ids)
+        queries, keys, values = sequence_group.tokens_to_heads(queries, keys, values, n_tokens)
 
     def rows(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         picked = states.index_select(0, indices.flatten())
@@ -189,7 +206,7 @@ def _attend(
     for bucket in prefix_tree.buckets:
         row_keys, row_values = rows(keys, bucket.keys), rows(values, bucket.keys)
         for first, last in bucket.spans:
-            mask = bucket.mask((first, last), sliding_window)
+            mask = bucket.mask((first, last), sliding_window, values.dtype)
             attended = scaled_dot_product_attention(
                 rows(queries, bucket.keys[:, first:last]),
                 row_keys[:, :, :last],
@@ -200,25 +217,34 @@ def _attend(
                 enable_gqa=True,
             )
             outputs.append(attended.transpose(1, 2).flatten(0, 1))  # (b · T, heads, d)
-    return torch.cat(outputs).index_select(0, prefix_tree.outputs)[None], None
+    states = torch.cat(outputs).index_select(0, prefix_tree.outputs)  # (U, heads, d)
+    if sequence_group is not None:
+        states = sequence_group.heads_to_tokens(states)
+    return states[None], None
 
 
 AttentionInterface.register(NAME, _attend)
 
 
 @torch.no_grad()
-def can_share_prefixes(model: PreTrainedModel) -> bool:
-    """Return True if a tree gives the hidden states of separate rows: some architectures mix neighboring tokens."""
+def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = None) -> str | None:
+    """Return why rows of a model cannot share prefixes, with tokens divided among the ranks of `group`; None if they
+    can. Some architectures mix neighboring tokens.
+
+    Raises:
+        ConfigError: the heads of the model cannot be divided among the ranks.
+    """
     rows = [np.array(row) for row in ([1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 2], [1, 2, 3, 4, 5, 6, 7, 8, 1])]
     tolerance = TOLERANCE if model.dtype == torch.float32 else LOW_PRECISION_TOLERANCE
     tree = PrefixTree(rows, model.device)
     try:
-        states = tree_hidden_states(model, tree).float()
+        states = tree_hidden_states(model, tree, group).float()
+    except ConfigError:
+        raise
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError) as error:
-        logger.info(
-            "A %s computes every row separately, because it fails with shared prefixes: %s", type(model).__name__, error
-        )
-        return False
+        return f"it fails with shared prefixes: {error}"
+    if group is not None:
+        states = group.gather(states, len(tree.token_ids))
     for i, row in enumerate(rows):
         expected = (
             model.base_model(input_ids=torch.from_numpy(row)[None].to(model.device), use_cache=False)
@@ -227,10 +253,5 @@ def can_share_prefixes(model: PreTrainedModel) -> bool:
         )
         difference = (states[tree.index[i, : len(row)]] - expected).abs().max() / expected.abs().max()
         if not difference < tolerance:
-            logger.info(
-                "A %s computes every row separately: shared prefixes would change its hidden states by %.1g",
-                type(model).__name__,
-                difference,
-            )
-            return False
-    return True
+            return f"shared prefixes would change its hidden states by {difference:.1g}"
+    return None

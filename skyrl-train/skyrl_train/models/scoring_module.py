@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import cast
 
 import torch
 from transformers import PreTrainedModel
 
+from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import check_head
 from skyrl_train.models.logprobs import hidden_before, on_mask, response_logprobs
-from skyrl_train.models.prefix_sharing import can_share_prefixes
+from skyrl_train.models.prefix_sharing import find_sharing_fault
+from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types import Scores, TokenScores, TrainingBatch, ValueScores
+
+logger = logging.getLogger(__name__)
 
 
 class ScoringModule(torch.nn.Module):
@@ -21,22 +26,32 @@ class ScoringModule(torch.nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float = 1.0, entropy_grad: bool = False, is_critic: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float = 1.0,
+        entropy_grad: bool = False,
+        is_critic: bool = False,
+        sequence_group: SequenceGroup | None = None,
     ) -> None:
         """Divide logits by `temperature`; with `entropy_grad`, make entropies differentiable (two more values per
-        logit).
+        logit). The ranks of `sequence_group` get the same rows, and divide their tokens.
         """
         super().__init__()
         self.model = model
         self._temperature = temperature
         self._entropy_grad = entropy_grad
+        self._sequence_group = sequence_group
         self.shares_prefixes = False
         self.scores_type: type[TokenScores | ValueScores] = ValueScores if is_critic else TokenScores
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> Scores:
         """Return scores (B, R), 0 off the mask, for `sequences` (B, L) and `loss_mask` (B, R)."""
         if self.scores_type is ValueScores:
-            return ValueScores(response_values(self.model, sequences, attention_mask, loss_mask, self.shares_prefixes))
+            values = response_values(
+                self.model, sequences, attention_mask, loss_mask, self.shares_prefixes, self._sequence_group
+            )
+            return ValueScores(values)
         return response_logprobs(
             self.model,
             sequences,
@@ -45,13 +60,26 @@ class ScoringModule(torch.nn.Module):
             self._temperature,
             entropy_grad=self._entropy_grad,
             shares_prefixes=self.shares_prefixes,
+            group=self._sequence_group,
         )
 
     def probe(self, source: str | None = None) -> None:
-        """Find out with a few tokens if rows can share prefixes; ConfigError if `source` names a model whose head is
-        not supported.
+        """Find out with a few tokens if rows can share prefixes.
+
+        Raises:
+            ConfigError: `source` names a model whose head is not supported, or tokens of the model cannot be divided
+                among ranks.
         """
-        self.shares_prefixes = can_share_prefixes(self.model)
+        fault = find_sharing_fault(self.model, self._sequence_group)
+        self.shares_prefixes = fault is None
+        if fault is not None:
+            name = type(self.model).__name__
+            if self._sequence_group is not None:
+                raise ConfigError(
+                    f"{self._sequence_group.setting}: the tokens of a {name} cannot be divided among ranks, because "
+                    f"{fault}; remove it"
+                )
+            logger.info("A %s computes every row separately, because %s", name, fault)
         if source is not None and self.scores_type is TokenScores:
             check_head(self.model, source)
 
@@ -67,14 +95,15 @@ def response_values(
     attention_mask: torch.Tensor,
     loss_mask: torch.Tensor,
     shares_prefixes: bool = False,
+    group: SequenceGroup | None = None,
 ) -> torch.Tensor:
     """Return values (B, R) of the states in which the tokens with `loss_mask` 1 were sampled, exactly 0 elsewhere.
 
     The value at a token is that of its prefix, without the token itself.
     """
-    hidden = hidden_before(model, sequences, attention_mask, loss_mask, shares_prefixes)  # (N, H)
+    hidden, mask = hidden_before(model, sequences, attention_mask, loss_mask, shares_prefixes, group)  # (N, H)
     value_head = cast(torch.nn.Linear, model.score)
     with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for values
         bias = None if value_head.bias is None else value_head.bias.float()
         values = torch.nn.functional.linear(hidden.float(), value_head.weight.float(), bias)  # (N, 1)
-    return on_mask(values[:, 0], loss_mask)
+    return on_mask(values[:, 0], mask, group)

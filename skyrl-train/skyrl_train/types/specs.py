@@ -18,7 +18,7 @@ SyncKind = Literal["full", "adapter"]
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank among the `size` data-parallel ranks of a model."""
+    """One rank among the `size` ranks of a model."""
 
     rank: int = 0
     size: int = 1
@@ -69,12 +69,18 @@ class ModelSpec:
     """Writes the tokenizer into a folder; called for exports and checkpoints."""
     optimizer: OptimizerSpec | None = None  # None: the model is frozen
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    sequence_parallel_size: int = 1  # ranks that get the same rows, and divide their tokens
     lora: LoraSpec | None = None  # set: only the adapter, and a critic's value head, are trained
     temperature: float = 1.0
     bf16: bool = False  # compute in bfloat16 on a GPU
     max_tokens_per_micro_batch: int | None = None  # None: `default_max_tokens` of the model
     max_rows_forward: int | None = None
     max_rows_train: int | None = None
+
+    @property
+    def section(self) -> str:
+        """The section of the model in the configuration, for error messages."""
+        return f"trainer.{'policy' if self.role == 'reward' else self.role}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from skyrl_train.algorithms.objectives import Objective, PairObjective, PolicyObjective, RewardObjective
 from skyrl_train.distributed import METADATA
-from skyrl_train.errors import SyncError, WorkerError
+from skyrl_train.errors import ConfigError, SyncError, WorkerError
 from skyrl_train.models.memory import MIN_TOKENS
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, TensorSpec
@@ -37,13 +37,24 @@ class WorkerGroup:
     """
 
     def __init__(self, spec: ModelSpec, ranks: Sequence[Rank], objective: Objective | None = None) -> None:
-        """Create the group of a model that minimizes `objective`; the reference has none."""
+        """Create the group of a model that minimizes `objective`; the reference has none.
+
+        Each `spec.sequence_parallel_size` consecutive ranks get the same part of a batch.
+
+        Raises:
+            ConfigError: that number does not divide the number of ranks.
+        """
         self._objective = objective
         self._spec = spec
         self._ranks = list(ranks)
-        self._n_parts = 1 + max(rank.dp for rank in ranks)
+        self._part_size = spec.sequence_parallel_size
+        if len(ranks) % self._part_size:
+            raise ConfigError(
+                f"{spec.section}.sequence_parallel_size={self._part_size} must divide the {len(ranks)} ranks of the "
+                f"{spec.role}; start more ranks, or remove it"
+            )
         self._shares_prefixes = False  # this and the next until the model is loaded
-        self._max_tokens = spec.max_tokens_per_micro_batch or MIN_TOKENS
+        self._max_tokens = self._part_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
 
@@ -61,7 +72,7 @@ class WorkerGroup:
         """Load the model on every rank; ConfigError if its path holds none."""
         await asyncio.gather(*(rank.load(self._spec, self._objective) for rank in self._ranks))
         self._shares_prefixes = (await self._call("shares_prefixes"))[0]
-        self._max_tokens = (await self._call("max_tokens_per_micro_batch"))[0]
+        self._max_tokens = self._part_size * (await self._call("max_tokens_per_micro_batch"))[0]
 
     async def n_embeddings(self) -> int:
         """Return the number of tokens that the model has embeddings for."""
@@ -185,7 +196,7 @@ class WorkerGroup:
     ) -> tuple[list[Shard], list[list[int]]]:
         return split(
             batch,
-            self._n_parts,
+            len(self._ranks) // self._part_size,
             self._max_tokens,
             max_rows,
             shares_prefixes=self._shares_prefixes,
@@ -193,20 +204,20 @@ class WorkerGroup:
         )
 
     async def _call(self, method: str, *args: Any, per_part: Sequence[Any] | None = None) -> list[Any]:
-        """Call a method of every worker; return the results of the leaders.
+        """Call a method of every worker, and return the results.
 
-        With `per_part`, each worker gets that of its data-parallel part as its first argument.
+        With `per_part`, each worker gets that of its data-parallel part as its first argument. The ranks of a part
+        compute the same; the result of the first one is returned.
         """
         async with self._lock:
             if self._broken_by is not None:
                 raise WorkerError(
                     f"the {self._spec.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
                 ) from self._broken_by
-            parts = [() if per_part is None else (per_part[rank.dp],) for rank in self._ranks]
-            calls = [
-                asyncio.ensure_future(rank.call(method, *part, *args))
-                for rank, part in zip(self._ranks, parts, strict=True)
-            ]
+            calls = []
+            for index, rank in enumerate(self._ranks):
+                part = () if per_part is None else (per_part[index // self._part_size],)
+                calls.append(asyncio.ensure_future(rank.call(method, *part, *args)))
             if len(calls) == 1:
                 return [await calls[0]]
             try:
@@ -218,7 +229,7 @@ class WorkerGroup:
                 if cause is error:
                     raise
                 raise cause from cause.__cause__
-        return [result for rank, result in zip(self._ranks, results, strict=True) if rank.is_leader]
+        return results if per_part is None else results[:: self._part_size]
 
 
 async def _all_others_finish(calls: Sequence[asyncio.Future[Any]]) -> bool:

@@ -15,11 +15,6 @@ from skyrl_train.workers.worker import Worker
 class Rank(Protocol):
     """One rank of a worker group."""
 
-    dp: int
-    """Index of its data-parallel part."""
-    is_leader: bool
-    """True for the rank whose results are used; other ranks of the same part compute the same."""
-
     async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
         """Load a model, replacing the previous one."""
         ...
@@ -36,8 +31,6 @@ class Rank(Protocol):
 class LocalRank:
     """The only rank of a model, in this process. Its calls run in `executor`, which has one thread."""
 
-    dp = 0
-    is_leader = True
     worker: Worker
 
     def __init__(self, executor: Executor, strategy: DistributedStrategy) -> None:

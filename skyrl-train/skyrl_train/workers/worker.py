@@ -89,11 +89,13 @@ class Worker:
 
     def score(self, shard: Shard, adapter: bool = True) -> dict[str, torch.Tensor]:
         """Return the scores of the shard's rows, of the model or of its base without the adapter: (b, R) float32 on the
-        CPU, 0 off the mask.
+        CPU, 0 off the mask. Of ranks that get the same rows, the first one returns them.
         """
         rows = shard.rows
         scores = {name: torch.zeros_like(rows.loss_mask) for name in self.module.scores_type._fields}
         parts = self._run(shard, lambda scores, _: (None, scores), backward=False, adapter=adapter)
+        if self._strategy.world.rank % self._spec.sequence_parallel_size:
+            return {}
         for part, indices in zip(parts, shard.micro_batches, strict=True):
             for name, values in part._asdict().items():
                 scores[name][indices] = values.cpu()

@@ -41,3 +41,14 @@ def test_ranks_train_like_one_process(
         placement = ["trainer.placement.launcher=ray", f"trainer.placement.policy_num_gpus_per_node={n_ranks}"]
         ranks = train(f"ranks-{n_ranks}", *settings, *placement)
         assert_same_run(ranks, inline, "policy", *(["critic"] if critic else []))
+
+
+def test_ranks_that_divide_tokens_train_like_one_process(
+    start_cluster: Callable[..., Cluster], train: Callable[..., Path], tiny_model_path: Path
+) -> None:
+    start_cluster(2)
+    settings = [*CRITIC, f"trainer.critic.model.path={tiny_model_path}", "trainer.update_epochs_per_batch=2"]
+    placement = ["trainer.placement.launcher=ray", "trainer.placement.policy_num_gpus_per_node=2"]
+    division = [f"trainer.{role}.sequence_parallel_size=2" for role in ("policy", "critic", "ref")]
+    ranks = train("ranks", *settings, *placement, *division)
+    assert_same_run(ranks, train("inline", *settings), "policy", "critic")

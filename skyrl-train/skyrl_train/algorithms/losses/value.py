@@ -21,6 +21,6 @@ def value_loss(
     if value_clip is None:
         return error / 2, {"values_clipfrac": torch.zeros_like(error)}
     old_values = old_values.detach()
-    clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    clipped = values.clamp(old_values - value_clip, old_values + value_clip)
     clipped_error = (clipped - returns.detach()).square()
     return torch.maximum(error, clipped_error) / 2, {"values_clipfrac": (clipped_error > error).to(values.dtype)}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from skyrl_train.config.base import Section, value_at
+from skyrl_train.config.policy import ShardedModelConfig
 from skyrl_train.config.problems import show
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.run import RunPlacementConfig
@@ -67,16 +68,26 @@ def ray_is_installed(cfg: Section) -> Iterator[str]:
 
 
 def sharding_fits_ranks(cfg: Section) -> Iterator[str]:
-    """Refuse groups of ranks that do not divide the ranks of a model, and offloading without ranks."""
+    """Refuse groups of ranks that do not divide the ranks of a model, and settings of several ranks with one."""
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     trainer: Section = value_at(cfg, "trainer")
     for role in ("policy", "critic", "ref"):
         if role not in type(trainer).model_fields:
             continue
-        key, fsdp = f"trainer.{role}.fsdp_config", value_at(trainer, role).fsdp_config
+        section: ShardedModelConfig = value_at(trainer, role)
+        key, fsdp = f"trainer.{role}.fsdp_config", section.fsdp_config
         n_ranks = math.prod(placement.size(role))
+        counts = f"trainer.placement.{role}_num_gpus_per_node"
+        if counts.rpartition(".")[2] not in type(placement).model_fields:  # all models have the ranks of the policy
+            counts = "trainer.placement.policy_num_gpus_per_node"
         if "TORCHELASTIC_RUN_ID" in os.environ:
             n_ranks = int(os.environ["WORLD_SIZE"])
+        if n_ranks % section.sequence_parallel_size:
+            yield (
+                f"trainer.{role}.sequence_parallel_size={section.sequence_parallel_size} must divide the {n_ranks} "
+                f"{'rank' if n_ranks == 1 else 'ranks'} of the {role}; try {_divisors(n_ranks)}, or set "
+                f"{counts}={section.sequence_parallel_size}"
+            )
         n_shards = n_ranks if fsdp.fsdp_size < 1 else fsdp.fsdp_size
         if n_ranks % n_shards:
             yield (
@@ -95,7 +106,7 @@ def sharding_fits_ranks(cfg: Section) -> Iterator[str]:
             name = "cpu_offload" if fsdp.cpu_offload else "param_dtype"
             yield (
                 f"{key}.{name}={show(value_at(fsdp, name))} needs FSDP2, and a single rank holds the whole model; set "
-                f"trainer.placement.{role}_num_gpus_per_node=2 or more, or remove it"
+                f"{counts}=2 or more, or remove it"
             )
 
 

@@ -60,11 +60,8 @@ class RankActor:
 class RayRank:
     """A rank in an actor. Functions among the arguments of its calls may be those of `__main__`."""
 
-    is_leader = True
-
     def __init__(self, role: Role, world: World, device: Device) -> None:
         """Start the actor on a reserved device; it does not wait until it is ready."""
-        self.dp = world.rank
         self._role = role
         self._world = world
         self._name = f"rank {world.rank} of the {role}"

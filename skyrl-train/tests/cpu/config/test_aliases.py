@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from skyrl_train.config import get_default_config, load_config
-from skyrl_train.config.aliases import ALIASES, SKYRL, SKYRL_WITHOUT_EFFECT, VERL, apply_aliases
+from skyrl_train.config.aliases import ALIASES, SKYRL, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, VERL, apply_aliases
 from skyrl_train.config.base import as_section, value_at
 from skyrl_train.config.problems import FIELDS
 from skyrl_train.errors import ConfigError
@@ -174,6 +174,18 @@ def test_a_key_without_effect_is_accepted_with_a_warning(key: str, caplog: pytes
         named = put({}, "trainer.run_name", "run")
         assert load_config(put(deepcopy(named), key, "x")) == load_config(named)
     assert [record.message for record in caplog.records] == [f"{key}=x has no effect: {SKYRL_WITHOUT_EFFECT[key]}"]
+
+
+@pytest.mark.parametrize("key", UNSUPPORTED)
+def test_a_key_for_what_does_not_exist_is_refused_unless_it_asks_for_nothing(key: str) -> None:
+    accepted, reason = UNSUPPORTED[key]
+    assert key not in FIELDS | ALIASES | SKYRL_WITHOUT_EFFECT
+    named = put({}, "trainer.run_name", "run")
+    for value in accepted:
+        assert load_config(put(deepcopy(named), key, value)) == load_config(named)
+    with pytest.raises(ConfigError) as caught:
+        load_config(put(deepcopy(named), key, "x"))
+    assert str(caught.value) == f"{key}=x: {reason}; remove the key"
 
 
 @pytest.mark.parametrize("key", sorted({key for alias in ALIASES.values() for key in alias.also}))

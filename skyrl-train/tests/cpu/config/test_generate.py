@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from skyrl_train.config import generate, load_config
-from skyrl_train.config.aliases import ALIASES, SKYRL_WITHOUT_EFFECT
+from skyrl_train.config.aliases import ALIASES, SKYRL_WITHOUT_EFFECT, UNSUPPORTED
 from skyrl_train.config.base import as_section
 from skyrl_train.config.problems import FIELDS
 
@@ -40,7 +40,9 @@ def test_the_yaml_file_has_help_for_every_key_in_lines_of_120_columns() -> None:
 def test_the_page_has_a_row_for_every_key_and_every_alias() -> None:
     rows = [line for line in generate.render_page().splitlines() if line.startswith("| `")]
     keys = {key for key, field in FIELDS.items() if as_section(field.annotation) is None}
-    assert sorted(row.split("`")[1] for row in rows) == sorted(keys | ALIASES.keys() | SKYRL_WITHOUT_EFFECT.keys())
+    assert sorted(row.split("`")[1] for row in rows) == sorted(
+        keys | ALIASES.keys() | SKYRL_WITHOUT_EFFECT.keys() | UNSUPPORTED.keys()
+    )
     assert {row.count(" | ") for row in rows} == {2, 3}
 
 

@@ -83,7 +83,20 @@ def test_aliases_name_keys_that_exist(old: str) -> None:
         ({"trainer": {"strategy": "megatron"}}, r"strategy=megatron must be .* replaces Megatron-Core, which is not"),
         (
             {"trainer": {"policy": {"sequence_parallel_size": 2}}},
-            r"sequence_parallel_size=2: the tokens of a row are not divided among ranks; set .*max_tokens_per_micro",
+            r"sequence_parallel_size=2 must divide the 1 rank of the policy; .*policy_num_gpus_per_node=2",
+        ),
+        (
+            {
+                "trainer": {
+                    "placement": {"policy_num_gpus_per_node": 4},
+                    "policy": {"sequence_parallel_size": 3},
+                }
+            },
+            r"sequence_parallel_size=3 must divide the 4 ranks of the policy; try 1 or 2 or 4",
+        ),
+        (
+            {"trainer": {"sequence_parallel_backend": "ring"}},
+            r"sequence_parallel_backend=ring must be ulysses",
         ),
         ({"trainer": {"ckpt_interval": 0}}, "must be -1 or an integer >= 1; the default is trainer.ckpt_interval=50"),
     ],
@@ -97,11 +110,8 @@ def test_sharding_under_torchrun_is_that_of_its_processes(monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     fsdp = {"cpu_offload": True, "fsdp_size": 2}
-    assert load(trainer={"policy": {"fsdp_config": fsdp}}).trainer.policy.fsdp_config.fsdp_size == 2
-
-
-def test_sequence_parallelism_of_one_rank_is_none() -> None:
-    assert load(trainer={"policy": {"sequence_parallel_size": 1}}) == load()
+    policy = load(trainer={"policy": {"fsdp_config": fsdp, "sequence_parallel_size": 4}}).trainer.policy
+    assert (policy.fsdp_config.fsdp_size, policy.sequence_parallel_size) == (2, 4)
 
 
 def test_validation_on_the_training_data_is_reported(caplog: pytest.LogCaptureFixture) -> None:

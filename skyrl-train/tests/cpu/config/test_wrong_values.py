@@ -150,8 +150,8 @@ FREE_VALUE = "a finite number, a string, true, false, null, or a list or section
         ),
         (
             "trainer.max_tokens_per_microbatch",
-            -1,
-            "trainer.max_tokens_per_microbatch=-1 must be an integer >= 1 or null; "
+            0,
+            "trainer.max_tokens_per_microbatch=0 must be an integer >= 1 or null; "
             "the default is trainer.max_tokens_per_microbatch=null",
         ),
         (

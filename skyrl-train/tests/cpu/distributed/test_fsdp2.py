@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import pytest_asyncio
 import torch
+from distributed.rank_groups import EXACT, compare, first_gradient, load_group, save, single_rank, spec
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from workers.worker_batches import (
@@ -24,25 +24,17 @@ from workers.worker_batches import (
     random_trajectories,
 )
 
-from skyrl_train.algorithms.objectives import CrossEntropyObjective, Objective, RewardObjective, ValueObjective
+from skyrl_train.algorithms.objectives import CrossEntropyObjective, RewardObjective, ValueObjective
 from skyrl_train.checkpoint.merge import merge_checkpoint
 from skyrl_train.config.algorithm import LossReduction
 from skyrl_train.config.policy import FSDPConfig
-from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.dataset.supervised import build_supervised_batch, rewarded_segment
-from skyrl_train.distributed import SingleStrategy
 from skyrl_train.errors import WorkerError
 from skyrl_train.launch.process import ProcessRank, start_ranks
-from skyrl_train.launch.specs import model_spec, optimizer_spec
-from skyrl_train.models.loading import load_model, load_reward_model, load_value_model
-from skyrl_train.types import DrawnPrompt, Metrics, TrainingBatch
-from skyrl_train.types.specs import ModelSpec, Role, World, lora_spec
+from skyrl_train.models.loading import load_model, load_reward_model
+from skyrl_train.types import DrawnPrompt
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.ranks import LocalRank
-
-BETAS = (0.9, 0.999)
-EXACT = 1e-6
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[2, 4])
@@ -55,75 +47,6 @@ async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[list[ProcessRan
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def spec(role: Role, path: Path, cfg: TrainerConfig, max_grad_norm: float = 1e9) -> ModelSpec:
-    """Return the spec of a model in float32; its gradient is not clipped by default."""
-    cpu = torch.device("cpu")
-    load = load_value_model if role == "critic" else load_model
-    optimizer = replace(optimizer_spec(cfg.policy.optimizer_config, 10), max_grad_norm=max_grad_norm, betas=BETAS)
-    return model_spec(
-        role,
-        partial(load, str(path), dtype=torch.float32, device=cpu),
-        partial(_save_nothing),
-        cfg,
-        cfg.algorithm.temperature,
-        optimizer,
-        lora_spec((cfg.critic if role == "critic" else cfg.policy).model, f"trainer.{role}.model.lora", cfg.seed),
-    )
-
-
-def _save_nothing(folder: str) -> None:
-    """Do nothing; there is no tokenizer to save."""
-
-
-def single_rank() -> LocalRank:
-    return LocalRank(ThreadPoolExecutor(1), SingleStrategy(World()))
-
-
-async def load_group(ranks: Any, spec: ModelSpec, objective: Objective) -> WorkerGroup:
-    group = WorkerGroup(spec, ranks, objective)
-    await group.load()
-    return group
-
-
-async def save(group: WorkerGroup, folder: Path) -> Path:
-    await (await group.save(folder))
-    return folder
-
-
-async def first_gradient(
-    group: WorkerGroup, spec: ModelSpec, objective: Objective, folder: Path
-) -> dict[str, torch.Tensor]:
-    """Return the gradient of a group's first optimizer step, recovered from the moments in its checkpoint."""
-    rank = single_rank()
-    await (await load_group([rank], spec, objective)).load_state(await save(group, folder))
-    optimizer = rank.worker._state.optimizer
-    assert optimizer is not None
-    names = {id(parameter): name for name, parameter in rank.worker.module.named_parameters()}
-    return {names[id(parameter)]: state["exp_avg"] / (1 - BETAS[0]) for parameter, state in optimizer.state.items()}
-
-
-async def compare(
-    ranks: list[ProcessRank],
-    spec: ModelSpec,
-    objective: Objective,
-    batch: TrainingBatch,
-    tmp_path: Path,
-    tolerance: float = EXACT,
-) -> None:
-    """Assert that an optimizer step on `ranks` has the gradient and metrics of a step in this process."""
-    results: list[tuple[dict[str, torch.Tensor], Metrics]] = []
-    for name, group_ranks in (("single", [single_rank()]), ("sharded", ranks)):
-        torch.manual_seed(0)  # clip_cov chooses tokens at random
-        group = await load_group(group_ranks, spec, objective)
-        metrics = await group.update(batch)
-        results.append((await first_gradient(group, spec, objective, tmp_path / name), metrics))
-    (single, single_metrics), (sharded, sharded_metrics) = results
-    largest = max(values.abs().max().item() for values in single.values())
-    assert largest > 1e-4
-    assert largest_difference(single, sharded) < tolerance * max(1.0, largest)
-    assert sharded_metrics.numbers() == pytest.approx(single_metrics.numbers(), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 16])
@@ -474,9 +397,10 @@ async def test_a_merged_checkpoint_is_the_model_of_the_ranks(
     assert ((await original.score(batch))["logprobs"] - expected).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("sequence_parallel_size", [1, 2])
 @pytest.mark.parametrize("lora", [{}, {"rank": 4}])
 async def test_a_reward_model_is_trained_as_in_one_process(
-    ranks: list[ProcessRank], tiny_model_path: Path, lora: dict[str, Any]
+    ranks: list[ProcessRank], tiny_model_path: Path, lora: dict[str, Any], sequence_parallel_size: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(5, 60, (n,), generator=generator).tolist() for n in (9, 4, 7, 7, 3, 12)]
@@ -491,7 +415,12 @@ async def test_a_reward_model_is_trained_as_in_one_process(
         key="trainer.policy.model.path",
         pad_token_id=0,
     )
-    reward_spec = replace(spec("policy", tiny_model_path, cfg), role="reward", load=load)
+    reward_spec = replace(
+        spec("policy", tiny_model_path, cfg),
+        role="reward",
+        load=load,
+        sequence_parallel_size=sequence_parallel_size,
+    )
     ours, theirs = [await load_group(r, reward_spec, RewardObjective()) for r in (ranks, [single_rank()])]
     for _ in range(3):
         expected, metrics = [(await group.update(batch)).numbers() for group in (theirs, ours)]

@@ -58,12 +58,16 @@ def assert_same_run(folder: Path, expected: Path) -> None:
         torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("sequence_parallel_size", [1, 2])
 @pytest.mark.parametrize("lora", [[], ["trainer.policy.model.lora.rank=4"]])
-def test_two_ranks_train_like_one_process(lora: list[str], data: Path, tiny_model_path: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_like_one_process(
+    lora: list[str], sequence_parallel_size: int, data: Path, tiny_model_path: Path, tmp_path: Path
+) -> None:
     learning_rate = "trainer.policy.optimizer_config.lr=1e-4"  # Adam magnifies rounding
     assert main(["sft", *overrides(data, tiny_model_path, tmp_path / "one", learning_rate, *lora)]) == 0
     run = overrides(data, tiny_model_path, tmp_path / "two", learning_rate, *lora)
-    finished = subprocess.run([*COMMAND, *run], check=False, **OPTIONS)
+    division = f"trainer.policy.sequence_parallel_size={sequence_parallel_size}"
+    finished = subprocess.run([*COMMAND, *run, division], check=False, **OPTIONS)
     assert finished.returncode == 0, finished.stdout
     assert finished.stdout.count("Loaded the policy") == 1, "every rank logs"
     assert_same_run(tmp_path / "two", tmp_path / "one")

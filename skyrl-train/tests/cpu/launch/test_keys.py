@@ -57,7 +57,6 @@ HONOURED: dict[str, tuple[list[str], list[str]]] = {  # key: a run, and what to 
 
 REFUSED: dict[str, list[str]] = {  # key=value: the other settings of the run
     "trainer.strategy=megatron": [],
-    "trainer.policy.sequence_parallel_size=2": [],
     "trainer.policy.megatron_config={tensor_model_parallel_size: 2}": [],
     "generator.inference_engine_tensor_parallel_size=2": [],
     "generator.inference_engine_pipeline_parallel_size=2": [RAY, "generator.backend=vllm"],

@@ -25,7 +25,7 @@ from transformers import (
 
 from skyrl_train.models import prefix_sharing
 from skyrl_train.models.logprobs import response_logprobs
-from skyrl_train.models.prefix_sharing import PrefixTree, can_share_prefixes
+from skyrl_train.models.prefix_sharing import PrefixTree, find_sharing_fault
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -91,7 +91,7 @@ def assert_equal(model: PreTrainedModel, rows: list[list[int]]) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_scores_and_gradients_are_those_of_separate_rows(name: str) -> None:
     model = make_model(CONFIGS[name])
-    assert can_share_prefixes(model)
+    assert find_sharing_fault(model) is None
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 40, n).tolist() for n in (40, 7, 150)]
     rows = [prompt + rng.integers(0, 40, rng.integers(1, 60)).tolist() for prompt in prompts for _ in range(4)]
@@ -125,7 +125,7 @@ def test_a_model_that_mixes_neighboring_tokens_computes_each_row() -> None:
     model = make_model(CONFIGS["llama"])
     norm = model.base_model.layers[0].input_layernorm
     norm.register_forward_hook(lambda module, inputs, output: output + output.roll(1, dims=1))
-    assert not can_share_prefixes(model)
+    assert "would change its hidden states" in (find_sharing_fault(model) or "")
 
 
 def test_a_model_that_refuses_the_tree_computes_each_row() -> None:
@@ -136,4 +136,4 @@ def test_a_model_that_refuses_the_tree_computes_each_row() -> None:
             raise TypeError("unexpected keyword argument")
 
     model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
-    assert not can_share_prefixes(model)
+    assert "unexpected keyword argument" in (find_sharing_fault(model) or "")

@@ -153,10 +153,7 @@ def configured(s: Settings, **trainer: Any) -> SkyRLConfig:
 class PartRank:
     """One of several data-parallel ranks that share one worker, so its gradients add up."""
 
-    is_leader = True
-
-    def __init__(self, dp: int, rank: LocalRank) -> None:
-        self.dp = dp
+    def __init__(self, rank: LocalRank) -> None:
         self._rank = rank
 
     async def load(self, spec: Any, objective: Any) -> None:
@@ -204,7 +201,7 @@ def run_trainer(rollouts: Sequence[OracleTrajectory], cfg: SkyRLConfig, n_ranks:
     critic = SingleRankGroup("critic", m.critic, None, trainer, ValueObjective(trainer.algorithm.value_clip))
     results = []
     for worker in (policy, critic):
-        ranks = [PartRank(dp, worker.rank) for dp in range(n_ranks)]
+        ranks = [PartRank(worker.rank) for _ in range(n_ranks)]
         group = WorkerGroup(worker.group._spec, ranks, worker.group._objective)
         worker.model.zero_grad()
         metrics: Metrics = complete(group.forward_backward(batch))

@@ -212,8 +212,12 @@ def rounding_tolerance(gradient: dict[str, torch.Tensor]) -> float:
 
 def off_policy_batch(policy: PreTrainedModel, n_tokens: int, seed: int) -> TrainingBatch:
     """Return a batch whose old policy, rollout policy and reference all differ from `policy`."""
+    return score_off_policy(policy, as_batch(random_trajectories(4, 4, n_tokens, seed), config()))
+
+
+def score_off_policy(policy: PreTrainedModel, batch: TrainingBatch) -> TrainingBatch:
+    """Fill in log-probs of an old policy, a rollout policy and a reference that all differ from `policy`."""
     cfg = config()
-    batch = as_batch(random_trajectories(4, 4, n_tokens, seed), cfg)
     batch.ref_logprobs = score_tokens(perturbed(policy, 0.02, seed=1), batch, cfg.trainer).logprobs
     old = score_tokens(perturbed(policy, 0.02, seed=2), batch, cfg.trainer)
     batch.old_logprobs, batch.entropies, _ = old

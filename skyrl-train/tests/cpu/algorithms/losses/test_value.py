@@ -51,3 +51,12 @@ def test_only_the_values_have_a_gradient(value_clip: float | None) -> None:
     assert old.grad is None
     assert returns.grad is None
     assert not metrics["values_clipfrac"].requires_grad
+
+
+def test_values_within_the_range_are_not_clipped_by_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, returns = torch.randn(2, 10, 100, generator=generator)
+    values = old + 0.39 * torch.rand(10, 100, generator=generator) - 0.195
+    loss, metrics = value_loss(values, old, returns, 0.2)
+    assert not metrics["values_clipfrac"].any()
+    assert torch.equal(loss, (values - returns).square() / 2)

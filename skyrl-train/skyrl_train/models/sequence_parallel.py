@@ -1,0 +1,121 @@
+"""Sequence parallelism: ranks that hold the same rows compute a slice of their tokens each.
+
+Attention reads all tokens of a row, but computes each head separately. Before it, the ranks exchange tokens for heads,
+and after it heads for tokens (DeepSpeed-Ulysses, Jacobs et al., 2023, arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from skyrl_train.errors import ConfigError
+
+
+class SequenceGroup:
+    """The ranks that divide the tokens of a micro-batch into equal slices, of which this rank computes one.
+
+    U is the number of tokens, u that of a slice: U / size, rounded up. The last slices end with padding.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, key: str) -> None:
+        """Use the ranks of a process group; `key` is the configuration key of its size, for error messages."""
+        self._group = group
+        self.size = group.size()
+        self.setting = f"{key}={self.size}"
+
+    def slice_start(self, n_tokens: int) -> int:
+        """Return the index of the first token of this rank's slice."""
+        return self._group.rank() * self._slice_length(n_tokens)
+
+    def _slice_length(self, n_tokens: int) -> int:
+        return math.ceil(n_tokens / self.size)
+
+    def take_slice(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice (u,) of token ids or positions (U,), padded with 0."""
+        start, length = self.slice_start(len(tokens)), self._slice_length(len(tokens))
+        part = tokens[start : start + length]
+        return torch.nn.functional.pad(part, (0, length - len(part)))
+
+    def tokens_to_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, n_tokens: int
+    ) -> list[torch.Tensor]:
+        """Exchange all heads of this rank's tokens, (u, heads, d) each, for a part of the heads of all tokens (U, …).
+
+        Query heads that read the same key and value stay together. Keys and values with fewer heads than ranks are
+        sent to several ranks.
+
+        Raises:
+            ConfigError: the number of query heads is not a multiple of the number of ranks.
+        """
+        n_heads = query.shape[1]
+        if n_heads % self.size:
+            divisors = " or ".join(str(n) for n in range(1, n_heads + 1) if n_heads % n == 0)
+            raise ConfigError(f"{self.setting} must divide the {n_heads} attention heads of the model; try {divisors}")
+        parts = []
+        for states in (query, key, value):
+            n_copies = math.lcm(states.shape[1], self.size) // states.shape[1]
+            parts.append(states.repeat_interleave(n_copies, dim=1).unflatten(1, (self.size, -1)))  # (u, size, heads, d)
+        sent = torch.cat([part.flatten(2) for part in parts], dim=2).transpose(0, 1)  # (size, u, Σ heads · d)
+        received = self._exchange(sent).flatten(0, 1)[:n_tokens]  # (U, Σ heads · d)
+        columns = received.split([part[0, 0].numel() for part in parts], dim=1)
+        return [states.unflatten(1, part.shape[2:]) for states, part in zip(columns, parts, strict=True)]
+
+    def heads_to_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """Exchange a part of the heads of all tokens (U, heads, d) for all heads of this rank's tokens (u, …)."""
+        n_tokens = len(states)
+        n_padding = self.size * self._slice_length(n_tokens) - n_tokens
+        padded = torch.nn.functional.pad(states, (0, 0, 0, 0, 0, n_padding))
+        received = self._exchange(padded.unflatten(0, (self.size, -1)))  # (size, u, heads, d)
+        return received.transpose(0, 1).flatten(1, 2)
+
+    def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        """Send `parts[i]` to rank i, and return what each rank sent to this one."""
+        received: torch.Tensor = _Exchange.apply(parts, self._group)
+        return received
+
+    def gather(self, states: torch.Tensor, n_tokens: int) -> torch.Tensor:
+        """Return the states (U, …) of all tokens, detached, from those of each slice (u, …)."""
+        parts = [torch.empty_like(states) for _ in range(self.size)]
+        dist.all_gather(parts, states.detach().contiguous(), group=self._group)
+        return torch.cat(parts)[:n_tokens]
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' values, for a loss that each rank computes from all of them.
+
+        Gradients are not summed: each rank differentiates the same loss in its own values, and gradients of parameters
+        add up over all ranks, so every token counts once.
+        """
+        total: torch.Tensor = _Sum.apply(values, self._group)
+        return total
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Exchange.forward(ctx, grad, ctx.group), None  # gradients return to where the values came from
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
