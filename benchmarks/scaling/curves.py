@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import gc
 import json
+import logging
 import os
 import random
 import statistics
@@ -21,14 +22,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow.json
+import pyarrow.parquet
 import torch
 from harness import conditions
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from skyrl_train.callbacks import Callback, Run, StepReport
+from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.scoring_module import ScoringModule
+from skyrl_train.models.tiny import write_tiny_model
+from skyrl_train.report import report_run
+from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.types import TrainingBatch
 from skyrl_train.workers.split import split
 
@@ -63,6 +72,9 @@ CURVES = {
     "n_turns": [1, 2, 4, 8, 16],
     "vocab_size": [1024, 8192, 32_768, 151_936],
 }
+
+STARTS = [(n_rows, suffix) for n_rows in (1000, 100_000, 1_000_000) for suffix in (".jsonl", ".parquet")]
+"""Rows and formats of the training data of runs of one step."""
 
 
 class NoTokenizer:
@@ -179,49 +191,122 @@ def memory_growth() -> tuple[int, int]:
     return resident, resident_kib() - resident
 
 
+class MemoryProbe(Callback):
+    """A callback that notes the resident memory after some steps, in KiB."""
+
+    def __init__(self) -> None:
+        self.resident: dict[int, int] = {}
+
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        if report.global_step in (N_STEPS // 10, N_STEPS):
+            gc.collect()
+            self.resident[report.global_step] = resident_kib()
+
+
+def run_growth() -> tuple[int, int]:
+    """Return the resident memory after a tenth of the steps of a GRPO run, and its growth over the others, in KiB."""
+    probe = MemoryProbe()
+
+    class ProbedExperiment(BasePPOExp):
+        def get_callbacks(self, *parts: Any) -> list[Callback]:
+            return [*super().get_callbacks(*parts), probe]
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_prompts(folder / "train.jsonl", 400)
+        write_tiny_model(folder / "model", None, 0)
+        overrides = [f"trainer.max_training_steps={N_STEPS}", "trainer.epochs=1000", "trainer.logger=tensorboard"]
+        ProbedExperiment(parse_cli([*describe_run(folder, "train.jsonl"), *overrides])).run()
+    first, last = probe.resident.values()
+    return first, last - first
+
+
+def record_steps(n_steps: int) -> tuple[float, float, float, int]:
+    """Log `n_steps` steps of 70 metrics and build the report of the run.
+
+    Return the processor microseconds of one of the first 1,000 steps and one of the last, and the processor seconds and
+    the KiB of the report.
+    """
+    metrics = dict.fromkeys(("reward/avg_raw_reward", "policy/policy_loss", "policy/policy_entropy"), 0.5)
+    metrics |= {f"group_{i % 9}/metric_{i}": i / 7 for i in range(70)}
+    logger = logging.getLogger("skyrl_train.benchmark")
+    seconds = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = RunFolder(Path(name))
+        with log_to_file(folder.train_log), Tracking("scaling", "record", ["tensorboard"], {}, folder.path) as tracking:
+            for start in range(0, n_steps, 1000):
+                started = time.process_time()
+                for step in range(start, start + 1000):
+                    tracking.log(metrics | {"reward/avg_raw_reward": random.random()}, step)
+                    logger.info("step %d", step)
+                tracking.flush()
+                seconds.append(time.process_time() - started)
+        started = time.process_time()
+        report = report_run(folder)
+        assert report is not None
+        return seconds[0] * 1e3, seconds[-1] * 1e3, time.process_time() - started, report.stat().st_size >> 10
+
+
 def resident_kib() -> int:
     """Return the resident memory of this process in KiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
 
 
-def first_step_seconds(n_rows: int) -> float:
-    """Return the seconds from launching `skyrl train` on a dataset of `n_rows` rows to the end of its first step."""
+def write_prompts(path: Path, n_rows: int) -> None:
+    """Write a dataset of products, as JSON lines or parquet."""
+    with path.with_suffix(".jsonl").open("w") as file:
+        for i in range(n_rows):
+            row = {
+                "prompt": [{"role": "user", "content": f"What is {i} times 7?"}],
+                "reward_spec": {"ground_truth": str(7 * i)},
+            }
+            file.write(json.dumps(row) + "\n")
+    if path.suffix == ".parquet":
+        table = pyarrow.json.read_json(path.with_suffix(".jsonl"))
+        pyarrow.parquet.write_table(table, path)
+
+
+def describe_run(folder: Path, data: str) -> list[str]:
+    """Return the overrides of a run of one step on the model and the data in a folder."""
+    return [
+        f"data.train_data=['{folder / data}']",
+        f"trainer.policy.model.path='{folder / 'model'}'",
+        f"trainer.output_dir='{folder}'",
+        "environment.env_class=multiply",
+        "trainer.train_batch_size=8",
+        "trainer.policy_mini_batch_size=8",
+        "generator.n_samples_per_prompt=4",
+        "generator.sampling_params.max_generate_length=8",
+        "trainer.max_training_steps=1",
+        "trainer.eval_interval=-1",
+        "trainer.ckpt_interval=-1",
+    ]
+
+
+def start_run(n_rows: int, suffix: str) -> tuple[float, float, int]:
+    """Run `skyrl train` for one step on `n_rows` rows; return its seconds, processor seconds and peak memory in KiB."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with (folder / "train.jsonl").open("w") as file:
-            for i in range(n_rows):
-                row = {
-                    "prompt": [{"role": "user", "content": f"What is {i} times 7?"}],
-                    "reward_spec": {"ground_truth": "7"},
-                }
-                file.write(json.dumps(row) + "\n")
-        skyrl = Path(sys.executable).parent / "skyrl"
-        subprocess.run([skyrl, "tiny", folder / "model"], check=True, capture_output=True)
-        command = [
-            skyrl,
-            "train",
-            f"data.train_data=['{folder / 'train.jsonl'}']",
-            f"trainer.policy.model.path='{folder / 'model'}'",
-            f"trainer.output_dir='{folder}'",
-            "environment.env_class=multiply",
-            "trainer.train_batch_size=8",
-            "trainer.policy_mini_batch_size=8",
-            "generator.n_samples_per_prompt=4",
-            "generator.sampling_params.max_generate_length=8",
-            "trainer.max_training_steps=1",
-            "trainer.eval_interval=-1",
-            "trainer.ckpt_interval=-1",
-        ]
+        write_prompts(folder / f"train{suffix}", n_rows)
+        write_tiny_model(folder / "model", None, 0)
+        command = [str(Path(sys.executable).parent / "skyrl"), "train", *describe_run(folder, f"train{suffix}")]
         started = time.monotonic()
-        subprocess.run(command, check=True, capture_output=True)
-        return time.monotonic() - started
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.monotonic() - started
+        assert process.stderr is not None
+        if status:
+            raise RuntimeError(process.stderr.read())
+        return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n_times", type=int, default=3)
-    parser.add_argument("--only", choices=[*CURVES, "memory", "start"], help="measure one part, and write no file")
+    parser.add_argument(
+        "--only", choices=[*CURVES, "memory", "record", "start"], help="measure one part, and write no file"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = [
@@ -247,11 +332,36 @@ def main() -> None:
         resident, growth = memory_growth()
         lines += ["", f"Memory after 50 updates: {resident >> 10:,} MiB; growth over {N_STEPS:,} more: {growth:,} KiB."]
         print(lines[-1], flush=True)
+        resident, growth = run_growth()
+        lines.append(
+            f"Memory after {N_STEPS // 10:,} steps of a run: {resident >> 10:,} MiB; growth to step {N_STEPS:,}:"
+        )
+        lines.append(f"{growth:,} KiB.")
+        print(*lines[-2:], flush=True)
+    if options.only in (None, "record"):
+        lines += [
+            "",
+            "Processor time of the metrics and messages of a step, and of the report of a run:",
+            "",
+            "| steps | µs per step, first 1,000 | µs per step, last 1,000 | report, s | report, KiB |",
+            "|---|---|---|---|---|",
+        ]
+        for n_steps in (1000, 10_000):
+            first, last, report_s, report_kib = record_steps(n_steps)
+            lines.append(f"| {n_steps:,} | {first:,.0f} | {last:,.0f} | {report_s:.1f} | {report_kib:,} |")
+            print(lines[-1], flush=True)
     if options.only in (None, "start"):
-        times = {n_rows: first_step_seconds(n_rows) for n_rows in (100, 10_000, 1_000_000)}
-        listed = ", ".join(f"{seconds:.1f} s with {n_rows:,} rows" for n_rows, seconds in times.items())
-        lines += ["", f"From `skyrl train` to the end of a run of one step: {listed}."]
-        print(lines[-1], flush=True)
+        lines += [
+            "",
+            "From `skyrl train` to the end of a run of one step, by the rows of its training data:",
+            "",
+            "| rows | format | seconds | processor seconds | peak memory, MiB |",
+            "|---|---|---|---|---|",
+        ]
+        for n_rows, suffix in STARTS:
+            seconds, processor_s, peak = start_run(n_rows, suffix)
+            lines.append(f"| {n_rows:,} | {suffix} | {seconds:.1f} | {processor_s:.1f} | {peak >> 10:,} |")
+            print(lines[-1], flush=True)
     if not options.only:
         (HERE / "curves.md").write_text("\n".join(lines) + "\n")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_gym.envs.registration import registry
-from skyrl_gym.worker_pool import Worker
+from skyrl_gym.worker_pool import PoolWorker
 
 
 def pytest_collection_finish() -> None:
@@ -48,11 +48,11 @@ def database(tmp_path: Path) -> Path:
 def question_semaphore(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Return a semaphore that is released for each question to a running worker."""
     asked = threading.Semaphore(0)
-    ask = Worker.ask
+    ask = PoolWorker.ask
 
-    def recording(worker: Worker, question: list[Any], limit_s: float) -> dict[str, Any]:
+    def recording(worker: PoolWorker, question: list[Any], limit_s: float) -> dict[str, Any]:
         asked.release()
         return ask(worker, question, limit_s)
 
-    monkeypatch.setattr(Worker, "ask", recording)
+    monkeypatch.setattr(PoolWorker, "ask", recording)
     return asked

@@ -110,6 +110,9 @@ class Callback:
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         """Called after each step, once the engines have its weights."""
 
+    async def before_checkpoint(self, run: Run) -> None:
+        """Called before a checkpoint becomes the one to resume from, which does not repeat the steps before it."""
+
     async def on_checkpoint(self, run: Run, path: Path) -> None:
         """Called once the checkpoint at `path` is complete and is the one to resume from.
 
@@ -187,7 +190,12 @@ class Logging(Callback):
                 n_sampled = sum(turn.end - turn.start for t in report.trajectories for turn in t.turns)
                 report.metrics |= verl_metrics(report.metrics, report.global_step, n_sampled)
         if report.metrics:
-            self._tracking.log(report.metrics, report.global_step)
+            try:
+                self._tracking.log(report.metrics, report.global_step)
+            except OSError as error:  # perhaps of an earlier step, and a checkpoint follows
+                if not (report.is_last or run.is_stopping):
+                    raise
+                logger.warning("Metrics could not be written, which is tried again at the end of the run: %s", error)
         if self._progress is not None and report.global_step > 0:
             self._progress.update(
                 report.global_step,
@@ -203,6 +211,12 @@ class Logging(Callback):
             logger.warning(warning)
             self._has_warned = True
 
+    async def before_checkpoint(self, run: Run) -> None:
+        try:
+            await asyncio.to_thread(self._tracking.flush)
+        except OSError as error:  # the checkpoint may be on another disk
+            logger.warning("The metrics of the last steps are not written yet: %s", error)
+
     async def on_checkpoint(self, run: Run, path: Path) -> None:
         if run.cfg.trainer.wandb_artifacts:
             await asyncio.to_thread(self._tracking.log_checkpoint, path, run.global_step)
@@ -210,6 +224,7 @@ class Logging(Callback):
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
         if self._progress is not None:
             self._progress.close()
+        await asyncio.to_thread(self._tracking.flush)  # the report reads them
 
 
 Curriculum = Callable[[int, dict[str, float], Mapping[str, float]], Mapping[str, float]]

@@ -22,6 +22,14 @@ class DataError(SkyRLError):
     """A dataset is missing, unreadable or too small, or one of its rows is invalid."""
 
 
+class SkippedRow(DataError):
+    """A row that is checked when it is drawn is too long. Another one is drawn instead."""
+
+
+class InvalidRow(SkippedRow):
+    """A row that is checked when it is drawn is invalid. Another one is drawn instead, after a warning."""
+
+
 class EnvError(SkyRLError):
     """An environment could not be created, or broke its contract."""
 

@@ -276,6 +276,8 @@ class TrainingRun(ABC):
             self.gauges["timing/checkpoint_pause"] = time.monotonic() - started
             copying.ended.set_result(None)
             await writing
+            for callback in self._callbacks:
+                await callback.before_checkpoint(self)
             await asyncio.to_thread((folder / "driver.pt").write_bytes, driver)
 
         path = await self.checkpoints.save(step, write, await self.models.checkpoint_bytes())

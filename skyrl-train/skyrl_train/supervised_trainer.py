@@ -37,6 +37,11 @@ class SupervisedRows:
         """Full batches in the dataset."""
         return self._order.batches_per_epoch
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`data/n_skipped`, as `PromptOrder.metrics`."""
+        return self._order.metrics
+
     def take(self) -> TrainingBatch:
         """Return the next batch (B, L)."""
         batch = build_supervised_batch(self._order.next_batch(), self._pad_token_id)
@@ -121,6 +126,7 @@ class SupervisedTrainer(TrainingRun):
                     "train/trained_tokens": batch.loss_mask.sum().item(),
                     "train/total_tokens(B)": self._rows.n_tokens / 1e9,
                     "trainer/tokens_per_second": n_tokens / seconds,
+                    **self._rows.metrics,
                     **system_metrics(),
                 }
             )

@@ -12,7 +12,7 @@ from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.torch.config import TorchConfig
 from tx.tinker.config import TxConfig
 from tx.tinker.losses import LOSSES
-from tx.tinker.server.metrics import Metrics
+from tx.tinker.server.metrics import ServerMetrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "tinker.md").read_text("utf-8")
 
@@ -37,7 +37,7 @@ def test_every_documented_flag_exists() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    text = Metrics().to_text({}, 0, 0, {}, is_engine_up=True).decode()
+    text = ServerMetrics().to_text({}, 0, 0, {}, is_engine_up=True).decode()
     names = set(re.findall(r"^# TYPE (\w+) (?:counter|gauge|histogram)$", text, re.MULTILINE))
     assert {name for name in names if not name.endswith(("_created", "_info"))} <= set(re.findall(r"`(tx_\w+)`", PAGE))
 

@@ -76,13 +76,13 @@ def _do(job: Json, user: int | None = None) -> None:
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         for run in job["runs"]:
-            result = Run(job, run, job["limits"], confinement).execute()
+            result = ProgramRun(job, run, job["limits"], confinement).execute()
             out.write(json.dumps(result) + "\n")
             out.flush()
             clear_folder(os.getcwd())
 
 
-class Run:
+class ProgramRun:
     """One run of the program, in a child of this process."""
 
     def __init__(self, program: Json, run: Json, limits: Json, confinement: Confinement) -> None:

@@ -73,8 +73,8 @@ class Workers:
         self._module = module
         self._slots = threading.BoundedSemaphore(size)
         self._lock = threading.Lock()
-        self._idle: list[Worker] = []
-        self._busy: set[Worker] = set()
+        self._idle: list[PoolWorker] = []
+        self._busy: set[PoolWorker] = set()
         self._is_closed = False
 
     def ask(self, question: list[Any], limit_s: float) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Workers:
         with self._lock:
             return [worker.pid for worker in self._idle]
 
-    def _acquire(self) -> Worker:
+    def _acquire(self) -> PoolWorker:
         with self._lock:
             while self._idle:
                 worker = self._idle.pop()
@@ -117,7 +117,7 @@ class Workers:
                     return worker
                 worker.close()
             self._raise_if_closed()
-            worker = Worker(self._module)  # under the lock, so that `close` ends it
+            worker = PoolWorker(self._module)  # under the lock, so that `close` ends it
             self._busy.add(worker)
         try:
             worker.wait_until_ready()  # without the lock, because imports take a second
@@ -127,7 +127,7 @@ class Workers:
             raise
         return worker
 
-    def _release(self, worker: Worker, is_reusable: bool) -> None:
+    def _release(self, worker: PoolWorker, is_reusable: bool) -> None:
         with self._lock:
             self._busy.discard(worker)
             is_kept = is_reusable and not self._is_closed
@@ -141,7 +141,7 @@ class Workers:
             raise RuntimeError(f"the workers of {self._module} were closed during a question; ask again")
 
 
-class Worker:
+class PoolWorker:
     """One process, and the connection to it."""
 
     def __init__(self, module: str) -> None:

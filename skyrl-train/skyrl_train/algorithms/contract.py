@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Literal
 
-from skyrl_train.algorithms.inputs import INPUTS, named_inputs, required_inputs, settings
+from skyrl_train.algorithms.inputs import INPUTS, collect_settings, named_inputs, required_inputs
 from skyrl_train.algorithms.off_policy import ROLLOUT_GAP_METRICS
 from skyrl_train.algorithms.registry import (
     ADVANTAGE_ESTIMATORS,
@@ -237,7 +237,7 @@ def _estimate(
         "response_mask": mask.clone(),
         "index": ["a", "a", "b", "b"],
         "reward_components": components,
-        **settings(config),
+        **collect_settings(config),
         **{name: value for name, value in computed.items() if name in required},
     }
     return _call(_estimator_key(config), lambda: estimator(**named_inputs(estimator, inputs)))

@@ -63,14 +63,14 @@ def estimator_inputs(batch: TrainingBatch, view: TrajectoryView, config: Algorit
         "index": [str(draw) for draw in view.of_last_rows(batch.draws).tolist()],
         "reward_components": {name: view.of_last_rows(total) for name, total in batch.reward_components.items()},
         **{name: view.join(tensor) for name, tensor in computed.items() if tensor is not None},
-        **settings(config),
+        **collect_settings(config),
     }
     if batch.greedy_rewards is not None:
         inputs["greedy_rewards"] = view.of_last_rows(batch.greedy_rewards)
     return inputs
 
 
-def settings(config: AlgorithmConfig) -> dict[str, Any]:
+def collect_settings(config: AlgorithmConfig) -> dict[str, Any]:
     """Return the inputs that are settings."""
     return {
         "config": config,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 from pydantic import ConfigDict, Field
 
-from skyrl_train.config.base import Allowed, FreeValue, Section, StringList, Text
+from skyrl_train.config.base import Allowed, FreeValue, OptionalCount, Section, StringList, Text
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.trainer import TrainerConfig
 
@@ -67,6 +67,11 @@ class DataConfig(Section):
     val_data: StringList = Field(default=["$HOME/data/gsm8k/validation.parquet"])
     """Evaluation prompts, in the same forms. Metrics are reported per `data_source`. May be empty when
     `trainer.eval_interval=-1`."""
+
+    max_checked_rows: OptionalCount = 20_000
+    """Rows of the training data that are checked before training; null checks all. Of larger data, a sample of this
+    size is checked, and the others when they are drawn: invalid rows and prompts longer than
+    `trainer.max_prompt_length` are then skipped. Validation data is always checked completely."""
 
     mixture: MixtureConfig = MixtureConfig()
     """The mixture of data sources in a batch."""

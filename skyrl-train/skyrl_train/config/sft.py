@@ -52,6 +52,11 @@ class SupervisedDataConfig(Section):
     val_data: StringList = Field(default=[])
     """Validation rows, in the same forms. Empty: no validation loss."""
 
+    max_checked_rows: OptionalCount = 20_000
+    """Rows of the training data that are checked and tokenized before training; null checks all. Of larger data, a
+    sample of this size is checked, and the others are when they are drawn: those that are invalid or too long are then
+    skipped. Validation data is always checked completely."""
+
     prompt_key: Text = "prompt"
     """Column with the prompt: a text, which becomes a message of the user, or a list of messages."""
 

@@ -50,6 +50,7 @@ class CustomDataset(PromptDataset):
             DataError: the dataset is empty.
         """
         self._cfg = cfg.data.custom_cls
+        self.is_checked = False
         self._plays_function = cfg.custom_reward_function.path is not None
         path, name = str(self._cfg.path), str(self._cfg.name)
         self._name = f"{name} of {path}"
@@ -123,5 +124,6 @@ class CustomDataset(PromptDataset):
             )
         return PromptRow(str(index), prompt, env_class, columns)
 
-    def __iter__(self) -> Iterator[PromptRow]:
-        return (self[index] for index in range(self._length))
+    def checked_rows(self) -> Iterator[tuple[str, PromptRow]]:
+        """Yield the location and the content of the first rows."""
+        return ((self.location(index), self[index]) for index in range(min(N_CHECKED_ROWS, self._length)))

@@ -15,7 +15,7 @@ from typing import Any
 from skyrl_gym.runtime.validation import is_conversation
 from skyrl_train.config.preferences import PreferenceDataConfig
 from skyrl_train.config.sft import SFTDataConfig, SupervisedDataConfig
-from skyrl_train.dataset.files import Row, quote, read_clean_rows
+from skyrl_train.dataset.files import Row, Rows, quote
 from skyrl_train.errors import DataError
 
 
@@ -29,65 +29,57 @@ class Demonstration:
     tools: list[Any] | None = None
 
 
-def read_answers(sources: Sequence[str], data: SupervisedDataConfig) -> Iterator[tuple[Demonstration, ...]]:
-    """Yield the demonstration of each row, or its chosen and its rejected answer; DataError if a row is invalid."""
-    if isinstance(data, PreferenceDataConfig):
-        yield from read_preferences(sources, data)
-    else:
-        assert isinstance(data, SFTDataConfig)
-        for demonstration in read_demonstrations(sources, data):
-            yield (demonstration,)
-
-
-def read_demonstrations(sources: Sequence[str], data: SFTDataConfig) -> Iterator[Demonstration]:
-    """Yield every row of the sources.
+def read_answers(rows: Rows, indices: Sequence[int], data: SupervisedDataConfig) -> Iterator[tuple[Demonstration, ...]]:
+    """Yield the demonstration of rows, or the chosen and the rejected answer; `indices` ascend.
 
     Raises:
-        DataError: a source cannot be read or has no rows, or a row is neither a conversation with an assistant's turn
-            nor a prompt with a response.
+        DataError: a row cannot be read, or has no answer to train on.
     """
-    for location, row in read_clean_rows(sources):
-        tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
-        if row.get(data.messages_key) is not None:
-            messages = _read_conversation(row[data.messages_key], location, data.messages_key)
-            n_context = _count_greetings(messages)
+    for location, row in rows.read(indices):
+        if isinstance(data, PreferenceDataConfig):
+            yield _read_pair(row, location, data)
         else:
-            messages = _read_prompt(row, location, data)
-            n_context = len(messages)
-            messages.append({"role": "assistant", "content": _read_response(row, location, data)})
-        yield Demonstration(location, messages, n_context, tools)
+            assert isinstance(data, SFTDataConfig)
+            yield (_read_demonstration(row, location, data),)
 
 
-def read_preferences(sources: Sequence[str], data: PreferenceDataConfig) -> Iterator[tuple[Demonstration, ...]]:
-    """Yield the chosen and the rejected answer of every row of the sources, each with its prompt.
+def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonstration:
+    """Return a conversation with an assistant's turn, or a prompt with a response."""
+    tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
+    if row.get(data.messages_key) is not None:
+        messages = _read_conversation(row[data.messages_key], location, data.messages_key)
+        return Demonstration(location, messages, _count_greetings(messages), tools)
+    messages = _read_prompt(row, location, data)
+    response = {"role": "assistant", "content": _read_response(row, location, data)}
+    return Demonstration(location, [*messages, response], len(messages), tools)
+
+
+def _read_pair(row: Row, location: str, data: PreferenceDataConfig) -> tuple[Demonstration, ...]:
+    """Return the chosen and the rejected answer, each with its prompt.
 
     Answers are texts or lists of messages, which may repeat the prompt. In a row without a prompt, the prompt is what
     both answers begin with.
-
-    Raises:
-        DataError: a source cannot be read or has no rows, or a row is not a prompt with two answers.
     """
-    for location, row in read_clean_rows(sources):
-        tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
-        keys = (data.chosen_key, data.rejected_key)
-        answers = [_read_answer(row, key, location) for key in keys]
-        if row.get(data.prompt_key) is not None:
-            prompt = _read_prompt(row, location, data)
-        else:
-            prompt, answers = _split_off_prompt(answers[0], answers[1], location, data)
-        pair = []
-        for key, answer in zip(keys, answers, strict=True):
-            if isinstance(answer, str):
-                answer = [{"role": "assistant", "content": answer}]
-            elif answer[: len(prompt)] == prompt:
-                answer = answer[len(prompt) :]
-            if all(message["role"] != "assistant" for message in answer):
-                raise DataError(
-                    f"{location}: {key} has no message of the assistant after the prompt; write "
-                    '[{"role": "assistant", "content": "…"}], or a text'
-                )
-            pair.append(Demonstration(location, [*prompt, *answer], len(prompt), tools))
-        yield tuple(pair)
+    tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
+    keys = (data.chosen_key, data.rejected_key)
+    answers = [_read_answer(row, key, location) for key in keys]
+    if row.get(data.prompt_key) is not None:
+        prompt = _read_prompt(row, location, data)
+    else:
+        prompt, answers = _split_off_prompt(answers[0], answers[1], location, data)
+    pair = []
+    for key, answer in zip(keys, answers, strict=True):
+        if isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        elif answer[: len(prompt)] == prompt:
+            answer = answer[len(prompt) :]
+        if all(message["role"] != "assistant" for message in answer):
+            raise DataError(
+                f"{location}: {key} has no message of the assistant after the prompt; write "
+                '[{"role": "assistant", "content": "…"}], or a text'
+            )
+        pair.append(Demonstration(location, [*prompt, *answer], len(prompt), tools))
+    return tuple(pair)
 
 
 def _read_answer(row: Row, key: str, location: str) -> str | list[dict[str, Any]]:

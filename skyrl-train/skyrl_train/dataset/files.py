@@ -1,31 +1,219 @@
-"""Read dataset rows from parquet, JSON and JSON-lines files, or by name from the Hugging Face Hub."""
+"""Dataset rows from parquet, JSON and JSON-lines files, or by name from the Hugging Face Hub.
+
+Rows are read when they are used: JSON lines from their file, and others from tables in memory (parquet) or in a file
+(the Hub). Only `.json` files are parsed at once.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import random
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.runtime.text import clean_strings
-from skyrl_gym.tools.strict_json import TooDeep, check_depth
+from skyrl_gym.tools.strict_json import MAX_DEPTH, TooDeep, check_depth
 from skyrl_train.config.root import DATA_SUFFIXES
+from skyrl_train.dataset.jsonl import JSONLines
 from skyrl_train.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
 MAX_QUOTED_CHARS = 80
+ROWS_AT_ONCE = 1000
 
 _warned: set[str] = set()
-"""Sources that were warned about: a run reads each one twice, to check its rows and to tokenize them."""
+"""Sources that were warned about: a run reads each one several times."""
 
 
-def read_rows(source: str) -> list[Row]:
-    """Return the rows of one entry of `data.train_data` or `data.val_data`.
+class RowSource(ABC):
+    """The rows of one entry of `data.train_data` or `data.val_data`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """A hash of all rows in their order."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, indices: Sequence[int]) -> Iterator[Row]:
+        """Yield rows with clean text; DataError if one cannot be read or is nested too deeply."""
+
+    def read_column(self, name: str) -> Iterator[Any]:
+        """Yield the values of a column, None in rows without it; DataError as `read`."""
+        return (row.get(name) for row in self.read(range(len(self))))
+
+    def location(self, index: int) -> str:
+        """Return the origin of a row for messages: `row 17 of train.jsonl`."""
+        return f"row {index} of {self.name}"
+
+    def _clean(self, value: Any, index: int) -> Row:
+        """Return the row `value` without lone surrogates, with one warning per source."""
+        location = self.location(index)
+        if not isinstance(value, dict):
+            raise DataError(f'{location} is {quote(value)}; a row is an object: {{"prompt": […], …}}')
+        row = clean_row(value, location)
+        if row != value and self.name not in _warned:
+            _warned.add(self.name)
+            logger.warning(
+                '%s has lone surrogates (halves of characters), which are replaced by "?" in all rows', location
+            )
+        return row
+
+
+class _JSONLinesSource(RowSource):
+    def __init__(self, name: str, path: Path) -> None:
+        super().__init__(name)
+        self._lines = JSONLines(path)
+
+    @property
+    def digest(self) -> str:
+        return self._lines.digest
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def read(self, indices: Sequence[int]) -> Iterator[Row]:
+        try:
+            for index, (value, is_plain) in zip(indices, self._lines.read(indices), strict=True):
+                yield value if is_plain and isinstance(value, dict) else self._clean(value, index)
+        except ValueError as error:
+            raise DataError(f"cannot read dataset file {self.name}: {error}") from error
+
+
+class _JSONSource(RowSource):
+    def __init__(self, name: str, path: Path) -> None:
+        super().__init__(name)
+        content = path.read_bytes()
+        rows = json.loads(content.decode())
+        if not isinstance(rows, list):
+            raise ValueError(f"expected a list of rows, found {type(rows).__name__}; use .jsonl for one object a line")
+        self._rows = rows
+        self._digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+
+    @property
+    def digest(self) -> str:
+        return self._digest
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, indices: Sequence[int]) -> Iterator[Row]:
+        return (self._clean(self._rows[index], index) for index in indices)
+
+
+class _ArrowSource(RowSource):
+    def __init__(self, name: str, table: pa.Table) -> None:
+        super().__init__(name)
+        self._table = table
+        for field in table.schema:
+            if _depth(field.type) >= MAX_DEPTH:
+                raise DataError(f"the column {field.name} of {name} is nested too deeply; flatten it")
+
+    @cached_property
+    def digest(self) -> str:
+        columns = [(field.name, str(field.type)) for field in self._table.schema]
+        digest = hashlib.blake2b(repr(columns).encode(), digest_size=16)
+        for start in range(0, len(self), ROWS_AT_ONCE):
+            rows = self._table.slice(start, ROWS_AT_ONCE)
+            copy = rows.take(list(range(len(rows)))).combine_chunks()  # the bytes of a slice depend on the whole table
+            for batch in copy.to_batches():
+                digest.update(batch.serialize())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def read(self, indices: Sequence[int]) -> Iterator[Row]:
+        for start in range(0, len(indices), ROWS_AT_ONCE):
+            chunk = indices[start : start + ROWS_AT_ONCE]
+            first, n_rows = chunk[0], chunk[-1] - chunk[0] + 1
+            rows = self._table.slice(first, n_rows)
+            if n_rows > len(chunk):
+                rows = rows.take([index - first for index in chunk])
+            try:
+                yield from rows.to_pylist()
+            except ValueError as error:  # bytes that are not UTF-8
+                raise DataError(
+                    f"{self.location(first)}, or one of the {n_rows} rows from there, cannot be read: {error}"
+                ) from error
+
+    def read_column(self, name: str) -> Iterator[Any]:
+        if name not in self._table.column_names:
+            return repeat(None, len(self))
+        return (value for chunk in self._table.column(name).chunks for value in chunk.to_pylist())
+
+
+class Rows:
+    """The rows of several sources, joined in order."""
+
+    def __init__(self, sources: Sequence[str]) -> None:
+        """Open the sources; DataError if one cannot be read or has no rows."""
+        self._sources = [open_source(source) for source in sources]
+        self._ends = list(accumulate(map(len, self._sources)))
+        for source in self._sources:
+            if len(source) == 0:
+                raise DataError(f"no rows in {source.name}; remove it from data.train_data or data.val_data")
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Row:
+        ((_, row),) = self.read([index])
+        return row
+
+    @property
+    def digest(self) -> str:
+        """A hash of all rows in their order."""
+        return hashlib.blake2b(" ".join(s.digest for s in self._sources).encode(), digest_size=16).hexdigest()
+
+    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Row]]:
+        """Yield the location, for messages, and the content of rows; `indices` ascend.
+
+        Lone surrogates become "?", with one warning per source.
+
+        Raises:
+            DataError: a row cannot be read, or is nested too deeply.
+            StorageError: a file changed after it was opened.
+        """
+        start = 0
+        for source, end in zip(self._sources, self._ends, strict=True):
+            chosen = indices[bisect_left(indices, start) : bisect_left(indices, end)]
+            inner = chosen if start == 0 else [index - start for index in chosen]
+            for index, row in zip(inner, source.read(inner), strict=True):
+                yield source.location(index), row
+            start = end
+
+    def read_column(self, name: str) -> Iterator[Any]:
+        """Yield the values of a column, None in rows without it; DataError as `read`."""
+        return (value for source in self._sources for value in source.read_column(name))
+
+    def location(self, index: int) -> str:
+        """Return the origin of a row for messages: `row 17 of train.jsonl`."""
+        source = bisect_right(self._ends, index)
+        return self._sources[source].location(index - (self._ends[source - 1] if source else 0))
+
+
+def open_source(source: str) -> RowSource:
+    """Open one entry of `data.train_data` or `data.val_data`.
 
     Args:
         source: a `.parquet`, `.json` or `.jsonl` file (`~` and `$VARIABLES` are expanded), or a Hub dataset as
@@ -36,46 +224,30 @@ def read_rows(source: str) -> list[Row]:
     """
     path = local_path(source)
     if path is None:
-        return _read_from_hub(source)
+        return _ArrowSource(source, _load_from_hub(source))
     if (fault := find_fault(path)) is not None:
         raise DataError(f"dataset file {path} {fault}; check data.train_data and data.val_data")
     try:
-        rows = _READERS[path.suffix](path)
+        if path.suffix == ".parquet":
+            return _ArrowSource(source, _read_parquet(path))
+        return (_JSONSource if path.suffix == ".json" else _JSONLinesSource)(source, path)
     except RecursionError as error:
         raise DataError(f"cannot read dataset file {path}: its JSON is nested too deeply; flatten it") from error
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read dataset file {path}: {error}") from error
-    for i, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise DataError(f'row {i} of {path} is {str(row)[:80]!r}; a row is an object: {{"prompt": […], …}}')
-    return rows
 
 
-def read_clean_rows(sources: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yield the location, for messages, and the content of every row.
+def read_rows(source: str) -> list[Row]:
+    """Return all rows of a source, as `open_source`; DataError as `Rows.read`."""
+    rows = open_source(source)
+    return list(rows.read(range(len(rows))))
 
-    Lone surrogates become "?", with one warning per source.
 
-    Raises:
-        DataError: a source cannot be read or has no rows, or a row is nested too deeply.
-    """
-    for source in sources:
-        rows = read_rows(source)
-        if not rows:
-            raise DataError(f"no rows in {source}; remove it from data.train_data or data.val_data")
-        replaced: list[str] = []
-        for index, row in enumerate(rows):
-            location = f"row {index} of {source}"
-            cleaned = clean_row(row, location)
-            if cleaned != row:
-                replaced.append(location)
-            yield location, cleaned
-        if replaced and source not in _warned:
-            _warned.add(source)
-            logger.warning(
-                'Lone surrogates (halves of characters) are replaced by "?" in %d rows, the first: %s',
-                *(len(replaced), replaced[0]),
-            )
+def sample_rows(n_rows: int, max_rows: int | None) -> Sequence[int]:
+    """Return the indices of all rows, or of a sample of `max_rows` that is always the same."""
+    if max_rows is None or n_rows <= max_rows:
+        return range(n_rows)
+    return sorted(random.Random(0).sample(range(n_rows), max_rows))
 
 
 def clean_row(row: Row, location: str) -> Row:
@@ -110,12 +282,12 @@ def find_fault(path: Path) -> str | None:
 
 
 def count_rows(source: str) -> int | None:
-    """Return the number of rows of a data file, None for a dataset on the Hub; DataError as `read_rows`."""
+    """Return the number of rows of a data file, None for a dataset on the Hub; DataError as `open_source`."""
     path = local_path(source)
     if path is None:
         return None
     if path.suffix != ".parquet" or not path.is_file():
-        return len(read_rows(source))
+        return len(open_source(source))
     import pyarrow as pa  # takes half a second
     import pyarrow.parquet as pq
 
@@ -134,40 +306,28 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
     partial.replace(path)
 
 
-def _read_parquet(path: Path) -> list[Row]:
+def _read_parquet(path: Path) -> pa.Table:
     import pyarrow as pa  # takes half a second
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(path).to_pylist()
+        return pq.read_table(path)
     except pa.ArrowException as error:
         raise ValueError(str(error)) from error
 
 
-def _read_json(path: Path) -> list[Row]:
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(rows, list):
-        raise ValueError(f"expected a list of rows, found {type(rows).__name__}; use .jsonl for one object a line")
-    return rows
+def _depth(kind: pa.DataType) -> int:
+    """Return the nesting of a type's lists and structs."""
+    return 1 + max((_depth(kind.field(i).type) for i in range(kind.num_fields)), default=0)
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    rows = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                rows += [json.loads(line)] if line.strip() else []
-            except json.JSONDecodeError as error:
-                raise ValueError(f"line {number} is not JSON: {error.msg} at column {error.colno}") from error
-    return rows
-
-
-def _read_from_hub(source: str) -> list[Row]:
+def _load_from_hub(source: str) -> pa.Table:
+    """Return a dataset of the Hub, which stays in its file on this machine."""
     import datasets
 
     name, config, split = _hub_name(source)
     try:
-        return datasets.load_dataset(name, config, split=split).to_list()
+        return datasets.load_dataset(name, config, split=split).with_format("arrow")[:]
     except Exception as error:  # the boundary to the Hub: its client raises dozens of types
         raise DataError(
             f"cannot load {source!r} from the Hugging Face Hub ({type(error).__name__}: {error}); a dataset is written "
@@ -182,8 +342,3 @@ def _hub_name(source: str) -> tuple[str, str | None, str]:
     if len(parts) == 3 and all(parts) and not Path(name).exists():  # a local folder is a dataset too
         return "/".join(parts[:2]), parts[2], split or "train"
     return name, None, split or "train"
-
-
-_READERS: dict[str, Callable[[Path], list[Row]]] = dict(
-    zip(DATA_SUFFIXES, (_read_parquet, _read_json, _read_jsonl), strict=True)
-)

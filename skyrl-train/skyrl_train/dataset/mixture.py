@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from skyrl_train.dataset.order import PromptOrder
+from skyrl_train.dataset.order import EpochOrder, PromptOrder
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.types import PromptRow
@@ -46,10 +47,10 @@ class MixedPrompts(PromptOrder[PromptRow]):
             ConfigError: the weights are invalid, or `min_per_batch` of each source do not fit.
         """
         super().__init__(dataset, batch_size, seed)
-        rows: dict[str, list[int]] = {}
-        for i, row in enumerate(dataset):
-            rows.setdefault(row.data_source, []).append(i)
-        self._streams = {name: _Stream(name, rows[name], seed) for name in sorted(rows)}
+        rows: dict[str, array[int]] = {}
+        for i, name in enumerate(dataset.data_sources()):
+            rows.setdefault(name, array("q")).append(i)
+        self._streams = {name: _Stream(name, rows[name], seed, self._find) for name in sorted(rows)}
         self._min_per_batch = min_per_batch
         self._resumes_weights = resumes_weights
         self._n_batches = 0
@@ -83,10 +84,11 @@ class MixedPrompts(PromptOrder[PromptRow]):
         return self._n_batches // self.batches_per_epoch
 
     def _next_rows(self) -> list[PromptRow]:
-        chosen = [i for name, n in self._shares().items() for i in self._streams[name].take(n)]
-        order = torch.randperm(len(chosen), generator=_generator(self._seed, "batch", self._n_batches))
+        chosen = [row for name, n in self._shares().items() for row in self._streams[name].take(n)]
+        generator = torch.Generator().manual_seed(_seed(self._seed, "batch", self._n_batches))
+        order = torch.randperm(len(chosen), generator=generator)
         self._n_batches += 1
-        return [self._dataset[chosen[i]] for i in order.tolist()]
+        return [chosen[i] for i in order.tolist()]
 
     def _shares(self) -> dict[str, int]:
         """Return each source's number of prompts in the next batch, and settle its credit."""
@@ -128,30 +130,35 @@ class MixedPrompts(PromptOrder[PromptRow]):
 class _Stream:
     """The rows of one source, shuffled for each epoch by the seed and the epoch's number."""
 
-    def __init__(self, name: str, rows: Sequence[int], seed: int) -> None:
+    def __init__(self, name: str, indices: Sequence[int], seed: int, find: Callable[[int], PromptRow | None]) -> None:
         self._name = name
-        self._rows = rows
-        self._seed = seed
+        self._indices = indices
+        self._find = find
+        self._order = EpochOrder(len(indices), lambda epoch: _seed(seed, name, epoch))
         self.position = (0, 0)  # epoch, index in its order
 
-    def take(self, n: int) -> list[int]:
-        """Return the next n rows, from several epochs if need be."""
+    def take(self, n: int) -> list[PromptRow]:
+        """Return the next n rows, from several epochs if need be; DataError if none can be used."""
         epoch, row = self.position
-        taken: list[int] = []
+        taken: list[PromptRow] = []
+        n_failures = 0  # in a row
         while len(taken) < n:
-            order = torch.randperm(len(self._rows), generator=_generator(self._seed, self._name, epoch))
-            indices = order[row : row + n - len(taken)].tolist()
-            taken += [self._rows[i] for i in indices]
-            row += len(indices)
-            if row == len(self._rows):
+            if n_failures == len(self._indices):
+                raise DataError(f"no row of the data source {self._name} can be used; the warnings above say why")
+            found = self._find(self._indices[int(self._order(epoch)[row])])
+            if found is not None:
+                taken.append(found)
+            n_failures = 0 if found is not None else n_failures + 1
+            row += 1
+            if row == len(self._indices):
                 epoch, row = epoch + 1, 0
         self.position = (epoch, row)
         return taken
 
 
-def _generator(seed: int, name: str, number: int) -> torch.Generator:
+def _seed(seed: int, name: str, number: int) -> int:
     digest = hashlib.blake2b(f"{seed}/{name}/{number}".encode(), digest_size=7).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return int.from_bytes(digest, "big")
 
 
 def _check_weights(weights: Mapping[str, float], sources: Sequence[str]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from skyrl_train.errors import DataError
+from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.types import DrawnPrompt
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 RowType = TypeVar("RowType", covariant=True)
@@ -26,7 +30,26 @@ class Dataset(Protocol[RowType]):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> RowType: ...
+    def __getitem__(self, index: int) -> RowType:
+        """Return a row; SkippedRow if another one is to be drawn instead."""
+        ...
+
+
+class EpochOrder:
+    """The shuffled order of rows in each epoch, of which the last one is kept."""
+
+    def __init__(self, n_rows: int, seed_of: Callable[[int], int]) -> None:
+        """Shuffle an epoch with the seed that `seed_of` returns for its number."""
+        self._n_rows = n_rows
+        self._seed_of = seed_of
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+
+    def __call__(self, epoch: int) -> torch.Tensor:
+        """Return the indices of the rows (n_rows) in the order of an epoch."""
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed_of(epoch))
+            self._epoch, self._order = epoch, torch.randperm(self._n_rows, generator=generator)
+        return self._order
 
 
 class PromptOrder(ABC, Generic[R]):
@@ -47,11 +70,18 @@ class PromptOrder(ABC, Generic[R]):
         self._batch_size = batch_size
         self._seed = seed
         self._n_drawn = 0  # rows, over all epochs
+        self._n_skipped = 0
+        self._warned: set[int] = set()
 
     @property
     def batches_per_epoch(self) -> int:
         """Full batches in the dataset."""
         return len(self._dataset) // self._batch_size
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`data/n_skipped`, the rows that were drawn and could not be used, once there is one."""
+        return {"data/n_skipped": float(self._n_skipped)} if self._n_skipped else {}
 
     @property
     @abstractmethod
@@ -66,7 +96,8 @@ class PromptOrder(ABC, Generic[R]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the identity of the data."""
-        return {**self._position(), "n_drawn": self._n_drawn, **self._identity()}
+        counts = {"n_drawn": self._n_drawn, "n_skipped": self._n_skipped}
+        return {**self._position(), **counts, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, with batches of any size.
@@ -78,11 +109,22 @@ class PromptOrder(ABC, Generic[R]):
             if state[name] != value:
                 raise DataError(
                     f"the checkpoint was made with {name}={state[name]} and this run has {name}={value}; resume with "
-                    "the same data and seed, or start a new run with another trainer.run_name and "
-                    "trainer.resume_mode=none"
+                    "the same data, data.max_checked_rows and seed, or start a new run with another trainer.run_name "
+                    "and trainer.resume_mode=none"
                 )
         self._load(state)
-        self._n_drawn = state["n_drawn"]
+        self._n_drawn, self._n_skipped = state["n_drawn"], state.get("n_skipped", 0)
+
+    def _find(self, index: int) -> R | None:
+        """Return a row; None if another one is to be drawn instead, with one warning for each invalid row."""
+        try:
+            return self._dataset[index]
+        except SkippedRow as skipped:
+            if isinstance(skipped, InvalidRow) and index not in self._warned:
+                self._warned.add(index)
+                logger.warning("Skipped: %s", skipped)
+            self._n_skipped += 1
+            return None
 
     @abstractmethod
     def _next_rows(self) -> list[R]:
@@ -107,23 +149,31 @@ class ShuffledPrompts(PromptOrder[R]):
         super().__init__(dataset, batch_size, seed)
         self._epoch = 0
         self._row = 0  # start of the next batch in the epoch's order
+        self._order = EpochOrder(len(dataset), lambda epoch: (seed * EPOCHS_PER_SEED + epoch) % 2**63)
 
     @property
     def n_epochs_over(self) -> int:
         """Epochs that have no batch left."""
-        return self._epoch + self._is_epoch_over
+        return self._epoch + (not self._is_enough(self._batch_size))
 
-    @property
-    def _is_epoch_over(self) -> bool:
-        return self._row + self._batch_size > len(self._dataset)
+    def _is_enough(self, n_rows: int) -> bool:
+        return self._row + n_rows <= len(self._dataset)
 
     def _next_rows(self) -> list[R]:
-        if self._is_epoch_over:
-            self._epoch, self._row = self._epoch + 1, 0
-        generator = torch.Generator().manual_seed((self._seed * EPOCHS_PER_SEED + self._epoch) % 2**63)
-        order = torch.randperm(len(self._dataset), generator=generator)
-        start, self._row = self._row, self._row + self._batch_size
-        return [self._dataset[i] for i in order[start : self._row].tolist()]
+        rows: list[R] = []
+        first_epoch = self._epoch
+        while (n_missing := self._batch_size - len(rows)) > 0:
+            if not self._is_enough(n_missing):
+                if self._epoch > first_epoch:
+                    raise DataError(
+                        f"fewer than {self._batch_size} rows of data.train_data can be used; the warnings above say why"
+                    )
+                self._epoch, self._row, rows = self._epoch + 1, 0, []
+            index = self._order(self._epoch)[self._row]
+            self._row += 1
+            if (row := self._find(int(index))) is not None:
+                rows.append(row)
+        return rows
 
     def _position(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "row": self._row}

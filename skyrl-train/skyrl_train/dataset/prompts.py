@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.runtime.text import describe_error
-from skyrl_train.dataset.files import Row
+from skyrl_train.dataset.files import ROWS_AT_ONCE, Row, Rows, sample_rows
 from skyrl_train.dataset.rows import read_prompt_rows
-from skyrl_train.errors import DataError
+from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.types import PromptRow
 
 logger = logging.getLogger(__name__)
 
 
 class PromptDataset:
-    """Rows whose prompt has at most `max_prompt_length` tokens, from one or several sources joined in order."""
+    """Rows whose prompt has at most `max_prompt_length` tokens, from one or several sources joined in order.
+
+    Rows are read when they are used. Of more than `max_checked_rows`, only a sample is checked at first, and every row
+    when it is drawn; one that is invalid or too long is then skipped.
+    """
 
     def __init__(
         self,
@@ -29,80 +35,134 @@ class PromptDataset:
         max_prompt_length: int,
         prompt_key: str = "prompt",
         env_class_key: str = "env_class",
+        max_checked_rows: int | None = None,
     ) -> None:
-        """Read, check and filter the rows.
+        """Open the sources, and check and filter their rows.
 
         Raises:
             DataError: a source cannot be read, a row has no chat prompt or one that the chat template refuses, or no
                 row is short enough.
         """
         sources = [datasets] if isinstance(datasets, str) else list(datasets)
-        rows, texts, locations = [], [], []
-        for location, row in read_prompt_rows(sources, prompt_key, env_class_key):
-            locations.append(location)
-            texts.append(_render(row[prompt_key], location, tokenizer))
-            rows.append(row)
-        lengths = _bound_lengths(texts, tokenizer, max_prompt_length)
-        kept = [i for i, n_tokens in enumerate(lengths) if n_tokens <= max_prompt_length]
-        logger.info("%s: %d of %d rows have at most %d tokens", sources, len(kept), len(rows), max_prompt_length)
+        self._tokenizer = tokenizer
+        self._max_length = max_prompt_length
+        self._prompt_key, self._env_class_key = prompt_key, env_class_key
+        self._rows = Rows(sources)
+        self._sample = sample_rows(len(self._rows), max_checked_rows)
+        self.is_checked = len(self._sample) == len(self._rows)
+        """All rows were checked, and those with a long prompt are left out."""
+        kept, shortest, digest = array("q"), math.inf, hashlib.blake2b(digest_size=16)
+        rows = self._read_checked(self._sample)
+        for start in range(0, len(self._sample), ROWS_AT_ONCE):
+            chunk = list(islice(rows, ROWS_AT_ONCE))
+            indices = self._sample[start : start + ROWS_AT_ONCE]
+            for index, (_, row), n_tokens in zip(indices, chunk, self._bound_lengths(chunk), strict=True):
+                shortest = min(shortest, n_tokens)
+                if n_tokens <= max_prompt_length:
+                    if self.is_checked:
+                        digest.update(repr(self._prompt_row(len(kept), row)).encode())
+                    kept.append(index)
         if not kept:
             raise DataError(
-                f"all {len(rows)} prompts of {', '.join(sources)} are longer than trainer.max_prompt_length="
-                f"{max_prompt_length} tokens (the shortest has {min(lengths)}); raise it"
+                f"all {len(self._sample)} prompts of {', '.join(sources)} are longer than trainer.max_prompt_length="
+                f"{max_prompt_length} tokens (the shortest has {shortest}); raise it"
             )
-        self._rows = [_prompt_row(str(n), rows[i], prompt_key, env_class_key) for n, i in enumerate(kept)]
-        self._locations = [locations[i] for i in kept]
+        self._indices: Sequence[int] = kept if self.is_checked else range(len(self._rows))
+        self._digest = digest.hexdigest() if self.is_checked else None
+        logger.info(
+            "%s: %d of %d rows have at most %d tokens", sources, len(kept), len(self._sample), max_prompt_length
+        )
+        if not self.is_checked:
+            logger.info(
+                "The sample is of %d rows, data.max_checked_rows=%d; each other row is checked when it is drawn",
+                *(len(self._rows), len(self._sample)),
+            )
 
     def location(self, index: int) -> str:
         """Return the origin of a row for messages: `row 17 of train.jsonl`."""
-        return self._locations[index]
+        return self._rows.location(self._indices[index])
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """A hash of all rows in their order."""
-        digest = hashlib.blake2b(digest_size=16)
-        for row in self._rows:
-            digest.update(repr(row).encode())
-        return digest.hexdigest()
+        return self._digest or self._rows.digest
+
+    def checked_rows(self) -> Iterator[tuple[str, PromptRow]]:
+        """Yield the location and the content of each row that was checked at first."""
+        indices = self._indices if self.is_checked else self._sample
+        for number, (location, row) in enumerate(self._rows.read(indices)):
+            yield location, self._prompt_row(number, row)
+
+    def data_sources(self) -> Iterator[str]:
+        """Yield the `data_source` of every row, as `PromptRow` names it."""
+        indices = iter(self._indices)
+        wanted = next(indices)
+        for index, value in enumerate(self._rows.read_column("data_source")):
+            if index == wanted:
+                yield PromptRow("", [], None, {"data_source": value}).data_source
+                wanted = next(indices, -1)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._indices)
 
     def __getitem__(self, index: int) -> PromptRow:
-        return self._rows[index]
+        """Return a row; if not all were checked at first, SkippedRow or InvalidRow for one that cannot be used."""
+        number = self._indices[index]
+        if self.is_checked:
+            return self._prompt_row(index, self._rows[number])
+        try:
+            (checked,) = self._read_checked([number])
+            (n_tokens,) = self._bound_lengths([checked])
+        except DataError as error:
+            raise InvalidRow(str(error)) from error
+        location, row = checked
+        if n_tokens > self._max_length:
+            raise SkippedRow(f"{location} has {n_tokens} tokens, more than {self._max_length}")
+        return self._prompt_row(index, row)
 
     def __iter__(self) -> Iterator[PromptRow]:
-        return iter(self._rows)
+        return (self[index] for index in range(len(self)))
+
+    def _read_checked(self, indices: Sequence[int]) -> Iterator[tuple[str, Row]]:
+        return read_prompt_rows(self._rows, indices, self._prompt_key, self._env_class_key)
+
+    def _prompt_row(self, number: int, row: Row) -> PromptRow:
+        extras = {name: value for name, value in row.items() if name not in (self._prompt_key, self._env_class_key)}
+        return PromptRow(str(number), row[self._prompt_key], row.get(self._env_class_key), extras)
+
+    def _bound_lengths(self, rows: Sequence[tuple[str, Row]]) -> list[int]:
+        """Return the tokens of each prompt, or an upper bound for one that is short enough without tokenizing.
+
+        A token of ASCII text has at least one character; some tokenizers add one before the text.
+        """
+        limit = self._max_length
+        texts = _render([(location, row[self._prompt_key]) for location, row in rows], self._tokenizer)
+        lengths = [len(text) + 1 if text.isascii() else limit + 1 for text in texts]
+        long = [i for i, length in enumerate(lengths) if length > limit]
+        if long:
+            token_ids = self._tokenizer([texts[i] for i in long], add_special_tokens=False)["input_ids"]
+            for i, ids in zip(long, token_ids, strict=True):
+                lengths[i] = len(ids)
+        return lengths
 
 
-def _bound_lengths(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[int]:
-    """Return the number of tokens of each text, or an upper bound for texts that are short enough without tokenizing.
+def _render(
+    prompts: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Render prompts, each with its location for messages, with the assistant's header."""
 
-    A token of ASCII text has at least one character; some tokenizers add one before the text.
-    """
-    lengths = [len(text) + 1 if text.isascii() else limit + 1 for text in texts]
-    long = [i for i, length in enumerate(lengths) if length > limit]
-    for start in range(0, len(long), 1000):
-        chunk = long[start : start + 1000]
-        token_ids = tokenizer([texts[i] for i in chunk], add_special_tokens=False)["input_ids"]
-        for i, ids in zip(chunk, token_ids, strict=True):
-            lengths[i] = len(ids)
-    return lengths
+    def render(conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+        copies = [[dict(message) for message in conversation] for conversation in conversations]
+        return list(map(str, tokenizer.apply_chat_template(copies, tokenize=False, add_generation_prompt=True)))
 
-
-def _prompt_row(uid: str, row: Row, prompt_key: str, env_class_key: str) -> PromptRow:
-    extras = {name: value for name, value in row.items() if name not in (prompt_key, env_class_key)}
-    return PromptRow(uid, row[prompt_key], row.get(env_class_key), extras)
-
-
-def _render(prompt: Sequence[Mapping[str, Any]], name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Render the prompt with the assistant's header."""
     try:
-        conversation = [dict(message) for message in prompt]
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+        return render([prompt for _, prompt in prompts])
     except Exception as error:  # the boundary of a template, which may do anything
+        if len(prompts) > 1:
+            return [text for prompt in prompts for text in _render([prompt], tokenizer)]  # to find the one
+        ((location, prompt),) = prompts
         roles = ", ".join(message["role"] for message in prompt)
         raise DataError(
-            f"{name}: the tokenizer's chat template refuses a prompt with the roles {roles} ({describe_error(error)}); "
-            "change the prompt, or the template"
+            f"{location}: the tokenizer's chat template refuses a prompt with the roles {roles} "
+            f"({describe_error(error)}); change the prompt, or the template"
         ) from error

@@ -16,7 +16,7 @@ from skyrl_gym.error import InvalidSettings, InvalidSpec, UnregisteredEnv
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import is_conversation
 from skyrl_train.config.root import EnvironmentConfig
-from skyrl_train.dataset.files import Row, quote, read_clean_rows
+from skyrl_train.dataset.files import Row, Rows, quote
 from skyrl_train.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -35,14 +35,14 @@ class TaskRow:
 
 
 def read_prompt_rows(
-    sources: Sequence[str], prompt_key: str = "prompt", env_class_key: str = "env_class"
+    rows: Rows, indices: Sequence[int], prompt_key: str = "prompt", env_class_key: str = "env_class"
 ) -> Iterator[tuple[str, Row]]:
-    """Yield the location and the columns of every row.
+    """Yield the location and the columns of rows; `indices` ascend.
 
     Raises:
-        DataError: a source cannot be read or has no rows, or a row has no chat prompt or an invalid `env_class`.
+        DataError: a row cannot be read, has no chat prompt or an invalid `env_class`.
     """
-    for location, row in read_clean_rows(sources):
+    for location, row in rows.read(indices):
         check_row(row, location, prompt_key, env_class_key)
         yield location, row
 

@@ -21,7 +21,8 @@ from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config.sft import SupervisedDataConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.demonstrations import Demonstration, read_answers
-from skyrl_train.errors import DataError
+from skyrl_train.dataset.files import Rows, sample_rows
+from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.types import DrawnPrompt, Segment, TrainingBatch, Trajectory, TrajectoryID
 
 logger = logging.getLogger(__name__)
@@ -161,17 +162,17 @@ SegmentReader = Callable[[Sequence[TokenRow]], tuple[Segment, ...]]
 """Returns the segments of an answer, whose rows all have a trained token."""
 
 
-def trained_segments(rows: Sequence[TokenRow]) -> tuple[Segment, ...]:
+def build_segments(rows: Sequence[TokenRow]) -> tuple[Segment, ...]:
     """Return a segment for each row."""
     return tuple(row.segment() for row in rows)
 
 
-def rewarded_segments(rows: Sequence[TokenRow], pad_token_id: int) -> tuple[Segment, ...]:
-    """Return the segment of an answer's last row, as `rewarded_segment`."""
-    return (rewarded_segment(rows[-1].token_ids, pad_token_id),)
+def build_rewarded_segments(rows: Sequence[TokenRow], pad_token_id: int) -> tuple[Segment, ...]:
+    """Return the segment of an answer's last row, as `build_rewarded_segment`."""
+    return (build_rewarded_segment(rows[-1].token_ids, pad_token_id),)
 
 
-def rewarded_segment(token_ids: Sequence[int], pad_token_id: int | None) -> Segment:
+def build_rewarded_segment(token_ids: Sequence[int], pad_token_id: int | None) -> Segment:
     """Return a segment whose only trained token follows the given ones, so that its value is read at their end.
 
     That is the last token other than the pad token, where models for sequence classification read it. The trained token
@@ -184,33 +185,43 @@ def rewarded_segment(token_ids: Sequence[int], pad_token_id: int | None) -> Segm
 
 
 class SupervisedDataset:
-    """The rows of supervised data, of at most `data.max_length` tokens; longer ones are truncated if configured."""
+    """The rows of supervised data, of at most `data.max_length` tokens; longer ones are truncated if configured.
+
+    Of more than `max_checked_rows`, only a sample is checked at first. Rows are then tokenized when they are drawn, and
+    one that is invalid, too long or without a trained token is skipped.
+    """
 
     def __init__(
         self,
         sources: Sequence[str],
         encoder: ConversationEncoder,
         data: SupervisedDataConfig,
-        read_segments: SegmentReader = trained_segments,
+        read_segments: SegmentReader = build_segments,
         n_context: int | None = None,
+        max_checked_rows: int | None = None,
     ) -> None:
         """Read, check and tokenize the rows, for a model with a context of `n_context` tokens.
 
         Raises:
             DataError: a source cannot be read, a row is invalid or too long, or no row has a trained token.
         """
+        self._encoder = encoder
+        self._data = data
+        self._read_segments = read_segments
         self._max_length = data.row_length(n_context)
-        self._rows: list[Answers] = []
-        self._n_truncated = n_dropped = 0
-        for demonstrations in read_answers(sources, data):
-            encoded = [
-                self._fit(encoder.encode(demonstration), demonstration, data) for demonstration in demonstrations
-            ]
-            if all(encoded):
-                self._rows.append(tuple(read_segments(rows) for rows in encoded))
-            else:
-                n_dropped += 1
-        names = ", ".join(sources)
+        self._n_truncated = 0
+        self._source = Rows(sources)
+        sample = sample_rows(len(self._source), max_checked_rows)
+        encoded = [self._encode(demonstrations) for demonstrations in read_answers(self._source, sample, data)]
+        self._rows = [row for row in encoded if row is not None]
+        self._is_checked = len(sample) == len(self._source)
+        self._report(", ".join(sources), len(encoded))
+        if not self._is_checked:
+            self._rows = []
+
+    def _report(self, names: str, n_rows: int) -> None:
+        """Log the number of rows and what was left out of them; DataError if no row is left."""
+        n_dropped = n_rows - len(self._rows)
         if not self._rows:
             raise DataError(
                 f"all {n_dropped} rows of {names} lost their answer, because prompts have more than "
@@ -218,11 +229,16 @@ class SupervisedDataset:
             )
         n_tokens = sum(len(segment.token_ids) for answers in self._rows for answer in answers for segment in answer)
         logger.info("%s: %d rows, %d tokens", names, len(self._rows), n_tokens)
+        if not self._is_checked:
+            logger.info(
+                "They are a sample of %d rows, data.max_checked_rows=%d; each other row is checked when it is drawn",
+                *(len(self._source), n_rows),
+            )
         if self._n_truncated:
             logger.warning(
                 "%s: %d rows were truncated to data.max_length=%d tokens on the %s, and %d dropped, which had no "
                 "trained token left",
-                *(names, self._n_truncated, self._max_length, data.truncation, n_dropped),
+                *(names, self._n_truncated, self._max_length, self._data.truncation, n_dropped),
             )
         if n_equal := sum(len(answers) == 2 and answers[0] == answers[1] for answers in self._rows):
             logger.warning(
@@ -230,25 +246,30 @@ class SupervisedDataset:
                 *(names, n_equal, len(self._rows)),
             )
 
-    def _fit(
-        self, rows: Sequence[TokenRow], demonstration: Demonstration, data: SupervisedDataConfig
-    ) -> list[TokenRow]:
+    def _encode(self, demonstrations: Sequence[Demonstration]) -> Answers | None:
+        """Return the segments of a row; None if an answer has no trained token left."""
+        encoded = [self._fit(self._encoder.encode(demonstration), demonstration) for demonstration in demonstrations]
+        return tuple(map(self._read_segments, encoded)) if all(encoded) else None
+
+    def _fit(self, rows: Sequence[TokenRow], demonstration: Demonstration) -> list[TokenRow]:
         """Truncate rows to `data.max_length`; return those that have a trained token left."""
         for row in rows:
             if (length := len(row.token_ids)) <= self._max_length:
                 continue
-            if data.truncation == "error":
+            if self._data.truncation == "error":
                 raise DataError(
                     f"{demonstration.location} has {length} tokens, more than data.max_length="
                     f"{self._max_length}; raise it, or set data.truncation=right or left"
                 )
-            row.truncate(self._max_length, data.truncation)
+            row.truncate(self._max_length, self._data.truncation)
             self._n_truncated += 1
         return [row for row in rows if any(row.loss_mask)]
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all rows in their order."""
+        if not self._is_checked:
+            return self._source.digest
         digest = hashlib.blake2b(digest_size=16)
         for answers in self._rows:
             segments = [segment for answer in answers for segment in answer]
@@ -256,10 +277,22 @@ class SupervisedDataset:
         return digest.hexdigest()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) if self._is_checked else len(self._source)
 
     def __getitem__(self, index: int) -> Answers:
-        return self._rows[index]
+        """Return a row; if not all were checked at first, SkippedRow or InvalidRow for one that cannot be used."""
+        if self._is_checked:
+            return self._rows[index]
+        try:
+            (demonstrations,) = read_answers(self._source, [index], self._data)
+            answers = self._encode(demonstrations)
+        except DataError as error:
+            raise InvalidRow(str(error)) from error
+        if answers is None:
+            raise SkippedRow(
+                f"{self._source.location(index)} has no trained token within data.max_length={self._max_length}"
+            )
+        return answers
 
 
 def build_supervised_batch(rows: Sequence[DrawnPrompt[Answers]], pad_token_id: int) -> TrainingBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,7 @@ from skyrl_train.entrypoints.merge import merge
 from skyrl_train.entrypoints.report import report
 
 if TYPE_CHECKING:
+    from skyrl_train.config.base import Section
     from skyrl_train.config.loading import Schema
     from skyrl_train.config.problems import Fields
 
@@ -239,15 +240,10 @@ def _start_rl(
     overrides: Sequence[str], config: Path | None, print_config: bool, dry_run: bool, *, trains: bool
 ) -> None:
     """Check the configuration, and then print it, plan the run, train, or evaluate."""
-    from skyrl_train.config.problems import raise_problems
     from skyrl_train.entrypoints.preflight import check_data, find_missing
 
     cfg = parse_cli(overrides, config)
-    raise_problems(find_missing(cfg, trains=trains))
-    if print_config:
-        from skyrl_train.config import to_yaml
-
-        typer.echo(to_yaml(cfg), nl=False)
+    if _ends_with_config(cfg, find_missing(cfg, trains=trains), print_config):
         return
     data_is_checked = check_data(cfg, trains=trains)
     if dry_run:
@@ -283,15 +279,10 @@ def _start_supervised(
 ) -> None:
     """Check the configuration, and then print it, plan the run, or train."""
     from skyrl_train.config.cli import parse
-    from skyrl_train.config.problems import raise_problems
     from skyrl_train.entrypoints.preflight import check_answers, find_missing_for_supervised
 
     cfg = parse(overrides, _supervised_schema(command), file=config)
-    raise_problems(find_missing_for_supervised(cfg))
-    if print_config:
-        from skyrl_train.config import to_yaml
-
-        typer.echo(to_yaml(cfg), nl=False)
+    if _ends_with_config(cfg, find_missing_for_supervised(cfg), print_config):
         return
     check_answers(cfg)
     if dry_run:
@@ -301,6 +292,17 @@ def _start_supervised(
     else:
         *_, module, name = SUPERVISED[command]
         getattr(import_module(module), name)(cfg).run()
+
+
+def _ends_with_config(cfg: Section, missing: Iterable[str], print_config: bool) -> bool:
+    """Raise ConfigError if anything is missing; then print the configuration if it is asked for, and return True."""
+    from skyrl_train.config import to_yaml
+    from skyrl_train.config.problems import raise_problems
+
+    raise_problems(missing)
+    if print_config:
+        typer.echo(to_yaml(cfg), nl=False)
+    return print_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

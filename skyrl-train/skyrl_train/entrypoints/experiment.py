@@ -6,7 +6,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property, partial
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +35,7 @@ from skyrl_train.callbacks import (
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.validation import find_problems
-from skyrl_train.dataset.custom import N_CHECKED_ROWS, CustomDataset
+from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -141,7 +140,8 @@ class BasePPOExp(Experiment):
         """Load the prompts to train on."""
         if self.cfg.data.custom_cls.path is not None:
             return CustomDataset(self.cfg, self.tokenizer, "train")
-        return PromptDataset(self.cfg.data.train_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
+        data, max_length = self.cfg.data, self.cfg.trainer.max_prompt_length
+        return PromptDataset(data.train_data, self.tokenizer, max_length, max_checked_rows=data.max_checked_rows)
 
     def get_eval_dataset(self) -> PromptDataset | None:
         """Load the prompts to evaluate on; None without evaluations."""
@@ -406,7 +406,7 @@ class BasePPOExp(Experiment):
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
         """Check that every row has an environment that accepts it, unless a custom generator plays them.
 
-        Of a custom dataset class, the first rows are checked.
+        Of a dataset that is checked when its rows are drawn, some are checked.
 
         Raises:
             ConfigError: an environment does not exist.
@@ -414,13 +414,13 @@ class BasePPOExp(Experiment):
         """
         if self._data_is_checked or self._replaces("get_generator"):
             return
-        is_custom = any(isinstance(dataset, CustomDataset) for dataset in datasets)
         rows = (
-            TaskRow(dataset.location(index), row.env_class, row.env_extras)
+            TaskRow(location, row.env_class, row.env_extras)
             for dataset in datasets
-            for index, row in enumerate(islice(dataset, N_CHECKED_ROWS if is_custom else None))
+            for location, row in dataset.checked_rows()
         )
-        check_environments(rows, self.cfg.environment, self.cfg.generator.max_turns, is_complete=not is_custom)
+        is_complete = all(dataset.is_checked for dataset in datasets)
+        check_environments(rows, self.cfg.environment, self.cfg.generator.max_turns, is_complete=is_complete)
 
     def _replaces(self, *methods: str) -> bool:
         """Return True if a user's subclass overrides one of these methods."""

@@ -60,7 +60,7 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
         dpo = trainer.dpo
         smoothing = f" · label smoothing {dpo.label_smoothing:g}" if dpo.label_smoothing else ""
         lines.append(("loss", f"{dpo.loss_type} · beta {dpo.beta:g}{smoothing}"))
-    lines.append(("train data", _describe_sources(data.train_data)))
+    lines.append(("train data", _describe_sources(data.train_data, data.max_checked_rows)))
     if data.val_data and trainer.eval_interval > 0:
         lines.append(("val data", _describe_sources(data.val_data)))
     lines.append(_describe_length(trainer, data.train_data))
@@ -116,7 +116,7 @@ def _describe_training(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     if cfg.data.custom_cls.path is not None:
         yield "data", f"{cfg.data.custom_cls.name} of {cfg.data.custom_cls.path}"
         return
-    yield "train data", _describe_sources(cfg.data.train_data)
+    yield "train data", _describe_sources(cfg.data.train_data, cfg.data.max_checked_rows)
     if cfg.data.val_data and trainer.eval_interval > 0:
         yield "val data", _describe_sources(cfg.data.val_data)
 
@@ -250,6 +250,9 @@ def _describe_processes(ranks: Ranks, n_engines: int = 0) -> str:
     return f"{n_processes} on Ray: this one, {engines}ranks (nodes × per node) {parts}"
 
 
-def _describe_sources(sources: list[str]) -> str:
-    counts = ((source, count_rows(source)) for source in sources)
-    return ", ".join(f"{source} ({'a Hub dataset' if n is None else format_count(n, 'row')})" for source, n in counts)
+def _describe_sources(sources: list[str], max_checked_rows: int | None = None) -> str:
+    counts = {source: count_rows(source) for source in sources}
+    parts = [f"{source} ({'a Hub dataset' if n is None else format_count(n, 'row')})" for source, n in counts.items()]
+    if max_checked_rows is not None and sum(filter(None, counts.values())) > max_checked_rows:
+        parts.append(f"a sample of {format_count(max_checked_rows, 'row')} checked")
+    return ", ".join(parts)

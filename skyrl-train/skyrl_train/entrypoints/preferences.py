@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
 from skyrl_train.config.preferences import DPO, REWARD
-from skyrl_train.dataset.supervised import SegmentReader, rewarded_segments
+from skyrl_train.dataset.supervised import SegmentReader, build_rewarded_segments
 from skyrl_train.entrypoints.sft import SupervisedExp
 from skyrl_train.launch.launcher import ModelLauncher
 from skyrl_train.models.loading import (
@@ -71,7 +71,7 @@ class RewardExp(SupervisedExp):
         )
 
     def get_segment_reader(self) -> SegmentReader:
-        return partial(rewarded_segments, pad_token_id=self.tokenizer.pad_token_id)
+        return partial(build_rewarded_segments, pad_token_id=self.tokenizer.pad_token_id)
 
     def get_objective(self) -> SupervisedObjective:
         return RewardObjective()

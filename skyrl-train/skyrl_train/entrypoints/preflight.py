@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from skyrl_train.config.preferences import DPOConfig
 from skyrl_train.config.problems import show
 from skyrl_train.config.sft import SupervisedConfig
 from skyrl_train.dataset.demonstrations import read_answers
-from skyrl_train.dataset.files import find_fault, local_path
+from skyrl_train.dataset.files import Rows, find_fault, local_path, sample_rows
 from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
 
@@ -106,10 +107,18 @@ def _find_template_fault(path: Path) -> str | None:
 
 
 def check_answers(cfg: SupervisedConfig) -> None:
-    """Check the rows of all data files; DataError if one cannot be read or has no answer to train on."""
-    sources = [*cfg.data.train_data, *(cfg.data.val_data if cfg.trainer.eval_interval > 0 else ())]
-    for _ in read_answers([source for source in sources if local_path(source) is not None], cfg.data):
-        pass
+    """Check the rows of all data files; DataError if one cannot be read or has no answer to train on.
+
+    Of training data with more than `data.max_checked_rows` rows, check a sample.
+    """
+    data = cfg.data
+    for sources, max_rows in (
+        (data.train_data, data.max_checked_rows),
+        (data.val_data if cfg.trainer.eval_interval > 0 else [], None),
+    ):
+        rows = Rows([source for source in sources if local_path(source) is not None])
+        for _ in read_answers(rows, sample_rows(len(rows), max_rows), data):
+            pass
 
 
 def find_unusable_folders(cfg: SkyRLConfig | SupervisedConfig) -> Iterator[str]:
@@ -159,22 +168,30 @@ def find_folder_fault(folder: str) -> str | None:
 def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
     """Check the rows of all data files; return False if the run has further rows: on the Hub, or of a custom class.
 
+    Of training data with more than `data.max_checked_rows` rows, check a sample.
+
     Raises:
         ConfigError: an environment does not exist, or its settings are invalid.
         DataError: a file cannot be read, or a row is invalid.
     """
     if cfg.data.custom_cls.path is not None:
         return False
-    sources = list(cfg.data.train_data) if trains else []
-    sources += cfg.data.val_data if not trains or cfg.trainer.eval_interval > 0 else []
-    files = [source for source in sources if local_path(source) is not None]
-    rows = (
+    parts = [(cfg.data.train_data, cfg.data.max_checked_rows)] if trains else []
+    parts += [(cfg.data.val_data, None)] if not trains or cfg.trainer.eval_interval > 0 else []
+    is_local, is_complete, checked = True, True, []
+    for sources, max_rows in parts:
+        files = [source for source in sources if local_path(source) is not None]
+        rows = Rows(files)
+        sample = sample_rows(len(rows), max_rows)
+        checked.append(read_prompt_rows(rows, sample))
+        is_local = is_local and files == sources
+        is_complete = is_complete and len(sample) == len(rows)
+    tasks = (
         TaskRow(location, row.get("env_class"), {k: v for k, v in row.items() if k not in ("prompt", "env_class")})
-        for location, row in read_prompt_rows(files)
+        for location, row in chain.from_iterable(checked)
     )
-    is_complete = files == sources
-    check_environments(rows, cfg.environment, cfg.generator.max_turns, is_complete=is_complete)
-    return is_complete
+    check_environments(tasks, cfg.environment, cfg.generator.max_turns, is_complete=is_local and is_complete)
+    return is_local
 
 
 def _find_missing_data(key: str, sources: list[str]) -> Iterator[str]:

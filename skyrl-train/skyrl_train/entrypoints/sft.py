@@ -17,7 +17,7 @@ from skyrl_train.callbacks import Callback, Checkpointing, Export, Logging, Repo
 from skyrl_train.config.loading import ConfigSource, Schema, validate
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.sft import SFT, SupervisedConfig
-from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, trained_segments
+from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, build_segments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.preflight import find_long_rows
 from skyrl_train.launch.launcher import ModelLauncher, started
@@ -60,8 +60,8 @@ class SupervisedExp(Experiment):
             tokenizer.chat_template = template
         return tokenizer
 
-    def get_dataset(self, sources: Sequence[str]) -> SupervisedDataset:
-        """Load the rows of `data.train_data` or `data.val_data` as tokens.
+    def get_dataset(self, sources: Sequence[str], max_checked_rows: int | None = None) -> SupervisedDataset:
+        """Load the rows of `data.train_data` or `data.val_data` as tokens, all of them or those of a sample.
 
         Raises:
             ConfigError: rows may be longer than the context of the model.
@@ -77,11 +77,11 @@ class SupervisedExp(Experiment):
         n_context = getattr(text_config, "max_position_embeddings", None)
         raise_problems(find_long_rows(self.cfg, n_context))  # which had to be downloaded
         encoder = ConversationEncoder(self.tokenizer, data.chat_template_kwargs, eos_ids)
-        return SupervisedDataset(sources, encoder, data, self.get_segment_reader(), n_context)
+        return SupervisedDataset(sources, encoder, data, self.get_segment_reader(), n_context, max_checked_rows)
 
     def get_segment_reader(self) -> SegmentReader:
         """Return the function that turns the token rows of an answer into segments."""
-        return trained_segments
+        return build_segments
 
     @abstractmethod
     def get_objective(self) -> SupervisedObjective:
@@ -120,12 +120,10 @@ class SupervisedExp(Experiment):
         ]
 
     async def _run(self) -> None:
-        cfg = self.cfg.trainer
-        rows = SupervisedRows(
-            self.get_dataset(self.cfg.data.train_data), cfg.train_batch_size, cfg.seed, self.tokenizer.pad_token_id
-        )
-        validates = cfg.eval_interval > 0 and self.cfg.data.val_data
-        val_dataset = self.get_dataset(self.cfg.data.val_data) if validates else None
+        cfg, data = self.cfg.trainer, self.cfg.data
+        dataset = self.get_dataset(data.train_data, data.max_checked_rows)
+        rows = SupervisedRows(dataset, cfg.train_batch_size, cfg.seed, self.tokenizer.pad_token_id)
+        val_dataset = self.get_dataset(data.val_data) if cfg.eval_interval > 0 and data.val_data else None
         total_steps = cfg.epochs * rows.batches_per_epoch
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
         optimizer = optimizer_spec(cfg.policy.optimizer_config, total_steps)

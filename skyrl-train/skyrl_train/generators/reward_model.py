@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config.generator import RewardModelConfig
-from skyrl_train.dataset.supervised import build_supervised_batch, rewarded_segment
+from skyrl_train.dataset.supervised import build_rewarded_segment, build_supervised_batch
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.distributed.strategy import hf_model
 from skyrl_train.models.loading import check_same_vocabulary, default_device, load_reward_model
@@ -58,7 +58,7 @@ class RewardModel:
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Return the reward of each row of tokens."""
-        segments = [rewarded_segment(row, self._pad_token_id) for row in rows]
+        segments = [build_rewarded_segment(row, self._pad_token_id) for row in rows]
         batch = build_supervised_batch([DrawnPrompt(i, ((s,),)) for i, s in enumerate(segments)], pad_token_id=0)
         shards, order = split(batch, 1, self._max_tokens, shares_prefixes=self._worker.shares_prefixes())
         values = join(order, [self._worker.score(shard) for shard in shards], len(batch))["values"]  # (B, 1)

@@ -118,7 +118,7 @@ class LockstepRollouts:
             collector.add(usable, [prompt.draw for prompt in batch])
         rollouts = self._punish_overlong(collector.take())
         metrics = rollout_metrics(played) | training_reward_metrics(played, generator.n_samples_per_prompt)
-        metrics |= {"generate/n_left_alone": float(n_alone), **collector.metrics()}
+        metrics |= {"generate/n_left_alone": float(n_alone), **collector.metrics(), **self._prompts.metrics}
         if self._with_greedy_rewards:
             n_taken = len(rollouts)
             rollouts = await self._add_greedy_rewards(rollouts, drawn, metadata)

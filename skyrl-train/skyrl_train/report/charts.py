@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from markupsafe import Markup, escape
 from matplotlib.ticker import MaxNLocator
@@ -98,16 +99,22 @@ class _Frame:
 
     def path(self, series: Series, style: str) -> Markup:
         """Draw a series as one path with its gaps."""
-        stretches = (
-            "L".join(f"{self.x(step):.1f} {self.y(value):.1f}" for step, value in points) for points in series.runs()
-        )
-        moves = "".join(f"M{stretch}" for stretch in stretches)
+        stretches = ([(self.x(step), self.y(value)) for step, value in points] for points in series.runs())
+        moves = "".join("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in _thin(points)) for points in stretches)
         return Markup('<path class="line {}" d="{}"/>').format(style, moves)
 
     def rule(self, value: float, style: str) -> Markup:
         """Draw a horizontal line at a value."""
         line = Markup('<line class="{}" x1="{}" x2="{}" y1="{y:.1f}" y2="{y:.1f}"/>')
         return line.format(style, self.left, self.width - self.right, y=self.y(value))
+
+
+def _thin(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield the first, lowest, highest and last point of each unit of width, which look like all of its points."""
+    for _, column in groupby(points, key=lambda point: int(point[0])):
+        inside = list(column)
+        ys = [y for _, y in inside]
+        yield from (inside[i] for i in sorted({0, ys.index(min(ys)), ys.index(max(ys)), len(ys) - 1}))
 
 
 def _text(style: str, x: float, y: float, anchor: str, text: str) -> Markup:

@@ -11,7 +11,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from skyrl_train.errors import DataError
-from skyrl_train.report.series import MetricRows, Series, format_value, is_share, read_series, readable
+from skyrl_train.report.series import MetricRows, Series, format_name, format_value, is_share, read_series
 
 _COLORS = ("#2f6fde", "#e0742c", "#2a9d6f", "#9a55c8", "#c83e5d", "#7a7a7a")
 _INK, _QUIET, _GRID = "#1d2430", "#6a7383", "#e6e9ee"
@@ -49,7 +49,7 @@ def compare_curves(
     baselines: Mapping[str, float] | None = None,
 ) -> Path:
     """Draw `metric` of several runs, by label, in one picture. Raises `DataError` if one of them lacks it."""
-    figure, axes = _canvas(title, f"{readable(metric)}, {_describe_origin(metric)}", metric)
+    figure, axes = _canvas(title, f"{format_name(metric)}, {_describe_origin(metric)}", metric)
     for index, (label, rows) in enumerate(runs.items()):
         curve = _require(rows, metric, label)
         text = f"{label}: {format_value(metric, curve.last)}"
@@ -66,7 +66,7 @@ def _require(metrics: MetricRows, metric: str, label: str = "the run") -> Series
 
 def _change(curve: Series) -> str:
     first, last = (format_value(curve.name, value) for value in (curve.first, curve.last))
-    return f"{readable(curve.name)}: {first} → {last} after {curve.steps[-1]} training steps"
+    return f"{format_name(curve.name)}: {first} → {last} after {curve.steps[-1]} training steps"
 
 
 def _describe_origin(metric: str) -> str:
@@ -80,7 +80,7 @@ def _canvas(title: str, subtitle: str, metric: str) -> tuple[Figure, Axes]:
     figure.text(0.03, 0.94, title, fontsize=14, fontweight="bold", color=_INK, va="center")
     figure.text(0.03, 0.875, subtitle, fontsize=10, color=_QUIET, va="center")
     axes.set_xlabel("training step", color=_QUIET)
-    axes.set_ylabel(readable(metric), color=_QUIET)
+    axes.set_ylabel(format_name(metric), color=_QUIET)
     axes.grid(axis="y", color=_GRID)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -15,8 +15,15 @@ from markupsafe import Markup
 from skyrl_train.report.charts import Chart, Line, sparkline
 from skyrl_train.report.evaluations import EvaluatedTrajectory, pick_examples, read_evaluation
 from skyrl_train.report.learning_curve import plot_learning_curve
-from skyrl_train.report.series import MetricRows, Series, distinct, format_value, metric_names, read_series, readable
-from skyrl_train.report.summary import duration, find_method, headline_evals, headlines, settings, time_split
+from skyrl_train.report.series import MetricRows, Series, distinct, format_name, format_value, metric_names, read_series
+from skyrl_train.report.summary import (
+    find_method,
+    format_duration,
+    headline_evals,
+    headlines,
+    select_settings,
+    time_split,
+)
 from skyrl_train.tracking import RunFolder, find_missing_signal, read_metrics
 
 _CURVES = (
@@ -111,7 +118,7 @@ def write_report(
         eval_table=_eval_table(rows),
         evaluations=evaluations,
         examples=pick_examples(evaluations.newest, evaluations.first),
-        settings=settings(config),
+        settings=select_settings(config),
         command=command,
         config_text=config_text,
         all_metrics=_all_metrics(rows),
@@ -157,7 +164,7 @@ def _eval_charts(rows: MetricRows, baselines: Mapping[str, Mapping[str, float]])
         lines = [Line("evaluation", evaluation, "eval")]
         if training := read_series(rows, _training_twin(evaluation.name)):
             lines = [Line("", training, "raw"), Line("training rollouts", training.smoothed(), "train"), *lines]
-        title = readable(evaluation.name).capitalize()
+        title = format_name(evaluation.name).capitalize()
         charts.append(Chart(title, "", lines, baselines.get(evaluation.name, {})))
     return charts
 
@@ -174,7 +181,7 @@ def _training_charts(rows: MetricRows) -> list[Chart]:
     panels = dict(_PANELS)
     if not headline_evals(rows):
         rates = [n for n in metric_names(rows) if n.startswith("environment/") and n.endswith("_rate")]
-        titles = {n: (readable(n).capitalize(), "reported by the environment") for n in sorted(rates, key=len)}
+        titles = {n: (format_name(n).capitalize(), "reported by the environment") for n in sorted(rates, key=len)}
         panels = titles | panels
     found = distinct(read_series(rows, name) for name in panels)
     return [Chart(*panels[series.name], _training_lines(series)) for series in found]
@@ -240,5 +247,5 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["mark_special_tokens"] = mark_special_tokens
-    environment.filters["duration"] = duration
+    environment.filters["duration"] = format_duration
     return environment.get_template("report.html.j2")

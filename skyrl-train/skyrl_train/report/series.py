@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 MetricRows = Sequence[Mapping[str, Any]]
 """The result of `read_metrics`: `{"step": 3, "reward/avg_raw_reward": 0.5, …}` for each line."""
 
@@ -45,12 +47,15 @@ class Series:
 
     def smoothed(self) -> Series:
         """Return the mean over a centered window of a tenth of the points; short series are unchanged."""
-        half = len(self.values) // 20
-        means: list[float | None] = []
-        for index, value in enumerate(self.values):
-            around = [v for v in self.values[max(0, index - half) : index + half + 1] if v is not None]
-            means.append(None if value is None else sum(around) / len(around))
-        return Series(self.name, self.steps, tuple(means))
+        window = np.ones(2 * (len(self.values) // 20) + 1)
+        sums = np.convolve([value or 0.0 for value in self.values], window, "same")
+        counts = np.convolve([value is not None for value in self.values], window, "same")
+        means = (sums / np.maximum(counts, 1)).tolist()
+        return Series(
+            self.name,
+            self.steps,
+            tuple(None if value is None else mean for value, mean in zip(self.values, means, strict=True)),
+        )
 
 
 def read_series(rows: MetricRows, name: str) -> Series:
@@ -68,7 +73,7 @@ def distinct(curves: Iterable[Series]) -> list[Series]:
     kept: dict[tuple[object, ...], Series] = {}
     for curve in curves:
         if curve:
-            kept.setdefault((readable(curve.name), curve.steps, curve.values), curve)
+            kept.setdefault((format_name(curve.name), curve.steps, curve.values), curve)
     return list(kept.values())
 
 
@@ -96,6 +101,6 @@ def format_value(name: str, value: float, *, digits: int = 3) -> str:
     return text
 
 
-def readable(name: str) -> str:
+def format_name(name: str) -> str:
     """Return a readable name: `average score` for `eval/all/avg_score`."""
     return name.rpartition("/")[2].replace("avg_", "average_").replace("_", " ")

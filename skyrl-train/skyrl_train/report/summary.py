@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from skyrl_train.report.series import MetricRows, Series, distinct, format_value, metric_names, read_series, readable
+from skyrl_train.report.series import MetricRows, Series, distinct, format_name, format_value, metric_names, read_series
 
 _OUTSIDE_STEP = {"eval"}  # timers that run between steps
 _TIMER_NAMES = {
@@ -81,7 +81,7 @@ def headlines(rows: MetricRows) -> list[Headline]:
         found.append(_training_reward(reward))
     if steps := read_series(rows, "timing/step"):
         total = sum(part.seconds for part in time_split(rows))
-        found.append(Headline("time", duration(total), f"{statistics.median(steps.finite):.2g} s per step"))
+        found.append(Headline("time", format_duration(total), f"{statistics.median(steps.finite):.2g} s per step"))
     if speed := read_series(rows, "trainer/tokens_per_second"):
         found.append(Headline("tokens per second", f"{statistics.median(speed.finite):,.0f}", "median over the steps"))
     return found
@@ -115,7 +115,7 @@ def time_split(rows: MetricRows) -> list[TimeShare]:
     ordered = sorted(large.items(), key=lambda part: -part[1])
     if other > 0:
         ordered.append(("other", other))
-    return [TimeShare(_TIMER_NAMES.get(name, readable(name)), seconds, seconds / total) for name, seconds in ordered]
+    return [TimeShare(_TIMER_NAMES.get(name, format_name(name)), seconds, seconds / total) for name, seconds in ordered]
 
 
 def find_method(config: Mapping[str, Any]) -> Method | None:
@@ -130,7 +130,7 @@ def find_method(config: Mapping[str, Any]) -> Method | None:
     return Method("Supervised fine-tuning", "rows") if "max_length" in data else None
 
 
-def settings(config: Mapping[str, Any]) -> dict[str, str]:
+def select_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the most important settings that the configuration has, by label."""
     values = {label: _at(config, path) for label, path in _SETTINGS.items()}
     if values["LoRA rank"] == 0:
@@ -144,7 +144,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as `4.2 s`, `42 s`, `3 min 05 s` or `2 h 10 min`."""
     whole = round(seconds)
     if whole < 60:
@@ -158,7 +158,7 @@ def _before_and_after(series: Series) -> Headline:
     name = series.name
     before = "before training" if series.steps[0] == 0 else f"at step {series.steps[0]}"
     note = f"{format_value(name, series.first)} {before}" if len(series.steps) > 1 else "the only evaluation"
-    return Headline(readable(name), format_value(name, series.last), note)
+    return Headline(format_name(name), format_value(name, series.last), note)
 
 
 def _training_reward(series: Series) -> Headline:

@@ -44,7 +44,7 @@ NOT_FOUND = re.compile(
 )
 
 
-class Message(NamedTuple):
+class EpisodeMessage(NamedTuple):
     """One message of an episode, without special tokens."""
 
     role: str
@@ -52,14 +52,16 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Episode:
+class EvaluatedEpisode:
     """A trajectory, taken apart into messages."""
 
     trajectory: EvaluatedTrajectory
     prompt_key: str
     """The task, which several samples share."""
-    messages: tuple[Message, ...]
+    messages: tuple[EpisodeMessage, ...]
     n_turns: int
+    last_turn: dict[str, Any]
+    """Empty if the file does not describe turns, as those of SkyRL."""
     env_metrics: dict[str, Any]
 
     @property
@@ -97,11 +99,11 @@ def _count_calls(reply: str) -> int:
         return 1
 
 
-def _error_finder(pattern: re.Pattern[str]) -> Callable[[Episode], str | None]:
+def _error_finder(pattern: re.Pattern[str]) -> Callable[[EvaluatedEpisode], str | None]:
     return lambda episode: next((text for text in episode.errors if pattern.search(text)), None)
 
 
-def _find_argument_error(episode: Episode) -> str | None:
+def _find_argument_error(episode: EvaluatedEpisode) -> str | None:
     for reply in episode.replies:
         try:
             parse_tool_calls(reply)
@@ -112,21 +114,32 @@ def _find_argument_error(episode: Episode) -> str | None:
     return next((text for text in errors if ARGUMENTS.search(text)), None)
 
 
-def _find_false_completion(episode: Episode) -> str | None:
+def _find_false_completion(episode: EvaluatedEpisode) -> str | None:
     last = episode.replies[-1] if episode.replies else ""
     has_stopped = episode.trajectory.stop_reason == "stop" and episode.n_tool_calls > 0 and not _count_calls(last)
     return last if DONE.search(last) or has_stopped else None
 
 
-def _find_overflow(episode: Episode) -> str | None:
-    return _describe_turns(episode) if episode.trajectory.stop_reason == "length" else None
+def _is_reply_cut(episode: EvaluatedEpisode) -> bool:
+    """Return True if the maximum of tokens of a reply, not that of the conversation, ended the episode."""
+    ends_turn = episode.last_turn.get("stop_reason") == "length" if episode.last_turn else episode.n_turns == 1
+    return episode.trajectory.stop_reason == "length" and ends_turn
 
 
-def _find_turn_limit(episode: Episode) -> str | None:
+def _find_cut_reply(episode: EvaluatedEpisode) -> str | None:
+    return f"… {episode.replies[-1][-EXCERPT_CHARACTERS:]}" if _is_reply_cut(episode) and episode.replies else None
+
+
+def _find_overflow(episode: EvaluatedEpisode) -> str | None:
+    has_ended = episode.trajectory.stop_reason == "length" and not _is_reply_cut(episode)
+    return _describe_turns(episode) if has_ended else None
+
+
+def _find_turn_limit(episode: EvaluatedEpisode) -> str | None:
     return _describe_turns(episode) if episode.trajectory.stop_reason == "max_turns" else None
 
 
-def _describe_turns(episode: Episode) -> str:
+def _describe_turns(episode: EvaluatedEpisode) -> str:
     return f"after {episode.n_turns} turn{'' if episode.n_turns == 1 else 's'}"
 
 
@@ -135,7 +148,7 @@ class Category(NamedTuple):
 
     name: str
     rule: str
-    find: Callable[[Episode], str | None]
+    find: Callable[[EvaluatedEpisode], str | None]
 
 
 CATEGORIES = (
@@ -143,12 +156,13 @@ CATEGORIES = (
     Category("authorization", "a tool answered 401, 403 or denied access", _error_finder(AUTHORIZATION)),
     Category("resource not found", "a tool answered 404 or that something does not exist", _error_finder(NOT_FOUND)),
     Category("false completion", "the model declared the task done", _find_false_completion),
-    Category("context overflow", "the episode ended with stop reason `length`", _find_overflow),
+    Category("cut reply", "the last reply reached its maximum of tokens", _find_cut_reply),
+    Category("context overflow", "the conversation ended with stop reason `length`", _find_overflow),
     Category("turn limit", "the episode ended with stop reason `max_turns`", _find_turn_limit),
 )
 
 
-def classify(episode: Episode) -> dict[str, str]:
+def classify(episode: EvaluatedEpisode) -> dict[str, str]:
     """Return the categories of a failed episode, each with its evidence; "other" if none fits, nothing on success."""
     if not episode.is_valid:
         trajectory = episode.trajectory
@@ -159,7 +173,7 @@ def classify(episode: Episode) -> dict[str, str]:
     return found or {"other": episode.replies[-1] if episode.replies else ""}
 
 
-def read_episodes(folder: RemoteFolder, step: int) -> list[Episode]:
+def read_episodes(folder: RemoteFolder, step: int) -> list[EvaluatedEpisode]:
     """Return the episodes of one evaluation; DataError for a line that is not one."""
     evaluation = folder / f"global_step_{step}"
     episodes = []
@@ -170,22 +184,25 @@ def read_episodes(folder: RemoteFolder, step: int) -> list[Episode]:
     return episodes
 
 
-def _parse_episode(row: dict[str, Any]) -> Episode:
+def _parse_episode(row: dict[str, Any]) -> EvaluatedEpisode:
     trajectory = parse_trajectory(row)
     earlier = [str(segment.get("output_response", "")) for segment in row.get("earlier") or ()]
     messages = tuple(message for text in (*earlier, trajectory.response) for message in _split_messages(text))
     extras = row.get("env_extras") or {}
     uid = str(row.get("uid") or "")
     key = extras.get("task_key") or uid.rpartition("_")[0] or trajectory.prompt
-    n_turns = len(row["turns"]) if row.get("turns") else sum(role == "assistant" for role, _ in messages)
-    return Episode(trajectory, str(key), messages, n_turns, row.get("env_metrics") or {})
+    turns = row.get("turns") or []
+    n_turns = len(turns) or sum(role == "assistant" for role, _ in messages)
+    return EvaluatedEpisode(
+        trajectory, str(key), messages, n_turns, turns[-1] if turns else {}, row.get("env_metrics") or {}
+    )
 
 
-def _split_messages(response: str) -> list[Message]:
+def _split_messages(response: str) -> list[EpisodeMessage]:
     """Take the text after a prompt apart; it starts with a reply of the model."""
     parts = ROLE.split(f"<|im_start|>assistant\n{response}" if not ROLE.match(response) else response)
     found = [
-        Message(chat_ml or llama, SPECIAL.sub("", text).strip())
+        EpisodeMessage(chat_ml or llama, SPECIAL.sub("", text).strip())
         for chat_ml, llama, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True)
     ]
     return [message for message in found if message.text or message.role == "assistant"]
@@ -204,7 +221,7 @@ class Summary(NamedTuple):
     n_samples: int
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode]) -> Summary:
+    def of(cls, episodes: Sequence[EvaluatedEpisode]) -> Summary:
         """Summarize episodes."""
         valid = [episode for episode in episodes if episode.is_valid]
         samples: dict[str, list[bool]] = {}
@@ -260,14 +277,14 @@ def describe_trajectories(source: str, first: int | None = None, last: int | Non
     return _format_page(source, evaluations, n_samples)
 
 
-def _format_page(source: str, evaluations: dict[int, list[Episode]], n_samples: int) -> str:
+def _format_page(source: str, evaluations: dict[int, list[EvaluatedEpisode]], n_samples: int) -> str:
     steps = " and ".join(map(str, evaluations))
     lines = [f"# Trajectories of {source}", "", f"Evaluations of steps {steps}.", "", "## Environments", ""]
     lines += _format_environments(evaluations)
     return "\n".join([*lines, "", "## Failures", "", *_format_failures(evaluations, n_samples), ""])
 
 
-def _format_environments(evaluations: dict[int, list[Episode]]) -> list[str]:
+def _format_environments(evaluations: dict[int, list[EvaluatedEpisode]]) -> list[str]:
     n_max = max((Summary.of(episodes).n_samples for episodes in evaluations.values()), default=1)
     counts = ("environment", "step", "episodes", "invalid", "turns", "tool calls", "tool errors")
     return _format_table(
@@ -285,7 +302,7 @@ def _format_environments(evaluations: dict[int, list[Episode]]) -> list[str]:
     )
 
 
-def _format_failures(evaluations: dict[int, list[Episode]], n_samples: int) -> list[str]:
+def _format_failures(evaluations: dict[int, list[EvaluatedEpisode]], n_samples: int) -> list[str]:
     """Return a table of the categories at each step, and samples of each category."""
     found = {
         step: [(episode, name, evidence) for episode in episodes for name, evidence in classify(episode).items()]
@@ -310,7 +327,7 @@ def _format_failures(evaluations: dict[int, list[Episode]], n_samples: int) -> l
     return [*lines, *(["", "## Samples", "", *samples] if samples else [])]
 
 
-def _list_environments(evaluations: dict[int, list[Episode]]) -> list[str]:
+def _list_environments(evaluations: dict[int, list[EvaluatedEpisode]]) -> list[str]:
     names = sorted({e.trajectory.data_source for episodes in evaluations.values() for e in episodes})
     return ["all", *names] if len(names) > 1 else names
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from skyrl_train.checkpoint import make_folder
 from skyrl_train.errors import ConfigError
+from skyrl_train.tracking.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class RunFolder:
 def log_to_file(path: Path) -> Iterator[None]:
     """Append the project's log messages, from level INFO up, to `path` within the context."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
+    handler = _LogFile(path)
     handler.setLevel(logging.INFO)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = [logging.getLogger(name) for name in ("skyrl_train", "skyrl_gym")]
@@ -94,22 +95,35 @@ def log_to_file(path: Path) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that warns once, on the console, when a message cannot be written, e.g. to a full disk."""
+    """A log file, written in the background, that warns once if a message cannot be written, e.g. to a full disk."""
 
-    _has_failed = False
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self._writer = BackgroundWriter("train.log")
+        self._has_failed = False
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            self._warn(error)
-        else:
-            super().handleError(record)
-
-    def close(self) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
         try:
-            super().close()
+            self._writer.submit(partial(self._write, self.format(record) + self.terminator))
         except OSError as error:
             self._warn(error)
+        except (TypeError, ValueError):  # a message that does not fit its arguments
+            self.handleError(record)
+
+    def _write(self, text: str) -> None:
+        assert self.stream is not None, "the file is open until `close`"
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        for close in (self._writer.close, super().close):
+            try:
+                close()
+            except OSError as error:
+                self._warn(error)
 
     def _warn(self, error: OSError) -> None:
         if not self._has_failed:

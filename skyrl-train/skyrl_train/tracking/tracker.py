@@ -21,6 +21,7 @@ from skyrl_train.config.rules.run import wandb_login_problem
 from skyrl_train.errors import ConfigError
 from skyrl_train.tracking.jsonl import MetricsFile
 from skyrl_train.tracking.run_folder import RunFolder
+from skyrl_train.tracking.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class WandbTracker:
 class Tracking:
     """Logs metrics to `metrics.jsonl` in the run folder, always, and to each of `backends`.
 
-    Raises `ConfigError` for an unknown backend, or one that cannot start.
+    Files are written in the background. Raises `ConfigError` for an unknown backend, or one that cannot start.
     """
 
     def __init__(
@@ -177,18 +178,28 @@ class Tracking:
             for name in names:
                 self._trackers.append(start[name]())
                 started.callback(self._trackers[-1].close)
+            self._writer = BackgroundWriter("metrics")
+            started.callback(self._finish_writing)
             self._closing = started.pop_all()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics of a step to every backend; then raise the OSError of one whose disk refused."""
+        """Log the metrics of a step to every backend; then raise the OSError of this or an earlier write."""
+        metrics = dict(metrics)  # the caller may add to them before they are written
         failures = []
         for tracker in self._trackers:
             try:
-                tracker.log(metrics, step)
+                if isinstance(tracker, MetricsFile | TensorBoardTracker):
+                    self._writer.submit(partial(tracker.log, metrics, step))
+                else:
+                    tracker.log(metrics, step)
             except OSError as error:
                 failures.append(error)
         if failures:
             raise failures[0]
+
+    def flush(self) -> None:
+        """Wait until all metrics are in their files, or a disk has refused them; OSError if it does not respond."""
+        self._writer.flush()
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         """Log a checkpoint as an artifact of the wandb run, if there is one."""
@@ -198,12 +209,19 @@ class Tracking:
 
     def truncate_after(self, step: int) -> None:
         """Drop what was logged after `step`, from whose checkpoint the run resumes."""
+        self.flush()
         for tracker in self._trackers:
             tracker.truncate_after(step)
 
     def close(self) -> None:
         """Close every backend. Safe to call twice."""
         self._closing.close()
+
+    def _finish_writing(self) -> None:
+        try:
+            self._writer.close()
+        except OSError as error:  # closing a file writes what it lacks, or raises
+            logger.warning("Metrics could not be written when they were logged: %s", error)
 
     def __enter__(self) -> Tracking:
         return self

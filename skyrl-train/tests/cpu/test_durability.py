@@ -215,7 +215,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_metrics_and_the_next_step_is_s
     assert sorted(path.name for path in folder.glob("ckpts/global_step_*")) == ["global_step_3", "global_step_4"]
     assert list(folder.glob("ckpts/.global_step_*")) == []
     assert any("cannot save the checkpoint of step 2" in text for text in alerts)
-    assert "Storage: Logging failed at step 1: [Errno 27] File too large. Training continues" in caplog.text
+    assert "Storage: Logging failed at step 2: [Errno 27] File too large. Training continues" in caplog.text
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["storage/alerts"] == len(alerts)
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tx_server import CHILD_ENVIRONMENT
 from tx_tiny_models import new_model, new_tokenizer
 
-from tx.run.train import Run, TrainConfig, main
+from tx.run.train import TrainCommand, TrainConfig, main
 from tx.tinker.types import UserError
 
 N_ROWS, BATCH = 12, 4
@@ -111,7 +111,7 @@ def test_another_run_cannot_use_its_folder(folder: Path, whole: Path, tmp_path: 
         base_model=str(folder / "model"), dataset=folder / "rows.jsonl", output_dir=whole, learning_rate=0.5
     )
     with pytest.raises(UserError, match=r"has a run with lora_rank=8, learning_rate=0\.01, .*use another --output-dir"):
-        Run(config)
+        TrainCommand(config)
 
 
 @pytest.mark.parametrize(

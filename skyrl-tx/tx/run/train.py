@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = parse(arguments)
     try:
-        Run(config).train()
+        TrainCommand(config).train()
     except UserError as error:
         sys.exit(f"tx train: {error}")
 
@@ -119,7 +119,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     return config
 
 
-class Run:
+class TrainCommand:
     """A training run in its output folder."""
 
     def __init__(self, config: TrainConfig) -> None:

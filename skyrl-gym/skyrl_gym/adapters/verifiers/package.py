@@ -15,7 +15,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
-from skyrl_gym.adapters.verifiers.turn import Episode
+from skyrl_gym.adapters.verifiers.turn import VerifiersEpisode
 from skyrl_gym.optional import require
 
 BUILT_IN = "verifiers.v1.tasksets"
@@ -43,7 +43,7 @@ class Package(Protocol):
         """True if `rows` never ends."""
         ...
 
-    def episode(self, row_input: Mapping[str, Any], max_turns: int) -> Episode:
+    def episode(self, row_input: Mapping[str, Any], max_turns: int) -> VerifiersEpisode:
         """Create a rollout of the row with this `input`."""
         ...
 

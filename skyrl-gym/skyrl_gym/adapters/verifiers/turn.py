@@ -75,7 +75,7 @@ class EpisodeResult:
     stop_condition: str | None = None
 
 
-class Episode(Protocol):
+class VerifiersEpisode(Protocol):
     """One rollout of verifiers, for which the trainer samples the replies."""
 
     async def start(self, prompt: ConversationType) -> ChatTurn:

@@ -67,7 +67,7 @@ class EnvironmentPackage:
 
 
 class EnvironmentEpisode:
-    """An `Episode` of an environment of the first generation."""
+    """A `VerifiersEpisode` of an environment of the first generation."""
 
     def __init__(self, vf: Any, env: Any, row_input: Mapping[str, Any], max_turns: int) -> None:
         _check(vf, env)

@@ -78,7 +78,10 @@ class TasksetPackage:
 
 
 class TasksetEpisode:
-    """An `Episode` of a taskset. It holds three file descriptors, and a folder in verifiers' cache, until it ends."""
+    """A `VerifiersEpisode` of a taskset.
+
+    It holds three file descriptors, and a folder in verifiers' cache, until it ends.
+    """
 
     def __init__(self, env: vf.Env[Any], task: vf.Task) -> None:
         self._env = env

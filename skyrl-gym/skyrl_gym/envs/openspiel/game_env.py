@@ -13,7 +13,7 @@ from skyrl_gym.envs.openspiel.answers import ParsedAnswer, parse_answer
 from skyrl_gym.envs.openspiel.cases import Game
 from skyrl_gym.envs.openspiel.endpoint import ChatEndpoint, EndpointConfig
 from skyrl_gym.envs.openspiel.env import describe
-from skyrl_gym.envs.openspiel.match import Match, Opponent, Turn
+from skyrl_gym.envs.openspiel.match import Match, MatchTurn, Opponent
 from skyrl_gym.envs.openspiel.opponents import LanguageModel, MctsConfig, MctsOpponent, PolicyOpponent, RandomOpponent
 from skyrl_gym.envs.openspiel.rewards import playout_value, scaled_return
 from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, read_task
@@ -123,7 +123,7 @@ class OpenSpielGameEnv(BaseTextEnv):
         self._model = language_model or self._endpoint
         self._opponents = self._seat_opponents()
         self._match = Match(self.task.state, self.seat, self._opponents, self._rng)
-        self._turn: Turn | None = None
+        self._turn: MatchTurn | None = None
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Start the game; append the seat's first decision to the prompt."""

@@ -13,7 +13,7 @@ from skyrl_gym.envs.openspiel.states import advance_chance, apply_jointly, is_si
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class MatchTurn:
     """A decision of one player.
 
     legal: the player's legal moves.
@@ -30,7 +30,7 @@ class Turn:
 class Opponent(Protocol):
     """A player of one seat of a match."""
 
-    def choose(self, turn: Turn, rng: random.Random) -> int:
+    def choose(self, turn: MatchTurn, rng: random.Random) -> int:
         """Return the id of a legal action. All randomness comes from `rng`, so that matches are reproducible."""
 
 
@@ -57,7 +57,7 @@ class Match:
         """True if the game has ended."""
         return bool(self.state.is_terminal())
 
-    def turn(self) -> Turn:
+    def turn(self) -> MatchTurn:
         """Return the decision of the seat."""
         return self._new_turn(self.seat)
 
@@ -111,8 +111,8 @@ class Match:
             move = next(move for move in legal_moves(self.state, player).moves if move.action == action)
             self._log.append((player, move.text))
 
-    def _new_turn(self, player: int) -> Turn:
+    def _new_turn(self, player: int) -> MatchTurn:
         unseen = self._log[self._seen[player] :]
         self._seen[player] = len(self._log)
         events = tuple(f"Player {other} played {text}." for other, text in unseen if other != player)
-        return Turn(self.state, player, legal_moves(self.state, player), events)
+        return MatchTurn(self.state, player, legal_moves(self.state, player), events)

@@ -12,7 +12,7 @@ from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel import prompts
 from skyrl_gym.envs.openspiel.answers import parse_answer
 from skyrl_gym.envs.openspiel.cases import Game, State, open_spiel
-from skyrl_gym.envs.openspiel.match import Turn
+from skyrl_gym.envs.openspiel.match import MatchTurn
 from skyrl_gym.envs.openspiel.states import legal_actions
 from skyrl_gym.envs.options import finite_number, reject_unknown, set_options
 from skyrl_gym.envs.row import whole_number
@@ -63,7 +63,7 @@ class MctsConfig:
 class RandomOpponent:
     """An opponent that plays legal moves uniformly at random."""
 
-    def choose(self, turn: Turn, rng: random.Random) -> int:
+    def choose(self, turn: MatchTurn, rng: random.Random) -> int:
         """Choose a legal move uniformly at random."""
         return rng.choice(turn.legal.moves).action
 
@@ -96,7 +96,7 @@ class MctsOpponent:
         self._config = config
         self._is_open = is_open
 
-    def choose(self, turn: Turn, rng: random.Random) -> int:
+    def choose(self, turn: MatchTurn, rng: random.Random) -> int:
         """Choose the move that most searches find."""
         if self._is_open:
             return self._search(turn.state, rng)
@@ -119,7 +119,7 @@ class MctsOpponent:
         )
         return int(bot.step(state))
 
-    def _sample_world(self, turn: Turn, rng: random.Random) -> State:
+    def _sample_world(self, turn: MatchTurn, rng: random.Random) -> State:
         """Sample a state that agrees with the player's knowledge."""
         world = turn.state.resample_from_infostate(turn.player, rng.random)
         assert legal_actions(world, turn.player) == legal_actions(turn.state, turn.player)
@@ -143,7 +143,7 @@ class PolicyOpponent:
         self._messages: ConversationType = []
         self._pending_events: tuple[str, ...] = ()
 
-    def choose(self, turn: Turn, rng: random.Random) -> int:
+    def choose(self, turn: MatchTurn, rng: random.Random) -> int:
         """Choose the move that the model names, or a random one."""
         self._add_message(self._format_decision(turn))
         for n_left in range(self._n_retries, -1, -1):
@@ -160,7 +160,7 @@ class PolicyOpponent:
         self._pending_events = (prompts.format_random_move(move.text),)
         return move.action
 
-    def _format_decision(self, turn: Turn) -> str:
+    def _format_decision(self, turn: MatchTurn) -> str:
         events, self._pending_events = self._pending_events + turn.events, ()
         decision = prompts.format_decision(turn.state, turn.player, turn.legal, self._max_listed_moves, events)
         return decision if self._messages else f"{prompts.format_introduction(turn.state.get_game())}\n\n{decision}"

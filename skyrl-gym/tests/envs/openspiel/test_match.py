@@ -5,7 +5,7 @@ import random
 import pytest
 
 from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, load_game
-from skyrl_gym.envs.openspiel.match import Match, Turn
+from skyrl_gym.envs.openspiel.match import Match, MatchTurn
 from skyrl_gym.envs.openspiel.opponents import RandomOpponent
 from skyrl_gym.envs.openspiel.states import is_simultaneous, legal_actions, opening
 
@@ -15,9 +15,9 @@ class Scripted:
 
     def __init__(self, *actions: int) -> None:
         self.actions = list(actions)
-        self.turns: list[Turn] = []
+        self.turns: list[MatchTurn] = []
 
-    def choose(self, turn: Turn, rng: random.Random) -> int:
+    def choose(self, turn: MatchTurn, rng: random.Random) -> int:
         self.turns.append(turn)
         return self.actions.pop(0)
 

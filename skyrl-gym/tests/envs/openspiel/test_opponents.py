@@ -10,15 +10,15 @@ import pytest
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel import prompts
 from skyrl_gym.envs.openspiel.cases import State, load_game
-from skyrl_gym.envs.openspiel.match import Turn
+from skyrl_gym.envs.openspiel.match import MatchTurn
 from skyrl_gym.envs.openspiel.moves import legal_moves
 from skyrl_gym.envs.openspiel.opponents import MctsConfig, MctsOpponent, PolicyOpponent, RandomOpponent
 from skyrl_gym.envs.openspiel.states import opening
 
 
-def make_turn(state: State, events: tuple[str, ...] = ()) -> Turn:
+def make_turn(state: State, events: tuple[str, ...] = ()) -> MatchTurn:
     player = state.current_player()
-    return Turn(state, player, legal_moves(state, player), events)
+    return MatchTurn(state, player, legal_moves(state, player), events)
 
 
 def tic_tac_toe(*actions: int) -> State:

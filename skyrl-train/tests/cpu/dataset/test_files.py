@@ -6,13 +6,13 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_train.dataset.files import read_clean_rows, read_rows, write_jsonl
+from skyrl_train.dataset.files import Rows, read_rows, sample_rows, write_jsonl
 from skyrl_train.errors import DataError
 
 ROWS = [
@@ -66,7 +66,7 @@ def test_a_missing_file_is_named_by_its_expanded_path(tmp_path: Path, monkeypatc
         ("rows.json", b'{"prompt": []}', "expected a list of rows, found dict; use .jsonl"),
         ("rows.json", b'["a prompt"]', "row 0 of .*rows.json is 'a prompt'; a row is an object"),
         ("rows.jsonl", b'{"a": 1}\n\n{"a": \n', "line 3 is not JSON: .* at column"),
-        ("rows.jsonl", b'{"a": 1}\n5\n', "row 1 of .*rows.jsonl is '5'; a row is an object"),
+        ("rows.jsonl", b'{"a": 1}\n5\n', "row 1 of .*rows.jsonl is 5; a row is an object"),
         ("rows.jsonl", b'{"a": "\xff"}\n', "cannot read dataset file .*rows.jsonl: .*utf-8"),
     ],
 )
@@ -92,13 +92,9 @@ def test_an_unreadable_file_is_refused_with_the_reason(tmp_path: Path, name: str
 def test_any_other_name_is_loaded_from_the_hub(
     source: str, arguments: tuple[str, str | None, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Rows:
-        def to_list(self) -> list[dict[str, Any]]:
-            return ROWS
-
-    def load_dataset(path: str, name: str | None = None, *, split: str) -> Rows:
+    def load_dataset(path: str, name: str | None = None, *, split: str) -> datasets.Dataset:
         assert (path, name, split) == arguments
-        return Rows()
+        return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert read_rows(source) == ROWS
@@ -154,7 +150,52 @@ def test_lone_surrogates_are_replaced_with_one_warning_per_source(
     path = tmp_path / "rows.jsonl"
     path.write_text('{"response": "whole"}\n{"response": "half \\ud83d"}\n')
     for _ in range(2):
-        rows = list(read_clean_rows([str(path)]))
+        rows = list(Rows([str(path)]).read(range(2)))
     assert rows == [(f"row 0 of {path}", {"response": "whole"}), (f"row 1 of {path}", {"response": "half ?"})]
     (warning,) = caplog.messages
-    assert f'are replaced by "?" in 1 rows, the first: row 1 of {path}' in warning
+    assert (
+        warning == f'row 1 of {path} has lone surrogates (halves of characters), which are replaced by "?" in all rows'
+    )
+
+
+def test_rows_of_several_sources_are_joined_and_read_by_index(tmp_path: Path) -> None:
+    names = [str(write(tmp_path / name)) for name in ("a.parquet", "b.json", "c.jsonl")]
+    rows = Rows(names)
+    assert len(rows) == 6
+    assert [row for _, row in rows.read(range(6))] == ROWS * 3
+    assert list(rows.read([1, 2, 5])) == [
+        (f"row 1 of {names[0]}", ROWS[1]),
+        (f"row 0 of {names[1]}", ROWS[0]),
+        (f"row 1 of {names[2]}", ROWS[1]),
+    ]
+    assert [rows.location(i) for i in (1, 2, 5)] == [location for location, _ in rows.read([1, 2, 5])]
+    assert rows[3] == ROWS[1]
+    assert list(rows.read_column("extra_info")) == [row["extra_info"] for row in ROWS] * 3
+    assert list(rows.read_column("missing")) == [None] * 6
+
+
+def test_the_digest_of_a_table_depends_on_its_rows_and_not_on_their_storage(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([{"a": i, "b": [str(i)], "c": None if i % 3 else "x"} for i in range(2500)])
+    for name, options in (("a", {}), ("b", {"row_group_size": 7, "compression": "gzip"})):
+        pq.write_table(table, tmp_path / f"{name}.parquet", **options)
+    pq.write_table(table.slice(1), tmp_path / "c.parquet")
+    digests = [Rows([str(tmp_path / f"{name}.parquet")]).digest for name in "abc"]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_deep_column_of_parquet_is_refused(tmp_path: Path) -> None:
+    kind = pa.string()
+    for _ in range(70):
+        kind = pa.struct({"x": kind})
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"deep": pa.array([None], kind)}), path)
+    with pytest.raises(DataError, match=f"the column deep of {path} is nested too deeply"):
+        Rows([str(path)])
+
+
+@pytest.mark.parametrize(("n_rows", "max_rows", "n_sampled"), [(10, None, 10), (10, 10, 10), (1000, 20, 20)])
+def test_a_sample_is_the_same_each_time(n_rows: int, max_rows: int | None, n_sampled: int) -> None:
+    sample = list(sample_rows(n_rows, max_rows))
+    assert len(set(sample)) == n_sampled
+    assert sample == sorted(sample) == list(sample_rows(n_rows, max_rows))
+    assert n_sampled == n_rows or max(sample) > n_rows / 2

@@ -34,6 +34,9 @@ class Sources:
     def __iter__(self) -> Iterator[PromptRow]:
         return iter(self._rows)
 
+    def data_sources(self) -> Iterator[str]:
+        return (row.data_source for row in self._rows)
+
 
 SIZES = {"games": 6, "maths": 30}
 

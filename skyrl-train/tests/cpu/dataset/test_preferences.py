@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config.preferences import PreferenceDataConfig
-from skyrl_train.dataset.demonstrations import read_preferences
+from skyrl_train.dataset.demonstrations import Demonstration, read_answers
+from skyrl_train.dataset.files import Rows
 from skyrl_train.dataset.supervised import (
     ConversationEncoder,
     SupervisedDataset,
+    build_rewarded_segment,
     build_supervised_batch,
-    rewarded_segment,
 )
 from skyrl_train.errors import DataError
 from skyrl_train.types import DrawnPrompt
@@ -34,6 +35,11 @@ GOOD, BAD = ({"role": "assistant", "content": text} for text in ("4", "5"))
 def write_rows(folder: Path, rows: list[Any]) -> str:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "rows.jsonl")
+
+
+def read_all(sources: list[str], data: PreferenceDataConfig) -> list[tuple[Demonstration, ...]]:
+    rows = Rows(sources)
+    return list(read_answers(rows, range(len(rows)), data))
 
 
 FORMATS = {
@@ -54,14 +60,14 @@ def test_every_format_is_the_same_pair(row: dict[str, Any], suffix: str, tmp_pat
     if suffix == "parquet":
         path = str(tmp_path / "rows.parquet")
         pq.write_table(pa.Table.from_pylist([row]), path)
-    ((chosen, rejected),) = read_preferences([path], PreferenceDataConfig())
+    ((chosen, rejected),) = read_all([path], PreferenceDataConfig())
     assert (chosen.messages, rejected.messages) == ([ASK, GOOD], [ASK, BAD])
     assert chosen.n_context == rejected.n_context == 1
 
 
 def test_the_prompt_of_texts_ends_before_a_word(tmp_path: Path) -> None:
     row = {"chosen": "\n\nHuman: Capital?\n\nAssistant: Paris", "rejected": "\n\nHuman: Capital?\n\nAssistant: Prague"}
-    ((chosen, rejected),) = read_preferences([write_rows(tmp_path, [row])], PreferenceDataConfig())
+    ((chosen, rejected),) = read_all([write_rows(tmp_path, [row])], PreferenceDataConfig())
     prompt = {"role": "user", "content": "\n\nHuman: Capital?\n\nAssistant:"}
     assert chosen.messages == [prompt, {"role": "assistant", "content": " Paris"}]
     assert rejected.messages == [prompt, {"role": "assistant", "content": " Prague"}]
@@ -72,7 +78,7 @@ def test_a_prompt_and_its_answers_are_the_texts_that_were_split(words: list[str]
     row = dict(zip(("chosen", "rejected"), (" ".join(words) + ending for ending in endings), strict=True))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            (pair,) = read_preferences([write_rows(Path(folder), [row])], PreferenceDataConfig())
+            (pair,) = read_all([write_rows(Path(folder), [row])], PreferenceDataConfig())
         except DataError:
             return  # they have no word in common
     for demonstration, text in zip(pair, row.values(), strict=True):
@@ -118,9 +124,9 @@ def test_a_batch_has_the_chosen_answer_before_the_rejected_one(
 
 
 def test_a_reward_is_read_at_the_last_token_that_is_no_padding() -> None:
-    segment = rewarded_segment([5, 6, 7, 9], pad_token_id=0)
+    segment = build_rewarded_segment([5, 6, 7, 9], pad_token_id=0)
     assert (segment.token_ids, segment.n_prompt, segment.loss_mask) == ([5, 6, 7, 9, 9], 4, [1])
-    segment = rewarded_segment([5, 6, 7, 9], pad_token_id=9)  # the EOS token pads
+    segment = build_rewarded_segment([5, 6, 7, 9], pad_token_id=9)  # the EOS token pads
     assert (segment.token_ids, segment.n_prompt, segment.loss_mask) == ([5, 6, 7, 7], 3, [1])
 
 
@@ -160,4 +166,4 @@ WRONG = [
 @pytest.mark.parametrize(("row", "message"), WRONG)
 def test_wrong_rows_are_refused(row: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
-        list(read_preferences([write_rows(tmp_path, [row])], PreferenceDataConfig()))
+        list(read_all([write_rows(tmp_path, [row])], PreferenceDataConfig()))

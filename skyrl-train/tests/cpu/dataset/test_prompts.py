@@ -7,12 +7,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.dataset.files import write_jsonl
+from skyrl_train.dataset.files import sample_rows, write_jsonl
+from skyrl_train.dataset.mixture import MixedPrompts
+from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.errors import DataError
+from skyrl_train.errors import DataError, InvalidRow, SkippedRow
+from skyrl_train.types import PromptRow
 
 LONG = 10_000
 
@@ -104,13 +109,16 @@ def test_half_characters_of_a_prompt_are_replaced_with_one_warning(
     rows = list(PromptDataset(str(source), tiny_tokenizer, LONG))
     assert [row.prompt[0]["content"] for row in rows] == [row.env_extras["answer"] for row in rows] == ["a", "b?", "?"]
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.endswith(f'are replaced by "?" in 2 rows, the first: row 1 of {source}')
+    assert warning.startswith(f"row 1 of {source} has lone surrogates")
 
 
 def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    for name, text in (("a.json", "[" * 10**5), ("b.jsonl", '{"a": ' + "[" * 10**5)):
+    for name, text, reason in (
+        ("a.json", "[" * 10**5, "its JSON is nested too deeply"),
+        ("b.jsonl", '{"a": ' + "[" * 10**5, "line 1 is nested too deeply"),
+    ):
         (tmp_path / name).write_text(text)
-        with pytest.raises(DataError, match=f"{name}: its JSON is nested too deeply"):
+        with pytest.raises(DataError, match=f"{name}: {reason}"):
             PromptDataset(str(tmp_path / name), tiny_tokenizer, LONG)
 
 
@@ -129,3 +137,78 @@ def test_a_fingerprint_depends_on_the_rows_and_not_on_the_file_name(
         path.write_text(json.dumps({"prompt": [{"role": "user", "content": content}]}))
         fingerprints.append(PromptDataset(str(path), tiny_tokenizer, max_prompt_length=100).fingerprint)
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+def draw(prompts: PromptOrder[PromptRow], n_batches: int) -> list[list[str]]:
+    return [[drawn.row.prompt[0]["content"] for drawn in prompts.next_batch()] for _ in range(n_batches)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_rows_that_are_checked_when_they_are_drawn_come_in_the_same_order(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, suffix: str
+) -> None:
+    rows = [ask(str(i), env_class="catch", data_source=f"s{i % 2}", extra_info={"index": i}) for i in range(50)]
+    source = write_file(tmp_path, rows)
+    if suffix == ".parquet":
+        source = str(tmp_path / "rows.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), source)
+    elif suffix == ".json":
+        (tmp_path / "rows.json").write_text(json.dumps(rows))
+        source = str(tmp_path / "rows.json")
+    checked = PromptDataset(source, tiny_tokenizer, LONG)
+    drawn = PromptDataset(source, tiny_tokenizer, LONG, max_checked_rows=5)
+    assert (checked.is_checked, drawn.is_checked) == (True, False)
+    assert list(checked) == list(drawn)
+    assert list(checked.data_sources()) == list(drawn.data_sources()) == [f"s{i % 2}" for i in range(50)]
+    assert len(list(checked.checked_rows())) == 50
+    sample = list(drawn.checked_rows())
+    assert len(sample) == 5
+    assert [location for location, _ in sample] == [f"row {row.prompt[0]['content']} of {source}" for _, row in sample]
+    for order in (lambda data: ShuffledPrompts(data, 8, 3), lambda data: MixedPrompts(data, 8, 3, {"s0": 1, "s1": 3})):
+        assert draw(order(checked), 20) == draw(order(drawn), 20)
+
+
+def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [ask(str(i)) for i in range(60)]
+    sample = set(sample_rows(60, 20))
+    bad, long, broken = [i for i in range(60) if i not in sample][:3]
+    rows[bad]["prompt"] = "a text"
+    rows[long] = ask("1" * 200)
+    source = Path(write_file(tmp_path, rows))
+    lines = source.read_text().splitlines()
+    lines[broken] = "{"
+    source.write_text("\n".join(lines))
+    dataset = PromptDataset(str(source), tiny_tokenizer, 100, max_checked_rows=20)
+    for index, kind, reason in (
+        (bad, InvalidRow, "not a list of messages"),
+        (long, SkippedRow, "more than 100"),
+        (broken, InvalidRow, f"line {broken + 1} is not JSON"),
+    ):
+        with pytest.raises(kind, match=reason):
+            dataset[index]
+    prompts = ShuffledPrompts(dataset, 8, seed=0)
+    epoch = [text for batch in draw(prompts, 7) for text in batch]
+    assert len(set(epoch)) == 56
+    assert not {rows[i]["prompt"][0]["content"] for i in (long,)} & set(epoch)
+    state = prompts.state_dict()
+    following = draw(prompts, 20)
+    resumed = ShuffledPrompts(PromptDataset(str(source), tiny_tokenizer, 100, max_checked_rows=20), 8, seed=0)
+    resumed.load_state_dict(state)
+    assert draw(resumed, 20) == following
+    assert resumed.metrics == prompts.metrics
+    assert prompts.metrics["data/n_skipped"] >= 6
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum(f"Skipped: row {bad} of {source}" in warning for warning in warnings) == 2  # one for each order
+    assert not any(f"row {long} " in warning for warning in warnings)
+
+
+def test_data_without_a_usable_row_ends_the_run(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    sample = set(sample_rows(60, 20))
+    rows = [ask("1" if i in sample else "1" * 200, data_source="short" if i in sample else "long") for i in range(60)]
+    dataset = PromptDataset(write_file(tmp_path, rows), tiny_tokenizer, 100, max_checked_rows=20)
+    with pytest.raises(DataError, match=r"fewer than 30 rows of data\.train_data can be used"):
+        draw(ShuffledPrompts(dataset, 30, 0), 1)
+    with pytest.raises(DataError, match="no row of the data source long can be used"):
+        draw(MixedPrompts(dataset, 8, 0, {"short": 1, "long": 1}), 1)

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config.sft import SFTDataConfig
-from skyrl_train.dataset.demonstrations import Demonstration, read_demonstrations
+from skyrl_train.dataset.demonstrations import Demonstration, read_answers
+from skyrl_train.dataset.files import Rows, sample_rows
+from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.supervised import ConversationEncoder, SupervisedDataset, build_supervised_batch
-from skyrl_train.errors import DataError
+from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.types import DrawnPrompt
 
 FORGETS_REASONING = (  # of all turns of the assistant but the last, as Qwen3's template does
@@ -44,6 +46,11 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> str:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def read_all(sources: list[str], data: SFTDataConfig) -> list[Demonstration]:
+    rows = Rows(sources)
+    return [demonstration for (demonstration,) in read_answers(rows, range(len(rows)), data)]
 
 
 def encode(
@@ -93,7 +100,7 @@ def test_every_turn_of_the_assistant_is_trained(tiny_tokenizer: PreTrainedTokeni
 def test_assistant_messages_of_a_prompt_are_context(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     prompt = [message("user", "a"), message("assistant", "b"), message("user", "c")]
     path = write_rows(tmp_path, [{"prompt": prompt, "response": "d"}])
-    (demonstration,) = read_demonstrations([path], SFTDataConfig())
+    (demonstration,) = read_all([path], SFTDataConfig())
     assert demonstration.n_context == 3
     ((_, trained),) = encode(tiny_tokenizer, demonstration.messages, n_context=3)
     assert trained == ["d<|im_end|>"]
@@ -270,14 +277,14 @@ REFUSED = [
 @pytest.mark.parametrize(("row", "reason"), REFUSED)
 def test_a_bad_row_is_refused_with_its_number(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=reason):
-        list(read_demonstrations([write_rows(tmp_path, [row])], SFTDataConfig()))
+        list(read_all([write_rows(tmp_path, [row])], SFTDataConfig()))
 
 
 def test_a_greeting_is_context(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = write_rows(
         tmp_path, [{"messages": [message("assistant", "Hi"), message("user", "a"), message("assistant", "b")]}]
     )
-    (row,) = read_demonstrations([path], SFTDataConfig())
+    (row,) = read_all([path], SFTDataConfig())
     ((_, trained),) = encode(tiny_tokenizer, row.messages, n_context=row.n_context)
     assert trained == ["b<|im_end|>"]
 
@@ -286,12 +293,10 @@ def test_keys_may_be_nested(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [{"extra_info": {"question": "a", "answer": "b"}}])
     keys = {"prompt_key": "extra_info", "response_key": "extra_info"}
     inner = {"prompt_dict_keys": ["question"], "response_dict_keys": ["answer"]}
-    (row,) = read_demonstrations([path], SFTDataConfig.model_validate(keys | inner))
+    (row,) = read_all([path], SFTDataConfig.model_validate(keys | inner))
     assert [m["content"] for m in row.messages] == ["a", "b"]
     with pytest.raises(DataError, match="has no 'reply': its extra_info has the keys question, answer"):
-        list(
-            read_demonstrations([path], SFTDataConfig.model_validate(keys | inner | {"response_dict_keys": ["reply"]}))
-        )
+        list(read_all([path], SFTDataConfig.model_validate(keys | inner | {"response_dict_keys": ["reply"]})))
 
 
 def test_empty_columns_of_parquet_are_left_out(tmp_path: Path) -> None:
@@ -301,5 +306,34 @@ def test_empty_columns_of_parquet_are_left_out(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [message("user", "a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
     pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "rows.parquet")
-    (row,) = read_demonstrations([str(tmp_path / "rows.parquet")], SFTDataConfig())
+    (row,) = read_all([str(tmp_path / "rows.parquet")], SFTDataConfig())
     assert row.messages == [message("user", "a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def test_rows_that_are_checked_when_they_are_drawn_have_the_same_tokens(
+    tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": f"{i} + 1?", "response": f"It is {i + 1}."} for i in range(40)]
+    encoder = ConversationEncoder(tiny_tokenizer)
+    path = write_rows(tmp_path, rows)
+    checked = SupervisedDataset([path], encoder, SFTDataConfig())
+    drawn = SupervisedDataset([path], encoder, SFTDataConfig(), max_checked_rows=5)
+    assert len(drawn) == len(checked) == 40
+    assert [drawn[i] for i in range(40)] == [checked[i] for i in range(40)]
+    bad, long = [i for i in range(40) if i not in sample_rows(40, 5)][:2]
+    rows[bad]["response"], rows[long]["response"] = 7, "a" * 500
+    path = write_rows(tmp_path, rows)
+    data = SFTDataConfig(max_length=100, truncation="error")
+    drawn = SupervisedDataset([path], encoder, data, max_checked_rows=5)
+    with pytest.raises(InvalidRow, match=f"row {bad} of {path}: response=7 is not a text"):
+        drawn[bad]
+    with pytest.raises(InvalidRow, match=f"row {long} of {path} has .* more than data.max_length=100"):
+        drawn[long]
+    rows[long] = {"prompt": "a" * 500, "response": "b"}
+    data = SFTDataConfig(max_length=100, truncation="right")
+    drawn = SupervisedDataset([write_rows(tmp_path, rows)], encoder, data, max_checked_rows=5)
+    with pytest.raises(SkippedRow, match="has no trained token"):
+        drawn[long]
+    order = ShuffledPrompts(drawn, 38, 0)
+    assert len(order.next_batch()) == 38
+    assert order.metrics == {"data/n_skipped": 2.0}

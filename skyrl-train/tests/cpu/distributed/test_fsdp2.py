@@ -28,7 +28,7 @@ from skyrl_train.algorithms.objectives import CrossEntropyObjective, RewardObjec
 from skyrl_train.checkpoint.merge import merge_checkpoint
 from skyrl_train.config.algorithm import LossReduction
 from skyrl_train.config.policy import FSDPConfig
-from skyrl_train.dataset.supervised import build_supervised_batch, rewarded_segment
+from skyrl_train.dataset.supervised import build_rewarded_segment, build_supervised_batch
 from skyrl_train.errors import WorkerError
 from skyrl_train.launch.process import ProcessRank, start_ranks
 from skyrl_train.models.loading import load_model, load_reward_model
@@ -404,7 +404,9 @@ async def test_a_reward_model_is_trained_as_in_one_process(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(5, 60, (n,), generator=generator).tolist() for n in (9, 4, 7, 7, 3, 12)]
-    pairs = [tuple((rewarded_segment(row, 0),) for row in pair) for pair in zip(rows[0::2], rows[1::2], strict=True)]
+    pairs = [
+        tuple((build_rewarded_segment(row, 0),) for row in pair) for pair in zip(rows[0::2], rows[1::2], strict=True)
+    ]
     batch = build_supervised_batch([DrawnPrompt(i, pair) for i, pair in enumerate(pairs)], 0)
     cfg = config(policy={**LORA, "model": {"path": str(tiny_model_path), "lora": lora}}).trainer
     load = partial(

@@ -10,9 +10,11 @@ import pytest
 
 from skyrl_train.algorithms import register_advantage_estimator
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
+from skyrl_train.dataset.files import read_rows, sample_rows, write_jsonl
 from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli
 from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.errors import ConfigError
+from skyrl_train.tracking import read_metrics
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -129,6 +131,28 @@ def test_a_subclass_with_a_generator_of_its_own_may_play_any_rows(catch_run: lis
             raise NotImplementedError
 
     Own(parse_cli(overrides)).check_data()
+
+
+def test_rows_of_large_data_are_checked_when_they_are_drawn(
+    catch_run: list[str],
+    catch_data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = read_rows(f"{catch_data}/train.parquet")
+    bad = next(i for i in range(len(rows)) if i not in sample_rows(len(rows), 4))
+    rows[bad]["prompt"] = "a text"
+    source = tmp_path / "rows.jsonl"
+    write_jsonl(source, rows)
+    command = [*catch_run, f"data.train_data=['{source}']", "data.max_checked_rows=4"]
+    main([*command, "--dry-run"])
+    assert f"{source} ({len(rows)} rows), a sample of 4 rows checked" in capsys.readouterr().out
+    assert f"row {bad} of {source}: prompt='a text'" in refusal([*command, "data.max_checked_rows=null"], capsys)
+    main([*command, "trainer.epochs=1", "trainer.max_training_steps=2"])
+    assert f"The sample is of {len(rows)} rows, data.max_checked_rows=4" in caplog.text
+    assert f"Skipped: row {bad} of {source}: prompt='a text' is not a list of messages" in caplog.text
+    assert read_metrics(tmp_path / "skyrl/test_run/metrics.jsonl")[-1]["data/n_skipped"] >= 1
 
 
 def test_an_estimator_registered_late_is_checked(catch_run: list[str]) -> None:

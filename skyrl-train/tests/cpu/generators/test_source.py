@@ -14,7 +14,6 @@ from skyrl_train.algorithms.advantages import group_statistics
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.order import ShuffledPrompts
-from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.errors import DataError, EnvError
 from skyrl_train.generators.base import (
     BatchMetadata,
@@ -28,14 +27,26 @@ from skyrl_train.types import PromptRow, Trajectory
 N_SAMPLES = 2
 
 
+class Numbers:
+    """Prompts 0 to n - 1."""
+
+    fingerprint = "numbers"
+
+    def __init__(self, n_rows: int) -> None:
+        self._n_rows = n_rows
+
+    def __len__(self) -> int:
+        return self._n_rows
+
+    def __getitem__(self, index: int) -> PromptRow:
+        return PromptRow(str(index), [{"role": "user", "content": f"prompt {index}"}], None, {})
+
+
 class SequentialPrompts(ShuffledPrompts):
     """Prompts 0, 1, 2, …, in batches of `batch_size`, repeated forever."""
 
     def __init__(self, n_rows: int, batch_size: int) -> None:
-        rows = [PromptRow(str(i), [{"role": "user", "content": f"prompt {i}"}], None, {}) for i in range(n_rows)]
-        dataset = PromptDataset.__new__(PromptDataset)
-        dataset._rows = rows
-        super().__init__(dataset, batch_size, seed=0)
+        super().__init__(Numbers(n_rows), batch_size, seed=0)
         self.batches: list[list[PromptRow]] = []
 
     def _next_rows(self) -> list[PromptRow]:

@@ -60,3 +60,16 @@ def test_a_baseline_outside_the_values_is_inside_the_chart() -> None:
 def test_a_sparkline_is_a_complete_svg() -> None:
     root = ElementTree.fromstring(sparkline(Series("a", (5,), (1.0,))))
     assert root.tag == "svg"
+
+
+def test_a_long_line_keeps_its_peaks_in_a_bounded_path() -> None:
+    values = [0.1 * (i % 7) for i in range(50_000)]
+    values[31_415], values[27_182] = 9.0, -9.0
+    (short,), (long,) = (_elements(_chart(*values[::step], style="raw"), "path", "line") for step in (500, 1))
+    points = [tuple(map(float, point.split())) for point in long.attrib["d"][1:].split("L")]
+    assert len(points) < 4 * 340
+    assert points == sorted(points, key=lambda point: point[0])
+    highest, lowest = min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
+    assert highest[0] > lowest[0]
+    assert highest[1] < 30 < 150 < lowest[1]
+    assert len(short.attrib["d"].split("L")) == 100

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.report.series import Series, distinct, format_value, read_series, readable
+from skyrl_train.report.series import Series, distinct, format_name, format_value, read_series
 
 
 def test_a_repeated_step_has_its_newest_value() -> None:
@@ -58,4 +58,4 @@ def test_numbers_are_formatted_for_people(name: str, value: float, text: str) ->
 
 
 def test_a_readable_name() -> None:
-    assert readable("eval/all/avg_score") == "average score"
+    assert format_name("eval/all/avg_score") == "average score"

@@ -7,7 +7,14 @@ import pytest
 from skyrl_train.config.loading import RL, Schema
 from skyrl_train.config.preferences import DPO, REWARD
 from skyrl_train.config.sft import SFT
-from skyrl_train.report.summary import duration, find_method, headline_evals, headlines, settings, time_split
+from skyrl_train.report.summary import (
+    find_method,
+    format_duration,
+    headline_evals,
+    headlines,
+    select_settings,
+    time_split,
+)
 
 
 def test_headlines_compare_with_the_values_before_training() -> None:
@@ -55,19 +62,19 @@ def test_no_time_is_counted_twice() -> None:
 def test_a_run_without_metrics_has_an_empty_summary() -> None:
     assert headlines([]) == []
     assert time_split([]) == []
-    assert settings({}) == {}
+    assert select_settings({}) == {}
 
 
 def test_only_settings_in_the_configuration_are_listed() -> None:
     config = {"trainer": {"seed": 0, "epochs": 3, "policy": None}, "generator": {"max_turns": 5}}
-    assert settings(config) == {"max turns": "5", "epochs": "3", "seed": "0"}
+    assert select_settings(config) == {"max turns": "5", "epochs": "3", "seed": "0"}
 
 
 def test_settings_of_supervised_runs_have_their_own_names() -> None:
     data = {"max_length": 128}
-    assert settings({"data": data, "trainer": {"train_batch_size": 16}}) == {"rows per step": "16"}
+    assert select_settings({"data": data, "trainer": {"train_batch_size": 16}}) == {"rows per step": "16"}
     config = {"trainer": {"train_batch_size": 16, "dpo": {"beta": 0.1}, "policy": {"model": {"lora": {"rank": 8}}}}}
-    assert settings(config) == {"LoRA rank": "8", "DPO beta": "0.1", "pairs per step": "16"}
+    assert select_settings(config) == {"LoRA rank": "8", "DPO beta": "0.1", "pairs per step": "16"}
 
 
 @pytest.mark.parametrize(
@@ -89,4 +96,4 @@ def test_the_method_follows_from_the_configuration(schema: Schema[Any], title: s
     ("seconds", "text"), [(0.44, "0.4 s"), (59.4, "59 s"), (125, "2 min 05 s"), (7800, "2 h 10 min")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

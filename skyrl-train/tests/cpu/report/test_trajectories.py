@@ -64,6 +64,17 @@ def evals(tmp_path: Path) -> Any:
         (chat(CALL, 'Tool result: {"error": "403 Forbidden"}', CALL), {}, {"authorization"}),
         (chat(CALL, "<tool_response>\nError: booking 7 not found\n</tool_response>", CALL), {}, {"resource not found"}),
         (chat(CALL, "Tool result: 404 Main Street", CALL), {"stop_reason": "length"}, {"context overflow"}),
+        (chat("The answer"), {"stop_reason": "length"}, {"cut reply"}),
+        (
+            chat(CALL, "Tool result: 1", "The answer"),
+            {"stop_reason": "length", "turns": [{"stop_reason": "stop"}, {"stop_reason": "length"}]},
+            {"cut reply"},
+        ),
+        (
+            chat(CALL, "Tool result: 1", CALL),
+            {"stop_reason": "length", "turns": [{"stop_reason": "length"}, {"stop_reason": "stop"}]},
+            {"context overflow"},
+        ),
         (
             chat(CALL, "Error: 401", CALL, "Error: no such user", "<done>"),
             {},

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tx.tinker.db_models import Kind, Request, RequestStatus, now
 from tx.tinker.server import metrics as module
-from tx.tinker.server.metrics import Metrics
+from tx.tinker.server.metrics import ServerMetrics
 from tx.tinker.types import Sample, SampleResult
 from tx.tinker.wire.codec import sample_bytes
 
@@ -29,7 +29,7 @@ def done(request_id: int, **fields: Any) -> Request:
     return Request(request_id=request_id, payload=b"", payload_hash="", completed_at=at, **{**defaults, **fields})
 
 
-def numbers(metrics: Metrics, **values: Any) -> dict[tuple[str, ...], float]:
+def numbers(metrics: ServerMetrics, **values: Any) -> dict[tuple[str, ...], float]:
     """Return values by name and labels, as Prometheus reads them."""
     arguments = {"pending": {}, "n_waiting": 0, "n_models": 0, "counts": {}, "is_engine_up": True, **values}
     families = text_string_to_metric_families(metrics.to_text(**arguments).decode())
@@ -37,7 +37,7 @@ def numbers(metrics: Metrics, **values: Any) -> dict[tuple[str, ...], float]:
 
 
 def test_results_are_counted_once() -> None:
-    metrics = Metrics()
+    metrics = ServerMetrics()
     for _ in range(3):
         metrics.count_finished(done(1))
     metrics.count_finished(done(2, status=RequestStatus.FAILED, result=None))
@@ -53,7 +53,7 @@ def test_results_are_counted_once() -> None:
 
 def test_the_memory_of_counted_results_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_REMEMBERED", 2)
-    metrics = Metrics()
+    metrics = ServerMetrics()
     for request_id in (1, 2, 3, 1):
         metrics.count_finished(done(request_id))
     assert numbers(metrics)["tx_requests_finished_total", "sample", "done"] == 4
@@ -61,7 +61,7 @@ def test_the_memory_of_counted_results_is_bounded(monkeypatch: pytest.MonkeyPatc
 
 
 def test_gauges() -> None:
-    metrics = Metrics()
+    metrics = ServerMetrics()
     found = numbers(metrics, pending={Kind.SAMPLE: 5}, n_waiting=2, n_models=4, counts={"sampling": 3, "models": ["m"]})
     assert found["tx_requests_pending", "sample"] == 5
     assert found["tx_requests_pending", "optim_step"] == 0
@@ -75,5 +75,5 @@ def test_gauges() -> None:
 
 
 def test_each_server_has_its_own_metrics() -> None:
-    Metrics().count_finished(done(1))
-    assert ("tx_requests_finished_total", "sample", "done") not in numbers(Metrics())
+    ServerMetrics().count_finished(done(1))
+    assert ("tx_requests_finished_total", "sample", "done") not in numbers(ServerMetrics())

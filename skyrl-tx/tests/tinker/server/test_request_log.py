@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from tx.tinker.server.metrics import Metrics
+from tx.tinker.server.metrics import ServerMetrics
 from tx.tinker.server.request_log import RequestLog
 
 
@@ -23,12 +23,12 @@ async def answer(request: Request) -> Response:
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
+def metrics() -> ServerMetrics:
+    return ServerMetrics()
 
 
 @pytest.fixture
-def client(metrics: Metrics) -> Iterator[httpx.AsyncClient]:
+def client(metrics: ServerMetrics) -> Iterator[httpx.AsyncClient]:
     app = Starlette(routes=[Route("/things/{name}", answer, methods=["GET", "POST", "BREW"])])
     app.add_middleware(RequestLog, metrics=metrics)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -55,7 +55,7 @@ async def test_tokens_of_downloads_are_hidden(client: httpx.AsyncClient, caplog:
     ]
 
 
-async def test_metrics_are_grouped_by_endpoint(client: httpx.AsyncClient, metrics: Metrics) -> None:
+async def test_metrics_are_grouped_by_endpoint(client: httpx.AsyncClient, metrics: ServerMetrics) -> None:
     for name in ("a", "b", "fail"):
         await client.get(f"/things/{name}")
     for number in range(3):

@@ -15,7 +15,7 @@ BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 MAX_REMEMBERED = 1 << 16
 
 
-class Metrics:
+class ServerMetrics:
     """The metrics of a server."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tx.tinker.server.downloads import hide_token
-from tx.tinker.server.metrics import Metrics
+from tx.tinker.server.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"}
 class RequestLog:
     """ASGI middleware that logs requests, with the notes that `Call.note` adds to the scope."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app = app
         self._metrics = metrics
 

@@ -21,7 +21,7 @@ from tx.tinker.doorbell import POLL_SEC
 from tx.tinker.server.auth import owner_of
 from tx.tinker.server.dispatcher import Dispatcher
 from tx.tinker.server.downloads import signing_key
-from tx.tinker.server.metrics import Metrics
+from tx.tinker.server.metrics import ServerMetrics
 from tx.tinker.server.promises import BACKUP_SEC, Promises
 from tx.tinker.server.supervisor import Supervisor
 from tx.tinker.server.throughput import RECORD_INTERVAL_SEC, Throughput
@@ -44,7 +44,7 @@ class Service:
 
     def __init__(self, config: TxConfig, supervisor: Supervisor | None = None) -> None:
         self.config = config
-        self.metrics = Metrics()
+        self.metrics = ServerMetrics()
         self.throughput = Throughput()
         self.url_key = signing_key(config.checkpoints_base)
         self.started_at = now()

@@ -27,7 +27,7 @@ class JaxMoments(NamedTuple):
     wide: Tree | None = None  # the parameters in float32, if they are not
 
 
-class Step(NamedTuple):
+class AdamStep(NamedTuple):
     """The settings of a step as arrays, so that new values need no compilation."""
 
     learning_rate: jax.Array
@@ -55,7 +55,7 @@ def float32_params(params: Tree) -> Tree | None:
     return jax.tree.map(lambda array: array.astype(jnp.float32), params)
 
 
-def step_of(params: AdamParams) -> Step:
+def step_of(params: AdamParams) -> AdamStep:
     """Return the settings as arrays."""
     settings = {
         "rest1": 1.0 - params.beta1,
@@ -63,11 +63,11 @@ def step_of(params: AdamParams) -> Step:
         "log_beta1": math.log(params.beta1) if params.beta1 else -math.inf,
         "log_beta2": math.log(params.beta2) if params.beta2 else -math.inf,
     } | asdict(params)
-    return Step(**{name: jnp.float32(settings[name]) for name in Step._fields})
+    return AdamStep(**{name: jnp.float32(settings[name]) for name in AdamStep._fields})
 
 
 @jax.jit
-def adam_step(params: Tree, moments: JaxMoments, gradients: Tree, step: Step) -> tuple[Tree, JaxMoments, jax.Array]:
+def adam_step(params: Tree, moments: JaxMoments, gradients: Tree, step: AdamStep) -> tuple[Tree, JaxMoments, jax.Array]:
     """Return the new parameters and state, and the norm of the gradients before clipping."""
     gradients = jax.tree.map(lambda array: array.astype(jnp.float32), gradients)
     norm = jnp.sqrt(sum(jnp.sum(array * array) for array in jax.tree.leaves(gradients)))

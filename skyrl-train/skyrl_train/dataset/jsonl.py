@@ -1,0 +1,143 @@
+"""A file of JSON lines as a sequence of values, which are parsed when they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_gym.tools.strict_json import MAX_DEPTH
+from skyrl_train.errors import StorageError
+
+MAX_BYTES_IN_MEMORY = 64 << 20
+"""Maximum size of a file that is held in memory, so that changes of it do not reach the run."""
+
+CHUNK_BYTES = 8 << 20
+BLOCK_ROWS = 256
+"""Maximum number of adjacent lines that are read at once."""
+
+NEWLINE = 0x0A
+WHITE_SPACE = np.frombuffer(b"\t\x0b\x0c\r ", np.uint8)
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+Identity = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The lines of a file that are not blank."""
+
+    offsets: NDArray[np.int64]  # of the first byte of each line, and the size of the file
+    digest: str  # of all bytes
+
+
+class JSONLines:
+    """The values of a file with one JSON value a line. Blank lines are left out."""
+
+    def __init__(self, path: Path) -> None:
+        """Find the lines. OSError if the file cannot be read."""
+        self._path = path
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._identity = _identify(self._file)
+        index = _find_lines(path, self._identity)
+        self.digest = index.digest
+        self._offsets = index.offsets
+        self._content: bytes | None = None
+        n_bytes = int(index.offsets[-1])
+        if n_bytes <= MAX_BYTES_IN_MEMORY:
+            self._content = self._read_bytes(0, n_bytes)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def read(self, indices: Sequence[int]) -> Iterator[tuple[Any, bool]]:
+        """Yield values, and True for one that certainly has no lone surrogate and at most `MAX_DEPTH` levels.
+
+        Raises:
+            ValueError: a line is not JSON; the message has its number.
+            StorageError: the file changed after it was opened.
+        """
+        for block in _adjacent(indices):
+            offsets = self._offsets[block[0] : block[-1] + 2].tolist()
+            content = self._read_bytes(offsets[0], offsets[-1])
+            for start, end in pairwise(offsets):
+                line = content[start - offsets[0] : end - offsets[0]]
+                try:
+                    value = json.loads(line.decode())
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"line {self._line_number(start)} is not UTF-8: {error}") from error
+                except RecursionError as error:
+                    raise ValueError(f"line {self._line_number(start)} is nested too deeply; flatten it") from error
+                except json.JSONDecodeError as error:
+                    column = min(error.pos, len(line.decode().rstrip())) + 1
+                    raise ValueError(
+                        f"line {self._line_number(start)} is not JSON: {error.msg} at column {column}"
+                    ) from error
+                yield value, line.count(b"{") + line.count(b"[") <= MAX_DEPTH and SURROGATE.search(line) is None
+
+    def _read_bytes(self, start: int, end: int) -> bytes:
+        if self._content is not None:
+            return self._content[start:end]
+        content = os.pread(self._file, end - start, start)
+        if _identify(self._file) != self._identity or len(content) < end - start:
+            raise StorageError(f"{self._path} changed while it was used; restore it, and rerun the command to resume")
+        return content
+
+    def _line_number(self, offset: int) -> int:
+        starts = range(0, offset, CHUNK_BYTES)
+        return 1 + sum(self._read_bytes(start, min(start + CHUNK_BYTES, offset)).count(b"\n") for start in starts)
+
+
+def _adjacent(indices: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Yield runs of indices that follow one another, of at most `BLOCK_ROWS`."""
+    start = 0
+    for i in range(1, len(indices) + 1):
+        if i == len(indices) or indices[i] != indices[i - 1] + 1 or i - start == BLOCK_ROWS:
+            yield indices[start:i]
+            start = i
+
+
+def _identify(file: int) -> Identity:
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=16)  # a run reads its data to check it, to count it and to train
+def _find_lines(path: Path, identity: Identity) -> _Index:
+    """Return the index of the file, which must have this identity."""
+    digest = hashlib.blake2b(digest_size=16)
+    found, n_bytes = [], 0
+    carried = np.zeros(1, np.int64)  # start of a line whose first byte is in the next chunk
+    indented: list[int] = []  # lines that start with white space, and may have nothing else
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            values = np.frombuffer(chunk, np.uint8)
+            starts = np.concatenate([carried, np.flatnonzero(values == NEWLINE) + n_bytes + 1])
+            is_inside = starts < n_bytes + len(chunk)
+            starts, carried = starts[is_inside], starts[~is_inside]
+            first = values[starts - n_bytes]
+            found.append(starts[first != NEWLINE])
+            indented += starts[np.isin(first, WHITE_SPACE)].tolist()
+            n_bytes += len(chunk)
+        offsets = np.concatenate([*found, np.array([n_bytes])])
+        if indented:
+            lines = np.searchsorted(offsets, indented)
+            spans = zip(offsets[lines].tolist(), offsets[lines + 1].tolist(), strict=True)
+            is_blank = [not os.pread(file.fileno(), end - start, start).strip() for start, end in spans]
+            offsets = np.delete(offsets, lines[is_blank])
+        if _identify(file.fileno()) != identity:
+            raise StorageError(f"{path} is being written; start the run once it is complete")
+    return _Index(offsets, digest.hexdigest())

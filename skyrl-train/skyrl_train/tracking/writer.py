@@ -1,0 +1,71 @@
+"""A thread that writes files, so that a slow disk does not delay training."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+from collections.abc import Callable
+
+MAX_WAITING = 10_000
+TIMEOUT_S = 60.0
+"""Maximum wait for a disk that does not respond, at the end of a run."""
+
+
+class BackgroundWriter:
+    """A thread that makes calls one after the other. An error of a call is raised by the next `submit` or `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Queue a call, then raise the error of an earlier one.
+
+        Raises:
+            OSError: `MAX_WAITING` calls wait already, and this one is dropped.
+        """
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            raise OSError(errno.ETIMEDOUT, f"{MAX_WAITING} writes wait for a disk that does not respond") from None
+        self._raise_failure()
+
+    def flush(self) -> None:
+        """Wait until the calls so far were made; OSError after `TIMEOUT_S`."""
+        written = threading.Event()
+        if not self._put(written.set) or not written.wait(TIMEOUT_S):
+            raise OSError(errno.ETIMEDOUT, f"the disk does not respond for {TIMEOUT_S:g} s")
+
+    def close(self) -> None:
+        """Make the calls that wait and end the thread, then raise the error of an earlier call.
+
+        Raises:
+            OSError: the disk does not respond for `TIMEOUT_S`.
+        """
+        if self._put(None):
+            self._thread.join(TIMEOUT_S)
+        if self._thread.is_alive():
+            raise OSError(errno.ETIMEDOUT, f"the disk does not respond for {TIMEOUT_S:g} s")
+        self._raise_failure()
+
+    def _put(self, call: Callable[[], None] | None) -> bool:
+        try:
+            self._calls.put(call, timeout=TIMEOUT_S)
+        except queue.Full:
+            return False
+        return True
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001, raised where the caller is
+                self._failure = self._failure or error

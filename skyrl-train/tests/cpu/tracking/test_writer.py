@@ -1,0 +1,132 @@
+"""Files that are written in the background: a disk that stalls, refuses or recovers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.tracking import Tracking, log_to_file, read_metrics, writer
+from skyrl_train.tracking.writer import BackgroundWriter
+
+
+def n_threads(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())
+
+
+def test_calls_are_made_in_order_and_their_errors_raised_by_the_next() -> None:
+    made: list[int] = []
+    background = BackgroundWriter("test")
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    for i in range(100):
+        background.submit(lambda i=i: made.append(i))
+    background.submit(fail)
+    background.flush()
+    assert made == list(range(100))
+    with pytest.raises(OSError, match="full"):
+        background.submit(lambda: made.append(100))
+    background.submit(lambda: made.append(101))
+    background.flush()
+    assert made[-2:] == [100, 101], "the call that reports an error is made"
+    background.submit(fail)
+    with pytest.raises(OSError, match="full"):
+        background.close()
+    assert n_threads("test") == 0
+
+
+def test_a_disk_that_stalls_delays_nobody_until_too_many_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MAX_WAITING", 10)
+    monkeypatch.setattr(writer, "TIMEOUT_S", 0.05)
+    background = BackgroundWriter("test")
+    stalled, answers, made = threading.Event(), threading.Event(), []
+
+    def stall() -> None:
+        stalled.set()
+        assert answers.wait(60)
+
+    background.submit(stall)
+    assert stalled.wait(60)
+    for i in range(10):
+        background.submit(lambda i=i: made.append(i))
+    with pytest.raises(TimeoutError, match="10 writes wait for a disk that does not respond"):
+        background.submit(lambda: made.append(10))
+    for wait in (background.flush, background.close):
+        with pytest.raises(TimeoutError, match="does not respond for"):
+            wait()
+    answers.set()
+    monkeypatch.setattr(writer, "TIMEOUT_S", 60)
+    background.close()
+    assert made == list(range(10))
+
+
+def test_metrics_and_messages_do_not_wait_for_a_stalled_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, write = threading.Event(), json.dumps
+
+    def stall(*arguments: object, **options: object) -> str:
+        assert answers.wait(60)
+        return write(*arguments, **options)
+
+    logger = logging.getLogger("skyrl_train.test")
+    with log_to_file(tmp_path / "train.log"), Tracking("catch", "shaped", [], {}, tmp_path) as tracking:
+        monkeypatch.setattr("skyrl_train.tracking.jsonl.json.dumps", stall)
+        metrics = {"reward": 0.0}
+        for step in range(100):
+            metrics["reward"] = float(step)
+            tracking.log(metrics, step)
+            logger.info("step %d", step)
+        assert read_metrics(tmp_path / "metrics.jsonl") == []
+        answers.set()
+        tracking.flush()
+        assert [row["reward"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(100))
+    assert (tmp_path / "train.log").read_text().count("INFO skyrl_train.test: step") == 100
+    assert n_threads("metrics") == n_threads("train.log") == 0
+
+
+def test_a_disk_that_was_full_gets_all_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Tracking("catch", "shaped", [], {}, tmp_path) as tracking:
+        (descriptor,) = (int(e.name) for e in Path("/proc/self/fd").iterdir() if e.resolve() == path.resolve())
+        healthy = os.dup(descriptor)
+        with open("/dev/full", "wb") as full:
+            os.dup2(full.fileno(), descriptor)
+        tracking.log({"reward": 1.0}, 1)
+        tracking.flush()
+        with pytest.raises(OSError, match="No space left"):
+            tracking.log({"reward": 2.0}, 2)
+        tracking.flush()
+        os.dup2(healthy, descriptor)
+        os.close(healthy)
+        with pytest.raises(OSError, match="No space left"):
+            tracking.log({"reward": 3.0}, 3)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+
+
+def test_the_cost_of_a_step_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10,000 steps: the bytes that a step reads and writes, and the memory."""
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    metrics = {f"group_{i % 2}/metric_{i}": i / 3 for i in range(6)}
+
+    def transferred() -> int:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+    with log_to_file(tmp_path / "train.log"), Tracking("a", "b", ["tensorboard"], {}, tmp_path) as tracking:
+        costs = []
+        for step in range(10_000, 20_000):  # numbers of the same length
+            if step % 1000 == 0:
+                tracking.flush()
+                costs.append(transferred())
+            tracking.log(metrics, step)
+            logging.getLogger("skyrl_train").info("step %d", step)
+        tracking.flush()
+    per_thousand = [after - before for before, after in pairwise(costs)]
+    assert max(per_thousand) < 1.1 * min(per_thousand)
