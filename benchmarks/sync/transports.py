@@ -43,8 +43,8 @@ LAYER = {
 CONTENDERS: dict[str, tuple[Transport, bool]] = {
     "shared memory": ("shared_memory", False),
     "shared memory, checksums": ("shared_memory", True),
-    "gloo": ("broadcast", False),
-    "gloo, checksums": ("broadcast", True),
+    "gloo": ("gloo", False),
+    "gloo, checksums": ("gloo", True),
 }
 TARGET = 0.6  # of the copy rate
 

@@ -61,6 +61,9 @@ SKYRL = {
     "generator.inference_engine.max_num_batched_tokens": Alias("generator.max_num_batched_tokens"),
     "generator.inference_engine.engine_init_kwargs": Alias("generator.engine_init_kwargs"),
     "generator.inference_engine.weight_sync_backend": Alias("generator.weight_sync_backend"),
+    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Alias(
+        "generator.weight_transfer_threshold_cuda_ipc_GB"
+    ),
     "generator.inference_engine.async_engine": Alias("generator.async_engine"),
     "generator.inference_engine.gpu_memory_utilization": Alias("generator.gpu_memory_utilization"),
     "generator.inference_engine.max_num_seqs": Alias("generator.max_num_seqs"),

@@ -123,7 +123,7 @@ class GeneratorConfig(Section):
     `trainer.placement.colocate_all=false`; or several servers."""
 
     inference_engine_tensor_parallel_size: Count = 1
-    """Number of GPUs that share each layer of an engine of vLLM or SGLang."""
+    """Number of GPUs that share each layer of an engine of vLLM or SGLang. All GPUs of an engine are on one node."""
 
     inference_engine_pipeline_parallel_size: Count = 1
     """Number of groups of GPUs that divide the layers of an engine among them."""
@@ -132,9 +132,13 @@ class GeneratorConfig(Section):
     """Number of copies of the model in an engine, each on GPUs of its own, between which it divides its requests."""
 
     weight_sync_backend: Literal["auto", "shm", "gloo", "nccl", "cuda_ipc"] = "auto"
-    """Transport of new weights to other processes. `auto` takes shared memory for processes on the node of the policy's
-    first rank, and gloo for the others; `shm` and `gloo` take one of them for all. A run in one process
-    sends nothing; only there, nccl and cuda_ipc are accepted."""
+    """Transport of new weights to other processes. On GPUs, `auto` and `nccl` take CUDA IPC for engines on the GPUs of
+    the policy (`trainer.placement.colocate_all=true`), and NCCL for engines on others; `cuda_ipc` takes CUDA IPC. On
+    CPUs, all three take shared memory for processes on the node of the policy's first rank, and gloo for the others;
+    `shm` and `gloo` take one of them for all. A run in one process sends nothing."""
+
+    weight_transfer_threshold_cuda_ipc_GB: Annotated[float, Gt(0)] = 1.0
+    """Memory of each GPU, in units of 10⁹ bytes, through which CUDA IPC sends weights in pieces."""
 
     weight_sync_check: Literal["auto", "off", "checksum", "logprobs"] = "auto"
     """Check after each weight sync. `checksum` compares all values that were copied to another process. `logprobs` also
@@ -263,3 +267,12 @@ class GeneratorConfig(Section):
     def n_local_engines(self) -> int:
         """Number of engines that the run starts."""
         return self.num_inference_engines if self.run_engines_locally else 0
+
+    @property
+    def n_devices_per_engine(self) -> int:
+        """Number of GPUs of each engine."""
+        return (
+            self.inference_engine_tensor_parallel_size
+            * self.inference_engine_pipeline_parallel_size
+            * self.inference_engine_data_parallel_size
+        )

@@ -125,8 +125,11 @@ class Experiment(ABC):
             config["environment_variables"] = {name: os.environ[name] for name in names}
         return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, self.run_folder.path)
 
-    def new_launcher(self, roles: Sequence[Role], sync: SyncOptions | None = None, *, n_engines: int = 0) -> Launcher:
-        """Create the launcher of `trainer.placement`, for the models in `roles` and `n_engines` engines.
+    def new_launcher(
+        self, roles: Sequence[Role], sync: SyncOptions | None = None, *, n_engines: int = 0, engine_size: int = 1
+    ) -> Launcher:
+        """Create the launcher of `trainer.placement`, for the models in `roles` and `n_engines` engines of
+        `engine_size` devices each.
 
         `sync` describes how weights are sent from one to another.
 
@@ -143,7 +146,7 @@ class Experiment(ABC):
         if placement.uses_ray:
             from skyrl_train.launch.ray.launcher import RayLauncher  # ray is optional
 
-            return RayLauncher(placement, roles, sync, n_engines=n_engines)
+            return RayLauncher(placement, roles, sync, n_engines=n_engines, engine_size=engine_size)
         assert self._compute is not None, "running() comes first"
         return InlineLauncher(self._compute)
 

@@ -98,7 +98,7 @@ def _new_vllm_engine(
         config = AutoConfig.from_pretrained(path).get_text_config()
         bytes_per_token = config_cache_bytes_per_token(config, getattr(torch, options["dtype"]))
         max_bytes = generator.max_num_seqs * config.max_position_embeddings * bytes_per_token
-        options["kv_cache_memory_bytes"] = min(usable, max_bytes)
+        options["kv_cache_memory_bytes"] = min(usable, max_bytes) // generator.n_devices_per_engine  # of each worker
     options |= _engine_init_kwargs(cfg)
     if executor is not None:
         return VLLMEngine(options, tokenizer, executor)
@@ -180,9 +180,13 @@ def _weight_folder(cfg: SkyRLConfig) -> Path:
 
 def sync_options(cfg: GeneratorConfig) -> SyncOptions:
     """Return the settings of weight syncs to other processes."""
-    transports: dict[str, Transport] = {"auto": "auto", "shm": "shared_memory", "gloo": "broadcast"}
+    transport: Transport = "shared_memory" if cfg.weight_sync_backend == "shm" else cfg.weight_sync_backend
+    if cfg.backend == "sglang" and transport in ("nccl", "cuda_ipc"):
+        transport = "auto"  # SGLang reads the weights from files
     return SyncOptions(
-        transports[cfg.weight_sync_backend],
+        transport,
+        prefers_gpus=cfg.run_engines_locally and cfg.backend != "sglang" and not cfg.weight_sync_delta,
+        ipc_bytes=int(cfg.weight_transfer_threshold_cuda_ipc_GB * 1e9),
         timeout_s=cfg.weight_sync_timeout_seconds,
         has_checksum=cfg.weight_sync_check != "off",
         sends_changes=cfg.weight_sync_delta,

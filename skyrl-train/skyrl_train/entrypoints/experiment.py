@@ -292,7 +292,12 @@ class BasePPOExp(Experiment):
     async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
         """Start the processes of the models in `roles` and of the engines, and end them at the end."""
         generator = self.cfg.generator
-        launcher = self.new_launcher(roles, sync_options(generator), n_engines=generator.n_local_engines)
+        launcher = self.new_launcher(
+            roles,
+            sync_options(generator),
+            n_engines=generator.n_local_engines,
+            engine_size=generator.n_devices_per_engine,
+        )
         try:
             async with started(launcher) as self._launcher:
                 yield launcher

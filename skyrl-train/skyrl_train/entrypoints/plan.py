@@ -180,8 +180,9 @@ def _describe_resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     yield _describe_device()
     ranks = _plan_ranks(placement, models)
     if ranks:
-        n_engines = cfg.generator.n_local_engines
-        own = "the engine has its own device" if n_engines == 1 else "each engine has its own device"
+        n_engines, size = cfg.generator.n_local_engines, cfg.generator.n_devices_per_engine
+        devices = "its own device" if size == 1 else f"{size} devices of its own"
+        own = f"{'the' if n_engines == 1 else 'each'} engine has {devices}"
         sharing = "all share the policy's devices" if placement.colocate_all or not n_engines else own
         yield "processes", f"{_describe_processes(ranks, n_engines)} · {sharing}"
     else:

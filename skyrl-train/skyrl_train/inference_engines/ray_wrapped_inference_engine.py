@@ -37,13 +37,18 @@ class EngineActor:
         disable_progress_bar()
         self._listener = listen(f"{ray.util.get_node_ip_address()}:0")
 
-    def serve(self, make_engine: Callable[[], InferenceEngine], token: bytes, n_processes: int) -> tuple[str, str]:
+    def serve(
+        self, make_engine: Callable[[], InferenceEngine], token: bytes, n_processes: int, visible_devices: str
+    ) -> tuple[str, str]:
         """Serve engines that `make_engine` returns; return their address, and the name of this process.
 
         `make_engine` may be a function of the driver's `__main__`. `n_processes` compute at once on the node.
+        `visible_devices` are the GPUs of the engine, of which Ray knows the first; "" without GPUs.
         """
         global _make_engine
         _make_engine = make_engine
+        if visible_devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices  # CUDA reads it when it is first used
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // n_processes))
         threading.Thread(target=lambda: asyncio.run(serve(self._listener, token)), daemon=True).start()
         host, port = self._listener.getsockname()[:2]
@@ -60,7 +65,7 @@ def start_engine_actor(options: dict[str, Any]) -> Any:
 
 
 async def connect_engine(
-    actor: Any, make_engine: Callable[[], InferenceEngine], *, n_processes: int
+    actor: Any, make_engine: Callable[[], InferenceEngine], *, n_processes: int, visible_devices: str = ""
 ) -> RayWrappedInferenceEngine:
     """Make an engine in an actor, and return the engine, whose `close` ends the actor.
 
@@ -71,7 +76,7 @@ async def connect_engine(
     token = new_token()
     try:
         async with asyncio.timeout(PLACE_TIMEOUT_S):
-            address, name = await actor.serve.remote(make_engine, token, n_processes)
+            address, name = await actor.serve.remote(make_engine, token, n_processes, visible_devices)
 
         def describe_end() -> str:
             try:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from skyrl_train.types.specs import SyncKind, TensorSpec
 
-Transport = Literal["shared", "shared_memory", "broadcast", "auto"]
+Transport = Literal["shared", "shared_memory", "gloo", "nccl", "cuda_ipc", "auto"]
 
 
 def chunked(specs: Sequence[TensorSpec], chunk_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
@@ -30,8 +30,10 @@ class SyncPlan:
     """A transfer of the weights of a model, or of its adapter.
 
     `shared` passes references within one process, without a copy. The other transports send a stream of bytes from
-    rank 0 of the model to `n_receivers` processes: `shared_memory` through memory of their common machine, `broadcast`
-    through gloo. `auto` takes memory for each receiver on the sender's machine, and gloo for the others.
+    rank 0 of the model to `n_receivers` processes: `shared_memory` through memory of their common machine, `gloo`
+    through the network, and `auto` through memory to each receiver on the sender's machine and through gloo to the
+    others. On GPUs, `nccl` sends it to other GPUs, and `cuda_ipc` to the receivers on the GPUs of the model, each from
+    the rank on its GPU.
     """
 
     version: int

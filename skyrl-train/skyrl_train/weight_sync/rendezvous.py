@@ -153,8 +153,8 @@ class Guest:
         """Connect to the sender, which may start to listen later."""
         self._plan = plan
         self._sock = _connect(plan, plan.timeout_s)
-        self._sock.settimeout(plan.timeout_s + GRACE_S)
-        self._lines = self._sock.makefile("rb")
+        self._received = b""
+        self._messages: deque[Any] = deque()
         self._send(HELLO, plan.rank)
 
     def tell(self, message: Any) -> None:
@@ -167,20 +167,36 @@ class Guest:
         Raises:
             SyncError: the sender has failed, or sent nothing in time; `stage` completes "did not …".
         """
+        deadline = time.monotonic() + self._plan.timeout_s + GRACE_S
+        while not self._messages:
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise SyncError(_describe_silence(self._plan, self._plan.name(0), stage))
+            self._read(left_s, stage)
+        return self._messages.popleft()
+
+    def check(self, stage: str) -> None:
+        """Raise SyncError if the sender has failed or ended; `stage` completes "ended before it could …"."""
+        self._read(0, stage)
+
+    def _read(self, timeout_s: float, stage: str) -> None:
+        """Sort the data that arrives within a time into messages."""
+        self._sock.settimeout(timeout_s)
         try:
-            line = self._lines.readline()
-        except TimeoutError as error:
-            raise SyncError(_describe_silence(self._plan, self._plan.name(0), stage)) from error
+            data = self._sock.recv(READ_BYTES)
+        except (TimeoutError, BlockingIOError):
+            return
         except OSError:
-            line = b""
-        if not line.endswith(b"\n"):
+            data = b""
+        *lines, self._received = (self._received + data).split(b"\n")
+        for line in lines:
+            kind, value = json.loads(line)
+            if kind == FAILED:
+                raise SyncError(f"weight sync {self._plan.version} was called off: {value}")
+            self._messages.append(value)
+        if not data:
             raise SyncError(
                 f"weight sync {self._plan.version} broke off: {self._plan.name(0)} ended before it could {stage}"
             )
-        kind, value = json.loads(line)
-        if kind == FAILED:
-            raise SyncError(f"weight sync {self._plan.version} was called off: {value}")
-        return value
 
     def fail(self, error: BaseException) -> None:
         """Tell the sender, and through it the other receivers, that this one has failed."""
@@ -188,10 +204,10 @@ class Guest:
 
     def close(self) -> None:
         """Close the connection."""
-        self._lines.close()
         self._sock.close()
 
     def _send(self, kind: str, value: Any) -> None:
+        self._sock.settimeout(self._plan.timeout_s)
         with suppress(OSError):  # reading reports it
             self._sock.sendall(_encode(kind, value))
 
@@ -206,8 +222,8 @@ def call_off(plan: SyncPlan, reason: BaseException, failed: Sequence[int] = ()) 
 
 
 @contextmanager
-def gloo_errors(plan: SyncPlan, others: Collection[int]) -> Iterator[None]:
-    """Turn errors of gloo into a SyncError that names the other ends."""
+def group_errors(plan: SyncPlan, others: Collection[int]) -> Iterator[None]:
+    """Turn errors of a process group into a SyncError that names the other ends."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
@@ -217,7 +233,7 @@ def gloo_errors(plan: SyncPlan, others: Collection[int]) -> Iterator[None]:
 
 
 def open_store(plan: SyncPlan, port: int = 0) -> dist.TCPStore:
-    """Return the store through which gloo connects; the sender opens it on a free port."""
+    """Return the store through which a process group connects; the sender opens it on a free port."""
     host, _ = _parse(plan.address)
     timeout = timedelta(seconds=plan.timeout_s)
     return dist.TCPStore(host, port, is_master=plan.rank == 0, timeout=timeout, wait_for_workers=False)

@@ -1,12 +1,18 @@
 """A stream of bytes from the sender of a weight sync to all receivers, in pieces of bounded size.
 
-Each piece is written into one of a few slots. Receivers on the sender's machine read the slot itself; gloo copies it to
-the others. A slot is written again when every receiver has read it.
+Each piece is written into one of a few slots. Receivers that can open the memory of the slots read them in place; a
+process group copies them to the others, with gloo between CPUs and with NCCL between GPUs. A slot is written again when
+every receiver has read it.
+
+With `cuda_ipc`, a process can open only memory of its own GPU. Each rank of the model then writes the same stream into
+slots on its GPU, in step with rank 0, which alone talks to the receivers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,11 +21,15 @@ import torch.distributed as dist
 
 from skyrl_train.errors import SyncError
 from skyrl_train.weight_sync.base import SyncPlan
-from skyrl_train.weight_sync.rendezvous import Guest, Host, gloo_errors, open_store
+from skyrl_train.weight_sync.cuda_ipc import CudaMemory, open_cuda_memory
+from skyrl_train.weight_sync.rendezvous import GRACE_S, Guest, Host, group_errors, open_store
 from skyrl_train.weight_sync.shared_memory import SharedMemory, can_share_memory, open_memory
 
 N_SLOTS = 4
 ALIGNMENT = 64  # bytes; every record starts at a multiple of it
+POLL_S = 2e-4
+
+Memory = SharedMemory | CudaMemory
 
 
 def padded(n_bytes: int) -> int:
@@ -33,8 +43,20 @@ def slot_bytes(plan: SyncPlan) -> int:
     return max(ALIGNMENT, min(padded(plan.chunk_bytes), total))
 
 
+def stream_device(plan: SyncPlan) -> torch.device:
+    """Return the device of the slots in this process."""
+    if plan.transport in ("nccl", "cuda_ipc"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def memory_place(device: torch.device) -> str:
+    """Return the place of a device's memory: processes in the same place can open it. On a GPU, it is its UUID."""
+    return "host" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+
+
 class StreamWriter:
-    """The sender's end."""
+    """The sender's end. With `cuda_ipc`, every rank of the model has one, and all of them take the same calls."""
 
     def __init__(self, plan: SyncPlan) -> None:
         """Wait until every receiver has connected.
@@ -43,46 +65,70 @@ class StreamWriter:
             SyncError: a receiver is missing, or cannot be reached through `plan.transport`.
         """
         self._plan = plan
+        self._device = stream_device(plan)
         self._size = slot_bytes(plan)
-        self._remote: list[int] = []  # receivers that gloo reaches
-        self._group: dist.ProcessGroupGloo | None = None
+        self._remote: list[int] = []  # receivers that the process group reaches
+        self._group: Any = None
         self._sending: list[Any] = [None] * N_SLOTS  # broadcasts in progress
         self._n_pieces, self._n_read, self._used = 0, 0, 0  # published and read pieces; bytes in the current one
         self.n_sent = 0
-        self._host = Host(plan)
+        self._n_ranks = dist.get_world_size() if plan.transport == "cuda_ipc" and dist.is_initialized() else 1
+        self._is_first = self._n_ranks == 1 or dist.get_rank() == 0
+        self._host: Host | None = None
         try:
+            self._on_first_rank(self._listen)
             self._connect()
         except BaseException as error:
             self.fail(error)
             self.close()
             raise
 
+    def _listen(self) -> None:
+        self._host = Host(self._plan)
+
     def _connect(self) -> None:
-        shares = self._plan.transport != "broadcast" and can_share_memory()
-        memory = SharedMemory.create(N_SLOTS * self._size) if shares else None
-        self._buffer = memory.buffer if memory else torch.empty(N_SLOTS * self._size, dtype=torch.uint8)
+        size, memory = N_SLOTS * self._size, None
+        if self._plan.transport == "cuda_ipc":
+            memory = create_memory(size, self._device)
+        elif self._plan.transport in ("shared_memory", "auto") and can_share_memory():
+            memory = SharedMemory.create(size)
+        self._buffer = memory.buffer if memory else torch.empty(size, dtype=torch.uint8, device=self._device)
+        addresses = {memory_place(self._device): memory.address} if memory else {}
+        if self._n_ranks > 1:
+            parts: list[dict[str, str]] = [{}] * self._n_ranks
+            dist.all_gather_object(parts, addresses)
+            addresses = {place: address for part in reversed(parts) for place, address in part.items()}
         try:
-            self._host.gather("connect")
-            self._host.tell(memory.address if memory else "")
-            opened = self._host.gather("connect")
+            self._on_first_rank(lambda: self._introduce(addresses))
         finally:
             if memory is not None:
                 memory.close()  # the mapping remains
+        if self._remote:
+            with group_errors(self._plan, self._remote):
+                store = open_store(self._plan)
+                self._tell([store.port, *self._remote])
+                self._group = process_group(self._plan, store, self._remote, self._device)
+        else:
+            self._on_first_rank(lambda: self._tell([]))
+
+    def _introduce(self, addresses: dict[str, str]) -> None:
+        """Tell the receivers the addresses of the memory, and find out which of them cannot open it."""
+        self._gather("connect")
+        self._tell(addresses)
+        opened = self._gather("connect")
         self._remote = [rank for rank, has_opened in opened.items() if not has_opened]
+        names = ", ".join(self._plan.name(rank) for rank in self._remote)
+        if self._remote and self._plan.transport == "cuda_ipc":
+            raise SyncError(
+                f"weight sync {self._plan.version}: {names} is on none of the GPUs of {self._plan.name(0)} and its "
+                "fellow ranks, or in another container; set generator.weight_sync_backend=nccl"
+            )
         if self._remote and self._plan.transport == "shared_memory":
-            names = ", ".join(self._plan.name(rank) for rank in self._remote)
             raise SyncError(
                 f"weight sync {self._plan.version}: {names} cannot open the memory of {self._plan.name(0)}, because it "
                 "runs on another machine, in another container, or not on Linux; set "
                 "generator.weight_sync_backend=auto"
             )
-        if self._remote:
-            with gloo_errors(self._plan, self._remote):
-                store = open_store(self._plan)
-                self._host.tell([store.port, *self._remote])
-                self._group = process_group(self._plan, store, self._remote)
-        else:
-            self._host.tell([])
 
     def write(self, record: torch.Tensor) -> None:
         """Append bytes (n,), which may be on any device, and padding."""
@@ -107,11 +153,14 @@ class StreamWriter:
 
     def fail(self, error: BaseException) -> None:
         """Tell the receivers that the sync has failed."""
-        self._host.fail(error)
+        if self._host is not None:
+            self._host.fail(error)
 
     def close(self) -> None:
         """Close the connections."""
-        self._host.close()
+        if self._host is not None:
+            self._host.close()
+        close_group(self._group, self._device)
 
     def _slot(self) -> torch.Tensor:
         """Return the slot of the current piece, once it is free."""
@@ -122,21 +171,49 @@ class StreamWriter:
 
     def _publish(self) -> None:
         slot = self._slot()[: self._used]
-        self._host.tell(self._used)
+        if self._group is None:
+            synchronize(self._device)
+        self._on_first_rank(lambda: self._tell(self._used))
         if self._group is not None:
-            with gloo_errors(self._plan, self._remote):
-                self._sending[self._n_pieces % N_SLOTS] = self._group.broadcast([slot], dist.BroadcastOptions())  # type: ignore[attr-defined]
+            with group_errors(self._plan, self._remote):
+                self._sending[self._n_pieces % N_SLOTS] = self._group.broadcast([slot], dist.BroadcastOptions())
         self.n_sent += self._used
         self._n_pieces, self._used = self._n_pieces + 1, 0
 
     def _wait_until_read(self) -> None:
         """Wait until every receiver has read the oldest piece."""
-        self._host.gather("read the weights")
+        self._on_first_rank(lambda: self._gather("read the weights"))
         index = self._n_read % N_SLOTS
         self._n_read += 1
         if self._sending[index] is not None:
-            with gloo_errors(self._plan, self._remote):
+            with group_errors(self._plan, self._remote):
                 self._sending[index].wait()
+
+    def _tell(self, message: Any) -> None:
+        assert self._host is not None
+        self._host.tell(message)
+
+    def _gather(self, stage: str) -> dict[int, Any]:
+        assert self._host is not None
+        return self._host.gather(stage)
+
+    def _on_first_rank(self, act: Callable[[], Any]) -> None:
+        """Act on rank 0, once all ranks have come here. If it fails there, raise SyncError on every rank."""
+        if self._n_ranks == 1:
+            act()
+            return
+        dist.barrier()
+        outcome: list[str | None] = [None]
+        try:
+            if self._is_first:
+                act()
+        except Exception as error:
+            outcome = [str(error)]
+            raise
+        finally:
+            dist.broadcast_object_list(outcome, src=0)
+        if outcome[0] is not None:
+            raise SyncError(outcome[0])
 
 
 class StreamReader:
@@ -149,7 +226,8 @@ class StreamReader:
             SyncError: the sender is missing.
         """
         self._plan = plan
-        self._group: dist.ProcessGroupGloo | None = None
+        self._device = stream_device(plan)
+        self._group: Any = None
         self._size = slot_bytes(plan)
         self._n_pieces = 0  # begun
         self._piece = torch.empty(0, dtype=torch.uint8)
@@ -165,8 +243,8 @@ class StreamReader:
 
     def _connect(self) -> None:
         self._guest.tell("here")
-        address = self._guest.receive("connect")
-        memory = open_memory(address) if address else None
+        address = self._guest.receive("connect").get(memory_place(self._device))
+        memory = None if address is None else open_device_memory(address, self._device)
         self._guest.tell(memory is not None)
         remote = self._guest.receive("connect")
         if memory is not None:
@@ -174,12 +252,12 @@ class StreamReader:
             memory.close()  # the mapping remains
             return
         port, *remote = remote
-        with gloo_errors(self._plan, [0]):
-            self._group = process_group(self._plan, open_store(self._plan, port), remote)
-        self._buffer = torch.empty(self._size, dtype=torch.uint8)
+        with group_errors(self._plan, [0]):
+            self._group = process_group(self._plan, open_store(self._plan, port), remote, self._device)
+        self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
 
     def read(self, n_bytes: int) -> Iterator[torch.Tensor]:
-        """Yield the next record, in parts (n,) that are valid until the next one."""
+        """Yield the next record, in parts (n,) on the device of the stream that are valid until the next one."""
         while n_bytes:
             if self._used == len(self._piece):
                 self._next_piece()
@@ -195,6 +273,11 @@ class StreamReader:
             self._next_piece()
         return len(self._piece) - self._used
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the stream."""
+        return self._device
+
     def finish(self) -> None:
         """Tell the sender that everything was read."""
         self._free_piece()
@@ -207,6 +290,7 @@ class StreamReader:
     def close(self) -> None:
         """Close the connection."""
         self._guest.close()
+        close_group(self._group, self._device)
 
     def _next_piece(self) -> None:
         self._free_piece()
@@ -214,17 +298,102 @@ class StreamReader:
         start = self._n_pieces % N_SLOTS * self._size if self._group is None else 0
         self._piece, self._used = self._buffer[start : start + n_bytes], 0
         if self._group is not None:
-            with gloo_errors(self._plan, [0]):
-                self._group.broadcast([self._piece], dist.BroadcastOptions()).wait()  # type: ignore[attr-defined]
+            with group_errors(self._plan, [0]):
+                self._group.broadcast([self._piece], dist.BroadcastOptions()).wait()
+            self._wait_for_device()
         self._n_pieces += 1
         self.n_received += n_bytes
 
+    def _wait_for_device(self) -> None:
+        """Wait until the GPU has received the piece. It would wait forever for a sender that has ended."""
+        if self._device.type == "cpu":
+            return
+        received = torch.cuda.Event()
+        received.record()
+        deadline = time.monotonic() + self._plan.timeout_s
+        while not received.query():
+            self._guest.check("send the weights")
+            if time.monotonic() > deadline:
+                raise SyncError(describe_stall(self._plan, [0]))
+            time.sleep(POLL_S)
+
     def _free_piece(self) -> None:
         if self._n_pieces:
+            synchronize(self._device)
             self._guest.tell("read")
 
 
-def process_group(plan: SyncPlan, store: dist.TCPStore, remote: Sequence[int]) -> dist.ProcessGroupGloo:
-    """Connect the sender with remote receivers, of which this may be one."""
+def create_memory(size: int, device: torch.device) -> Memory:
+    """Allocate memory of a device that other processes can open."""
+    return SharedMemory.create(size) if device.type == "cpu" else CudaMemory.create(size, device)
+
+
+def open_device_memory(address: str, device: torch.device) -> Memory | None:
+    """Return the memory of a device at an address; None if this process cannot open it."""
+    return open_memory(address) if device.type == "cpu" else open_cuda_memory(address, device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until copies from and to the memory of a GPU are complete."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def process_group(plan: SyncPlan, store: dist.TCPStore, remote: Sequence[int], device: torch.device) -> Any:
+    """Connect the sender with remote receivers, of which this may be one.
+
+    Raises:
+        SyncError: an end did not connect in time.
+    """
     ranks = [0, *remote]
-    return dist.ProcessGroupGloo(store, ranks.index(plan.rank), len(ranks), timedelta(seconds=plan.timeout_s))
+    rank, timeout = ranks.index(plan.rank), timedelta(seconds=plan.timeout_s)
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout + timedelta(seconds=4 * GRACE_S)  # later, NCCL's watchdog would end the process
+    group: Any = dist.ProcessGroupNCCL(store, rank, len(ranks), options)  # torch's stubs lack its methods
+
+    def connect() -> None:
+        with torch.cuda.device(device):
+            group.broadcast([torch.zeros(1, device=device)], dist.BroadcastOptions()).wait()
+            synchronize(device)
+
+    others = [other for other in ranks if other != plan.rank]
+    run_within(plan.timeout_s, connect, lambda: describe_stall(plan, others))
+    return group
+
+
+def close_group(group: Any, device: torch.device) -> None:
+    """End the communication of a process group; broadcasts that still wait for an end are given up."""
+    if group is not None and device.type == "cuda":
+        group.abort()
+
+
+def run_within(timeout_s: float, function: Callable[[], None], describe: Callable[[], str]) -> None:
+    """Call a function that may hang, in another thread; SyncError with a description if it has not ended in time."""
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001, raised by the caller
+            outcome.append(error)
+        else:
+            outcome.append(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not outcome:
+        raise SyncError(describe())
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def describe_stall(plan: SyncPlan, others: Sequence[int]) -> str:
+    """Return the message of a transfer between GPUs that did not complete in time."""
+    names = ", ".join(map(plan.name, others))
+    return (
+        f"weight sync {plan.version}: NCCL reached no connection to {names} within {plan.timeout_s:g} s; see its own "
+        "messages with NCCL_DEBUG=INFO, or set generator.weight_sync_backend=gloo"
+    )

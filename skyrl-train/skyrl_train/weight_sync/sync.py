@@ -16,6 +16,7 @@ from skyrl_train.types.specs import SyncKind, TensorSpec
 from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport, chunked
 from skyrl_train.weight_sync.rendezvous import call_off
 from skyrl_train.weight_sync.shared import receive_shared, release, send_shared
+from skyrl_train.weight_sync.stream import N_SLOTS
 from skyrl_train.weight_sync.transfer import SentWeights, receive_stream, send_stream
 
 
@@ -79,10 +80,21 @@ class SyncOptions:
     """The settings of a weight sync."""
 
     transport: Transport = "shared"
+    prefers_gpus: bool = False  # `auto` does not leave the GPUs, where both ends are on them
     chunk_bytes: int = 1 << 24  # size of a piece of the stream
+    ipc_bytes: int = 10**9  # of each GPU, for all pieces that `cuda_ipc` holds there
     timeout_s: float = 600.0
     has_checksum: bool = True
     sends_changes: bool = False  # since the last sync, instead of all weights, where that is shorter
+
+
+def transport_between(options: SyncOptions, device: torch.device, *, shares_devices: bool) -> Transport:
+    """Return the transport between models on this kind of device, of which a receiver may share one with the sender."""
+    if options.transport not in ("nccl", "cuda_ipc") and not (options.transport == "auto" and options.prefers_gpus):
+        return options.transport
+    if device.type == "cpu":
+        return "auto"
+    return "cuda_ipc" if shares_devices else "nccl"  # NCCL refuses two processes on one GPU
 
 
 class WeightSync:
@@ -190,7 +202,7 @@ class WeightSync:
             n_receivers=len(names) - 1,
             timeout_s=options.timeout_s,
             kind=self._kind,
-            chunk_bytes=options.chunk_bytes,
+            chunk_bytes=options.ipc_bytes // N_SLOTS if options.transport == "cuda_ipc" else options.chunk_bytes,
             has_checksum=options.has_checksum,
             tracks_changes=options.sends_changes,
             base_version=base_version if options.sends_changes else None,

@@ -50,12 +50,14 @@ class SentWeights:
 
 
 def send_stream(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kept: SentWeights | None) -> Receipt:
-    """Send the tensors in the order of the plan from rank 0; the other ranks only help to gather them.
+    """Send the tensors in the order of the plan from rank 0. The other ranks help to gather them and, with `cuda_ipc`,
+    write them into memory of their GPUs.
 
     Raises:
         SyncError: the model's tensors are not those of the plan, or a receiver failed or did not answer in time.
     """
-    if dist.is_initialized() and dist.get_rank() != 0:
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if not is_first and plan.transport != "cuda_ipc":
         for _ in tensors:
             pass
         return Receipt(plan.version, 0)
@@ -72,7 +74,7 @@ def send_stream(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kep
             with half_of_cores():  # the receiver has the other half
                 tensor = tensor.detach().to(spec.dtype).contiguous()
                 _write(writer, plan, spec, tensor, kept)
-                if plan.has_checksum:
+                if plan.has_checksum and is_first:
                     checksum += tensor_checksum(name, tensor)
         writer.finish()
     except BaseException as error:
@@ -162,7 +164,7 @@ def _read_record(reader: StreamReader, n_values: int, dtype: torch.dtype) -> tor
     if 0 < n_bytes <= reader.n_left:
         (part,) = reader.read(n_bytes)
         return part.view(dtype)
-    values = torch.empty(n_values, dtype=dtype)
+    values = torch.empty(n_values, dtype=dtype, device=reader.device)
     _fill(values, reader)
     return values
 

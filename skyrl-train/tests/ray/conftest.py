@@ -15,13 +15,16 @@ from skyrl_train.entrypoints.main_base import main
 
 @pytest.fixture
 def start_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
-    """Start a cluster of nodes with these numbers of CPUs, which the runs of a test use."""
+    """Start a cluster of nodes with these numbers of CPUs, which the runs of a test use.
+
+    With `has_gpus`, Ray also books as many GPUs on each node, which need not exist.
+    """
     clusters = []
 
-    def start(*n_cpus: int) -> Cluster:
+    def start(*n_cpus: int, has_gpus: bool = False) -> Cluster:
         cluster = Cluster()
         for n in n_cpus:
-            cluster.add_node(num_cpus=n)
+            cluster.add_node(num_cpus=n, num_gpus=n if has_gpus else 0)
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         clusters.append(cluster)
         return cluster

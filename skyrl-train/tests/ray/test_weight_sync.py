@@ -90,9 +90,11 @@ def test_two_engines_train_like_one_process_and_a_killed_one_is_replaced(
 
     killer = threading.Thread(target=kill_an_engine, daemon=True)
     killer.start()
-    two = train("two", "trainer.placement.policy_num_nodes=2", "generator.num_inference_engines=2")
+    settings = ["generator.num_inference_engines=2", "generator.weight_sync_backend=nccl"]
+    two = train("two", "trainer.placement.policy_num_nodes=2", *settings)
     killer.join(timeout=10)
     assert_same_run(two, inline, "policy")
     assert killed
     assert "was lost and is replaced" in caplog.text
+    assert "generator.weight_sync_backend=nccl: weights travel through shared memory, and gloo" in caplog.text
     assert all(row["sync/verified_copies"] == 2 for row in metrics(two))

@@ -83,7 +83,7 @@ class SharedEngines:
                 with suppress(EngineError):
                     await engine.resume()
                 await engine.wake_up()
-                await sync_weights(engine, self._model.named_parameters, 0, "broadcast")
+                await sync_weights(engine, self._model.named_parameters, 0, "gloo")
             except EngineError:
                 del self._engines[key]
                 await engine.close()

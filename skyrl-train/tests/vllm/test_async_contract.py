@@ -26,7 +26,7 @@ async def engine_kit(
 ) -> AsyncIterator[EngineKit]:
     """Engines in other processes."""
     model = copy.deepcopy(tiny_model)
-    yield EngineKit(async_engines.new, model, tiny_tokenizer, 1e-4, cache_block_size=32, transport="broadcast")
+    yield EngineKit(async_engines.new, model, tiny_tokenizer, 1e-4, cache_block_size=32, transport="gloo")
     await async_engines.reset()
 
 

@@ -98,7 +98,7 @@ async def engine_kit(
 ) -> AsyncIterator[EngineKit]:
     """Engines behind HTTP."""
     model = copy.deepcopy(tiny_model)
-    yield EngineKit(engines.new, model, tiny_tokenizer, 1e-4, cache_block_size=32, transport="broadcast")
+    yield EngineKit(engines.new, model, tiny_tokenizer, 1e-4, cache_block_size=32, transport="gloo")
     await engines.reset()
 
 
@@ -115,7 +115,7 @@ async def test_requests_of_other_clients_are_answered(
     assert answer["choices"][0]["token_ids"] == engine_kit.greedy([5, 6, 7], 4)
 
 
-@pytest.mark.parametrize("transport", ["shared", "broadcast"])
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
 async def test_weights_of_this_process_reach_the_server(engine_kit: EngineKit, transport: Transport) -> None:
     engine = engine_kit.new()
     engine_kit.add_noise()

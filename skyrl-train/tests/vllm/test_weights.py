@@ -25,8 +25,9 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 from skyrl_train.models.loading import load_model
+from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.weight_sync.base import Transport
-from tests.contract.engine_kit import EngineKit, NamedTensors, sync_weights
+from tests.contract.engine_kit import EngineKit, NamedTensors, TensorSource, sync_weights
 
 NewEngine = Callable[..., VLLMEngine]
 SaveModel = Callable[[PretrainedConfig], Path]
@@ -109,7 +110,7 @@ async def test_a_mixture_of_experts_is_refused(new_engine: NewEngine, save_model
         new_engine(path)
 
 
-@pytest.mark.parametrize("transport", ["shared", "broadcast"])
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
 async def test_a_policy_in_float32_and_an_engine_in_bfloat16(
     new_engine: NewEngine, policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, transport: Transport
 ) -> None:
@@ -118,6 +119,17 @@ async def test_a_policy_in_float32_and_an_engine_in_bfloat16(
     kit.add_noise()
     await kit.sync(engine, 1)
     assert await distance(engine, kit) < 0.1
+
+
+async def test_a_layer_that_arrives_in_several_pieces_is_complete(
+    new_engine: NewEngine, policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    engine = new_engine()
+    kit = EngineKit(new_engine, policy, tiny_tokenizer, 1e-4, 32)
+    kit.add_noise()
+    options = SyncOptions("shared_memory", chunk_bytes=20_000, timeout_s=20.0)
+    await WeightSync(TensorSource(policy.named_parameters), {"the engine": engine}, options)(1)
+    assert await distance(engine, kit) < 1e-4
 
 
 async def test_a_missing_tensor_is_named(new_engine: NewEngine, policy: PreTrainedModel) -> None:

@@ -33,17 +33,29 @@ def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a transport of weights that does not exist, and changes that nothing can apply."""
-    generator = cfg.generator
+    """Refuse a transport that cannot reach the engines, and changes that nothing can send or apply."""
+    generator, placement = cfg.generator, cfg.trainer.placement
     backend = generator.weight_sync_backend
-    if cfg.trainer.placement.uses_ray and backend in ("nccl", "cuda_ipc"):
+    if backend == "cuda_ipc" and not generator.run_engines_locally:
         yield (
-            f"generator.weight_sync_backend={backend}: this version sends weights to other processes through shared "
-            "memory or gloo; set generator.weight_sync_backend=auto"
+            "generator.weight_sync_backend=cuda_ipc reaches engines on the GPUs of the policy, and "
+            "generator.run_engines_locally=false uses servers; set generator.weight_sync_backend=auto"
+        )
+    elif backend == "cuda_ipc" and not placement.colocate_all:
+        yield (
+            "generator.weight_sync_backend=cuda_ipc reaches engines on the GPUs of the policy, and "
+            "trainer.placement.colocate_all=false reserves others; set generator.weight_sync_backend=nccl, or "
+            "trainer.placement.colocate_all=true"
+        )
+    if generator.weight_sync_delta and backend in ("nccl", "cuda_ipc"):
+        yield (
+            f"generator.weight_sync_delta=true compares weights in host memory, and "
+            f"generator.weight_sync_backend={backend} sends them from GPU to GPU; set "
+            "generator.weight_sync_backend=auto, or generator.weight_sync_delta=false"
         )
     if not generator.weight_sync_delta:
         return
-    if not cfg.trainer.placement.uses_ray:
+    if not placement.uses_ray:
         yield (
             "generator.weight_sync_delta=true sends changes to another process, and this run has one; set "
             "generator.weight_sync_delta=false, or trainer.placement.launcher=ray"
@@ -79,27 +91,43 @@ SERVER_OPTIONS = (
 
 
 def engines_have_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse several engines in one process, and more than one engine on a GPU."""
+    """Refuse several engines in one process, and engines that do not fit on the GPUs that they share."""
     generator, placement = cfg.generator, cfg.trainer.placement
-    n_engines, (n_nodes, n_per_node) = generator.num_inference_engines, placement.size("policy")
-    if n_engines == 1 or not generator.run_engines_locally:
+    n_engines, size = generator.num_inference_engines, generator.n_devices_per_engine
+    n_nodes, n_per_node = placement.size("policy")
+    if not generator.run_engines_locally:
         return
-    key = f"generator.num_inference_engines={n_engines}"
+    key, shared = f"generator.num_inference_engines={n_engines}", f"the {n_nodes} × {n_per_node} GPUs of the policy"
+    sharing = "share with trainer.placement.colocate_all=true"
     if not placement.uses_ray:
+        if n_engines > 1:
+            yield (
+                f"{key} needs a process for each engine, and this run has one; set generator.num_inference_engines=1, "
+                "or trainer.placement.launcher=ray"
+            )
+    elif not placement.colocate_all or n_engines <= (n_fitting := n_nodes * (n_per_node // size)):
+        return
+    elif size == 1:
         yield (
-            f"{key} needs a process for each engine, and this run has one; set generator.num_inference_engines=1, or "
-            "trainer.placement.launcher=ray"
+            f"{key} is more than one engine on each of {shared}, which they {sharing}; try "
+            f"generator.num_inference_engines={n_fitting}, or set trainer.placement.colocate_all=false"
         )
-    elif placement.colocate_all and n_engines > n_nodes * n_per_node:
+    elif n_fitting:
         yield (
-            f"{key} is more than one engine on each of the {n_nodes} × {n_per_node} GPUs of the policy, which they "
-            f"share with trainer.placement.colocate_all=true; try generator.num_inference_engines="
-            f"{n_nodes * n_per_node}, or set trainer.placement.colocate_all=false"
+            f"{key} of {size} GPUs each do not fit on {shared}, which they {sharing}: {n_per_node // size} of them fit "
+            f"on a node; try generator.num_inference_engines={n_fitting}, or set trainer.placement.colocate_all=false"
+        )
+    else:
+        sizes = " × ".join(f"{name}={value_at(cfg, name)}" for name in ENGINE_SIZES if value_at(cfg, name) > 1)
+        yield (
+            f"{sizes}: an engine of {size} GPUs does not fit on one node with {shared} (nodes × GPUs), which they "
+            f"{sharing}; try {n_per_node} or less, trainer.placement.policy_num_gpus_per_node={size}, or set "
+            "trainer.placement.colocate_all=false"
         )
 
 
 def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse an engine on more devices than it has, or can use."""
+    """Refuse an engine on more devices than it can use."""
     generator, placement = cfg.generator, cfg.trainer.placement
     for key in ENGINE_SIZES:
         if (size := value_at(cfg, key)) == 1 or not generator.run_engines_locally:
@@ -111,14 +139,9 @@ def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
             )
         elif generator.backend == "vllm" and not placement.uses_ray:
             yield (
-                f"{key}={size}: vLLM in the trainer's process computes on one device; set "
-                f"trainer.placement.launcher=ray, or {key}=1"
-            )
-        elif placement.uses_ray:
-            yield (
-                f"{key}={size}: this version reserves one device for an engine on a Ray cluster; start a server with "
-                f"{size} GPUs (docs/guides/inference-engines.md) and set generator.run_engines_locally=false, or "
-                f"{key}=1"
+                f"{key}={size}: vLLM in the trainer's process computes on one device; set {key}=1, or "
+                f"trainer.placement.policy_num_gpus_per_node={generator.n_devices_per_engine}, whose GPUs it then "
+                "shares"
             )
 
 

@@ -6,6 +6,7 @@ This is the client that vLLM's `AsyncLLM` uses, without its tokenizers: requests
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,10 +56,18 @@ class AsyncVLLMEngine(AsyncEngine):
             EngineError: this machine has too few GPUs, vLLM does not start with these options, or the model is a
                 mixture of experts.
         """
-        _check_devices(options)
-        with starting({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}):
+        n_devices = math.prod(int(options.get(name, 1)) for name in PARALLEL_SIZES)
+        _check_devices(options, n_devices)
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        own = dict(OWN_OPTIONS)
+        if n_devices > 1:
+            own["distributed_executor_backend"] = "mp"  # in an actor, vLLM would start actors on devices of its own
+            if current_platform.is_cpu():  # vLLM binds each worker to a NUMA node of its own, and fails with fewer
+                n_threads = max(1, torch.get_num_threads() // n_devices)
+                environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(n_threads)}
+        with starting(environment):
             try:
-                config = create_config(OWN_OPTIONS, options)
+                config = create_config(own, options)
                 self._client = EngineCoreClient.make_async_mp_client(
                     config, Executor.get_class(config), log_stats=False
                 )
@@ -133,8 +142,16 @@ class AsyncVLLMEngine(AsyncEngine):
         return decode_receipts(await self._call_workers("skyrl_receive_weights", encode_plan(plan)))
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker; return the results in the order of their ranks."""
-        results = await self._client.call_utility_all_async("collective_rpc", method, None, args, None)
+        """Call a method of every worker; return the results in the order of their ranks.
+
+        Raises:
+            EngineLostError: a worker has ended. vLLM then ends the others.
+        """
+        try:
+            results = await self._client.call_utility_all_async("collective_rpc", method, None, args, None)
+        except Exception as error:  # vLLM raises plain exceptions
+            self._broken_by = EngineLostError(f"a worker of vLLM ended during {method}; its own messages are above")
+            raise self._broken_by from error
         return [result for replica in results for result in replica]
 
     async def _release_memory(self) -> None:
@@ -155,15 +172,11 @@ class AsyncVLLMEngine(AsyncEngine):
         await self._thread.run(self._client.shutdown)
 
 
-def _check_devices(options: Mapping[str, Any]) -> None:
+def _check_devices(options: Mapping[str, Any], n_devices: int) -> None:
     """Raise EngineError if an engine needs more GPUs than there are."""
-    sizes = {name: int(options.get(name, 1)) for name in PARALLEL_SIZES}
-    n_needed = 1
-    for size in sizes.values():
-        n_needed *= size
-    if current_platform.is_cuda_alike() and n_needed > (n_gpus := torch.cuda.device_count()):
-        chosen = " × ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    if current_platform.is_cuda_alike() and n_devices > (n_gpus := torch.cuda.device_count()):
+        chosen = " × ".join(f"{name}={options[name]}" for name in PARALLEL_SIZES if options.get(name, 1) > 1)
         raise EngineError(
-            f"vLLM needs {n_needed} GPUs for {chosen}, and this process sees {n_gpus}; lower "
+            f"vLLM needs {n_devices} GPUs for {chosen}, and this process sees {n_gpus}; lower "
             "generator.inference_engine_tensor_parallel_size, or give the engine more GPUs"
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -46,8 +47,20 @@ class WorkerExtension:
         if not isinstance(self.model_runner, GPUModelRunner):  # the runner of CPUs is a subclass
             return {"error": "vLLM's second model runner calls samplers differently; set VLLM_USE_V2_MODEL_RUNNER=0"}
         facts = read_facts(self.vllm_config, eos_token_id)
+        self._allocate_received_states()
         self.model_runner.sampler = PositionSampler(self.model_runner, frozenset(facts.eos_ids))
         return facts._asdict()
+
+    def _allocate_received_states(self) -> None:
+        """Allocate the memory for the hidden states of the previous stage of a pipeline.
+
+        vLLM does so in a trial pass, which it skips on a CPU whose cache has a given size.
+        """
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=self.vllm_config.model_config.dtype, device=runner.device
+            )
 
     def skyrl_receive_weights(self, plan: Mapping[str, Any]) -> dict[str, Any]:
         """Receive weights by an encoded plan, whose rank is that of the first worker; return a receipt, or an error."""
@@ -55,7 +68,8 @@ class WorkerExtension:
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
         try:
             receiver = Receiver(decode_plan(plan, rank))
-            load_weights(self.model_runner.get_model(), self.vllm_config, receiver)
+            own = ((name, tensor.clone()) for name, tensor in receiver)  # vLLM keeps those of a layer until it has all
+            load_weights(self.model_runner.get_model(), self.vllm_config, own)
             return {"receipt": list(receiver.receipt)}
         except SyncError as error:
             return {"sync_error": str(error)}

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -20,15 +21,22 @@ from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import connect_engine, start_engine_actor
 from skyrl_train.launch.ray.cluster import connect
-from skyrl_train.launch.ray.placement import Device, Request, Reservation
+from skyrl_train.launch.ray.placement import Device, Request, Reservation, find_visible_devices
 from skyrl_train.launch.ray.ranks import RayRank
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, World
-from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
+from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync, transport_between
 from skyrl_train.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 ENGINE = "engine"
+
+REASONS = {
+    "auto": ("shared memory, and gloo between nodes", "the cluster has no GPUs"),
+    "cuda_ipc": ("CUDA IPC", "sender and receiver are on the same GPUs"),
+    "nccl": ("NCCL", "sender and receiver are on different GPUs"),
+}
+"""Names of the transports that replace another, and why they do."""
 
 
 class RayLauncher:
@@ -37,9 +45,16 @@ class RayLauncher:
     policy: PreTrainedModel | None = None
 
     def __init__(
-        self, placement: RunPlacementConfig, roles: Sequence[Role], sync: SyncOptions | None, *, n_engines: int
+        self,
+        placement: RunPlacementConfig,
+        roles: Sequence[Role],
+        sync: SyncOptions | None,
+        *,
+        n_engines: int,
+        engine_size: int = 1,
     ) -> None:
-        """Connect to the cluster, for the models in `roles` and `n_engines` engines. `start` comes next.
+        """Connect to the cluster, for the models in `roles` and `n_engines` engines of `engine_size` devices each.
+        `start` comes next.
 
         `sync` describes how weights are sent from one to another; None if they are not.
 
@@ -50,11 +65,11 @@ class RayLauncher:
         self._roles = roles
         self._sync = sync
         self._ranks: dict[Role, list[RayRank]] = {}
-        self._n_engines = n_engines
+        self._n_engines, self._engine_size = n_engines, engine_size
         self._engines: list[Any] = []
         self._groups: dict[WorkerGroup, RayRank] = {}  # with their first ranks
         self._has_connected = connect()
-        self._requests = list_requests(placement, roles, n_engines)
+        self._requests = list_requests(placement, roles, n_engines, engine_size)
         try:
             self._reservation = Reservation(self._requests)
         except BaseException:
@@ -72,13 +87,20 @@ class RayLauncher:
         for request in self._requests:
             logger.info("Reserved %s", request.describe(self._reservation.kind))
         self._ranks = {role: self._start_ranks(role) for role in self._roles}
-        self._engines = [start_engine_actor(self._engine_device(index).options()) for index in range(self._n_engines)]
+        self._engines = [self._start_engine_actor(index) for index in range(self._n_engines)]
 
-    def _engine_device(self, index: int) -> Device:
-        """Return the device of an engine: one of the policy's, or its own."""
-        if self._placement.shares_devices:
-            return self._reservation.devices(ENGINE)[index]
-        return self._reservation.devices(_engine_name(index, self._n_engines))[0]
+    def _start_engine_actor(self, index: int) -> Any:
+        first, *_ = self._engine_devices(index)
+        return start_engine_actor(first.options())
+
+    def _engine_devices(self, index: int) -> list[Device]:
+        """Return the devices of an engine, which are on one node: some of the policy's, or its own."""
+        if not self._placement.shares_devices:
+            return self._reservation.devices(_engine_name(index, self._n_engines))
+        _, n_per_node = self._placement.size("policy")
+        node, place = divmod(index, n_per_node // self._engine_size)
+        start = node * n_per_node + place * self._engine_size
+        return self._reservation.devices(ENGINE)[start : start + self._engine_size]
 
     def _start_ranks(self, role: Role) -> list[RayRank]:
         devices = self._reservation.devices(role)
@@ -96,14 +118,18 @@ class RayLauncher:
         return group
 
     async def start_engine(self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine]) -> InferenceEngine:
-        n_per_node = math.ceil(self._n_engines / self._reservation.n_cluster_nodes)
+        n_per_node = math.ceil(self._n_engines * self._engine_size / self._reservation.n_cluster_nodes)
 
         async def connect(index: int) -> InferenceEngine:
-            n_processes = self._n_processes_per_node(n_per_node)
-            return await connect_engine(self._engines[index], partial(make_engine, None), n_processes=n_processes)
+            return await connect_engine(
+                self._engines[index],
+                partial(make_engine, None),
+                n_processes=self._n_processes_per_node(n_per_node),
+                visible_devices=await find_visible_devices(self._engine_devices(index)),
+            )
 
         async def restart(index: int) -> InferenceEngine:
-            self._engines[index] = start_engine_actor(self._engine_device(index).options())
+            self._engines[index] = self._start_engine_actor(index)
             return await connect(index)
 
         return EngineClient(await asyncio.gather(*map(connect, range(self._n_engines))), restart)
@@ -116,7 +142,17 @@ class RayLauncher:
 
     def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
         assert self._sync is not None, "the run sends no weights"
-        return WeightSync(source, sinks, self._sync, find_address=self._groups[source].find_address, kind=kind)
+        shares_devices = self._placement.shares_devices and self._n_engines > 0
+        if any(sink in self._groups for sink in sinks.values()):  # the reference, on the policy's devices or others
+            shares_devices = any({"policy", "ref"} <= {*request.users} for request in self._requests)
+        transport = transport_between(self._sync, self.device, shares_devices=shares_devices)
+        if transport != self._sync.transport != "auto":
+            logger.info(
+                "generator.weight_sync_backend=%s: weights travel through %s, because %s",
+                *(self._sync.transport, *REASONS[transport]),
+            )
+        options = replace(self._sync, transport=transport)
+        return WeightSync(source, sinks, options, find_address=self._groups[source].find_address, kind=kind)
 
     async def close(self) -> None:
         """End all ranks and return the devices."""
@@ -140,7 +176,9 @@ class RayLauncher:
             ray.shutdown()
 
 
-def list_requests(placement: RunPlacementConfig, roles: Sequence[Role], n_engines: int) -> list[Request]:
+def list_requests(
+    placement: RunPlacementConfig, roles: Sequence[Role], n_engines: int, engine_size: int = 1
+) -> list[Request]:
     """Return the devices of a run: one request for everything that shares them."""
     if placement.shares_devices:
         return [Request((*roles, *([ENGINE] if n_engines else [])), *placement.size("policy"))]
@@ -149,7 +187,7 @@ def list_requests(placement: RunPlacementConfig, roles: Sequence[Role], n_engine
     if placement.colocate_policy_ref and "ref" in roles:
         shared["policy"] = ("policy", shared.pop("ref")[0])
     requests = [Request(names, *placement.size(role)) for role, names in shared.items()]
-    return [*requests, *(Request((_engine_name(index, n_engines),), 1, 1) for index in range(n_engines))]
+    return [*requests, *(Request((_engine_name(index, n_engines),), 1, engine_size) for index in range(n_engines))]
 
 
 def _engine_name(index: int, n_engines: int) -> str:

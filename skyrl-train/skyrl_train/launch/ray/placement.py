@@ -54,6 +54,15 @@ class Device:
         return options | ({"num_gpus": SHARE} if self.kind == "GPU" else {})
 
 
+async def find_visible_devices(devices: Sequence[Device]) -> str:
+    """Return the `CUDA_VISIBLE_DEVICES` of a process that uses several GPUs of one node; "" on CPUs."""
+    if devices[0].kind == "CPU":
+        return ""
+    ask = ray.remote(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+    found = [ask.options(**device.options()).remote() for device in devices]
+    return ",".join(await asyncio.gather(*found))
+
+
 class Reservation:
     """Placement groups of a run: one for each node of a request."""
 
@@ -73,9 +82,9 @@ class Reservation:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"{self._describe_requests()}, but the Ray cluster has {_describe_nodes(self.kind)}. Lower "
-                    "trainer.placement.policy_num_nodes, policy_num_gpus_per_node or generator.num_inference_engines, "
-                    f"add nodes with `ray start --address=<head node>`, or set ${JOIN_TIMEOUT_VARIABLE} to wait for "
-                    "nodes that still start"
+                    "trainer.placement.policy_num_nodes, policy_num_gpus_per_node, generator.num_inference_engines or "
+                    "inference_engine_tensor_parallel_size, add nodes with `ray start --address=<head node>`, or set "
+                    f"${JOIN_TIMEOUT_VARIABLE} to wait for nodes that still start"
                 )
             time.sleep(POLL_S)
         self.n_cluster_nodes = len(_devices_of_nodes(self.kind))

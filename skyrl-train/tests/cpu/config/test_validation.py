@@ -46,6 +46,7 @@ def refusal(overrides: list[str]) -> str:
     return str(caught.value)
 
 
+TWO_GPUS = ["generator.inference_engine_tensor_parallel_size=2", "generator.backend=vllm"]
 REMOTE = [
     "generator.run_engines_locally=false",
     "generator.remote_inference_engine_urls=[gpu:8000]",
@@ -144,13 +145,30 @@ PROBLEMS: list[Case] = [
         ],
     ),
     (
-        ["generator.weight_sync_backend=nccl", "trainer.placement.launcher=ray"],
-        "generator.weight_sync_backend=nccl: this version sends weights to other processes through shared memory or "
-        "gloo; set generator.weight_sync_backend=auto",
+        ["generator.weight_sync_backend=cuda_ipc", "trainer.placement.colocate_all=false"],
+        "generator.weight_sync_backend=cuda_ipc reaches engines on the GPUs of the policy, and "
+        "trainer.placement.colocate_all=false reserves others; set generator.weight_sync_backend=nccl, or "
+        "trainer.placement.colocate_all=true",
         [
-            ["generator.weight_sync_backend=shm", "trainer.placement.launcher=ray"],
-            ["generator.weight_sync_backend=nccl"],
+            ["generator.weight_sync_backend=nccl", "trainer.placement.colocate_all=false"],
+            ["generator.weight_sync_backend=cuda_ipc", "trainer.placement.launcher=ray"],
         ],
+    ),
+    (
+        [*REMOTE, "generator.weight_sync_backend=cuda_ipc"],
+        "generator.weight_sync_backend=cuda_ipc reaches engines on the GPUs of the policy, and "
+        "generator.run_engines_locally=false uses servers; set generator.weight_sync_backend=auto",
+        [[*REMOTE, "generator.weight_sync_backend=nccl"]],
+    ),
+    (
+        [
+            "generator.weight_sync_backend=nccl",
+            "generator.weight_sync_delta=true",
+            "trainer.placement.launcher=ray",
+        ],
+        "generator.weight_sync_delta=true compares weights in host memory, and generator.weight_sync_backend=nccl "
+        "sends them from GPU to GPU; set generator.weight_sync_backend=auto, or generator.weight_sync_delta=false",
+        [["generator.weight_sync_backend=nccl", "trainer.placement.launcher=ray"]],
     ),
     (
         ["generator.weight_sync_delta=true"],
@@ -200,19 +218,36 @@ PROBLEMS: list[Case] = [
     (
         ["generator.inference_engine_tensor_parallel_size=2", "generator.backend=vllm"],
         "generator.inference_engine_tensor_parallel_size=2: vLLM in the trainer's process computes on one device; set "
-        "trainer.placement.launcher=ray, or generator.inference_engine_tensor_parallel_size=1",
-        [["generator.inference_engine_tensor_parallel_size=2", "generator.backend=sglang"]],
+        "generator.inference_engine_tensor_parallel_size=1, or trainer.placement.policy_num_gpus_per_node=2, whose "
+        "GPUs it then shares",
+        [
+            ["generator.inference_engine_tensor_parallel_size=2", "generator.backend=sglang"],
+            [*TWO_GPUS, "trainer.placement.policy_num_gpus_per_node=2"],
+        ],
+    ),
+    (
+        [*TWO_GPUS, "generator.inference_engine_data_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=2"],
+        "generator.inference_engine_tensor_parallel_size=2 × generator.inference_engine_data_parallel_size=2: an "
+        "engine of 4 GPUs does not fit on one node with the 1 × 2 GPUs of the policy (nodes × GPUs), which they share "
+        "with trainer.placement.colocate_all=true; try 2 or less, trainer.placement.policy_num_gpus_per_node=4, or set "
+        "trainer.placement.colocate_all=false",
+        [
+            [*TWO_GPUS, "trainer.placement.policy_num_gpus_per_node=2"],
+            [*TWO_GPUS, "trainer.placement.policy_num_gpus_per_node=4"],
+            [*TWO_GPUS, "trainer.placement.colocate_all=false"],
+        ],
     ),
     (
         [
-            "generator.inference_engine_data_parallel_size=2",
-            "generator.backend=vllm",
-            "trainer.placement.launcher=ray",
+            *TWO_GPUS,
+            "generator.num_inference_engines=3",
+            "trainer.placement.policy_num_nodes=2",
+            "trainer.placement.policy_num_gpus_per_node=3",
         ],
-        "generator.inference_engine_data_parallel_size=2: this version reserves one device for an engine on a Ray "
-        "cluster; start a server with 2 GPUs (docs/guides/inference-engines.md) and set "
-        "generator.run_engines_locally=false, or generator.inference_engine_data_parallel_size=1",
-        [],
+        "generator.num_inference_engines=3 of 2 GPUs each do not fit on the 2 × 3 GPUs of the policy, which they share "
+        "with trainer.placement.colocate_all=true: 1 of them fit on a node; try generator.num_inference_engines=2, or "
+        "set trainer.placement.colocate_all=false",
+        [[*TWO_GPUS, "generator.num_inference_engines=3", "trainer.placement.colocate_all=false"]],
     ),
     (
         ["generator.remote_inference_engine_urls=[gpu:8000]"],

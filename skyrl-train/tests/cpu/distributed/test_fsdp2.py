@@ -230,7 +230,7 @@ async def test_weights_are_synchronized_from_sharded_ranks_to_another_group(
     batch = as_batch(random_trajectories(2, 3, 400, seed=1), config())
     await group.update(batch)
     before = await other.score(batch)
-    await WeightSync(group, {"other": other}, SyncOptions("broadcast", chunk_bytes=50_000, timeout_s=60))(1)
+    await WeightSync(group, {"other": other}, SyncOptions("gloo", chunk_bytes=50_000, timeout_s=60))(1)
     after, sharded = await other.score(batch), await group.score(batch)
     assert not torch.equal(before["logprobs"], after["logprobs"])
     torch.testing.assert_close(after["logprobs"], sharded["logprobs"], rtol=0, atol=2e-5)
@@ -439,7 +439,7 @@ async def test_nan_weights_on_any_rank_are_found(ranks: list[ProcessRank], tiny_
     with torch.no_grad():  # one value, in the slice of the last rank
         rank.worker.module.get_parameter("model.model.layers.1.mlp.up_proj.weight")[-1, -1] = torch.nan
     group = await load_group(ranks, policy_spec, policy_objective(config().trainer))
-    await WeightSync(diverged, {"group": group}, SyncOptions("broadcast", timeout_s=60))(1)
+    await WeightSync(diverged, {"group": group}, SyncOptions("gloo", timeout_s=60))(1)
     assert not await group.is_finite()
 
 

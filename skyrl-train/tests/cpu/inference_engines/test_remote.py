@@ -156,7 +156,7 @@ async def test_calls_to_a_killed_process_fail_at_once_and_another_engine_samples
 ) -> None:
     other_engine = new_engine()
     # stores keep a pipe open for the lifetime of the process
-    await sync_weights(other_engine, tiny_model.named_parameters, 0, "broadcast")
+    await sync_weights(other_engine, tiny_model.named_parameters, 0, "gloo")
     leftovers = Leftovers()
     process = await asyncio.to_thread(ServerProcess, "127.0.0.1:0", n_threads=1)
     engine = await asyncio.to_thread(process.connect, make_engine(tiny_model_path, max_num_seqs=3), is_owner=True)
@@ -165,7 +165,7 @@ async def test_calls_to_a_killed_process_fail_at_once_and_another_engine_samples
     calls = [start(engine, request(400, seed=1), method) for method in ("generate", "generate", "stream", "stream")]
     await listener.wait_for(20)
     os.kill(process.pid, signal.SIGSTOP)  # so the next call is also waiting
-    sync = asyncio.create_task(sync_weights(engine, tiny_model.named_parameters, 1, "broadcast"))
+    sync = asyncio.create_task(sync_weights(engine, tiny_model.named_parameters, 1, "gloo"))
     await asyncio.sleep(0.2)
     os.kill(process.pid, signal.SIGKILL)
     killed_at = time.monotonic()

@@ -21,6 +21,7 @@ PREFIXES = (
     "generator.num_inference_engines",
     "generator.inference_engine_",
     "generator.weight_sync_",
+    "generator.weight_transfer_",
     "generator.run_engines_locally",
     "generator.remote_inference_engine_urls",
 )
@@ -40,6 +41,13 @@ HONOURED: dict[str, tuple[list[str], list[str]]] = {  # key: a run, and what to 
     "trainer.placement.ref_num_nodes": ([APART, FREE], ["trainer.placement.ref_num_nodes=2"]),
     "trainer.placement.ref_num_gpus_per_node": ([APART, FREE], ["trainer.placement.ref_num_gpus_per_node=2"]),
     "generator.num_inference_engines": ([APART], ["generator.num_inference_engines=2"]),
+    **{
+        f"generator.inference_engine_{kind}_parallel_size": (
+            [APART, "generator.backend=vllm"],
+            [f"generator.inference_engine_{kind}_parallel_size=2"],
+        )
+        for kind in ("tensor", "pipeline", "data")
+    },
     "generator.run_engines_locally": (
         [RAY],
         [*SERVERS, "generator.remote_inference_engine_urls=[gpu:8000]"],
@@ -49,6 +57,7 @@ HONOURED: dict[str, tuple[list[str], list[str]]] = {  # key: a run, and what to 
         ["generator.remote_inference_engine_urls=[gpu:8001]"],
     ),
     "generator.weight_sync_backend": ([RAY], ["generator.weight_sync_backend=gloo"]),
+    "generator.weight_transfer_threshold_cuda_ipc_GB": ([RAY], ["generator.weight_transfer_threshold_cuda_ipc_GB=0.5"]),
     "generator.weight_sync_check": ([RAY], ["generator.weight_sync_check=checksum"]),
     "generator.weight_sync_tolerance": ([RAY], ["generator.weight_sync_tolerance=0.5"]),
     "generator.weight_sync_delta": ([RAY], ["generator.weight_sync_delta=true"]),
@@ -59,11 +68,10 @@ REFUSED: dict[str, list[str]] = {  # key=value: the other settings of the run
     "trainer.strategy=megatron": [],
     "trainer.policy.megatron_config={tensor_model_parallel_size: 2}": [],
     "generator.inference_engine_tensor_parallel_size=2": [],
-    "generator.inference_engine_pipeline_parallel_size=2": [RAY, "generator.backend=vllm"],
-    "generator.inference_engine_data_parallel_size=2": ["generator.backend=vllm"],
+    "generator.inference_engine_pipeline_parallel_size=2": ["generator.backend=vllm"],
+    "generator.inference_engine_data_parallel_size=2": [RAY, "generator.backend=vllm"],
     "generator.num_inference_engines=2": [],
-    "generator.weight_sync_backend=nccl": [RAY],
-    "generator.weight_sync_backend=cuda_ipc": [RAY],
+    "generator.weight_sync_backend=cuda_ipc": [APART],
 }
 
 
@@ -76,7 +84,9 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
     placement, generator = cfg.trainer.placement, cfg.generator
     is_copied = placement.uses_ray or not needs_model(cfg)
     return {
-        "devices": list_requests(placement, ["policy", "critic", "ref"], generator.n_local_engines)
+        "devices": list_requests(
+            placement, ["policy", "critic", "ref"], generator.n_local_engines, generator.n_devices_per_engine
+        )
         if placement.uses_ray
         else None,
         "servers": generator.remote_inference_engine_urls,

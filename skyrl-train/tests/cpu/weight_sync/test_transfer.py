@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,24 +15,36 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.errors import SyncError
 from skyrl_train.types.specs import SyncKind, TensorSpec
-from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, rendezvous, send
+from skyrl_train.weight_sync import (
+    Receipt,
+    Receiver,
+    SyncOptions,
+    SyncPlan,
+    WeightSync,
+    rendezvous,
+    send,
+    transport_between,
+)
 from skyrl_train.weight_sync import stream as stream_module
 from skyrl_train.weight_sync.base import Transport
+from skyrl_train.weight_sync.cuda_ipc import decode_handle, encode_handle
 from skyrl_train.weight_sync.rendezvous import call_off
 from skyrl_train.weight_sync.shared_memory import NAME, SharedMemory, open_memory
 from skyrl_train.weight_sync.sync import free_port
 from skyrl_train.weight_sync.transfer import SentWeights
 
 Tensors = dict[str, torch.Tensor]
-TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "broadcast", "auto")
+TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "gloo", "auto", "nccl", "cuda_ipc")
 NAMES = ("rank 0 of the policy", "engine 0", "engine 1", "engine 2")
 
 
@@ -83,6 +96,12 @@ def open_segments() -> int:
 
 def _exists(fd: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+@pytest.fixture(autouse=True)
+def gpus_are_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the slots of `nccl` and `cuda_ipc` on the CPU, where gloo and shared memory take the place of both."""
+    monkeypatch.setattr(stream_module, "stream_device", lambda plan: torch.device("cpu"))
 
 
 # -- contents
@@ -333,6 +352,112 @@ def test_a_sender_that_is_killed_ends_its_receiver_and_leaves_nothing() -> None:
     assert 50 <= n_received < 400
     assert open_segments() == n_segments
     assert not [name for name in os.listdir("/dev/shm") if NAME in name]
+
+
+# -- GPUs
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "shares_devices", "expected"),
+    [
+        (SyncOptions("nccl"), "cuda", False, "nccl"),
+        (SyncOptions("nccl"), "cuda", True, "cuda_ipc"),
+        (SyncOptions("nccl"), "cpu", True, "auto"),
+        (SyncOptions("cuda_ipc"), "cuda", True, "cuda_ipc"),
+        (SyncOptions("cuda_ipc"), "cpu", False, "auto"),
+        (SyncOptions("auto", prefers_gpus=True), "cuda", True, "cuda_ipc"),
+        (SyncOptions("auto", prefers_gpus=True), "cuda", False, "nccl"),
+        (SyncOptions("auto", prefers_gpus=True), "cpu", False, "auto"),
+        (SyncOptions("auto"), "cuda", True, "auto"),
+        (SyncOptions("gloo", prefers_gpus=True), "cuda", True, "gloo"),
+    ],
+)
+def test_the_transport_follows_the_devices(
+    options: SyncOptions, device: str, shares_devices: bool, expected: Transport
+) -> None:
+    assert transport_between(options, torch.device(device), shares_devices=shares_devices) == expected
+
+
+def test_memory_of_cuda_ipc_is_bounded(tensors: Tensors) -> None:
+    sync = WeightSync(Model(tensors), {"engine": Model(tensors)}, SyncOptions("cuda_ipc", ipc_bytes=4096))
+    plan = asyncio.run(sync._plan(sync._sinks, 1, None))
+    assert stream_module.slot_bytes(plan) * stream_module.N_SLOTS == 4096
+
+
+@given(st.lists(st.binary(max_size=70) | st.integers(0, 2**63) | st.booleans(), max_size=9))
+def test_handles_survive_their_text(fields: list[bytes | int | bool]) -> None:
+    found = decode_handle(encode_handle(fields))
+    assert found == fields
+    assert [type(x) for x in found] == [type(x) for x in fields]
+
+
+def test_a_function_that_hangs_is_given_up() -> None:
+    release = threading.Event()
+    with pytest.raises(SyncError, match="too slow"):
+        stream_module.run_within(0.1, lambda: release.wait(20) and None, lambda: "too slow")
+    release.set()
+    with pytest.raises(ValueError, match="broken"):
+        stream_module.run_within(5, lambda: int("broken") and None, lambda: "too slow")
+
+
+def send_as_rank(rank: int, store: str, plan: SyncPlan, tensors: Tensors, outcomes: Any) -> None:
+    """Send the weights as one of two ranks of a model, whose memory only receivers in the same place can open."""
+    stream_module.stream_device = lambda plan: torch.device("cpu")
+    stream_module.memory_place = lambda device: f"GPU-{rank}"
+    rendezvous.LINGER_S = 0.5
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        outcomes.put((rank, send(plan, iter(tensors.items()))))
+    except SyncError as error:
+        outcomes.put((rank, str(error)))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("places", [["GPU-0", "GPU-1"], ["GPU-1", "GPU-1", "GPU-0"], ["GPU-0", "GPU-2"]])
+def test_each_rank_serves_the_receivers_on_its_gpu(
+    places: list[str], tensors: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[str, str]] = []  # receivers' places, and the processes whose memory they opened
+
+    def open_recorded(address: str, device: torch.device) -> SharedMemory | None:
+        opened.append((threading.current_thread().name, address.partition("/")[0]))
+        return open_memory(address)
+
+    monkeypatch.setattr(stream_module, "memory_place", lambda device: threading.current_thread().name)
+    monkeypatch.setattr(stream_module, "open_device_memory", open_recorded)
+    plan = plan_for(tensors, "cuda_ipc", n_receivers=len(places), timeout_s=20.0)
+    results: list[tuple[Tensors, Receipt] | SyncError] = []
+
+    def run(rank: int) -> None:
+        try:
+            results.append(receive(replace(plan, rank=rank)))
+        except SyncError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run, args=(i + 1,), name=place) for i, place in enumerate(places)]
+    context = multiprocessing.get_context("spawn")
+    outcomes = context.Queue()
+    senders = [
+        context.Process(target=send_as_rank, args=(rank, str(tmp_path / "store"), plan, tensors, outcomes))
+        for rank in range(2)
+    ]
+    for runner in (*senders, *threads):
+        runner.start()
+    sent = dict(outcomes.get(timeout=60) for _ in senders)
+    for runner in (*senders, *threads):
+        runner.join(30)
+    if "GPU-2" in places:
+        assert "engine 1 is on none of the GPUs of rank 0 of the policy" in sent[0]
+        assert sent[1] == sent[0]
+        assert all(isinstance(result, SyncError) for result in results)
+        return
+    assert sorted(opened) == sorted((place, str(senders[int(place[-1])].pid)) for place in places)
+    for result in results:
+        assert not isinstance(result, SyncError)
+        got, receipt = result
+        assert receipt == sent[0]
+        assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
 
 
 # -- the channel

@@ -135,7 +135,7 @@ async def test_results_do_not_depend_on_the_time_of_arrival(
 # -- weights
 
 
-@pytest.mark.parametrize("transport", ["shared", "shared_memory", "broadcast"])
+@pytest.mark.parametrize("transport", ["shared", "shared_memory", "gloo"])
 async def test_an_engine_with_its_own_copy_of_the_model_receives_new_weights(
     new_engine: NewEngine, tiny_model: PreTrainedModel, transport: Transport
 ) -> None:

@@ -1,0 +1,73 @@
+"""Devices of engines: which GPUs the process of an engine sees. Ray books GPUs that need not exist."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from ray.cluster_utils import Cluster
+from transformers import PreTrainedModel
+
+from skyrl_train.config.trainer import PlacementConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.hf import load_engine
+from skyrl_train.launch.launcher import started
+from skyrl_train.launch.ray.launcher import RayLauncher
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def start_and_record(folder: Path, path: Path, _: PreTrainedModel | None) -> InferenceEngine:
+    """Return an engine, after writing the GPUs that its process sees into a file of `folder`."""
+    (folder / str(os.getpid())).write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_cache_bytes": 1 << 20}
+    return load_engine(str(path), dtype=torch.float32, **limits)
+
+
+def placement(*, colocate_all: bool, n_nodes: int, n_per_node: int) -> PlacementConfig:
+    return PlacementConfig(
+        launcher="ray", colocate_all=colocate_all, policy_num_nodes=n_nodes, policy_num_gpus_per_node=n_per_node
+    )
+
+
+@pytest.mark.parametrize(
+    ("n_gpus", "engine_size", "n_engines", "config"),
+    [
+        ((4,), 2, 2, placement(colocate_all=True, n_nodes=1, n_per_node=4)),
+        ((3, 3), 2, 2, placement(colocate_all=True, n_nodes=2, n_per_node=3)),
+        ((2, 2), 2, 2, placement(colocate_all=False, n_nodes=1, n_per_node=1)),
+        ((2,), 1, 2, placement(colocate_all=True, n_nodes=1, n_per_node=2)),
+    ],
+)
+async def test_an_engine_sees_its_own_gpus(
+    n_gpus: tuple[int, ...],
+    engine_size: int,
+    n_engines: int,
+    config: PlacementConfig,
+    start_cluster: Callable[..., Cluster],
+    tiny_model_path: Path,
+    tmp_path: Path,
+) -> None:
+    start_cluster(*n_gpus, has_gpus=True)
+    launcher = RayLauncher(config, [], None, n_engines=n_engines, engine_size=engine_size)
+    async with started(launcher):
+        engine = await launcher.start_engine(partial(start_and_record, tmp_path, tiny_model_path))
+        await engine.close()
+    found = [set(file.read_text().split(",")) for file in tmp_path.iterdir()]
+    assert [len(gpus) for gpus in found] == [engine_size] * n_engines
+    if len(n_gpus) == 1:  # otherwise, both nodes number their GPUs from 0
+        assert not set.intersection(*found)
+
+
+def test_an_engine_larger_than_every_node_is_refused(start_cluster: Callable[..., Cluster]) -> None:
+    start_cluster(3, 3, has_gpus=True)
+    config = placement(colocate_all=False, n_nodes=1, n_per_node=1)
+    with pytest.raises(
+        ConfigError, match=r"asks for 1 × 4 GPUs for engine .*, but the Ray cluster has 6 GPUs on 2 nodes: 3 \+ 3\. "
+    ):
+        RayLauncher(config, [], None, n_engines=1, engine_size=4)
