@@ -250,6 +250,15 @@ SKYRL_WITHOUT_EFFECT = {
     "trainer.policy.model.lora.lora_sync_path": "adapters reach the engine without a file",
     "trainer.policy.model.lora.max_loras": "a run has one adapter",
     "trainer.policy.model.lora.max_cpu_loras": "a run has one adapter",
+    **{
+        f"trainer.{role}.megatron_config.{name}": reason
+        for role in ("policy", "ref")
+        for name, reason in {
+            "ddp_config": "gradients are summed in float32 once, before the optimizer step",
+            "lora_config": "Megatron-Core trains all weights",
+            "empty_cuda_cache": "freed memory of a GPU stays with PyTorch, which uses it again",
+        }.items()
+    },
     "actor_rollout_ref.rollout.layered_summon": "weights are always gathered one tensor at a time",
     "actor_rollout_ref.rollout.load_format": "the engine gets the policy's weights before the first rollout",
     "actor_rollout_ref.model.use_shm": "models are read from their folder, which the system caches",
@@ -273,11 +282,15 @@ _FSDP: dict[str, tuple[tuple[Any, ...], str]] = {
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     **{
-        f"trainer.{role}.megatron_config": (
-            ({},),
-            "Megatron-Core is not supported; trainer.strategy=fsdp2 shards models",
-        )
+        f"trainer.{role}.megatron_config.{name}": (({}, None), reason)
         for role in ("policy", "ref")
+        for name, reason in {
+            "transformer_config_kwargs": "Megatron-Core's settings follow from the model; for recomputation, set "
+            "trainer.gradient_checkpointing=true",
+            "model_config_kwargs": "the settings of a model are those in its config.json",
+            "optimizer_config_kwargs": f"AdamW's settings are trainer.{role}.optimizer_config",
+            "torch_profiler_config": "there is no profiler",
+        }.items()
     },
     **{f"trainer.{role}.model_config_kwargs": (({}, None), _MODEL_CONFIG) for role in MODELS},
     **{f"{section}.{name}": ((None,), _MODEL_CONFIG) for section in ("trainer", "generator") for name in ROPE},

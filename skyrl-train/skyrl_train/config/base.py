@@ -163,6 +163,11 @@ def value_at(tree: object, key: str) -> Any:
     return tree
 
 
+def changed_fields(section: Section) -> set[str]:
+    """Return the names of the fields that differ from their defaults."""
+    return {name for name, field in type(section).model_fields.items() if value_at(section, name) != field.default}
+
+
 def with_value(section: Section, key: str, value: object) -> Any:
     """Return a copy of a frozen section with one dotted key replaced."""
     name, _, rest = key.partition(".")

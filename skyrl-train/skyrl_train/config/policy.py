@@ -135,6 +135,33 @@ class FSDPConfig(Section):
     `auto` takes bfloat16 on GPUs with `trainer.bf16`, and otherwise the type of the weights."""
 
 
+class MegatronConfig(Section):
+    """Division of a model over several ranks with Megatron-Core; read with `trainer.strategy=megatron`."""
+
+    tensor_model_parallel_size: Count = 1
+    """Ranks that share each matrix, best those of one node; divides the key-value heads of the model."""
+
+    pipeline_model_parallel_size: Count = 1
+    """Stages of the pipeline, groups of ranks that each hold consecutive layers; divides the layers of the model. Ranks
+    that remain beside both sizes hold copies, which compute different rows."""
+
+    sequence_parallel: bool = False
+    """Between the matrices, divide activations by tokens among the ranks that share each matrix. Takes less memory."""
+
+    context_parallel_size: Annotated[
+        Literal[1], Allowed("1: context parallelism is not supported; for less memory, set sequence_parallel=true")
+    ] = 1
+    """Only 1: outside of `sequence_parallel`, ranks do not divide the tokens of a row."""
+
+    expert_model_parallel_size: Annotated[Literal[1], Allowed("1: models with experts are not supported")] = 1
+    """Only 1: models with experts are not supported."""
+
+    expert_tensor_parallel_size: Annotated[
+        Literal[1] | None, Allowed("1 or null: models with experts are not supported")
+    ] = None
+    """Only 1 or null: models with experts are not supported."""
+
+
 class ShardedModelConfig(Section):
     """A model on several ranks."""
 
@@ -146,7 +173,14 @@ class ShardedModelConfig(Section):
     attention exchanges its heads (Ulysses). Must divide the number of ranks, and of attention heads."""
 
 
-class PolicyConfig(ShardedModelConfig):
+class DividedModelConfig(ShardedModelConfig):
+    """A model on several ranks, which may also divide its matrices and layers."""
+
+    megatron_config: MegatronConfig = MegatronConfig()
+    """Division over several ranks with Megatron-Core."""
+
+
+class PolicyConfig(DividedModelConfig):
     """The model that is trained."""
 
     model: PolicyModelConfig = PolicyModelConfig()
@@ -194,7 +228,7 @@ class RefModelConfig(Section):
     """A Hugging Face model name or a local folder; null takes `trainer.policy.model.path`."""
 
 
-class RefConfig(ShardedModelConfig):
+class RefConfig(DividedModelConfig):
     """The frozen model of the KL divergence, or the teacher of a distillation; loaded if its log-probs are read."""
 
     model: RefModelConfig = RefModelConfig()

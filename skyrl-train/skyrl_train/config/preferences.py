@@ -157,6 +157,13 @@ DPO = Schema(
 )
 """The configuration of direct preference optimization."""
 
+
+def reward_models_are_sharded(cfg: RewardConfig) -> Iterator[str]:
+    """Refuse Megatron-Core, which has no reward head."""
+    if cfg.trainer.strategy == "megatron":
+        yield "trainer.strategy=megatron trains language models only; set trainer.strategy=fsdp2 for a reward model"
+
+
 REWARD = Schema(
     root=RewardConfig,
     config_name="reward_config",
@@ -165,7 +172,7 @@ REWARD = Schema(
     without_effect=MEMORY_WITHOUT_EFFECT,
     paths=SUPERVISED_PATHS,
     sources=RUN_SOURCES,
-    rules=SUPERVISED_RULES,
+    rules=(*SUPERVISED_RULES, reward_models_are_sharded),
     machine_rules=SUPERVISED_MACHINE_RULES,
     warnings=SUPERVISED_WARNINGS,
 )

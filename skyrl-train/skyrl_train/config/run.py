@@ -75,13 +75,9 @@ class RunConfig(Section):
     placement: RunPlacementConfig = RunPlacementConfig()
     """Processes of the run."""
 
-    strategy: Annotated[
-        Literal["fsdp2", "fsdp"],
-        Allowed(
-            "fsdp2 or fsdp, which both mean PyTorch's FSDP2; it also replaces Megatron-Core, which is not supported"
-        ),
-    ] = "fsdp2"
-    """Sharding of a model over its ranks; both names mean PyTorch's FSDP2. A single rank holds the whole model."""
+    strategy: Literal["fsdp2", "fsdp", "megatron"] = "fsdp2"
+    """Division of a model over its ranks: `fsdp2` and `fsdp` both mean PyTorch's FSDP2; `megatron` is tensor and
+    pipeline parallelism with Megatron-Core, as in `megatron_config`. A single rank holds the whole model."""
 
     sequence_parallel_backend: Annotated[Literal["ulysses"], Allowed("ulysses")] = "ulysses"
     """Division of attention among the ranks of `sequence_parallel_size`: by its heads."""

@@ -21,9 +21,16 @@ from skyrl_train.config.base import (
     iter_fields,
 )
 from skyrl_train.config.loading import RUN_SOURCES, Schema
-from skyrl_train.config.policy import Betas, OptimizerConfig, PolicyModelConfig, SchedulerName, ShardedModelConfig
+from skyrl_train.config.policy import Betas, DividedModelConfig, OptimizerConfig, PolicyModelConfig, SchedulerName
 from skyrl_train.config.rules.data import training_data_is_read_once, training_has_rows, validation_data_is_read_once
-from skyrl_train.config.rules.placement import launcher_starts_every_process, ray_is_installed, sharding_fits_ranks
+from skyrl_train.config.rules.placement import (
+    launcher_starts_every_process,
+    megatron_has_its_models,
+    megatron_is_installed,
+    ray_is_installed,
+    sharding_fits_ranks,
+    strategy_has_its_settings,
+)
 from skyrl_train.config.rules.run import (
     adapters_are_on,
     adapters_are_possible,
@@ -124,7 +131,7 @@ class SFTOptimizerConfig(OptimizerConfig):
     and decays to 0 at the end."""
 
 
-class SFTPolicyConfig(ShardedModelConfig):
+class SFTPolicyConfig(DividedModelConfig):
     """The model that is trained."""
 
     model: PolicyModelConfig = PolicyModelConfig()
@@ -243,6 +250,8 @@ SUPERVISED_RULES = (
     weight_decay_shrinks_weights,
     adapters_are_possible,
     launcher_starts_every_process,
+    strategy_has_its_settings,
+    megatron_has_its_models,
     names_are_folders,
     validation_data_is_read_once,
     resume_path_is_a_checkpoint,
@@ -250,7 +259,7 @@ SUPERVISED_RULES = (
     wandb_settings_have_a_run,
 )
 
-SUPERVISED_MACHINE_RULES = (ray_is_installed, sharding_fits_ranks, wandb_can_start)
+SUPERVISED_MACHINE_RULES = (ray_is_installed, megatron_is_installed, sharding_fits_ranks, wandb_can_start)
 
 SUPERVISED_WARNINGS = (adapters_are_on, resume_path_is_read, training_data_is_read_once, validation_is_held_out)
 

@@ -45,8 +45,11 @@ from skyrl_train.config.rules.engine import (
 from skyrl_train.config.rules.placement import (
     colocated_models_have_the_same_size,
     launcher_starts_every_process,
+    megatron_has_its_models,
+    megatron_is_installed,
     ray_is_installed,
     sharding_fits_ranks,
+    strategy_has_its_settings,
 )
 from skyrl_train.config.rules.run import (
     adapters_are_on,
@@ -73,6 +76,8 @@ RULES: tuple[Rule, ...] = (
     input_length_covers_prompts,
     launcher_starts_every_process,
     colocated_models_have_the_same_size,
+    strategy_has_its_settings,
+    megatron_has_its_models,
     weights_have_a_transport,
     engines_have_devices,
     engine_fits_its_devices,
@@ -98,7 +103,13 @@ RULES: tuple[Rule, ...] = (
 )
 """Rules that read the configuration alone."""
 
-MACHINE_RULES: tuple[Rule, ...] = (engine_is_installed, ray_is_installed, sharding_fits_ranks, wandb_can_start)
+MACHINE_RULES: tuple[Rule, ...] = (
+    engine_is_installed,
+    ray_is_installed,
+    megatron_is_installed,
+    sharding_fits_ranks,
+    wandb_can_start,
+)
 """Rules that read the machine too: only a run checks them, a report about a finished run does not."""
 
 WARNINGS: tuple[Rule, ...] = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +15,16 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from skyrl_train.distributed.strategy import DistributedStrategy, all_finite, hf_model
+from skyrl_train.distributed.hugging_face import HuggingFaceStrategy
+from skyrl_train.distributed.strategy import all_finite_on_ranks, local_part
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types.specs import ModelSpec, World
 
 
-class FSDP2Strategy(DistributedStrategy):
+class FSDP2Strategy(HuggingFaceStrategy):
     """A strategy that shards each transformer block and, as the root, the rest: embeddings, final norm and head.
 
     The process group must exist. Gradients are summed over ranks, not averaged: the weights of a loss are those of the
@@ -81,16 +80,4 @@ class FSDP2Strategy(DistributedStrategy):
         return init_device_mesh(self._device.type, shape, mesh_dim_names=("copies", "shards"))
 
     def is_finite(self, module: ScoringModule) -> bool:
-        local = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
-        flag = torch.tensor(all_finite(local), device=self._device, dtype=torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MIN)
-        return bool(flag)
-
-    def export(self, module: ScoringModule, folder: Path) -> None:
-        tensors = {}
-        for name, tensor in self.full_tensors(module):  # gathered one by one; the first rank keeps them
-            if self.world.rank == 0:
-                tensors[name] = tensor.cpu()
-        if self.world.rank == 0:
-            hf_model(module).save_pretrained(folder, state_dict=tensors)
-        dist.barrier()
+        return all_finite_on_ranks((local_part(parameter)[0] for parameter in module.parameters()), self._device)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl_train.distributed.strategy import DistributedStrategy, all_finite, hf_model
+from skyrl_train.distributed.hugging_face import HuggingFaceStrategy
+from skyrl_train.distributed.strategy import all_finite
 from skyrl_train.models.lora import adapter_config
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.types.specs import ModelSpec
 
 
-class SingleStrategy(DistributedStrategy):
+class SingleStrategy(HuggingFaceStrategy):
     """A strategy that keeps the whole model on one device."""
 
     def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
@@ -20,7 +21,7 @@ class SingleStrategy(DistributedStrategy):
         return all_finite(module.parameters())
 
     def export(self, module: ScoringModule, folder: Path) -> None:
-        model = hf_model(module)
+        model = module.hf_model
         if adapter_config(model) is None:
             model.save_pretrained(folder)
         else:

@@ -318,8 +318,7 @@ class BasePPOExp(Experiment):
     ) -> Learner:
         """Load the policy, and the critic and the reference if the configuration uses them."""
         cfg, tokenizer = self.cfg.trainer, self.tokenizer
-        n_updates = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
-        self._warn_of_long_warmup(n_updates)
+        n_prompts = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
 
         async def load(
             role: Role,
@@ -344,7 +343,9 @@ class BasePPOExp(Experiment):
             "policy",
             partial(self.get_model, cfg.policy.model.path, POLICY_PATH),
             objective,
-            optimizer_spec(cfg.policy.optimizer_config, n_updates // cfg.policy_mini_batch_size),
+            optimizer_spec(
+                cfg.policy.optimizer_config, "trainer.policy.optimizer_config", n_prompts // cfg.policy_mini_batch_size
+            ),
             lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed),
         )
         n_embeddings = await policy.n_embeddings()
@@ -355,7 +356,11 @@ class BasePPOExp(Experiment):
                 "critic",
                 partial(self.get_value_model, cfg.critic.model.path),
                 ValueObjective(cfg.algorithm.value_clip),
-                optimizer_spec(cfg.critic.optimizer_config, n_updates // cfg.critic_mini_batch_size),
+                optimizer_spec(
+                    cfg.critic.optimizer_config,
+                    "trainer.critic.optimizer_config",
+                    n_prompts // cfg.critic_mini_batch_size,
+                ),
                 lora_spec(cfg.critic.model, "trainer.critic.model.lora", cfg.seed),
             )
             check_vocabulary_size(await critic.n_embeddings(), CRITIC_PATH, cfg.critic.model.path, n_embeddings)
@@ -374,21 +379,6 @@ class BasePPOExp(Experiment):
                     )
                 reference_sync = launcher.weight_sync(policy, {"the reference": ref})
         return Learner(cfg, estimator, policy=policy, critic=critic, ref=ref, reference_sync=reference_sync)
-
-    def _warn_of_long_warmup(self, n_updates: int) -> None:
-        """Log a warning if a learning rate does not reach its value before the run ends."""
-        cfg = self.cfg.trainer
-        roles = {"policy": (cfg.policy.optimizer_config, cfg.policy_mini_batch_size)}
-        if cfg.critic.model.path is not None:
-            roles["critic"] = (cfg.critic.optimizer_config, cfg.critic_mini_batch_size)
-        for role, (optimizer, mini_batch_size) in roles.items():
-            n_steps = n_updates // mini_batch_size
-            if optimizer.num_warmup_steps >= n_steps:
-                logger.warning(
-                    "trainer.%s.optimizer_config.num_warmup_steps=%d is not below the %d optimizer steps of this run: "
-                    "the learning rate only rises; lower it, or train longer",
-                    *(role, optimizer.num_warmup_steps, n_steps),
-                )
 
     def _curriculum(self, prompts: PromptOrder) -> list[Callback]:
         """Return the callback of `data.mixture.curriculum`, if it is set; ConfigError if it names no function."""

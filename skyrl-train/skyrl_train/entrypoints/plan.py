@@ -10,6 +10,7 @@ import psutil
 
 from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
+from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.config.preferences import DPOTrainerConfig, PreferenceDataConfig, RewardConfig
 from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.config.sft import SFTTrainerConfig, SupervisedConfig
@@ -229,7 +230,7 @@ def _describe_storage(
             ),
         )
         if ranks:
-            shards = (f"{m.role} {format_bytes(m.training_bytes / math.prod(ranks[m.role]))}" for m in models)
+            shards = (f"{m.role} {format_bytes(m.training_bytes / _n_shards(trainer, m, ranks))}" for m in models)
             engine = f"; engine {format_bytes(models[0].weight_bytes)}" if has_engine else ""
             yield "per process", f"{', '.join(shards)}{engine}"
         forecast = forecast_disk(trainer, models, sources)
@@ -241,6 +242,15 @@ def _describe_storage(
 def _plan_ranks(placement: RunPlacementConfig, models: Sequence[PlannedModel]) -> Ranks:
     """Return the ranks of each model; nothing for a run in one process."""
     return {} if not placement.uses_ray else {model.role: placement.size(ROLES[model.role]) for model in models}
+
+
+def _n_shards(trainer: TrainerConfig | SFTTrainerConfig, model: PlannedModel, ranks: Ranks) -> int:
+    """Return the number of ranks that divide a model; data-parallel ranks of Megatron-Core hold copies."""
+    if trainer.strategy != "megatron":
+        return math.prod(ranks[model.role])
+    section = getattr(trainer, ROLES[model.role], None)
+    megatron: MegatronConfig = getattr(section, "megatron_config", trainer.policy.megatron_config)  # DPO has one
+    return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
 
 
 def _describe_processes(ranks: Ranks, n_engines: int = 0) -> str:

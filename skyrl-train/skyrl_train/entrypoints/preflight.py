@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -16,10 +17,11 @@ from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.generator import SamplingConfig
-from skyrl_train.config.policy import CriticModelConfig, PolicyModelConfig
+from skyrl_train.config.policy import CriticModelConfig, PolicyConfig, PolicyModelConfig, RefConfig
 from skyrl_train.config.preferences import DPOConfig
 from skyrl_train.config.problems import show
-from skyrl_train.config.sft import SupervisedConfig
+from skyrl_train.config.run import RunConfig
+from skyrl_train.config.sft import SFTPolicyConfig, SupervisedConfig
 from skyrl_train.dataset.demonstrations import read_answers
 from skyrl_train.dataset.files import Rows, find_fault, local_path, sample_rows
 from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
@@ -62,6 +64,9 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     yield from _find_missing_interpreter(cfg)
     yield from _find_missing_models(cfg, trains=trains)
     yield from _find_model_mismatches(cfg, trains=trains)
+    if trains:
+        yield from _find_indivisible_model("policy", trainer.policy, trainer)
+        yield from _find_indivisible_model("ref", trainer.ref, trainer)
 
 
 def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
@@ -79,6 +84,7 @@ def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
     if isinstance(cfg, DPOConfig) and cfg.trainer.ref.model.path != model:
         yield from _find_missing_model("trainer.ref.model.path", cfg.trainer.ref.model.path)
     yield from find_long_rows(cfg, read_context_length(model))
+    yield from _find_indivisible_model("policy", cfg.trainer.policy, cfg.trainer)
 
 
 def find_long_rows(cfg: SupervisedConfig, n_context: int | None) -> Iterator[str]:
@@ -251,6 +257,28 @@ def _find_model_mismatches(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
                 f"{key}={show(other)} has a vocabulary of {size} tokens, fewer than the {n_tokens} of the policy; use "
                 "a model with the policy's vocabulary"
             )
+
+
+def _find_indivisible_model(
+    role: str, section: PolicyConfig | SFTPolicyConfig | RefConfig, trainer: RunConfig
+) -> Iterator[str]:
+    """Yield a sentence if Megatron-Core's ranks cannot divide the heads or the layers of a model on this machine."""
+    if trainer.strategy != "megatron":
+        return
+    config, megatron = _read_model_config(section.model.path), section.megatron_config
+    n_heads = config.get("num_key_value_heads", config.get("num_attention_heads"))
+    for name, size, count, what in (
+        ("tensor_model_parallel_size", megatron.tensor_model_parallel_size, n_heads, "key-value heads"),
+        (
+            "pipeline_model_parallel_size",
+            megatron.pipeline_model_parallel_size,
+            config.get("num_hidden_layers"),
+            "layers",
+        ),
+    ):
+        if isinstance(count, int) and count % size:
+            key, smaller = f"trainer.{role}.megatron_config.{name}", math.gcd(count, size)
+            yield f"{key}={size} must divide the {count} {what} of {section.model.path}; try {key}={smaller}"
 
 
 def _read_model_config(path: str) -> dict[str, Any]:

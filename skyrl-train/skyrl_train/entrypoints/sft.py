@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -29,8 +28,6 @@ from skyrl_train.supervised_trainer import SupervisedRows, SupervisedTrainer, Va
 from skyrl_train.tracking import Tracking
 from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
-
-logger = logging.getLogger(__name__)
 
 
 class SupervisedExp(Experiment):
@@ -126,13 +123,7 @@ class SupervisedExp(Experiment):
         val_dataset = self.get_dataset(data.val_data) if cfg.eval_interval > 0 and data.val_data else None
         total_steps = cfg.epochs * rows.batches_per_epoch
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
-        optimizer = optimizer_spec(cfg.policy.optimizer_config, total_steps)
-        if optimizer.n_warmup_steps >= total_steps:
-            logger.warning(
-                "trainer.policy.optimizer_config.num_warmup_steps=%d is not below the %d steps of this run: the "
-                "learning rate only rises; lower it, or train longer",
-                *(optimizer.n_warmup_steps, total_steps),
-            )
+        optimizer = optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", total_steps)
         async with started(self.new_model_launcher(self.roles)) as launcher:
             models = await self.load_models(launcher, optimizer)
             with self.get_tracker() as tracker:

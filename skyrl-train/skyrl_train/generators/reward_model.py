@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config.generator import RewardModelConfig
 from skyrl_train.dataset.supervised import build_rewarded_segment, build_supervised_batch
 from skyrl_train.distributed import SingleStrategy
-from skyrl_train.distributed.strategy import hf_model
 from skyrl_train.models.loading import check_same_vocabulary, default_device, load_reward_model
 from skyrl_train.types import DrawnPrompt
 from skyrl_train.types.specs import ModelSpec, World
@@ -41,7 +40,7 @@ class RewardModel:
         spec = ModelSpec("reward", load, tokenizer.save_pretrained, max_tokens_per_micro_batch=cfg.max_tokens_per_batch)
         self._worker = Worker(spec, SingleStrategy(World(device=str(device))))
         self._max_tokens = cfg.max_tokens_per_batch
-        config = hf_model(self._worker.module).config
+        config = self._worker.module.hf_model.config
         self._pad_token_id: int | None = config.pad_token_id
         self._context_length: int | None = getattr(config, "max_position_embeddings", None)
 

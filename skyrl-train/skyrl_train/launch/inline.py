@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.distributed import SingleStrategy
-from skyrl_train.distributed.strategy import hf_model
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.models.loading import default_device
 from skyrl_train.types.specs import ModelSpec, SyncKind, World
@@ -34,7 +33,7 @@ class InlineLauncher:
         group = WorkerGroup(spec, [rank], objective)
         await group.load()
         if spec.role == "policy":
-            self.policy = hf_model(rank.worker.module)
+            self.policy = rank.worker.module.hf_model
         return group
 
     async def start_engine(self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine]) -> InferenceEngine:

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from skyrl_train.algorithms.objectives import Objective
-from skyrl_train.distributed import FSDP2Strategy, SingleStrategy
-from skyrl_train.errors import WorkerError, picklable_error
+from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.distributed import DistributedStrategy, FSDP2Strategy, SingleStrategy
+from skyrl_train.errors import ConfigError, WorkerError, picklable_error
 from skyrl_train.launch.numa import bind_to_gpu
 from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.workers.worker import Worker
@@ -32,15 +33,15 @@ class RankHost:
         if device.index is not None:
             torch.cuda.set_device(device)
             bind_to_gpu(device.index)
+        self._world = world
         self._workers: dict[Role, Worker] = {}
+        self._strategies: dict[MegatronConfig | None, DistributedStrategy[Any]] = {}
         if world.size == 1:
-            self.strategy: SingleStrategy | FSDP2Strategy = SingleStrategy(world)
             return
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend, init_method=address, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT
         )
-        self.strategy = FSDP2Strategy(world, COLLECTIVE_TIMEOUT)
 
     def call(self, role: Role, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
         """Load a model, in place of that of the same role, or call a method of its worker; return (True, the result) or
@@ -55,7 +56,27 @@ class RankHost:
             return False, picklable_error(error, WorkerError)
 
     def _load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        self._workers[spec.role] = Worker(spec, self.strategy, objective)
+        self._workers[spec.role] = Worker(spec, self._strategy(spec), objective)
+
+    def _strategy(self, spec: ModelSpec) -> DistributedStrategy[Any]:
+        """Return the strategy of a model. The first models of several ranks create their process groups together."""
+        if spec.megatron not in self._strategies:
+            self._strategies[spec.megatron] = self._new_strategy(spec.megatron)
+        return self._strategies[spec.megatron]
+
+    def _new_strategy(self, megatron: MegatronConfig | None) -> DistributedStrategy[Any]:
+        if self._world.size == 1:
+            return SingleStrategy(self._world)
+        if megatron is None:
+            return FSDP2Strategy(self._world, COLLECTIVE_TIMEOUT)
+        try:
+            from skyrl_train.distributed.megatron import MegatronStrategy
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"trainer.strategy=megatron needs Megatron-Core on every node ({error}); pip install "
+                "'skyrl-train[mcore]', or set trainer.strategy=fsdp2"
+            ) from error
+        return MegatronStrategy(self._world, megatron)
 
     def serve(self, connection: Connection) -> None:
         """Carry out the calls of `ConnectedRank`s until they close the connection, and close."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from skyrl_train.config.policy import OptimizerConfig, ShardedModelConfig
+from skyrl_train.config.policy import DividedModelConfig, OptimizerConfig, ShardedModelConfig
 from skyrl_train.config.run import RunConfig
 from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, Role
+
+logger = logging.getLogger(__name__)
 
 
 def model_spec(
@@ -22,8 +25,9 @@ def model_spec(
     lora: LoraSpec | None = None,
     sharding: ShardedModelConfig | None = None,
 ) -> ModelSpec:
-    """Return the specification of one model of a run."""
+    """Return the specification of one model of a run, whose strategy decides which fields of `sharding` are read."""
     sharding = sharding or ShardedModelConfig()
+    megatron = sharding.megatron_config if isinstance(sharding, DividedModelConfig) else None
     return ModelSpec(
         role=role,
         load=load,
@@ -32,6 +36,7 @@ def model_spec(
         lora=lora,
         fsdp=sharding.fsdp_config,
         sequence_parallel_size=sharding.sequence_parallel_size,
+        megatron=megatron if cfg.strategy == "megatron" else None,
         temperature=temperature,
         bf16=cfg.bf16,
         max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch,
@@ -40,9 +45,18 @@ def model_spec(
     )
 
 
-def optimizer_spec(cfg: OptimizerConfig, n_steps: int) -> OptimizerSpec:
-    """Return the specification of an optimizer whose schedule spans the `n_steps` optimizer steps of the run."""
+def optimizer_spec(cfg: OptimizerConfig, key: str, n_steps: int) -> OptimizerSpec:
+    """Return the specification of an optimizer whose schedule spans the `n_steps` optimizer steps of the run.
+
+    Log a warning that names the configuration `key` if the learning rate does not reach its value before the run ends.
+    """
     n_warmup_steps = cfg.num_warmup_steps or int(cfg.warmup_ratio * n_steps)
+    if n_warmup_steps >= n_steps:
+        logger.warning(
+            "%s.num_warmup_steps=%d is not below the %d optimizer steps of this run: the learning rate only rises; "
+            "lower it, or train longer",
+            *(key, n_warmup_steps, n_steps),
+        )
     return OptimizerSpec(
         lr=cfg.lr,
         betas=cfg.adam_betas,

@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
@@ -24,9 +24,9 @@ from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.launch.process import ConnectedRank
 from skyrl_train.launch.rank_host import RankHost
 from skyrl_train.models.loading import default_device
-from skyrl_train.types.specs import ModelSpec, World
+from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.ranks import LocalRank, Rank
+from skyrl_train.workers.ranks import Rank
 
 T = TypeVar("T")
 
@@ -84,6 +84,30 @@ class Torchrun:
         return store
 
 
+class HostedRank:
+    """A rank in this process, next to ranks in others. Its calls run in `executor`, which has one thread."""
+
+    def __init__(self, executor: Executor, host: RankHost) -> None:
+        self._executor = executor
+        self._host = host
+        self._role: Role | None = None
+
+    async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
+        self._role = spec.role
+        await self.call("load", spec, objective)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        assert self._role is not None, "load() comes first"
+        loop = asyncio.get_running_loop()
+        is_result, value = await loop.run_in_executor(self._executor, self._host.call, self._role, method, args)
+        if is_result:
+            return value
+        raise value
+
+    async def close(self) -> None:
+        await self.call("close")
+
+
 class TorchrunLauncher:
     """A launcher on the processes of `torchrun`, which hold a rank of every model. It runs in rank 0, whose parts of
     the models compute in `executor`, which has one thread.
@@ -95,7 +119,7 @@ class TorchrunLauncher:
         self._torchrun = torchrun
         self._host: RankHost | None = None
         self._others: list[ConnectedRank] = []
-        self._local: list[LocalRank] = []
+        self._local: list[HostedRank] = []
 
     async def start(self) -> None:
         """Connect to the other ranks, and join their process group.
@@ -109,7 +133,7 @@ class TorchrunLauncher:
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
         assert self._host is not None, "start() comes first"
-        local = LocalRank(self._executor, self._host.strategy)
+        local = HostedRank(self._executor, self._host)
         group = WorkerGroup(spec, [local, *(rank.share() for rank in self._others)], objective)
         await group.load()
         self._local.append(local)

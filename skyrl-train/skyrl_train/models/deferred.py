@@ -90,6 +90,7 @@ def create_without_weights(
         config = AutoConfig.from_pretrained(folder, **settings)
         with no_init_weights():  # memory that is never written takes no space
             model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model.tie_weights()  # which is otherwise part of initializing them
         files, shapes = _list_tensors(folder)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:  # loading it whole names the fault
         logger.debug("%s cannot be created without its weights: %r", source, error)

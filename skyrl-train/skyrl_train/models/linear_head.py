@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from skyrl_train.types import TokenScores
@@ -24,16 +25,21 @@ def linear_head_scores(
     scale: float,
     *,
     entropy_grad: bool,
+    group: dist.ProcessGroup | None = None,
 ) -> TokenScores:
     """Return the scores (N,) of `token_ids` under softmax(scale · (hidden · weightᵀ + bias)), in float32.
 
     `hidden` is (N, H), `weight` (V, H), `bias` (V,). The backward pass computes the logits again; the gradients are
     exact. Memory is two blocks of logits. Only `entropy_grad` makes entropies differentiable. Σπ² is 0 where gradients
     are recorded, since only scores before an update are read.
+
+    With `group`, whose ranks divide the vocabulary, `weight` and `bias` are those of this rank's tokens, and
+    `token_ids` count from the first of them: other ranks have the ids outside of [0, V). Scores are those of the whole
+    vocabulary on every rank; the gradient of `hidden` is this rank's share of it.
     """
     with_sum_pi_squared = not torch.is_grad_enabled()
     return TokenScores(
-        *_LinearHeadScores.apply(hidden, weight, bias, token_ids, scale, entropy_grad, with_sum_pi_squared)
+        *_LinearHeadScores.apply(hidden, weight, bias, token_ids, scale, entropy_grad, with_sum_pi_squared, group)
     )
 
 
@@ -50,6 +56,7 @@ class _LinearHeadScores(torch.autograd.Function):
         scale: float,
         entropy_grad: bool,
         with_sum_pi_squared: bool,
+        group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         lowest = torch.finfo(torch.float32).min
         highest = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)  # (N,): largest logit so far
@@ -69,14 +76,24 @@ class _LinearHeadScores(torch.autograd.Function):
             total[rows] = shrink * total[rows] + powers.sum(dim=1)
             if with_sum_pi_squared:
                 squares[rows] = shrink.square() * squares[rows] + powers.square_().sum(dim=1)
+        is_own = (token_ids >= 0) & (token_ids < len(weight))
+        token_ids = token_ids.clamp(0, len(weight) - 1)
         chosen = (hidden.float() * weight[token_ids].float()).sum(dim=1)
         if bias is not None:
             chosen += bias[token_ids].float()
-        chosen *= scale
+        chosen = torch.where(is_own, scale * chosen, 0.0)
+        if group is not None:
+            own_highest = highest.clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+            shift = own_highest - highest  # ≤ 0
+            shrink = shift.exp()
+            sums = torch.stack((chosen, shrink * total, shrink * (moment + shift * total), shrink.square() * squares))
+            dist.all_reduce(sums, group=group)
+            chosen, total, moment, squares = sums.unbind()
         log_total = total.log()
         entropy = log_total - moment / total
         log_normalizer = highest + log_total
-        ctx.save_for_backward(hidden, weight, bias, token_ids, log_normalizer, entropy)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, is_own, log_normalizer, entropy)
         ctx.scale = scale
         sum_pi_squared = squares / total.square()
         ctx.mark_non_differentiable(sum_pi_squared, *(() if entropy_grad else (entropy,)))
@@ -89,7 +106,7 @@ class _LinearHeadScores(torch.autograd.Function):
     def backward(
         ctx: Any, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, token_ids, log_normalizer, entropy = ctx.saved_tensors
+        hidden, weight, bias, token_ids, is_own, log_normalizer, entropy = ctx.saved_tensors
         if logprob_grad is None:
             logprob_grad = torch.zeros_like(log_normalizer)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -113,7 +130,7 @@ class _LinearHeadScores(torch.autograd.Function):
                 weight_grad[tokens].addmm_(grad.T, scaled_hidden[rows])
             if bias_grad is not None:
                 bias_grad[tokens].addmv_(grad.T, factor[rows])
-        chosen_grad = ctx.scale * logprob_grad
+        chosen_grad = torch.where(is_own, ctx.scale * logprob_grad, 0.0)
         if hidden_grad is not None:
             hidden_grad.mul_(factor[:, None]).addcmul_(chosen_grad[:, None], weight[token_ids].float())
         if weight_grad is not None:
@@ -121,7 +138,7 @@ class _LinearHeadScores(torch.autograd.Function):
         if bias_grad is not None:
             bias_grad.index_add_(0, token_ids, chosen_grad)
         gradients = zip((hidden_grad, weight_grad, bias_grad), (hidden, weight, bias), strict=True)
-        return (*(None if grad is None else grad.to(of.dtype) for grad, of in gradients), None, None, None, None)
+        return (*(None if grad is None else grad.to(of.dtype) for grad, of in gradients), *(None,) * 5)
 
 
 def _blocks(

@@ -63,9 +63,7 @@ def hidden_before(
     (B, R) of these tokens: all of them, or with `group` those that this rank has the hidden states of.
     """
     mask = loss_mask.bool()
-    rows, columns = loss_mask.nonzero(as_tuple=True)  # (N,) each
-    n_left_padding = attention_mask.long().argmax(dim=1)  # (B,)
-    positions = columns + sequences.shape[1] - loss_mask.shape[1] - n_left_padding[rows] - 1
+    rows, positions = find_predictions(attention_mask, loss_mask)
     if shares_prefixes:
         tree = PrefixTree(unpadded(sequences, attention_mask), sequences.device)
         states, index = tree_hidden_states(model, tree, group), tree.index[rows, positions]  # (U or u, H), (N,)
@@ -77,14 +75,26 @@ def hidden_before(
     return hidden_states(model, sequences, attention_mask)[rows, positions], mask
 
 
-def hidden_states(model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return final hidden states (B, L', H) with each row's tokens moved to the left, L' the longest row.
+def find_predictions(attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row (N,) of each token with `loss_mask` 1, and the position (N,) before it, among the row's tokens."""
+    rows, columns = loss_mask.nonzero(as_tuple=True)
+    n_left_padding = attention_mask.long().argmax(dim=1)  # (B,)
+    return rows, columns + attention_mask.shape[1] - loss_mask.shape[1] - n_left_padding[rows] - 1
+
+
+def align_left(sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Return `sequences` (B, L') with each row's tokens moved to the left, L' the longest row.
 
     The causal mask hides padding on the right, so no attention mask is built and attention takes its fast path.
     """
     order = (1 - attention_mask.long()).argsort(dim=1, stable=True)  # (B, L): tokens first, in order
     length = int(attention_mask.sum(dim=1).max())
-    compact = sequences.gather(1, order)[:, :length]
+    return sequences.gather(1, order)[:, :length]
+
+
+def hidden_states(model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Return final hidden states (B, L', H) of rows whose tokens are moved to the left, L' the longest row."""
+    compact = align_left(sequences, attention_mask)
     return model.base_model(input_ids=compact, use_cache=False).last_hidden_state
 
 

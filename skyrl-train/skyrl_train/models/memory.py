@@ -15,12 +15,11 @@ MAX_ACTIVATION_BYTES = 1 << 30
 """Memory for activations on a CPU by default."""
 
 
-def default_max_tokens(model: PreTrainedModel) -> int:
-    """Return the default of `trainer.max_tokens_per_microbatch`."""
-    max_tokens = MAX_TOKENS[model.device.type if model.device.type in MAX_TOKENS else "cuda"]
-    if model.device.type != "cpu":
-        return max_tokens
-    return max(MIN_TOKENS, min(max_tokens, MAX_ACTIVATION_BYTES // activation_bytes_per_token(model.config)))
+def default_max_tokens(config: PretrainedConfig, device: torch.device) -> int:
+    """Return the default of `trainer.max_tokens_per_microbatch` for a model on a device."""
+    if device.type != "cpu":
+        return MAX_TOKENS["cuda"]
+    return max(MIN_TOKENS, min(MAX_TOKENS["cpu"], MAX_ACTIVATION_BYTES // activation_bytes_per_token(config)))
 
 
 def activation_bytes_per_token(config: PretrainedConfig) -> int:

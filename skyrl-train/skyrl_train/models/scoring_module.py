@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from typing import cast
 
 import torch
@@ -18,8 +19,21 @@ from skyrl_train.types import Scores, TokenScores, TrainingBatch, ValueScores
 logger = logging.getLogger(__name__)
 
 
-class ScoringModule(torch.nn.Module):
-    """A module that scores the tokens with loss mask 1, with a language model, a critic or a reward model.
+class Scorer(torch.nn.Module):
+    """A module that scores the tokens with loss mask 1."""
+
+    scores_type: type[TokenScores | ValueScores] = TokenScores
+    shares_prefixes = False
+    """True if tokens that several rows of a micro-batch begin with are computed once."""
+
+    @property
+    @abstractmethod
+    def hf_model(self) -> PreTrainedModel:
+        """The Hugging Face model, or one on the meta device that describes weights in another form."""
+
+
+class ScoringModule(Scorer):
+    """A scorer with a language model, a critic or a reward model of Hugging Face.
 
     One forward pass calls body and head, so that FSDP gathers the parameters of both, and the head runs on trained
     positions only.
@@ -42,8 +56,11 @@ class ScoringModule(torch.nn.Module):
         self._temperature = temperature
         self._entropy_grad = entropy_grad
         self._sequence_group = sequence_group
-        self.shares_prefixes = False
-        self.scores_type: type[TokenScores | ValueScores] = ValueScores if is_critic else TokenScores
+        self.scores_type = ValueScores if is_critic else TokenScores
+
+    @property
+    def hf_model(self) -> PreTrainedModel:
+        return self.model
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> Scores:
         """Return scores (B, R), 0 off the mask, for `sequences` (B, L) and `loss_mask` (B, R)."""

@@ -44,10 +44,10 @@ class SequenceGroup:
     def tokens_to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, n_tokens: int
     ) -> list[torch.Tensor]:
-        """Exchange all heads of this rank's tokens, (u, heads, d) each, for a part of the heads of all tokens (U, …).
+        """Exchange all heads of this rank's tokens, (u, heads, d) each, for a part of the heads of all U = `n_tokens`.
 
-        Query heads that read the same key and value stay together. Keys and values with fewer heads than ranks are
-        sent to several ranks.
+        Query heads come with the heads of the keys and values that they read, which several ranks get if there are
+        fewer of them than ranks.
 
         Raises:
             ConfigError: the number of query heads is not a multiple of the number of ranks.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from skyrl_train.config.policy import CriticModelConfig, FSDPConfig, LoraConfig, PolicyModelConfig
+from skyrl_train.config.policy import CriticModelConfig, FSDPConfig, LoraConfig, MegatronConfig, PolicyModelConfig
 from skyrl_train.lazy import torch
 
 Role = Literal["policy", "critic", "ref", "reward"]
@@ -23,6 +23,32 @@ class World:
     rank: int = 0
     size: int = 1
     device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The division of a model's ranks.
+
+    `tensor` neighbors share each matrix or the tokens of each row, `pipeline` stages share the layers, and as many
+    data-parallel parts as remain have their own rows. Consecutive ranks hold the same stage.
+    """
+
+    n_ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def n_parts(self) -> int:
+        """Number of data-parallel parts."""
+        return self.n_ranks // (self.tensor * self.pipeline)
+
+    def part(self, rank: int) -> int:
+        """Return the data-parallel part of a rank."""
+        return rank // self.tensor % self.n_parts
+
+    def leader(self, part: int) -> int:
+        """Return the rank that returns the results of a data-parallel part: the first one of its last stage."""
+        return ((self.pipeline - 1) * self.n_parts + part) * self.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +96,7 @@ class ModelSpec:
     optimizer: OptimizerSpec | None = None  # None: the model is frozen
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     sequence_parallel_size: int = 1  # ranks that get the same rows, and divide their tokens
+    megatron: MegatronConfig | None = None  # set: several ranks use Megatron-Core instead of FSDP2
     lora: LoraSpec | None = None  # set: only the adapter, and a critic's value head, are trained
     temperature: float = 1.0
     bf16: bool = False  # compute in bfloat16 on a GPU
@@ -81,6 +108,12 @@ class ModelSpec:
     def section(self) -> str:
         """The section of the model in the configuration, for error messages."""
         return f"trainer.{'policy' if self.role == 'reward' else self.role}"
+
+    def layout(self, n_ranks: int) -> Layout:
+        """Return the division of `n_ranks` ranks."""
+        if self.megatron is None or n_ranks == 1:
+            return Layout(n_ranks, self.sequence_parallel_size)
+        return Layout(n_ranks, self.megatron.tensor_model_parallel_size, self.megatron.pipeline_model_parallel_size)
 
 
 @dataclass(frozen=True, slots=True)

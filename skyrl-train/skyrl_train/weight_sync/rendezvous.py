@@ -6,7 +6,6 @@ An end that closes its connection, fails or stays silent for too long ends the s
 from __future__ import annotations
 
 import json
-import logging
 import selectors
 import socket
 import time
@@ -21,8 +20,6 @@ import torch.distributed as dist
 
 from skyrl_train.errors import SyncError
 from skyrl_train.weight_sync.base import SyncPlan
-
-logger = logging.getLogger(__name__)
 
 HELLO, MESSAGE, FAILED = "hello", "message", "failed"
 MIN_POLL_S, MAX_POLL_S = 0.002, 0.1
@@ -212,13 +209,18 @@ class Guest:
             self._sock.sendall(_encode(kind, value))
 
 
-def call_off(plan: SyncPlan, reason: BaseException, failed: Sequence[int] = ()) -> None:
-    """Tell the sender that an end failed, perhaps before it connected, and which receivers have `failed`."""
+def call_off(plan: SyncPlan, reason: BaseException, failed: Sequence[int] = ()) -> bool:
+    """Tell the sender that an end failed, perhaps before it connected, and which receivers have `failed`.
+
+    Returns:
+        False if the sender does not listen.
+    """
     try:
         with _connect(plan, CALL_OFF_TIMEOUT_S) as sock:
             sock.sendall(_encode(FAILED, [str(reason), list(failed)]))
-    except (OSError, SyncError) as error:
-        logger.debug("Weight sync %d could not be called off: %s", plan.version, error)
+    except (OSError, SyncError):
+        return False
+    return True
 
 
 @contextmanager

@@ -121,7 +121,7 @@ class StreamWriter:
         if self._remote and self._plan.transport == "cuda_ipc":
             raise SyncError(
                 f"weight sync {self._plan.version}: {names} is on none of the GPUs of {self._plan.name(0)} and its "
-                "fellow ranks, or in another container; set generator.weight_sync_backend=nccl"
+                "fellow ranks, or in another container; set generator.weight_sync_backend=gloo"
             )
         if self._remote and self._plan.transport == "shared_memory":
             raise SyncError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.types import Metrics
 from skyrl_train.types.specs import SyncKind, TensorSpec
 from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport, chunked
-from skyrl_train.weight_sync.rendezvous import call_off
+from skyrl_train.weight_sync.rendezvous import LINGER_S, MAX_POLL_S, call_off
 from skyrl_train.weight_sync.shared import receive_shared, release, send_shared
 from skyrl_train.weight_sync.stream import N_SLOTS
 from skyrl_train.weight_sync.transfer import SentWeights, receive_stream, send_stream
@@ -161,21 +162,24 @@ class WeightSync:
             finally:
                 release(plan.address)
         else:
+            sending = asyncio.ensure_future(self._source.send_weights(plan))
+            receiving = {name: asyncio.ensure_future(sink.receive_weights(plans[name])) for name, sink in sinks.items()}
+            tasks = [sending, *receiving.values()]
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    sending = tasks.create_task(self._source.send_weights(plan))
-                    receiving = {
-                        name: tasks.create_task(sink.receive_weights(plans[name])) for name, sink in sinks.items()
-                    }
-            except ExceptionGroup as errors:
-                first_error = errors.exceptions[0]  # it cancelled the other tasks, but their processes still wait
-                failed = [
-                    plans[name].rank  # of a sink with several copies, some may still connect
-                    for name, task in receiving.items()
-                    if sinks[name].n_weight_copies == 1 and not task.cancelled() and task.exception() is not None
-                ]
-                await asyncio.to_thread(call_off, plan, first_error, failed)
-                raise first_error from first_error.__cause__
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                first_error = next((error for task in tasks if task.done() and (error := task.exception())), None)
+                if first_error is not None:
+                    failed = [
+                        plans[name].rank  # of a sink with several copies, some may still connect
+                        for name, task in receiving.items()
+                        if sinks[name].n_weight_copies == 1 and task.done() and task.exception() is not None
+                    ]
+                    await _end_sender(sending, plan, first_error, failed)
+                    raise first_error from first_error.__cause__
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
             sent, received = sending.result(), {name: task.result() for name, task in receiving.items()}
         for name, receipt in received.items():
             if receipt != sent:
@@ -208,6 +212,18 @@ class WeightSync:
             base_version=base_version if options.sends_changes else None,
             names=tuple(names),
         )
+
+
+async def _end_sender(
+    sending: asyncio.Future[Receipt], plan: SyncPlan, reason: BaseException, failed: Sequence[int]
+) -> None:
+    """Call a sync off until the sender has ended: it may not listen yet, and would then wait for the failed ends."""
+    deadline = time.monotonic() + plan.timeout_s
+    while not sending.done() and time.monotonic() < deadline:
+        if await asyncio.to_thread(call_off, plan, reason, failed):
+            await asyncio.wait([sending], timeout=LINGER_S)
+        else:
+            await asyncio.wait([sending], timeout=MAX_POLL_S)
 
 
 async def _local_address() -> str:

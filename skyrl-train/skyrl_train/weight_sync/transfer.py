@@ -61,6 +61,17 @@ def send_stream(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kep
         for _ in tensors:
             pass
         return Receipt(plan.version, 0)
+    try:
+        return _send(plan, tensors, kept, has_checksum=plan.has_checksum and is_first)
+    except BaseException:
+        for _ in tensors:  # the other ranks still gather them
+            pass
+        raise
+
+
+def _send(
+    plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kept: SentWeights | None, *, has_checksum: bool
+) -> Receipt:
     if kept is not None:
         kept.check(plan)
     writer = StreamWriter(plan)
@@ -74,13 +85,11 @@ def send_stream(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kep
             with half_of_cores():  # the receiver has the other half
                 tensor = tensor.detach().to(spec.dtype).contiguous()
                 _write(writer, plan, spec, tensor, kept)
-                if plan.has_checksum and is_first:
+                if has_checksum:
                     checksum += tensor_checksum(name, tensor)
         writer.finish()
     except BaseException as error:
         writer.fail(error)
-        for _ in tensors:  # the other ranks still gather them
-            pass
         raise
     finally:
         writer.close()

@@ -25,7 +25,6 @@ FINISH_TIMEOUT_S = 60.0
 CAUSE_TIMEOUT_S = 2.0
 """Seconds that other ranks of a failed call may take to fail as well."""
 
-
 SAVE_POLL_S = 0.05
 """Seconds between two looks at a save in progress."""
 
@@ -47,14 +46,14 @@ class WorkerGroup:
         self._objective = objective
         self._spec = spec
         self._ranks = list(ranks)
-        self._part_size = spec.sequence_parallel_size
-        if len(ranks) % self._part_size:
+        if len(ranks) % spec.sequence_parallel_size:
             raise ConfigError(
-                f"{spec.section}.sequence_parallel_size={self._part_size} must divide the {len(ranks)} ranks of the "
-                f"{spec.role}; start more ranks, or remove it"
+                f"{spec.section}.sequence_parallel_size={spec.sequence_parallel_size} must divide the {len(ranks)} "
+                f"ranks of the {spec.role}; start more ranks, or remove it"
             )
+        self._layout = spec.layout(len(ranks))
         self._shares_prefixes = False  # this and the next until the model is loaded
-        self._max_tokens = self._part_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
+        self._max_tokens = spec.sequence_parallel_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
 
@@ -72,7 +71,7 @@ class WorkerGroup:
         """Load the model on every rank; ConfigError if its path holds none."""
         await asyncio.gather(*(rank.load(self._spec, self._objective) for rank in self._ranks))
         self._shares_prefixes = (await self._call("shares_prefixes"))[0]
-        self._max_tokens = self._part_size * (await self._call("max_tokens_per_micro_batch"))[0]
+        self._max_tokens = self._spec.sequence_parallel_size * (await self._call("max_tokens_per_micro_batch"))[0]
 
     async def n_embeddings(self) -> int:
         """Return the number of tokens that the model has embeddings for."""
@@ -94,7 +93,7 @@ class WorkerGroup:
         mask.
         """
         shards, rows = self._split(batch, self._spec.max_rows_forward)
-        return join(rows, await self._call("score", adapter, per_part=shards), len(batch))
+        return join(rows, await self._call_parts("score", shards, adapter), len(batch))
 
     async def forward_backward(self, mini_batch: TrainingBatch, scores: torch.Tensor | None = None) -> Metrics:
         """Add the gradient of a mini-batch's loss to the parameters.
@@ -113,7 +112,7 @@ class WorkerGroup:
                 scores = (await self.score(mini_batch))[objective.score_name]
             mini_batch, metrics = objective.differentiate(scores, mini_batch)
         shards, _ = self._split(mini_batch, max_rows, keeps_draws=keeps_draws)
-        return metrics.merge(*await self._call("forward_backward", per_part=shards))
+        return metrics.merge(*await self._call_parts("forward_backward", shards))
 
     async def optim_step(self) -> Metrics:
         """Clip and apply the gradients; return the metrics of the first rank, which are those of all."""
@@ -134,7 +133,7 @@ class WorkerGroup:
         For a reward model, `mean` is minus the mean distance between the rewards of a pair.
         """
         shards, _ = self._split(rows, self._spec.max_rows_train)
-        metrics = Metrics().merge(*await self._call("probe", per_part=shards))
+        metrics = Metrics().merge(*await self._call_parts("probe", shards))
         if isinstance(self._objective, RewardObjective):
             metrics["mean"] = Metric("mean", -self._objective.mean_distance(await self.score(rows), rows))
         return metrics
@@ -147,7 +146,7 @@ class WorkerGroup:
     async def _finish_save(self, folder: Path) -> None:
         """Wait until all ranks have written their part, while other calls run.
 
-        The ranks are asked only between calls, for a failure: the folder shows that it is complete during a call, too.
+        Ranks report failures between calls only; the folder shows that it is complete even during a call.
         """
         while not await asyncio.to_thread((folder / METADATA).exists):
             if not self._lock.locked() and all(await self._call("is_written")):
@@ -196,32 +195,35 @@ class WorkerGroup:
     ) -> tuple[list[Shard], list[list[int]]]:
         return split(
             batch,
-            len(self._ranks) // self._part_size,
+            self._layout.n_parts,
             self._max_tokens,
             max_rows,
             shares_prefixes=self._shares_prefixes,
             keeps_draws=keeps_draws,
         )
 
-    async def _call(self, method: str, *args: Any, per_part: Sequence[Any] | None = None) -> list[Any]:
-        """Call a method of every worker, and return the results.
+    async def _call_parts(self, method: str, shards: Sequence[Shard], *args: Any) -> list[Any]:
+        """Call a method of every worker with the shard of its data-parallel part; return one result for each part."""
+        layout = self._layout
+        own = [(shards[layout.part(rank)],) for rank in range(layout.n_ranks)]
+        results = await self._call(method, *args, first_args=own)
+        return [results[layout.leader(part)] for part in range(layout.n_parts)]
 
-        With `per_part`, each worker gets that of its data-parallel part as its first argument. The ranks of a part
-        compute the same; the result of the first one is returned.
-        """
+    async def _call(self, method: str, *args: Any, first_args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Call a method of every worker, with the first arguments of each; return the result of each."""
         async with self._lock:
             if self._broken_by is not None:
                 raise WorkerError(
                     f"the {self._spec.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
                 ) from self._broken_by
-            calls = []
-            for index, rank in enumerate(self._ranks):
-                part = () if per_part is None else (per_part[index // self._part_size],)
-                calls.append(asyncio.ensure_future(rank.call(method, *part, *args)))
+            calls = [
+                asyncio.ensure_future(rank.call(method, *first, *args))
+                for rank, first in zip(self._ranks, first_args or [()] * len(self._ranks), strict=True)
+            ]
             if len(calls) == 1:
                 return [await calls[0]]
             try:
-                results = await asyncio.gather(*calls)
+                return await asyncio.gather(*calls)
             except Exception as error:
                 if isinstance(error, SyncError) and await _all_others_finish(calls):
                     raise  # a receiver failed, and no rank waits for another one
@@ -229,7 +231,6 @@ class WorkerGroup:
                 if cause is error:
                     raise
                 raise cause from cause.__cause__
-        return results if per_part is None else results[:: self._part_size]
 
 
 async def _all_others_finish(calls: Sequence[asyncio.Future[Any]]) -> bool:

@@ -33,7 +33,7 @@ class LocalRank:
 
     worker: Worker
 
-    def __init__(self, executor: Executor, strategy: DistributedStrategy) -> None:
+    def __init__(self, executor: Executor, strategy: DistributedStrategy[Any]) -> None:
         self._executor = executor
         self._strategy = strategy
 

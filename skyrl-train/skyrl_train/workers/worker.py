@@ -19,7 +19,8 @@ from transformers import get_scheduler
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.checkpoint import disk_error, to_bytes
 from skyrl_train.distributed import METADATA, DistributedStrategy, TrainState
-from skyrl_train.distributed.strategy import SCHEDULE, hf_model
+from skyrl_train.distributed.hugging_face import HuggingFaceStrategy
+from skyrl_train.distributed.strategy import SCHEDULE
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, count_parameters, save_adapter
 from skyrl_train.models.memory import default_max_tokens
@@ -41,7 +42,7 @@ class Worker:
     Every method is synchronous. All ranks of a model get the same calls in the same order.
     """
 
-    def __init__(self, spec: ModelSpec, strategy: DistributedStrategy, objective: Objective | None = None) -> None:
+    def __init__(self, spec: ModelSpec, strategy: DistributedStrategy[Any], objective: Objective | None = None) -> None:
         """Load the model. `objective` is what it minimizes; the reference has none."""
         self._spec = spec
         self._strategy = strategy
@@ -62,21 +63,29 @@ class Worker:
         optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
         return optimizer, make_scheduler(optimizer, spec)
 
+    @property
+    def _adapter_strategy(self) -> HuggingFaceStrategy:
+        """The strategy of a model with an adapter."""
+        assert isinstance(self._strategy, HuggingFaceStrategy), "other strategies refuse adapters"
+        return self._strategy
+
     def shares_prefixes(self) -> bool:
         """Return True if the model computes tokens that several rows of a micro-batch begin with once."""
         return self.module.shares_prefixes
 
     def max_tokens_per_micro_batch(self) -> int:
         """Return the maximum number of tokens in a pass."""
-        return self._spec.max_tokens_per_micro_batch or default_max_tokens(hf_model(self.module))
+        return self._spec.max_tokens_per_micro_batch or default_max_tokens(
+            self.module.hf_model.config, torch.device(self._strategy.world.device)
+        )
 
     def n_embeddings(self) -> int:
         """Return the number of tokens that the model has embeddings for."""
-        return len(hf_model(self.module).get_input_embeddings().weight)  # type: ignore[arg-type]
+        return len(self.module.hf_model.get_input_embeddings().weight)
 
     def count_parameters(self) -> tuple[int, int]:
         """Return the number of trained parameters, and that of all."""
-        return count_parameters(self.module)
+        return count_parameters(self.module.hf_model)
 
     def checkpoint_bytes(self) -> int:
         """Estimate the size of a checkpoint: weights, unless they belong to the base of an adapter, and two moments of
@@ -84,7 +93,8 @@ class Worker:
         """
         n_frozen_copies = 1 if self._spec.lora is None else 0
         return sum(
-            p.numel() * p.dtype.itemsize * (3 if p.requires_grad else n_frozen_copies) for p in self.module.parameters()
+            p.numel() * p.dtype.itemsize * (3 if p.requires_grad else n_frozen_copies)
+            for p in self.module.hf_model.parameters()
         )
 
     def score(self, shard: Shard, adapter: bool = True) -> dict[str, torch.Tensor]:
@@ -94,7 +104,8 @@ class Worker:
         rows = shard.rows
         scores = {name: torch.zeros_like(rows.loss_mask) for name in self.module.scores_type._fields}
         parts = self._run(shard, lambda scores, _: (None, scores), backward=False, adapter=adapter)
-        if self._strategy.world.rank % self._spec.sequence_parallel_size:
+        layout, rank = self._spec.layout(self._strategy.world.size), self._strategy.world.rank
+        if rank != layout.leader(layout.part(rank)):  # another rank returns the scores of its part
             return {}
         for part, indices in zip(parts, shard.micro_batches, strict=True):
             for name, values in part._asdict().items():
@@ -142,7 +153,7 @@ class Worker:
             logger.warning("The gradient norm of the %s is %s: updates are skipped until it is finite", role, norm)
         self._is_skipping = not is_finite
         if self._spec.lora is not None:
-            metrics["adapter_norm"] = Metric("mean", self._strategy.adapter_norm(self.module))
+            metrics["adapter_norm"] = Metric("mean", self._adapter_strategy.adapter_norm(self.module))
         state.optimizer.zero_grad(set_to_none=True)
         return metrics
 
@@ -175,7 +186,7 @@ class Worker:
             files[SCHEDULE] = to_bytes(state.scheduler.state_dict())
         adapter = None
         if lora is not None:
-            adapter, checksum = self._strategy.copy_adapter(self.module), self._base_checksum  # on every rank
+            adapter, checksum = self._adapter_strategy.copy_adapter(self.module), self._base_checksum  # on every rank
             files |= {BASE_CHECKSUM: f"{checksum}\n".encode()} if rank == 0 else {}
 
         def write_files() -> None:
@@ -184,13 +195,13 @@ class Worker:
             if rank == 0:
                 self._save_description(folder / "huggingface")
                 if lora is not None and adapter is not None:
-                    save_adapter(hf_model(self.module), adapter, lora.base_path, folder / ADAPTER_FOLDER)
+                    save_adapter(self.module.hf_model, adapter, lora.base_path, folder / ADAPTER_FOLDER)
 
         self._saving = self._writer.submit(self._strategy.write, self._strategy.copy(state), folder, write_files)
 
     def _save_description(self, folder: Path) -> None:
         """Write what a Hugging Face folder has beside the weights."""
-        model = hf_model(self.module)
+        model = self.module.hf_model
         model.config.save_pretrained(folder)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
@@ -240,7 +251,9 @@ class Worker:
             if is_merged:
                 self._strategy.export(self.module, folder)
             if lora is not None:
-                self._strategy.export_adapter(self.module, lora, folder / ADAPTER_FOLDER if is_merged else folder)
+                self._adapter_strategy.export_adapter(
+                    self.module, lora, folder / ADAPTER_FOLDER if is_merged else folder
+                )
         except SafetensorError as error:
             raise OSError(f"the {self._spec.role} could not be written: {error}") from error
         if self._strategy.world.rank == 0:
@@ -266,7 +279,9 @@ class Worker:
     @cached_property
     def _base_checksum(self) -> int:
         """The checksum of the frozen weights. Computing it is collective."""
-        checksums = (tensor_checksum(name, tensor) for name, tensor in self._strategy.frozen_tensors(self.module))
+        checksums = (
+            tensor_checksum(name, tensor) for name, tensor in self._adapter_strategy.frozen_tensors(self.module)
+        )
         return sum(checksums) % 2**64
 
     def _check_base(self, folder: Path, lora: LoraSpec) -> None:

@@ -38,6 +38,16 @@ def test_one_and_two_ranks_train_like_one_process(
     assert max(row["policy/rollout_train_logprobs_abs_diff_mean"] for row in metrics(inline)[1:]) < 1e-5
 
 
+@pytest.mark.megatron
+def test_megatron_trains_like_one_process(start_cluster: Callable[..., Cluster], train: Callable[..., Path]) -> None:
+    pytest.importorskip("megatron.core")
+    start_cluster(2)
+    megatron = ["trainer.strategy=megatron", "trainer.placement.policy_num_gpus_per_node=2"]
+    tensor, pipeline = (f"megatron_config.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline"))
+    ranks = train("ranks", *megatron, f"trainer.policy.{tensor}", f"trainer.ref.{pipeline}")
+    assert_same_run(ranks, train("inline"), "policy")
+
+
 def test_a_critic_on_its_own_ranks(
     start_cluster: Callable[..., Cluster],
     train: Callable[..., Path],

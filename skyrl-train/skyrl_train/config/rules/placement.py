@@ -6,12 +6,13 @@ import math
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
-from skyrl_train.config.base import Section, value_at
-from skyrl_train.config.policy import ShardedModelConfig
+from skyrl_train.config.base import Section, changed_fields, value_at
+from skyrl_train.config.policy import MegatronConfig, ShardedModelConfig
 from skyrl_train.config.problems import show
 from skyrl_train.config.root import SkyRLConfig
-from skyrl_train.config.run import RunPlacementConfig
+from skyrl_train.config.run import PlacedRole, RunPlacementConfig
 
 
 def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
@@ -67,47 +68,121 @@ def ray_is_installed(cfg: Section) -> Iterator[str]:
         )
 
 
+def megatron_is_installed(cfg: Section) -> Iterator[str]:
+    """Refuse Megatron-Core if its package is missing."""
+    if value_at(cfg, "trainer.strategy") == "megatron" and find_spec("megatron") is None:
+        yield (
+            "trainer.strategy=megatron needs Megatron-Core, which is not installed; pip install 'skyrl-train[mcore]', "
+            "or set trainer.strategy=fsdp2"
+        )
+
+
+def strategy_has_its_settings(cfg: Section) -> Iterator[str]:
+    """Refuse settings of a strategy that is not used."""
+    strategy = value_at(cfg, "trainer.strategy")
+    unused, user = ("fsdp_config", "fsdp2") if strategy == "megatron" else ("megatron_config", "megatron")
+    for role, section in _models(cfg).items():
+        if settings := getattr(section, unused, None):
+            for name in sorted(changed_fields(settings)):
+                key = f"trainer.{role}.{unused}.{name}"
+                yield (
+                    f"{key}={show(value_at(settings, name))} needs trainer.strategy={user}, not {strategy}; remove "
+                    f"{key}, or set trainer.strategy={user}"
+                )
+        if strategy == "megatron" and section.sequence_parallel_size > 1:
+            yield (
+                f"trainer.{role}.sequence_parallel_size={section.sequence_parallel_size} needs trainer.strategy=fsdp2, "
+                f"not megatron; remove it, and set trainer.{role}.megatron_config.sequence_parallel=true"
+            )
+
+
+def megatron_has_its_models(cfg: Section) -> Iterator[str]:
+    """Refuse Megatron-Core for adapters and critics, and sequence parallelism without tensor parallelism."""
+    if value_at(cfg, "trainer.strategy") != "megatron":
+        return
+    for role, section in _models(cfg).items():
+        lora = getattr(section.model, "lora", None)
+        if lora is not None and lora.is_used:
+            name = "rank" if lora.lora_path is None else "lora_path"
+            yield (
+                f"trainer.{role}.model.lora.{name}={show(value_at(lora, name))}: Megatron-Core trains all weights; "
+                "set trainer.strategy=fsdp2 for an adapter"
+            )
+        if role == "critic" and section.model.path is not None:
+            yield (
+                f"trainer.critic.model.path={show(section.model.path)}: Megatron-Core has no critic; set "
+                "trainer.strategy=fsdp2, or an advantage_estimator without a critic"
+            )
+        megatron = getattr(section, "megatron_config", MegatronConfig())
+        if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
+            key = f"trainer.{role}.megatron_config"
+            yield (
+                f"{key}.sequence_parallel=true divides tokens among the ranks that share a matrix, and "
+                f"{key}.tensor_model_parallel_size=1 has none; set {key}.tensor_model_parallel_size=2"
+            )
+
+
+def _models(cfg: Section) -> dict[PlacedRole, Any]:
+    """Return the sections of the models of a run."""
+    trainer: Section = value_at(cfg, "trainer")
+    roles: tuple[PlacedRole, ...] = ("policy", "critic", "ref")
+    return {role: getattr(trainer, role) for role in roles if role in type(trainer).model_fields}
+
+
 def sharding_fits_ranks(cfg: Section) -> Iterator[str]:
     """Refuse groups of ranks that do not divide the ranks of a model, and settings of several ranks with one."""
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
-    trainer: Section = value_at(cfg, "trainer")
-    for role in ("policy", "critic", "ref"):
-        if role not in type(trainer).model_fields:
-            continue
-        section: ShardedModelConfig = value_at(trainer, role)
-        key, fsdp = f"trainer.{role}.fsdp_config", section.fsdp_config
+    for role, section in _models(cfg).items():
         n_ranks = math.prod(placement.size(role))
         counts = f"trainer.placement.{role}_num_gpus_per_node"
         if counts.rpartition(".")[2] not in type(placement).model_fields:  # all models have the ranks of the policy
             counts = "trainer.placement.policy_num_gpus_per_node"
         if "TORCHELASTIC_RUN_ID" in os.environ:
             n_ranks = int(os.environ["WORLD_SIZE"])
-        if n_ranks % section.sequence_parallel_size:
-            yield (
-                f"trainer.{role}.sequence_parallel_size={section.sequence_parallel_size} must divide the {n_ranks} "
-                f"{'rank' if n_ranks == 1 else 'ranks'} of the {role}; try {_divisors(n_ranks)}, or set "
-                f"{counts}={section.sequence_parallel_size}"
-            )
-        n_shards = n_ranks if fsdp.fsdp_size < 1 else fsdp.fsdp_size
-        if n_ranks % n_shards:
-            yield (
-                f"{key}.fsdp_size={fsdp.fsdp_size} must divide the {n_ranks} ranks of the {role}; try "
-                f"{_divisors(n_ranks)}, or -1 for all"
-            )
-            continue
-        group = fsdp.reshard_after_forward
-        if not isinstance(group, bool) and (n_shards % group or group in (1, n_shards)):
-            choices = [n for n in range(2, n_shards) if n_shards % n == 0]
-            yield (
-                f"{key}.reshard_after_forward={group} must be a true divisor of the {n_shards} ranks that share the "
-                f"weights; try {' or '.join(map(str, [*choices, 'true', 'false']))}"
-            )
-        if n_ranks == 1 and (fsdp.cpu_offload or fsdp.param_dtype != "auto"):
-            name = "cpu_offload" if fsdp.cpu_offload else "param_dtype"
-            yield (
-                f"{key}.{name}={show(value_at(fsdp, name))} needs FSDP2, and a single rank holds the whole model; set "
-                f"{counts}=2 or more, or remove it"
-            )
+        if value_at(cfg, "trainer.strategy") != "megatron":
+            yield from _fsdp_problems(role, section, n_ranks, counts)
+        elif hasattr(section, "megatron_config"):
+            yield from _megatron_problems(role, section.megatron_config, n_ranks, counts)
+
+
+def _fsdp_problems(role: PlacedRole, section: ShardedModelConfig, n_ranks: int, counts: str) -> Iterator[str]:
+    key, fsdp = f"trainer.{role}.fsdp_config", section.fsdp_config
+    if n_ranks % section.sequence_parallel_size:
+        yield (
+            f"trainer.{role}.sequence_parallel_size={section.sequence_parallel_size} must divide the {n_ranks} "
+            f"{'rank' if n_ranks == 1 else 'ranks'} of the {role}; try {_divisors(n_ranks)}, or set "
+            f"{counts}={section.sequence_parallel_size}"
+        )
+    n_shards = n_ranks if fsdp.fsdp_size < 1 else fsdp.fsdp_size
+    if n_ranks % n_shards:
+        yield (
+            f"{key}.fsdp_size={fsdp.fsdp_size} must divide the {n_ranks} ranks of the {role}; try "
+            f"{_divisors(n_ranks)}, or -1 for all"
+        )
+        return
+    group = fsdp.reshard_after_forward
+    if not isinstance(group, bool) and (n_shards % group or group in (1, n_shards)):
+        choices = [n for n in range(2, n_shards) if n_shards % n == 0]
+        yield (
+            f"{key}.reshard_after_forward={group} must be a true divisor of the {n_shards} ranks that share the "
+            f"weights; try {' or '.join(map(str, [*choices, 'true', 'false']))}"
+        )
+    if n_ranks == 1 and (fsdp.cpu_offload or fsdp.param_dtype != "auto"):
+        name = "cpu_offload" if fsdp.cpu_offload else "param_dtype"
+        yield (
+            f"{key}.{name}={show(value_at(fsdp, name))} needs FSDP2, and a single rank holds the whole model; set "
+            f"{counts}=2 or more, or remove it"
+        )
+
+
+def _megatron_problems(role: PlacedRole, megatron: MegatronConfig, n_ranks: int, counts: str) -> Iterator[str]:
+    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    if n_ranks % (tensor * pipeline):
+        key = f"trainer.{role}.megatron_config"
+        yield (
+            f"{key}.tensor_model_parallel_size={tensor} times {key}.pipeline_model_parallel_size={pipeline} must "
+            f"divide the {n_ranks} ranks of the {role}; set {counts}={tensor * pipeline}, or lower one of them"
+        )
 
 
 def _divisors(n: int) -> str:

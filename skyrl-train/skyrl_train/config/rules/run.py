@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from skyrl_train.config.base import Section, value_at
+from skyrl_train.config.base import Section, changed_fields, value_at
 from skyrl_train.config.policy import LoraConfig, OptimizerConfig
 from skyrl_train.config.problems import show
 from skyrl_train.config.root import SkyRLConfig
@@ -63,7 +63,7 @@ def adapters_are_possible(cfg: Section) -> Iterator[str]:
                 f"{key}.dropout={lora.dropout:g} would make the log-probs of training random, unlike those of "
                 f"sampling; set {key}.dropout=0"
             )
-        for name in _changed_fields(lora) & {"target_modules", "exclude_modules"}:
+        for name in changed_fields(lora) & {"target_modules", "exclude_modules"}:
             if lora.lora_path is not None:
                 yield (
                     f"{key}.{name}={show(value_at(lora, name))}: the adapter in {key}.lora_path={show(lora.lora_path)} "
@@ -74,16 +74,11 @@ def adapters_are_possible(cfg: Section) -> Iterator[str]:
 def adapters_are_on(cfg: Section) -> Iterator[str]:
     """Warn of settings of an adapter that is off."""
     for key, lora in _adapters(cfg):
-        if not lora.is_used and (changed := sorted(_changed_fields(lora))):
+        if not lora.is_used and (changed := sorted(changed_fields(lora))):
             yield (
                 f"{key}.{changed[0]}={show(value_at(lora, changed[0]))} has no effect, because {key}.rank=0 turns the "
                 f"adapter off; set {key}.rank=32, or remove {key}.{changed[0]}"
             )
-
-
-def _changed_fields(section: Section) -> set[str]:
-    """Return the names of the fields that differ from their defaults."""
-    return {name for name, field in type(section).model_fields.items() if value_at(section, name) != field.default}
 
 
 def names_are_folders(cfg: SkyRLConfig) -> Iterator[str]:

@@ -139,7 +139,7 @@ def _scheduler_names() -> list[str]:
 def test_every_scheduler_can_be_built_from_its_name_and_step_counts(name: str) -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     cfg = OptimizerConfig.model_validate({"scheduler": name, "num_warmup_steps": 2})
-    scheduler = make_scheduler(optimizer, optimizer_spec(cfg, 10))
+    scheduler = make_scheduler(optimizer, optimizer_spec(cfg, "trainer.policy.optimizer_config", 10))
     optimizer.step()
     scheduler.step()
     assert math.isfinite(scheduler.get_last_lr()[0])
@@ -172,7 +172,7 @@ def test_a_custom_section_reaches_its_environment() -> None:
 def test_wsd_rises_stays_and_decays_over_the_configured_fractions() -> None:
     cfg = OptimizerConfig.model_validate({"scheduler": "wsd", "warmup_ratio": 0.2, "wsd_decay_ratio": 0.5, "lr": 1.0})
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = make_scheduler(optimizer, optimizer_spec(cfg, 10))
+    scheduler = make_scheduler(optimizer, optimizer_spec(cfg, "trainer.policy.optimizer_config", 10))
     rates = []
     for _ in range(11):
         rates.append(scheduler.get_last_lr()[0])

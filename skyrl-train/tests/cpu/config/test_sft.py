@@ -80,7 +80,26 @@ def test_aliases_name_keys_that_exist(old: str) -> None:
             },
             r"reshard_after_forward=4 must be a true divisor of the 6 ranks .*; try 2 or 3 or true or false",
         ),
-        ({"trainer": {"strategy": "megatron"}}, r"strategy=megatron must be .* replaces Megatron-Core, which is not"),
+        (
+            {
+                "trainer": {
+                    "strategy": "megatron",
+                    "placement": {"policy_num_gpus_per_node": 2},
+                    "policy": {"megatron_config": {"tensor_model_parallel_size": 3, "pipeline_model_parallel_size": 2}},
+                }
+            },
+            r"tensor_model_parallel_size=3 times .*pipeline_model_parallel_size=2 must divide the 2 ranks of the "
+            r"policy; set trainer\.placement\.policy_num_gpus_per_node=6, or lower",
+        ),
+        (
+            {
+                "trainer": {
+                    "policy": {"megatron_config": {"transformer_config_kwargs": {"recompute_granularity": "full"}}}
+                }
+            },
+            r"transformer_config_kwargs=.*: Megatron-Core's settings follow from the model; for recomputation, set "
+            r"trainer\.gradient_checkpointing=true; remove the key",
+        ),
         (
             {"trainer": {"policy": {"sequence_parallel_size": 2}}},
             r"sequence_parallel_size=2 must divide the 1 rank of the policy; .*policy_num_gpus_per_node=2",

@@ -29,6 +29,7 @@ from skyrl_train.config.rules.run import wandb_login_problem
 from skyrl_train.config.validation import RULES, WARNINGS, find_problems
 from skyrl_train.errors import ConfigError
 
+MEGATRON = "trainer.policy.megatron_config"
 GAE = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=tiny"]
 
 
@@ -109,6 +110,47 @@ PROBLEMS: list[Case] = [
         "trainer.placement.colocate_all=false: trainer.placement.launcher=inline trains and samples in one process; "
         "set trainer.placement.launcher=ray, or trainer.placement.colocate_all=true",
         [["trainer.placement.colocate_all=false"], ["trainer.placement.launcher=inline"]],
+    ),
+    (
+        [f"{MEGATRON}.tensor_model_parallel_size=2"],
+        f"{MEGATRON}.tensor_model_parallel_size=2 needs trainer.strategy=megatron, not fsdp2; remove "
+        f"{MEGATRON}.tensor_model_parallel_size, or set trainer.strategy=megatron",
+        [["trainer.strategy=megatron", f"{MEGATRON}.tensor_model_parallel_size=2"]],
+    ),
+    (
+        ["trainer.strategy=megatron", "trainer.ref.fsdp_config.cpu_offload=true"],
+        "trainer.ref.fsdp_config.cpu_offload=true needs trainer.strategy=fsdp2, not megatron; remove "
+        "trainer.ref.fsdp_config.cpu_offload, or set trainer.strategy=fsdp2",
+        [["trainer.ref.fsdp_config.cpu_offload=true"]],
+    ),
+    (
+        ["trainer.strategy=megatron", "trainer.policy.model.lora.rank=8"],
+        "trainer.policy.model.lora.rank=8: Megatron-Core trains all weights; set trainer.strategy=fsdp2 for an adapter",
+        [["trainer.policy.model.lora.rank=8"]],
+    ),
+    (
+        [*GAE, "trainer.strategy=megatron"],
+        "trainer.critic.model.path=tiny: Megatron-Core has no critic; set trainer.strategy=fsdp2, or an "
+        "advantage_estimator without a critic",
+        [["trainer.strategy=megatron"]],
+    ),
+    (
+        ["trainer.strategy=megatron", "trainer.policy.sequence_parallel_size=2"],
+        "trainer.policy.sequence_parallel_size=2 needs trainer.strategy=fsdp2, not megatron; remove it, and set "
+        f"{MEGATRON}.sequence_parallel=true",
+        [["trainer.strategy=megatron"]],
+    ),
+    (
+        ["trainer.strategy=megatron", f"{MEGATRON}.sequence_parallel=true"],
+        f"{MEGATRON}.sequence_parallel=true divides tokens among the ranks that share a matrix, and "
+        f"{MEGATRON}.tensor_model_parallel_size=1 has none; set {MEGATRON}.tensor_model_parallel_size=2",
+        [
+            [
+                "trainer.strategy=megatron",
+                f"{MEGATRON}.sequence_parallel=true",
+                f"{MEGATRON}.tensor_model_parallel_size=2",
+            ]
+        ],
     ),
     (
         ["trainer.placement.ref_num_gpus_per_node=2"],
@@ -664,9 +706,11 @@ def test_every_message_has_a_test() -> None:
             "_adapters",
             "_optimizers",
             "engine_is_installed",
+            "_fsdp_problems",  # in test_sft.py
+            "_megatron_problems",  # in test_sft.py
             "group_filters",
+            "megatron_is_installed",
             "ray_is_installed",
-            "sharding_fits_ranks",  # in test_sft.py
             "wandb_can_start",
             "wandb_login_problem",
         ],

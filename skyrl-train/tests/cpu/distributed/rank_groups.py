@@ -31,7 +31,11 @@ def spec(role: Role, path: Path, cfg: TrainerConfig, max_grad_norm: float = 1e9)
     """Return the spec of a model in float32; its gradient is not clipped by default."""
     cpu = torch.device("cpu")
     load = load_value_model if role == "critic" else load_model
-    optimizer = replace(optimizer_spec(cfg.policy.optimizer_config, 10), max_grad_norm=max_grad_norm, betas=BETAS)
+    optimizer = replace(
+        optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", 10),
+        max_grad_norm=max_grad_norm,
+        betas=BETAS,
+    )
     return model_spec(
         role,
         partial(load, str(path), dtype=torch.float32, device=cpu),

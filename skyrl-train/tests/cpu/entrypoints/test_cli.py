@@ -63,7 +63,7 @@ def test_keys_are_completed_level_by_level(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("COMP_WORDS", "skyrl train trainer.policy.")
     monkeypatch.setenv("COMP_CWORD", "2")
     main([])
-    sections = ["model", "optimizer_config", "fsdp_config"]
+    sections = ["model", "optimizer_config", "fsdp_config", "megatron_config"]
     assert capsys.readouterr().out.split() == [f"trainer.policy.{name}." for name in sections]
 
 
@@ -97,6 +97,10 @@ def test_a_plan_of_several_processes_says_what_each_of_them_holds(
     assert "18 on Ray: this one, engine, ranks (nodes × per node) policy 2 × 4, reference 2 × 4" in plan
     n_bytes = 4 * AutoModelForCausalLM.from_pretrained(tiny_model_path).num_parameters()
     assert f"per process  policy {4 * n_bytes / 8 / 1000:.3g} KB, reference {n_bytes / 8 / 1000:.3g} KB; engine" in plan
+    megatron = ["trainer.strategy=megatron", "trainer.policy.megatron_config.tensor_model_parallel_size=4"]
+    assert main(["train", *catch_run, *placement, *megatron, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert f"per process  policy {4 * n_bytes / 4 / 1000:.3g} KB, reference {n_bytes / 1000:.3g} KB; engine" in plan
     assert main(["train", *catch_run, *placement, "generator.num_inference_engines=2", "--dry-run"]) == 0
     assert "19 on Ray: this one, 2 engines, ranks (nodes × per node) policy 2 × 4" in capsys.readouterr().out
     assert main(["train", *catch_run, "--dry-run"]) == 0

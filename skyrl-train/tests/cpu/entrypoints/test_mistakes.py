@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+MODEL = {"max_position_embeddings": 128, "vocab_size": 500, "num_hidden_layers": 4}
 MISTAKES: dict[str, list[str]] = {
     "trainer.epoch=3": ["there is no key trainer.epoch; did you mean trainer.epochs?"],
     "trainer.polcy.model.path=x": ["there is no key trainer.polcy.model.path", "trainer.policy.model.path"],
@@ -42,6 +43,10 @@ MISTAKES: dict[str, list[str]] = {
     ],
     "generator.num_inference_engines=4": [
         "num_inference_engines=4 needs a process for each engine, and this run has one"
+    ],
+    "trainer.strategy=megatron trainer.policy.megatron_config.pipeline_model_parallel_size=3 "
+    "trainer.placement.policy_num_gpus_per_node=3": [
+        "pipeline_model_parallel_size=3 must divide the 4 layers of model; try trainer.policy.megatron_config.",
     ],
     "trainer.resume_mode=from_path": ["needs trainer.resume_path=null to be a folder"],
     "data.train_data=[]": ["data.train_data=[] leaves nothing to train on"],
@@ -145,7 +150,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }.items():
         (folder / name).mkdir()
         for file in files:
-            (folder / name / file).write_text(json.dumps({"max_position_embeddings": 128, "vocab_size": 500}))
+            (folder / name / file).write_text(json.dumps(MODEL))
     (folder / "list_config/config.json").write_text("[]")
     (folder / "folder_config/config.json").mkdir()
     (folder / "small_vocabulary/config.json").write_text(json.dumps({"vocab_size": 100}))

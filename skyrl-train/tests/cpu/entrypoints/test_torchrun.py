@@ -28,6 +28,9 @@ from skyrl_train.weight_sync import SyncOptions
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 COMMAND = [*TORCHRUN, "-m", "skyrl_train.entrypoints.main_sft"]
 SKYRL = [*TORCHRUN, "--no-python", str(Path(sys.executable).with_name("skyrl"))]
+STRATEGY = ["trainer.strategy=megatron"]
+TENSOR = [*STRATEGY, "trainer.policy.megatron_config.tensor_model_parallel_size=2"]
+PIPELINE = [*STRATEGY, "trainer.policy.megatron_config.pipeline_model_parallel_size=2"]
 OPTIONS: dict[str, Any] = {
     "cwd": Path(__file__).parents[3],
     "env": os.environ | {"OMP_NUM_THREADS": "1"},
@@ -93,14 +96,36 @@ def test_two_ranks_train_on_pairs_like_one_process(
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
-@pytest.mark.parametrize(("command", "n_resuming"), [("sft", 2), ("dpo", 1), ("reward", 2)])
+@pytest.mark.megatron
+def test_dpo_with_megatron_has_a_reference_on_the_same_ranks(tiny_model_path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    write_pairs(tmp_path)
+    settings = ["trainer.policy.optimizer_config.lr=1e-4"]
+    assert main(["dpo", *pair_overrides(tmp_path, tiny_model_path, tmp_path / "one", *settings)]) == 0
+    run = pair_overrides(tmp_path, tiny_model_path, tmp_path / "two", *settings, *PIPELINE)
+    finished = subprocess.run([*SKYRL, "dpo", *run], check=False, **OPTIONS)
+    assert finished.returncode == 0, finished.stdout
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("command", "n_resuming", "sharding"),
+    [
+        ("sft", 2, []),
+        ("dpo", 1, []),
+        ("reward", 2, []),
+        pytest.param("sft", 2, TENSOR, marks=pytest.mark.megatron),
+    ],
+)
 def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
-    command: str, n_resuming: int, tiny_model_path: Path, tmp_path: Path
+    command: str, n_resuming: int, sharding: list[str], tiny_model_path: Path, tmp_path: Path
 ) -> None:
+    if sharding:
+        pytest.importorskip("megatron.core")
     (write_rows if command == "sft" else write_pairs)(tmp_path)
     settings = ["trainer.ckpt_interval=1", "trainer.policy.optimizer_config.lr=1e-4"]
     make_overrides = overrides if command == "sft" else pair_overrides
-    run = [command, *make_overrides(tmp_path, tiny_model_path, tmp_path / "killed", *settings)]
+    run = [command, *make_overrides(tmp_path, tiny_model_path, tmp_path / "killed", *settings, *sharding)]
     folder = tmp_path / "killed/skyrl/test_run"
     with subprocess.Popen([*SKYRL, *run], **OPTIONS) as process:
         deadline = time.monotonic() + 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from skyrl_train.config.loading import load_config
 from skyrl_train.entrypoints.engine import needs_model, sync_options, sync_tolerance
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.ray.launcher import list_requests
+from skyrl_train.launch.specs import model_spec
 
 PREFIXES = (
     "trainer.placement.",
     "trainer.strategy",
+    "trainer.policy.megatron_config.",
     "generator.num_inference_engines",
     "generator.inference_engine_",
     "generator.weight_sync_",
@@ -28,10 +31,25 @@ PREFIXES = (
 RAY = "trainer.placement.launcher=ray"
 APART = "trainer.placement.colocate_all=false"
 FREE = "trainer.placement.colocate_policy_ref=false"
+RANKS = [RAY, "trainer.placement.policy_num_gpus_per_node=4"]
+MEGATRON = [*RANKS, "trainer.strategy=megatron", "trainer.policy.megatron_config.tensor_model_parallel_size=2"]
 SERVERS = [RAY, "generator.backend=vllm", "generator.run_engines_locally=false"]
 
 HONOURED: dict[str, tuple[list[str], list[str]]] = {  # key: a run, and what to change in it
     "trainer.placement.launcher": ([], [RAY]),
+    "trainer.strategy": (RANKS, ["trainer.strategy=megatron"]),
+    "trainer.policy.megatron_config.tensor_model_parallel_size": (
+        MEGATRON,
+        ["trainer.policy.megatron_config.tensor_model_parallel_size=4"],
+    ),
+    "trainer.policy.megatron_config.pipeline_model_parallel_size": (
+        MEGATRON,
+        ["trainer.policy.megatron_config.pipeline_model_parallel_size=2"],
+    ),
+    "trainer.policy.megatron_config.sequence_parallel": (
+        MEGATRON,
+        ["trainer.policy.megatron_config.sequence_parallel=true"],
+    ),
     "trainer.placement.policy_num_nodes": ([RAY], ["trainer.placement.policy_num_nodes=2"]),
     "trainer.placement.policy_num_gpus_per_node": ([RAY], ["trainer.placement.policy_num_gpus_per_node=2"]),
     "trainer.placement.colocate_all": ([RAY], [APART]),
@@ -65,8 +83,10 @@ HONOURED: dict[str, tuple[list[str], list[str]]] = {  # key: a run, and what to 
 }
 
 REFUSED: dict[str, list[str]] = {  # key=value: the other settings of the run
-    "trainer.strategy=megatron": [],
-    "trainer.policy.megatron_config={tensor_model_parallel_size: 2}": [],
+    "trainer.policy.sequence_parallel_size=2": MEGATRON,
+    "trainer.policy.megatron_config.context_parallel_size=2": MEGATRON,
+    "trainer.policy.megatron_config.expert_model_parallel_size=2": MEGATRON,
+    "trainer.policy.megatron_config.expert_tensor_parallel_size=2": MEGATRON,
     "generator.inference_engine_tensor_parallel_size=2": [],
     "generator.inference_engine_pipeline_parallel_size=2": ["generator.backend=vllm"],
     "generator.inference_engine_data_parallel_size=2": [RAY, "generator.backend=vllm"],
@@ -80,8 +100,9 @@ def load(overrides: list[str]) -> SkyRLConfig:
 
 
 def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
-    """Return the devices that a run reserves, the servers that it calls, and how it sends weights."""
-    placement, generator = cfg.trainer.placement, cfg.generator
+    """Return the devices and servers of a run, how ranks divide the policy, and how its weights are sent."""
+    placement, generator, policy = cfg.trainer.placement, cfg.generator, cfg.trainer.policy
+    spec = model_spec("policy", math.prod, print, cfg.trainer, 1.0, sharding=policy)
     is_copied = placement.uses_ray or not needs_model(cfg)
     return {
         "devices": list_requests(
@@ -89,6 +110,7 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
         )
         if placement.uses_ray
         else None,
+        "layout": (spec.layout(math.prod(placement.size("policy"))), spec.megatron),
         "servers": generator.remote_inference_engine_urls,
         "sync": sync_options(generator),
         "tolerance": sync_tolerance(cfg, torch.device("cpu"), is_copied=is_copied),

@@ -24,7 +24,9 @@ def make_model(hidden_size: int, n_layers: int) -> Qwen3ForCausalLM:
 
 
 def test_larger_models_take_fewer_tokens_at_once() -> None:
-    small, medium, large = (default_max_tokens(make_model(*sizes)) for sizes in ((128, 4), (256, 16), (512, 24)))
+    small, medium, large = (
+        default_max_tokens(make_model(*sizes).config, torch.device("cpu")) for sizes in ((128, 4), (256, 16), (512, 24))
+    )
     assert (small, large) == (8192, 1024)
     assert large < medium < small
 
@@ -45,4 +47,4 @@ def test_the_estimate_covers_the_activations(sizes: tuple[int, int]) -> None:
     measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / n_tokens
     estimate = activation_bytes_per_token(model.config)
     assert 0.7 * estimate < measured < 1.1 * estimate
-    assert default_max_tokens(model) * estimate <= MAX_ACTIVATION_BYTES
+    assert default_max_tokens(model.config, torch.device("cpu")) * estimate <= MAX_ACTIVATION_BYTES

@@ -151,7 +151,7 @@ def configured(s: Settings, **trainer: Any) -> SkyRLConfig:
 
 
 class PartRank:
-    """One of several data-parallel ranks that share one worker, so its gradients add up."""
+    """One of several data-parallel ranks that share one worker, so that its gradients add up."""
 
     def __init__(self, rank: LocalRank) -> None:
         self._rank = rank

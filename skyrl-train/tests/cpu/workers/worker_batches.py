@@ -74,7 +74,11 @@ class SingleRankGroup:
         objective: Objective | None,
     ) -> None:
         section = cfg.critic if role == "critic" else cfg.policy
-        optimizer = None if objective is None else optimizer_spec(section.optimizer_config, n_steps=10)
+        optimizer = (
+            None
+            if objective is None
+            else optimizer_spec(section.optimizer_config, f"trainer.{role}.optimizer_config", 10)
+        )
         save_tokenizer = (lambda _: None) if tokenizer is None else tokenizer.save_pretrained
         lora = None if role == "ref" else lora_spec(section.model, f"trainer.{role}.model.lora", cfg.seed)
         spec = model_spec(role, lambda: model, save_tokenizer, cfg, cfg.algorithm.temperature, optimizer, lora)

@@ -1,0 +1,179 @@
+"""Strategies for models of Hugging Face: every rank has all modules, with all or a shard of each parameter."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from skyrl_train.distributed.strategy import DistributedStrategy, TrainState, gather, local_part
+from skyrl_train.models.deferred import deferring
+from skyrl_train.models.loading import autocast, checkpointed_layers
+from skyrl_train.models.lora import (
+    adapter_config,
+    adapter_disabled,
+    add_adapter,
+    change_norm,
+    merged_names,
+    merged_tensors,
+    save_adapter,
+    trained_parameters,
+)
+from skyrl_train.models.prefix_sharing import tree_attention
+from skyrl_train.models.scoring_module import ScoringModule
+from skyrl_train.models.sequence_parallel import SequenceGroup
+from skyrl_train.threads import adjust_threads
+from skyrl_train.types import Scores, TrainingBatch
+from skyrl_train.types.specs import LoraSpec, ModelSpec, SyncKind, TensorSpec
+
+T = TypeVar("T")
+
+OPTIMIZER_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
+    """A strategy for any model of Hugging Face, which may have an adapter."""
+
+    def build(self, spec: ModelSpec, *, entropy_grad: bool) -> ScoringModule:
+        is_critic = spec.role in ("critic", "reward")
+        with deferring(self.world.size > 1) as weights:
+            model = spec.load()
+        if spec.lora is not None:
+            add_adapter(model, spec.lora)
+        module = ScoringModule(
+            model,
+            temperature=spec.temperature,
+            entropy_grad=entropy_grad,
+            is_critic=is_critic,
+            sequence_group=self._sequence_group(spec),
+        )
+        module = self._wrap(module, spec)
+        if weights.source is not None:
+            for name, parameter in merged_names(module.hf_model):
+                weights.read(name, *local_part(parameter.detach()))
+        module.probe(weights.source)
+        _reshard(module)
+        return module
+
+    def run(
+        self,
+        module: ScoringModule,
+        micro_batches: Sequence[TrainingBatch],
+        consume: Callable[[Scores, TrainingBatch], tuple[torch.Tensor | None, T]],
+        *,
+        bf16: bool,
+        backward: bool,
+        adapter: bool = True,
+    ) -> list[T]:
+        device = torch.device(self.world.device)
+        results: list[T] = []
+        for micro_batch in micro_batches:
+            adjust_threads()
+            rows = micro_batch.to(device)
+            if not backward:
+                without_adapter = nullcontext() if adapter else adapter_disabled(module.hf_model)
+                with torch.no_grad(), autocast(device, bf16), without_adapter:
+                    results.append(consume(module.score(rows), rows)[1])
+                continue
+            recomputed = tree_attention(module.hf_model) if module.shares_prefixes else nullcontext()
+            with checkpointed_layers(module.hf_model), recomputed:
+                with autocast(device, bf16):
+                    scores = module.score(rows)
+                loss, result = consume(scores, rows)
+                assert loss is not None
+                loss.backward()
+            results.append(result)
+        _reshard(module)
+        return results
+
+    def _state_dict(self, state: TrainState[ScoringModule], *, with_moments: bool) -> dict[str, Any]:
+        options = _model_options(state.module)
+        saved: dict[str, Any] = {"model": get_model_state_dict(state.module, options=options)}
+        if with_moments:
+            assert state.optimizer is not None
+            saved["optimizer"] = get_optimizer_state_dict(state.module, state.optimizer, options=OPTIMIZER_OPTIONS)
+        return saved
+
+    def _load_state_dict(self, state: TrainState[ScoringModule], saved: dict[str, Any]) -> None:
+        set_model_state_dict(state.module, saved["model"], options=_model_options(state.module))
+        if "optimizer" in saved:
+            assert state.optimizer is not None
+            set_optimizer_state_dict(state.module, state.optimizer, saved["optimizer"], options=OPTIMIZER_OPTIONS)
+
+    def tensor_specs(self, module: ScoringModule, kind: SyncKind = "full") -> list[TensorSpec]:
+        model = module.hf_model
+        named = merged_names(model) if kind == "full" else trained_parameters(model).items()
+        return [TensorSpec(name, tuple(p.shape), p.dtype) for name, p in named]
+
+    def full_tensors(self, module: ScoringModule, kind: SyncKind = "full") -> Iterator[tuple[str, torch.Tensor]]:
+        if kind == "full":
+            yield from merged_tensors(module.hf_model, gather)
+        else:
+            for name, parameter in trained_parameters(module.hf_model).items():
+                yield name, gather(parameter.detach())
+
+    def frozen_tensors(self, module: ScoringModule) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every frozen tensor of a model with an adapter, gathered on every rank."""
+        for name, parameter in merged_names(module.hf_model):
+            if not parameter.requires_grad:
+                yield name, gather(parameter.detach())
+
+    def adapter_norm(self, module: ScoringModule) -> float:
+        """Return the Frobenius norm of the change that the adapter makes to the weights."""
+        return change_norm(module.hf_model, gather)
+
+    def copy_adapter(self, module: ScoringModule) -> dict[str, torch.Tensor]:
+        """Copy the tensors of the adapter to host memory. Gathering them is collective."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.full_tensors(module, "adapter")}
+
+    def export_adapter(self, module: ScoringModule, lora: LoraSpec, folder: Path) -> None:
+        """Write the adapter in peft's format."""
+        tensors = self.copy_adapter(module)
+        if self.world.rank == 0:
+            save_adapter(module.hf_model, tensors, lora.base_path, folder)
+
+    @torch.no_grad()
+    def load_tensors(self, module: ScoringModule, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(module.hf_model.named_parameters())
+        for name, tensor in tensors:
+            parameter = parameters[name]
+            if isinstance(parameter, DTensor):  # every rank has the whole tensor and keeps its slice
+                tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(tensor)
+
+    def clip_gradients(self, module: ScoringModule, max_norm: float) -> float:
+        return gather(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)).item()
+
+    def _sequence_group(self, spec: ModelSpec) -> SequenceGroup | None:
+        """Return the ranks that divide the tokens of a row with this one; None if this rank computes whole rows."""
+        return None
+
+    @abstractmethod
+    def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
+        """Spread the parameters of a module over the ranks."""
+
+
+def _model_options(module: ScoringModule) -> StateDictOptions:
+    """Return the options for the state of a model: with an adapter, only what is trained."""
+    has_adapter = adapter_config(module.hf_model) is not None
+    return StateDictOptions(ignore_frozen_params=has_adapter, strict=not has_adapter)
+
+
+def _reshard(module: ScoringModule) -> None:
+    """Free what a forward pass without a backward pass leaves gathered: the root, and perhaps the blocks."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

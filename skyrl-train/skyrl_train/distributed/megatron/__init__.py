@@ -1,0 +1,9 @@
+"""Tensor and pipeline parallelism with Megatron-Core, an optional package that only this folder imports."""
+
+import warnings
+
+warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")  # nor needed
+
+from skyrl_train.distributed.megatron.strategy import MegatronStrategy  # noqa: E402
+
+__all__ = ["MegatronStrategy"]

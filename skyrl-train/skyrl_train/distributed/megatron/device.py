@@ -1,0 +1,42 @@
+"""The adaptation of Megatron-Core to a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _OnCPU(TorchFunctionMode):
+    """Create tensors for the device "cuda" on the CPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == "cuda":
+            kwargs = kwargs | {"device": "cpu"}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """Let Megatron-Core compute on `device`.
+
+    Its modules, collectives and schedules allocate buffers on `torch.cuda.current_device()` or "cuda". On a CPU, both
+    name the CPU inside this context.
+    """
+    if device.type == "cuda":
+        yield
+        return
+    current_device, synchronize = torch.cuda.current_device, torch.cuda.synchronize
+    torch.cuda.current_device = lambda: device  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    try:
+        with _OnCPU():
+            yield
+    finally:
+        torch.cuda.current_device, torch.cuda.synchronize = current_device, synchronize

@@ -1,0 +1,106 @@
+"""The parts of a Hugging Face model's tensors in the parameters of a pipeline stage of Megatron-Core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDINGS_PARAMETER, HEAD_PARAMETER = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's part of a Hugging Face tensor: some elements of a parameter of Megatron-Core."""
+
+    parameter: str
+    dim: int | None = None
+    """Dimension of the tensor that tensor-parallel ranks divide; None if each has the whole tensor."""
+    select: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    """Returns a view of the elements in the parameter, or in another tensor of its shape, in the order of the part."""
+
+    @property
+    def is_norm_of_heads(self) -> bool:
+        """True for the weights of a norm that each rank applies to its own heads."""
+        return self.parameter.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+
+    def read(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return the part, whose shape is `shape`, from values of the parameter's shape: a view, or a copy."""
+        return self.select(values).reshape(tuple(shape))
+
+    def write(self, values: torch.Tensor, part: torch.Tensor) -> None:
+        """Copy the part into values of the parameter's shape."""
+        view = self.select(values)
+        view.copy_(part.reshape(view.shape))
+
+
+def find_parts(config: TransformerConfig, n_tokens: int, *, is_tied: bool) -> list[dict[str, Part]]:
+    """Return the parts of a tensor-parallel rank for each pipeline stage.
+
+    Args:
+        config: of the model.
+        n_tokens: rows of the rank's part of the embeddings and the head that belong to tokens; padding follows.
+        is_tied: True if the embeddings are the head. If they are in different stages, both have a copy.
+    """
+    n_stages = config.pipeline_model_parallel_size
+    n_layers = config.num_layers // n_stages
+    stages = []
+    for stage in range(n_stages):
+        parts: dict[str, Part] = {}
+        if stage == 0:
+            parts[EMBEDDINGS] = Part(EMBEDDINGS_PARAMETER, 0, partial(_select_tokens, n_tokens))
+        for index in range(n_layers):
+            parts |= _find_parts_of_layer(config, stage * n_layers + index, index)
+        if stage == n_stages - 1:
+            parts["model.norm.weight"] = Part("decoder.final_layernorm.weight")
+            head = EMBEDDINGS if is_tied else HEAD
+            if head not in parts:
+                parts[head] = Part(HEAD_PARAMETER, 0, partial(_select_tokens, n_tokens))
+        stages.append(parts)
+    return stages
+
+
+def _find_parts_of_layer(config: TransformerConfig, layer: int, index: int) -> dict[str, Part]:
+    """Return the parts of a layer of the model, which has an index in its pipeline stage.
+
+    Queries, keys and values are one matrix, with a group of query heads next to its key and value head; gate and up
+    projection are one matrix, too.
+    """
+    theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{index}."
+    attention = f"{ours}self_attention."
+    parts = {
+        f"{theirs}input_layernorm.weight": Part(f"{ours}input_layernorm.weight"),
+        f"{theirs}self_attn.o_proj.weight": Part(f"{attention}linear_proj.weight", 1),
+        f"{theirs}post_attention_layernorm.weight": Part(f"{ours}pre_mlp_layernorm.weight"),
+        f"{theirs}mlp.down_proj.weight": Part(f"{ours}mlp.linear_fc2.weight", 1),
+    }
+    for name in "qkv":
+        select = partial(_select_heads, name, config)
+        for kind in ("weight", "bias") if config.add_qkv_bias else ("weight",):
+            parts[f"{theirs}self_attn.{name}_proj.{kind}"] = Part(f"{attention}linear_qkv.{kind}", 0, select)
+    if config.qk_layernorm:
+        for name in "qk":
+            parts[f"{theirs}self_attn.{name}_norm.weight"] = Part(f"{attention}{name}_layernorm.weight")
+    for half, name in enumerate(("gate", "up")):
+        select = partial(_select_half, half)
+        parts[f"{theirs}mlp.{name}_proj.weight"] = Part(f"{ours}mlp.linear_fc1.weight", 0, select)
+    return parts
+
+
+def _select_tokens(n_tokens: int, rows: torch.Tensor) -> torch.Tensor:
+    return rows[:n_tokens]
+
+
+def _select_heads(name: str, config: TransformerConfig, qkv: torch.Tensor) -> torch.Tensor:
+    """Return the queries, keys or values ("q", "k", "v") of a joint matrix or bias: (groups, heads, head size, …)."""
+    n_queries = config.num_attention_heads // config.num_query_groups
+    heads = {"q": slice(0, n_queries), "k": slice(n_queries, n_queries + 1), "v": slice(n_queries + 1, None)}[name]
+    return qkv.unflatten(0, (-1, n_queries + 2, config.kv_channels))[:, heads]
+
+
+def _select_half(index: int, joint: torch.Tensor) -> torch.Tensor:
+    return joint.unflatten(0, (2, -1))[index]

@@ -1,0 +1,262 @@
+"""Tensor and pipeline parallelism: ranks share matrices and layers, and data-parallel copies of them have own rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.distributed.megatron.device import computing_on
+from skyrl_train.distributed.megatron.model import MegatronScorer, check_model, check_sizes, transformer_config
+from skyrl_train.distributed.megatron.names import EMBEDDINGS, HEAD, HEAD_PARAMETER, Part
+from skyrl_train.distributed.strategy import DistributedStrategy, TrainState, all_finite_on_ranks, gather, local_part
+from skyrl_train.models.deferred import deferring
+from skyrl_train.models.loading import autocast
+from skyrl_train.threads import adjust_threads
+from skyrl_train.types import Scores, TrainingBatch
+from skyrl_train.types.specs import Layout, ModelSpec, SyncKind, TensorSpec, World
+
+T = TypeVar("T")
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MegatronStrategy(DistributedStrategy[MegatronScorer]):
+    """A strategy that divides a Llama, Qwen2 or Qwen3 with Megatron-Core.
+
+    The process group must exist. Parameters are Megatron-Core's. Whatever leaves the strategy has the names and shapes
+    of the Hugging Face model: weights, exports and checkpoints, which other strategies and layouts can load.
+    """
+
+    def __init__(self, world: World, config: MegatronConfig) -> None:
+        # checkpoints are written in the background, beside collectives of the training step, so they need another group
+        super().__init__(world, save_group=dist.new_group(backend="gloo"))
+        self._config = config
+        self._device = torch.device(world.device)
+        if self._device.type == "cpu":
+            warnings.filterwarnings("ignore", message="When using async grad allreduce")  # a setting of CUDA
+        n_stages, n_slices = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+        shape = (n_stages, Layout(world.size, n_slices, n_stages).n_parts, n_slices, 1)  # the order of `Layout`
+        mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("pp", "dp", "tp", "cp"))
+        groups = {name: mesh[name].get_group() for name in ("pp", "dp", "tp", "cp")}
+        self._slices = mesh["tp"]
+        self._groups = ProcessGroupCollection(
+            **groups,
+            mp=mesh["pp", "tp"]._flatten("mp").get_group(),
+            tp_cp=groups["tp"],
+            dp_cp=groups["dp"],
+            embd=None,  # tied embeddings of two stages are initialized and updated here
+            pos_embd=None,
+        )
+        first, last = torch.arange(world.size).view(n_stages, -1)[[0, -1]].tolist()
+        pairs = [[a, b] for a, b in zip(first, last, strict=True)]
+        self._ends = dist.new_subgroups_by_enumeration(pairs)[0] if n_stages > 1 else None
+        initialize_rng_tracker(inference_rng_tracker=True)  # tracks nothing: every dropout is 0
+        if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+            parallel_state._set_global_memory_buffer()
+
+    @torch.no_grad()
+    def build(self, spec: ModelSpec, *, entropy_grad: bool) -> MegatronScorer:
+        assert spec.lora is None, "the configuration refuses it"
+        with deferring() as weights:
+            model = spec.load()
+        source = weights.source or f"the model {model.name_or_path}"
+        check_model(model, source)
+        check_sizes(model.config, source, self._config)
+        named = dict(model.named_parameters())
+        n_tokens = self._own_slice(named[EMBEDDINGS].shape, 0)[0][0]
+        config = transformer_config(model, self._config)
+        with computing_on(self._device):
+            module = MegatronScorer(
+                model, config, self._groups, n_tokens, temperature=spec.temperature, entropy_grad=entropy_grad
+            ).to(self._device)
+        module.stage.rotary_pos_emb.inv_freq = model.model.rotary_emb.inv_freq.clone().to(self._device)
+        for name, part in module.parts.items():
+            shape, offset = self._own_slice(named[name].shape, part.dim)
+            values = torch.empty(shape, dtype=model.dtype)
+            if weights.source is not None:
+                weights.read(name, values, offset)
+            else:
+                values.copy_(_slice(named[name], shape, offset))
+            part.write(module.parameter_of(part), values)
+        model.to("meta")
+        model.tie_weights()
+        return module
+
+    def run(
+        self,
+        module: MegatronScorer,
+        micro_batches: Sequence[TrainingBatch],
+        consume: Callable[[Scores, TrainingBatch], tuple[torch.Tensor | None, T]],
+        *,
+        bf16: bool,
+        backward: bool,
+        adapter: bool = True,
+    ) -> list[T]:
+        if not micro_batches:
+            return []
+
+        def forward(remaining: Iterator[TrainingBatch], _: torch.nn.Module) -> Any:
+            adjust_threads()
+            rows = next(remaining).to(self._device)
+            with autocast(self._device, bf16):
+                return module(rows), partial(finish, rows)
+
+        def finish(rows: TrainingBatch, scores: Scores) -> tuple[torch.Tensor, torch.Tensor, T]:
+            loss, result = consume(scores, rows)
+            return scores[0].sum() if loss is None else loss, torch.tensor(0), result
+
+        schedule = get_forward_backward_func(self._groups.pp.size(), None)
+        with computing_on(self._device), torch.set_grad_enabled(backward):
+            results: list[T] = schedule(
+                forward_step_func=forward,
+                data_iterator=iter(micro_batches),
+                model=module.stage,
+                num_microbatches=len(micro_batches),
+                seq_length=0,  # not read: each micro-batch has its own
+                micro_batch_size=0,
+                forward_only=not backward,
+                p2p_communicator=P2PCommunicator(self._groups.pp, module.stage.config),
+                pg_collection=self._groups,
+            )
+        return results
+
+    def clip_gradients(self, module: MegatronScorer, max_norm: float) -> float:
+        self._sum_gradients(module)
+        gradients = [
+            parameter.grad
+            for name, parameter in module.stage.named_parameters()
+            if parameter.grad is not None and self._is_counted(module, name)
+        ]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
+        dist.all_reduce(square, group=self._groups.mp)
+        norm = square.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
+        return norm.item()
+
+    @torch.no_grad()
+    def _sum_gradients(self, module: MegatronScorer) -> None:
+        """Sum gradients over the ranks that have other rows, other tokens, or a copy of the embeddings as the head."""
+        for name, parameter in module.stage.named_parameters():
+            if parameter.grad is None:
+                continue
+            total = parameter.grad.float()
+            dist.all_reduce(total, group=self._groups.dp)
+            if module.has_partial_gradient(name):
+                dist.all_reduce(total, group=self._groups.tp)
+            if module.has_copy(name):
+                dist.all_reduce(total, group=self._ends)
+            parameter.grad.copy_(total)
+
+    def _is_counted(self, module: MegatronScorer, name: str) -> bool:
+        """Return True on one of the ranks that have the same parameter."""
+        if module.is_replicated(name):
+            return bool(self._groups.tp.rank() == 0)
+        return not (module.has_copy(name) and name == HEAD_PARAMETER)
+
+    def is_finite(self, module: MegatronScorer) -> bool:
+        return all_finite_on_ranks((parameter.detach() for parameter in module.parameters()), self._device)
+
+    def tensor_specs(self, module: MegatronScorer, kind: SyncKind = "full") -> list[TensorSpec]:
+        assert kind == "full", "Megatron-Core trains no adapter"
+        return [TensorSpec(name, tuple(p.shape), p.dtype) for name, p in module.hf_model.named_parameters()]
+
+    def full_tensors(self, module: MegatronScorer, kind: SyncKind = "full") -> Iterator[tuple[str, torch.Tensor]]:
+        pipeline = self._groups.pp
+        for spec in self.tensor_specs(module, kind):
+            owner = module.find_stage(spec.name)
+            if owner == pipeline.rank():
+                part = module.parts[spec.name]
+                tensor = gather(self._as_slice(part, module.parameter_of(part).detach(), spec.shape))
+            else:
+                tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            if pipeline.size() > 1:
+                dist.broadcast(tensor, group=pipeline, group_src=owner)
+            yield spec.name, tensor
+
+    @torch.no_grad()
+    def load_tensors(self, module: MegatronScorer, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if part := module.parts.get(name):
+                own = _slice(tensor, *self._own_slice(tensor.shape, part.dim))
+                part.write(module.parameter_of(part), own)
+
+    def _state_dict(self, state: TrainState[MegatronScorer], *, with_moments: bool) -> dict[str, Any]:
+        module = state.module
+        shapes = {spec.name: spec.shape for spec in self.tensor_specs(module)}
+        saved = {
+            f"model.{name}": self._as_slice(part, module.parameter_of(part).detach(), shapes[name])
+            for name, part in module.parts.items()
+        }
+        if module.hf_model.config.tie_word_embeddings and EMBEDDINGS in module.parts:
+            saved[f"model.{HEAD}"] = saved[f"model.{EMBEDDINGS}"]  # as in the checkpoints of other strategies
+        if not with_moments:
+            return {"model": saved}
+        assert state.optimizer is not None
+        (group,) = state.optimizer.param_groups
+        moments: dict[str, Any] = {}
+        for name, part in module.parts.items():
+            values = _moments(state.optimizer, module.parameter_of(part))
+            moments[f"state.model.{name}.step"] = values["step"]
+            for kind in MOMENTS:
+                moments[f"state.model.{name}.{kind}"] = self._as_slice(part, values[kind], shapes[name])
+            moments |= {f"param_groups.model.{name}.{key}": group[key] for key in group if key != "params"}
+        return {"model": saved, "optimizer": moments}
+
+    @torch.no_grad()
+    def _load_state_dict(self, state: TrainState[MegatronScorer], saved: dict[str, Any]) -> None:
+        for name, part in state.module.parts.items():
+            parameter = state.module.parameter_of(part)
+            part.write(parameter, local_part(saved["model"][f"model.{name}"])[0])
+            if moments := saved.get("optimizer"):
+                assert state.optimizer is not None
+                values = _moments(state.optimizer, parameter)
+                values["step"].copy_(moments[f"state.model.{name}.step"])
+                for kind in MOMENTS:
+                    part.write(values[kind], local_part(moments[f"state.model.{name}.{kind}"])[0])
+                (group,) = state.optimizer.param_groups
+                group |= {key: moments[f"param_groups.model.{name}.{key}"] for key in group if key != "params"}
+
+    def _own_slice(self, shape: Sequence[int], dim: int | None) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the shape and the offset of this rank's slice of a tensor."""
+        if dim is None:
+            return shape, (0,) * len(shape)
+        return compute_local_shape_and_global_offset(torch.Size(shape), self._slices, [Shard(dim)])
+
+    def _as_slice(self, part: Part, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return the part of a tensor that is in values of the parameter's shape: a DTensor if ranks divide it."""
+        own, _ = self._own_slice(shape, part.dim)
+        local = part.read(values, own)
+        if part.dim is None:
+            return local
+        if local.untyped_storage().nbytes() > local.nbytes:  # the stager copies whole storages, and fails at an offset
+            local = local.clone()
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        return DTensor.from_local(local, self._slices, [Shard(part.dim)], shape=torch.Size(shape), stride=stride)
+
+
+def _slice(tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> torch.Tensor:
+    return tensor[tuple(slice(first, first + n) for first, n in zip(offset, shape, strict=True))]
+
+
+def _moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the moments of a parameter and their number of steps; they are 0 before the first step."""
+    values: dict[str, torch.Tensor] = optimizer.state[parameter]
+    if not values:
+        values["step"] = torch.zeros((), device=parameter.device)
+        values |= {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+    return values

@@ -1,0 +1,361 @@
+"""Megatron-Core over gloo ranks: results equal those of one process, in every layout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from small_models import SMALL
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from workers.worker_batches import as_batch, config, off_policy_batch, policy_objective, random_trajectories
+
+from skyrl_train.algorithms.objectives import Objective, PreferenceObjective
+from skyrl_train.checkpoint.merge import merge_checkpoint
+from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.distributed import SingleStrategy
+from skyrl_train.errors import ConfigError
+from skyrl_train.launch.process import ProcessRank, start_ranks
+from skyrl_train.launch.specs import model_spec, optimizer_spec
+from skyrl_train.models.loading import load_model
+from skyrl_train.types.specs import ModelSpec, World
+from skyrl_train.weight_sync import SyncOptions, WeightSync
+from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.ranks import LocalRank
+
+pytest.importorskip("megatron.core", reason="needs megatron-core, which pip install 'skyrl-train[mcore]' installs")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron]
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+PADDING = 7  # a token that rows contain: its embedding is not trained
+MODELS: dict[str, PretrainedConfig] = {
+    "qwen3": Qwen3Config(**SMALL | {"head_dim": 16}, tie_word_embeddings=False, pad_token_id=PADDING),
+    "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=True, pad_token_id=PADDING),
+    "llama": LlamaConfig(**SMALL, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+}
+N_TOKENS = SMALL["vocab_size"]  # odd: the last rank's part of the vocabulary is padded
+
+TENSOR = MegatronConfig(tensor_model_parallel_size=2)
+SEQUENCE = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+PIPELINE = MegatronConfig(pipeline_model_parallel_size=2)
+DATA = MegatronConfig()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_ranks() -> AsyncIterator[list[ProcessRank]]:
+    """Two rank processes, shared by the tests of this module."""
+    ranks = start_ranks(2)
+    yield ranks
+    for rank in ranks:
+        await rank.close()
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of models with random weights."""
+    folders = {}
+    for name, settings in MODELS.items():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(settings)
+        folders[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folders[name])
+    return folders
+
+
+def load(path: Path, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
+    cpu = torch.device("cpu")
+    return load_model(str(path), dtype=torch.float32, device=cpu, gradient_checkpointing=gradient_checkpointing)
+
+
+def save_nothing(folder: str) -> None:
+    """Do nothing; there is no tokenizer to save."""
+
+
+def spec(path: Path, megatron: MegatronConfig | None = None, **loading: Any) -> ModelSpec:
+    """Return the spec of a policy whose gradients are clipped in most steps."""
+    optimizer = {"lr": 1e-4, "scheduler": "linear", "num_warmup_steps": 2}
+    cfg = config(micro_train_batch_size_per_gpu=3, policy={"optimizer_config": optimizer}).trainer
+    of_policy = replace(
+        optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", 10), max_grad_norm=0.5
+    )
+    made = model_spec("policy", partial(load, path, **loading), save_nothing, cfg, cfg.algorithm.temperature, of_policy)
+    return replace(made, megatron=megatron)
+
+
+def single_rank() -> LocalRank:
+    return LocalRank(ThreadPoolExecutor(1), SingleStrategy(World()))
+
+
+async def load_group(ranks: Any, spec: ModelSpec, objective: Objective | None = None) -> WorkerGroup:
+    """Load a model with an objective, by default GRPO's with a bonus for entropy."""
+    group = WorkerGroup(
+        spec, ranks, objective or policy_objective(config(algorithm={"use_entropy_loss": True}).trainer)
+    )
+    await group.load()
+    return group
+
+
+async def save(group: WorkerGroup, folder: Path) -> Path:
+    await (await group.save(folder))
+    return folder
+
+
+async def tensors(group: WorkerGroup, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the exported weights of a group."""
+    await group.export(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+async def train(
+    group: WorkerGroup, path: Path, n_steps: int = 5
+) -> list[tuple[dict[str, torch.Tensor], dict[str, float]]]:
+    """Return scores before and metrics of each of some steps."""
+    model = load(path)
+    batches = [off_policy_batch(model, N_TOKENS, seed=seed) for seed in range(n_steps)]
+    return [(await group.score(batch), (await group.update(batch)).numbers()) for batch in batches]
+
+
+async def compare(
+    ranks: list[ProcessRank], path: Path, megatron: MegatronConfig, tmp_path: Path, **loading: Any
+) -> None:
+    """Assert that five steps have the scores, metrics and weights of one process."""
+    single = await load_group([single_rank()], spec(path))
+    divided = await load_group(ranks, spec(path, megatron, **loading))
+    steps = zip(await train(single, path), await train(divided, path), strict=True)
+    for (expected, expected_metrics), (scores, metrics) in steps:
+        for name in ("logprobs", "entropy", "sum_pi_squared"):
+            torch.testing.assert_close(scores[name], expected[name], rtol=0, atol=2e-5, msg=name)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
+    before, after = load(path).state_dict(), await tensors(single, tmp_path / "single")
+    assert max((after[name] - before[name]).abs().max().item() for name in after) > 1e-4, "nothing was trained"
+    for name, tensor in (await tensors(divided, tmp_path / "divided")).items():
+        torch.testing.assert_close(tensor, after[name], rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("megatron", [TENSOR, SEQUENCE, PIPELINE], ids=["tensor", "sequence", "pipeline"])
+async def test_five_steps_equal_those_of_one_process(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path, model: str, megatron: MegatronConfig
+) -> None:
+    await compare(two_ranks, paths[model], megatron, tmp_path)
+
+
+async def test_data_parallel_ranks_sum_their_gradients(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path
+) -> None:
+    await compare(two_ranks, paths["qwen3"], DATA, tmp_path)
+
+
+@pytest.mark.parametrize("megatron", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+async def test_gradient_checkpointing_changes_nothing(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path, megatron: MegatronConfig
+) -> None:
+    await compare(two_ranks, paths["qwen2"], megatron, tmp_path, gradient_checkpointing=True)
+
+
+async def test_all_kinds_of_parallelism_at_once(paths: dict[str, Path], tmp_path: Path) -> None:
+    ranks = start_ranks(4)
+    try:
+        await compare(ranks, paths["qwen2"], TENSOR, tmp_path / "tensor × data")
+        everything = MegatronConfig(
+            tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True
+        )
+        await compare(ranks, paths["qwen2"], everything, tmp_path / "tensor × pipeline")
+        await compare(ranks, paths["qwen3"], PIPELINE, tmp_path / "pipeline × data")
+    finally:
+        for rank in ranks:
+            await rank.close()
+
+
+async def test_a_loss_of_pairs(two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path) -> None:
+    batch = as_batch(random_trajectories(4, 2, N_TOKENS, seed=1), config())
+    batch.ref_logprobs = torch.zeros_like(batch.loss_mask)
+    batch.rewards = torch.zeros_like(batch.loss_mask)
+    batch.rewards[::2, -1] = 1.0
+    metrics = []
+    for ranks, megatron in (([single_rank()], None), (two_ranks, PIPELINE)):
+        group = await load_group(ranks, spec(paths["qwen3"], megatron), PreferenceObjective(0.1, 0.0, "sigmoid"))
+        metrics.append((await group.update(batch)).numbers())
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-5)
+
+
+async def test_rows_without_trained_tokens_change_nothing(two_ranks: list[ProcessRank], paths: dict[str, Path]) -> None:
+    batch = off_policy_batch(load(paths["qwen2"]), N_TOKENS, seed=1)
+    batch.loss_mask[1:] = 0
+    norms = []
+    for ranks, megatron in (([single_rank()], None), (two_ranks, DATA), (two_ranks, PIPELINE)):
+        group = await load_group(ranks, spec(paths["qwen2"], megatron))
+        norms.append((await group.update(batch)).numbers()["grad_norm"])
+    assert norms[1:] == pytest.approx([norms[0], norms[0]], rel=1e-4)
+    batch.loss_mask.zero_()
+    metrics = (await group.update(batch)).numbers()
+    assert metrics["skipped_updates"] == 0
+    assert "grad_norm" not in metrics, "no rank has a gradient"
+
+
+async def test_an_infinite_gradient_skips_the_step_on_all_ranks(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path
+) -> None:
+    batch = off_policy_batch(load(paths["qwen2"]), N_TOKENS, seed=1)
+    group = await load_group(two_ranks, spec(paths["qwen2"], PIPELINE))
+    before = await tensors(group, tmp_path / "before")
+    assert batch.advantages is not None
+    batch.advantages[0] = torch.inf
+    assert (await group.update(batch)).numbers()["skipped_updates"] == 1
+    after = await tensors(group, tmp_path / "after")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert await group.is_finite()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(TENSOR, PIPELINE), (PIPELINE, TENSOR), (TENSOR, None), (None, SEQUENCE)]
+)
+async def test_a_checkpoint_resumes_in_another_layout(
+    two_ranks: list[ProcessRank],
+    paths: dict[str, Path],
+    tmp_path: Path,
+    first: MegatronConfig | None,
+    second: MegatronConfig | None,
+) -> None:
+    path = paths["qwen2"]  # with tied embeddings
+    batches = [off_policy_batch(load(path), N_TOKENS, seed=seed) for seed in range(2)]
+    group = await load_group(two_ranks, spec(path, first))  # None: FSDP2
+    await group.update(batches[0])
+    folder = await save(group, tmp_path / "policy")
+    expected = (await group.update(batches[1])).numbers()
+    weights = await tensors(group, tmp_path / "expected")
+    for ranks, megatron in ((two_ranks, first), (two_ranks, second), ([single_rank()], None)):
+        resumed = await load_group(ranks, spec(path, megatron))
+        await resumed.load_state(folder)
+        assert (await resumed.update(batches[1])).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        for name, tensor in (await tensors(resumed, tmp_path / "resumed")).items():
+            torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-5, msg=name)
+
+
+async def test_the_same_layout_resumes_exactly(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path
+) -> None:
+    batches = [off_policy_batch(load(paths["qwen3"]), N_TOKENS, seed=seed) for seed in range(2)]
+    group = await load_group(two_ranks, spec(paths["qwen3"], TENSOR))
+    await group.update(batches[0])
+    folder = await save(group, tmp_path / "policy")
+    expected = (await group.update(batches[1])).numbers()
+    resumed = await load_group(two_ranks, spec(paths["qwen3"], TENSOR))
+    await resumed.load_state(folder)
+    assert (await resumed.update(batches[1])).numbers() == expected
+    weights, again = [await tensors(g, tmp_path / name) for g, name in ((group, "a"), (resumed, "b"))]
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+
+
+async def test_a_checkpoint_that_lacks_a_killed_rank_is_incomplete(paths: dict[str, Path], tmp_path: Path) -> None:
+    ranks = start_ranks(2)
+    try:
+        group = await load_group(ranks, spec(paths["qwen3"], TENSOR))
+        await group.update(off_policy_batch(load(paths["qwen3"]), N_TOKENS, seed=0))
+        folder = await save(group, tmp_path / "first")
+        ranks[1]._process.kill()
+        with pytest.raises(Exception, match=r"rank 1 .*ended|could not be written|Connection closed"):
+            await asyncio.wait_for(save(group, tmp_path / "second"), 60)
+        assert not (tmp_path / "second/.metadata").exists(), "it would be taken for complete"
+    finally:
+        for rank in ranks:
+            await rank.close()
+    resumed = await load_group([single_rank()], spec(paths["qwen3"]))
+    await resumed.load_state(folder)
+
+
+async def test_an_export_has_the_weights_that_were_loaded(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path
+) -> None:
+    for model, path in paths.items():
+        for megatron in (TENSOR, PIPELINE):
+            exported = await tensors(await load_group(two_ranks, spec(path, megatron)), tmp_path / model)
+            for name, tensor in load(path).state_dict().items():
+                assert torch.equal(exported[name], tensor), name
+
+
+async def test_a_checkpoint_is_merged_into_a_hugging_face_folder(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path
+) -> None:
+    group = await load_group(two_ranks, spec(paths["qwen2"], PIPELINE))
+    await group.update(off_policy_batch(load(paths["qwen2"]), N_TOKENS, seed=0))
+    merge_checkpoint(await save(group, tmp_path / "policy"), tmp_path / "merged")
+    exported = await tensors(group, tmp_path / "export")
+    merged = load(tmp_path / "merged").state_dict()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize("megatron", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+async def test_weights_are_sent_to_and_received_by_other_groups(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], megatron: MegatronConfig
+) -> None:
+    path = paths["qwen2"]
+    batch = off_policy_batch(load(path), N_TOKENS, seed=1)
+    group = await load_group(two_ranks, spec(path, megatron))
+    other = await load_group([single_rank()], spec(path))
+    await group.update(batch)  # the learning rate starts at 0
+    await group.update(batch)
+    await WeightSync(group, {"other": other}, SyncOptions("broadcast", chunk_bytes=5_000, timeout_s=60))(1)
+    scores = await other.score(batch)
+    torch.testing.assert_close((await group.score(batch))["logprobs"], scores["logprobs"], rtol=0, atol=2e-5)
+    await other.update(batch)
+    await other.update(batch)
+    await WeightSync(other, {"group": group}, SyncOptions("broadcast", chunk_bytes=5_000, timeout_s=60))(2)
+    expected = (await other.score(batch))["logprobs"]
+    assert not torch.equal(expected, scores["logprobs"])
+    torch.testing.assert_close((await group.score(batch))["logprobs"], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "megatron", "message"),
+    [
+        (
+            {"num_key_value_heads": 1},
+            TENSOR,
+            r"tensor_model_parallel_size=2 must divide the 1 key-value heads of .*try 1",
+        ),
+        ({"num_hidden_layers": 3}, PIPELINE, r"pipeline_model_parallel_size=2 must divide the 3 layers of .*try 1"),
+        ({"hidden_act": "gelu"}, TENSOR, "does not support the activation gelu; set trainer.strategy=fsdp2"),
+        (
+            {"attention_bias": True},
+            TENSOR,
+            r"does not support the tensor model\.layers\.0\.self_attn\..*bias of a Llama",
+        ),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, TENSOR, "of type dynamic"),
+    ],
+)
+async def test_models_that_cannot_be_divided_are_refused(
+    two_ranks: list[ProcessRank], tmp_path: Path, change: dict[str, Any], megatron: MegatronConfig, message: str
+) -> None:
+    AutoModelForCausalLM.from_config(LlamaConfig(**SMALL | change)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        await load_group(two_ranks, spec(tmp_path, megatron))
+
+
+async def test_other_architectures_are_refused(two_ranks: list[ProcessRank], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(MistralConfig(**SMALL)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"strategy=megatron does not support a MistralForCausalLM; set .*=fsdp2"):
+        await load_group(two_ranks, spec(tmp_path, TENSOR))
