@@ -34,6 +34,8 @@ from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.models.fused import fuse_operations
+from skyrl_train.models.memory import default_max_tokens
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.tiny import write_tiny_model
 from skyrl_train.report import report_run
@@ -42,7 +44,6 @@ from skyrl_train.types import TrainingBatch
 from skyrl_train.workers.split import split
 
 HERE = Path(__file__).parent
-MAX_TOKENS = 4096
 N_STEPS = 1000
 
 
@@ -84,9 +85,9 @@ class NoTokenizer:
 
 
 def make_model(vocab_size: int) -> Qwen3ForCausalLM:
-    """Return a random model of four layers."""
+    """Return a random model of four layers, as a run would load it."""
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(
+    model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=vocab_size,
             hidden_size=128,
@@ -101,6 +102,8 @@ def make_model(vocab_size: int) -> Qwen3ForCausalLM:
             attn_implementation="sdpa",
         )
     ).eval()
+    fuse_operations(model)
+    return model
 
 
 def make_batch(workload: Workload) -> TrainingBatch:
@@ -129,10 +132,12 @@ def processor_seconds(function: Callable[[], object], n_times: int) -> float:
 
 def update_seconds(workload: Workload, n_times: int) -> float:
     """Return the processor seconds of a forward and backward pass over the batch."""
-    module, batch = ScoringModule(make_model(workload.vocab_size)), make_batch(workload)
+    model, batch = make_model(workload.vocab_size), make_batch(workload)
+    module, max_tokens = ScoringModule(model), default_max_tokens(model.config, model.device)
+    module.probe()
 
     def update() -> None:
-        (shard,), _ = split(batch, 1, MAX_TOKENS, shares_prefixes=module.shares_prefixes)
+        (shard,), _ = split(batch, 1, max_tokens, shares_prefixes=module.shares_prefixes)
         for rows in shard.micro_batches:
             module.score(shard.rows.select(rows)).logprobs.sum().backward()
         module.zero_grad()
