@@ -219,7 +219,7 @@ class Logging(Callback):
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
         if run.cfg.trainer.wandb_artifacts:
-            await asyncio.to_thread(self._tracking.log_checkpoint, path, run.global_step)
+            await asyncio.to_thread(self._tracking.log_checkpoint, path, step_of(path))
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
         if self._progress is not None:

@@ -126,7 +126,11 @@ def test_a_line_says_what_an_option_became(recipes: Recipes) -> None:
         ("openspiel-ppo-trainer.sh", {"LORA_ADAPTER_PATH": "train"}, "no adapter_config.json"),
         ("openspiel-ppo-trainer.sh", {"LORA_ADAPTER_PATH": "x", "ENABLE_LORA": "0"}, "merge it first"),
         ("openspiel-ppo-trainer.sh", {"ROLLOUT_BACKEND": "tgi"}, "generator.backend=tgi must be one of"),
-        ("openspiel-ppo-trainer.sh", {"FSDP_STRATEGY": "ddp"}, "trainer.strategy=ddp must be fsdp2 or fsdp"),
+        (
+            "openspiel-ppo-trainer.sh",
+            {"FSDP_STRATEGY": "ddp"},
+            "trainer.strategy=ddp must be one of fsdp2, fsdp, megatron",
+        ),
         ("lgc-v2-SFT-trainer.sh", {"dataset_path": "train/none"}, "train/none/train.parquet does not exist"),
         ("merge.sh", {"CHECKPOINT_BASE": "train/none"}, "train/none does not exist; set CHECKPOINT_BASE"),
     ],

@@ -103,7 +103,7 @@ class _JSONSource(RowSource):
     def __init__(self, name: str, path: Path) -> None:
         super().__init__(name)
         content = path.read_bytes()
-        rows = json.loads(content.decode())
+        rows = json.loads(content.decode("utf-8-sig"))
         if not isinstance(rows, list):
             raise ValueError(f"expected a list of rows, found {type(rows).__name__}; use .jsonl for one object a line")
         self._rows = rows
@@ -159,7 +159,8 @@ class _ArrowSource(RowSource):
     def read_column(self, name: str) -> Iterator[Any]:
         if name not in self._table.column_names:
             return repeat(None, len(self))
-        return (value for chunk in self._table.column(name).chunks for value in chunk.to_pylist())
+        column = _ArrowSource(self.name, self._table.select([name]))
+        return (row[name] for row in column.read(range(len(self))))
 
 
 class Rows:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import weakref
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,21 +70,20 @@ class JSONLines:
             ValueError: a line is not JSON; the message has its number.
             StorageError: the file changed after it was opened.
         """
-        for block in _adjacent(indices):
+        for block in _split_runs(indices):
             offsets = self._offsets[block[0] : block[-1] + 2].tolist()
             content = self._read_bytes(offsets[0], offsets[-1])
             for start, end in pairwise(offsets):
-                line = content[start - offsets[0] : end - offsets[0]]
+                line = content[start - offsets[0] : end - offsets[0]].rstrip()  # blank lines may follow
                 try:
-                    value = json.loads(line.decode())
+                    value = json.loads(line.removeprefix(BOM_UTF8 if start == 0 else b"").decode())
                 except UnicodeDecodeError as error:
                     raise ValueError(f"line {self._line_number(start)} is not UTF-8: {error}") from error
                 except RecursionError as error:
                     raise ValueError(f"line {self._line_number(start)} is nested too deeply; flatten it") from error
                 except json.JSONDecodeError as error:
-                    column = min(error.pos, len(line.decode().rstrip())) + 1
                     raise ValueError(
-                        f"line {self._line_number(start)} is not JSON: {error.msg} at column {column}"
+                        f"line {self._line_number(start)} is not JSON: {error.msg} at column {error.pos + 1}"
                     ) from error
                 yield value, line.count(b"{") + line.count(b"[") <= MAX_DEPTH and SURROGATE.search(line) is None
 
@@ -100,7 +100,7 @@ class JSONLines:
         return 1 + sum(self._read_bytes(start, min(start + CHUNK_BYTES, offset)).count(b"\n") for start in starts)
 
 
-def _adjacent(indices: Sequence[int]) -> Iterator[Sequence[int]]:
+def _split_runs(indices: Sequence[int]) -> Iterator[Sequence[int]]:
     """Yield runs of indices that follow one another, of at most `BLOCK_ROWS`."""
     start = 0
     for i in range(1, len(indices) + 1):

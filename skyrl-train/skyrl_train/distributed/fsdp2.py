@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.distributed.hugging_face import HuggingFaceStrategy
-from skyrl_train.distributed.strategy import all_finite_on_ranks, local_part
+from skyrl_train.distributed.strategy import all_finite_on_ranks, local_part, set_timeout
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types.specs import ModelSpec, World
@@ -31,8 +31,8 @@ class FSDP2Strategy(HuggingFaceStrategy):
     whole mini-batch.
     """
 
-    def __init__(self, world: World, timeout: timedelta | None = None) -> None:
-        """Let ranks that divide the tokens of rows wait for each other at most `timeout`."""
+    def __init__(self, world: World, timeout: timedelta) -> None:
+        """Let ranks of the same group wait for each other in a collective for at most `timeout`."""
         # checkpoints are written in the background, beside collectives of the training step, so they need another group
         super().__init__(world, save_group=dist.new_group(backend="gloo"))
         self._device = torch.device(world.device)
@@ -77,7 +77,9 @@ class FSDP2Strategy(HuggingFaceStrategy):
         if fsdp_size in (-1, self.world.size):
             return init_device_mesh(self._device.type, (self.world.size,))
         shape = (self.world.size // fsdp_size, fsdp_size)
-        return init_device_mesh(self._device.type, shape, mesh_dim_names=("copies", "shards"))
+        mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("copies", "shards"))
+        set_timeout(mesh, self._timeout)
+        return mesh
 
     def is_finite(self, module: ScoringModule) -> bool:
         return all_finite_on_ranks((local_part(parameter)[0] for parameter in module.parameters()), self._device)

@@ -6,6 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.lr_scheduler import LRScheduler
@@ -169,6 +172,12 @@ def all_finite_on_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -
     flag = torch.tensor(all_finite(tensors), device=device, dtype=torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag)
+
+
+def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
+    """Limit how long ranks wait for each other in a collective of a mesh, whose groups have torch's own limits."""
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:

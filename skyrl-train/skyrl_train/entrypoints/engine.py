@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,8 @@ from skyrl_train.models.memory import config_cache_bytes_per_token
 from skyrl_train.types.specs import SyncKind
 from skyrl_train.weight_sync import SyncOptions
 from skyrl_train.weight_sync.base import Transport
+
+logger = logging.getLogger(__name__)
 
 RECONNECT_TIMEOUT_S, RECONNECT_INTERVAL_S = 600.0, 2.0
 
@@ -79,7 +82,7 @@ def _new_vllm_engine(
     total: int,
     executor: ThreadPoolExecutor | None,
 ) -> InferenceEngine:
-    """Create vLLM in this process if it has a thread to share, else in processes of its own."""
+    """Create vLLM in this process if it has a thread to share, else in separate processes."""
     from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
     from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 
@@ -182,7 +185,11 @@ def sync_options(cfg: GeneratorConfig) -> SyncOptions:
     """Return the settings of weight syncs to other processes."""
     transport: Transport = "shared_memory" if cfg.weight_sync_backend == "shm" else cfg.weight_sync_backend
     if cfg.backend == "sglang" and transport in ("nccl", "cuda_ipc"):
-        transport = "auto"  # SGLang reads the weights from files
+        logger.info(
+            "generator.weight_sync_backend=%s has no effect with generator.backend=sglang: it reads weights from files",
+            transport,
+        )
+        transport = "auto"
     return SyncOptions(
         transport,
         prefers_gpus=cfg.run_engines_locally and cfg.backend != "sglang" and not cfg.weight_sync_delta,

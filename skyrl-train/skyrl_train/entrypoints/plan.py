@@ -10,7 +10,7 @@ import psutil
 
 from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
-from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.policy import FSDPConfig, MegatronConfig
 from skyrl_train.config.preferences import DPOTrainerConfig, PreferenceDataConfig, RewardConfig
 from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.config.sft import SFTTrainerConfig, SupervisedConfig
@@ -245,12 +245,13 @@ def _plan_ranks(placement: RunPlacementConfig, models: Sequence[PlannedModel]) -
 
 
 def _n_shards(trainer: TrainerConfig | SFTTrainerConfig, model: PlannedModel, ranks: Ranks) -> int:
-    """Return the number of ranks that divide a model; data-parallel ranks of Megatron-Core hold copies."""
-    if trainer.strategy != "megatron":
-        return math.prod(ranks[model.role])
-    section = getattr(trainer, ROLES[model.role], None)
-    megatron: MegatronConfig = getattr(section, "megatron_config", trainer.policy.megatron_config)  # DPO has one
-    return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    """Return the number of ranks that hold a model together; others hold copies."""
+    section = getattr(trainer, ROLES[model.role], trainer.policy)  # `skyrl reward` trains trainer.policy
+    if trainer.strategy == "megatron":
+        megatron: MegatronConfig = section.megatron_config
+        return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    fsdp: FSDPConfig = section.fsdp_config
+    return fsdp.fsdp_size if fsdp.fsdp_size > 0 else math.prod(ranks[model.role])
 
 
 def _describe_processes(ranks: Ranks, n_engines: int = 0) -> str:

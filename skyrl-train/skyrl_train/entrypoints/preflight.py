@@ -85,6 +85,8 @@ def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
         yield from _find_missing_model("trainer.ref.model.path", cfg.trainer.ref.model.path)
     yield from find_long_rows(cfg, read_context_length(model))
     yield from _find_indivisible_model("policy", cfg.trainer.policy, cfg.trainer)
+    if isinstance(cfg, DPOConfig):
+        yield from _find_indivisible_model("ref", cfg.trainer.ref, cfg.trainer)
 
 
 def find_long_rows(cfg: SupervisedConfig, n_context: int | None) -> Iterator[str]:

@@ -48,12 +48,12 @@ class ServerProcess:
         self._lock = threading.Lock()
         self._folder = tempfile.mkdtemp(prefix="skyrl-engine-") if address is None else None
         context = multiprocessing.get_context("spawn")
-        theirs, self._lifeline = context.Pipe(duplex=False)
+        child_end, self._lifeline = context.Pipe(duplex=False)
         try:
-            with theirs, listen(address or f"{self._folder}/socket") as listener:
+            with child_end, listen(address or f"{self._folder}/socket") as listener:
                 bound = listener.getsockname()
                 self.address: str = bound if isinstance(bound, str) else f"{bound[0]}:{bound[1]}"
-                args = (listener, theirs, self._token, self._folder, n_threads)
+                args = (listener, child_end, self._token, self._folder, n_threads)
                 self._process = context.Process(target=_run, args=args, name=name, daemon=True)
                 self._process.start()
         except BaseException:

@@ -76,7 +76,7 @@ class RankHost:
                 f"trainer.strategy=megatron needs Megatron-Core on every node ({error}); pip install "
                 "'skyrl-train[mcore]', or set trainer.strategy=fsdp2"
             ) from error
-        return MegatronStrategy(self._world, megatron)
+        return MegatronStrategy(self._world, megatron, COLLECTIVE_TIMEOUT)
 
     def serve(self, connection: Connection) -> None:
         """Carry out the calls of `ConnectedRank`s until they close the connection, and close."""

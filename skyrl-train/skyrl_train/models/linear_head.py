@@ -60,10 +60,14 @@ class _LinearHeadScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         lowest = torch.finfo(torch.float32).min
         highest = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)  # (N,): largest logit so far
+        chosen = torch.zeros_like(highest)
         # Over the tokens so far, with z = logit - highest: Σ e^z, Σ z · e^z, Σ e^2z.
         total, moment, squares = (torch.zeros_like(highest) for _ in range(3))
         scratch = hidden.new_empty(0, dtype=torch.float32)
-        for rows, _, _, logits in _blocks(hidden, weight, bias, scale):
+        for rows, tokens, logits in _blocks(hidden, weight, bias, scale):
+            is_inside, columns = _find(token_ids[rows], tokens)
+            chosen[rows] = torch.where(is_inside, logits.gather(1, columns)[:, 0], chosen[rows])
+
             new_highest = torch.maximum(highest[rows], logits.amax(dim=1))
             shift = highest[rows] - new_highest  # ≤ 0
             shrink = shift.exp()
@@ -76,12 +80,6 @@ class _LinearHeadScores(torch.autograd.Function):
             total[rows] = shrink * total[rows] + powers.sum(dim=1)
             if with_sum_pi_squared:
                 squares[rows] = shrink.square() * squares[rows] + powers.square_().sum(dim=1)
-        is_own = (token_ids >= 0) & (token_ids < len(weight))
-        token_ids = token_ids.clamp(0, len(weight) - 1)
-        chosen = (hidden.float() * weight[token_ids].float()).sum(dim=1)
-        if bias is not None:
-            chosen += bias[token_ids].float()
-        chosen = torch.where(is_own, scale * chosen, 0.0)
         if group is not None:
             own_highest = highest.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group)
@@ -93,86 +91,70 @@ class _LinearHeadScores(torch.autograd.Function):
         log_total = total.log()
         entropy = log_total - moment / total
         log_normalizer = highest + log_total
-        ctx.save_for_backward(hidden, weight, bias, token_ids, is_own, log_normalizer, entropy)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, log_normalizer, entropy)
         ctx.scale = scale
         sum_pi_squared = squares / total.square()
         ctx.mark_non_differentiable(sum_pi_squared, *(() if entropy_grad else (entropy,)))
         ctx.set_materialize_grads(False)
-        logprobs = (chosen - log_normalizer).clamp(max=0)  # the two sums round differently
-        return logprobs, entropy, sum_pi_squared
+        return chosen - log_normalizer, entropy, sum_pi_squared
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, token_ids, is_own, log_normalizer, entropy = ctx.saved_tensors
+        hidden, weight, bias, token_ids, log_normalizer, entropy = ctx.saved_tensors
         if logprob_grad is None:
             logprob_grad = torch.zeros_like(log_normalizer)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden_grad = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        # With y the chosen token and g its gradient, ∂ log π(y) / ∂ logits = [y] - π: the blocks add π, whose factor -g
-        # is that of a row and thus applied to hidden states. ∂ H / ∂ logits = -π · (log π + H) differs within a row.
-        factor = ctx.scale * (-logprob_grad if entropy_grad is None else torch.ones_like(logprob_grad))  # (N,)
-        scaled_hidden = hidden.float() * factor[:, None]
-        for rows, tokens, block_weight, logprobs in _blocks(hidden, weight, bias, ctx.scale, -log_normalizer):
+        for rows, tokens, logits in _blocks(hidden, weight, bias, ctx.scale):
+            # ∂ log π(y) / ∂ logits = [y] - π, and ∂ H / ∂ logits = -π · (log π + H)
+            logprobs = logits.sub_(log_normalizer[rows, None])
             if entropy_grad is None:
-                grad = logprobs.exp_()
+                grad = logprobs.exp_().mul_(-logprob_grad[rows, None])
             else:
                 probs = logprobs.exp()
                 by_entropy = entropy_grad[rows, None]
                 grad = logprobs.add_(entropy[rows, None]).mul_(-by_entropy).sub_(logprob_grad[rows, None]).mul_(probs)
+            is_inside, columns = _find(token_ids[rows], tokens)
+            grad.scatter_add_(1, columns, torch.where(is_inside, logprob_grad[rows], 0.0)[:, None])
             if hidden_grad is not None:
-                hidden_grad[rows].addmm_(grad, block_weight)
+                hidden_grad[rows].addmm_(grad, weight[tokens].float(), alpha=ctx.scale)
             if weight_grad is not None:
-                weight_grad[tokens].addmm_(grad.T, scaled_hidden[rows])
+                weight_grad[tokens].addmm_(grad.T, hidden[rows].float(), alpha=ctx.scale)
             if bias_grad is not None:
-                bias_grad[tokens].addmv_(grad.T, factor[rows])
-        chosen_grad = torch.where(is_own, ctx.scale * logprob_grad, 0.0)
-        if hidden_grad is not None:
-            hidden_grad.mul_(factor[:, None]).addcmul_(chosen_grad[:, None], weight[token_ids].float())
-        if weight_grad is not None:
-            weight_grad.index_add_(0, token_ids, chosen_grad[:, None] * hidden.float())
-        if bias_grad is not None:
-            bias_grad.index_add_(0, token_ids, chosen_grad)
+                bias_grad[tokens].add_(grad.sum(dim=0), alpha=ctx.scale)
         gradients = zip((hidden_grad, weight_grad, bias_grad), (hidden, weight, bias), strict=True)
         return (*(None if grad is None else grad.to(of.dtype) for grad, of in gradients), *(None,) * 5)
 
 
 def _blocks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    offset: torch.Tensor | None = None,
-) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
-    """Yield positions, tokens, their weight (v, H), and their float32 logits (n, v) plus the `offset` (N,) of their
-    position. The caller may overwrite the logits.
-    """
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Yield positions, tokens and their float32 logits (n, v), which the caller may overwrite."""
     n_positions, n_tokens = len(hidden), len(weight)
     row_step, token_step = CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK
     buffer = torch.empty(min(row_step, n_positions) * min(token_step, n_tokens), device=hidden.device)
-    # One matrix product multiplies by the scale and adds the offset and the bias, as columns of either side.
-    columns = [scale * hidden.float()]
-    if offset is not None:
-        columns.append(offset[:, None])
-    if bias is not None:
-        columns.append(torch.full_like(columns[0][:, :1], scale))
-    left = torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
     for start in range(0, n_tokens, token_step):
         tokens = slice(start, min(start + token_step, n_tokens))
         block_weight = weight[tokens].float()
-        columns = [block_weight]
-        if offset is not None:
-            columns.append(torch.ones_like(block_weight[:, :1]))
-        if bias is not None:
-            columns.append(bias[tokens, None].float())
-        right = torch.cat(columns, dim=1) if len(columns) > 1 else block_weight
         for row in range(0, n_positions, row_step):
             rows = slice(row, min(row + row_step, n_positions))
             shape = (rows.stop - rows.start, tokens.stop - tokens.start)
             logits = buffer[: shape[0] * shape[1]].view(shape)
-            torch.mm(left[rows], right.T, out=logits)
-            yield rows, tokens, block_weight, logits
+            torch.mm(hidden[rows].float(), block_weight.T, out=logits)
+            if bias is not None:
+                logits.add_(bias[tokens].float())
+            if scale != 1:
+                logits.mul_(scale)
+            yield rows, tokens, logits
+
+
+def _find(token_ids: torch.Tensor, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return whether each of `token_ids` (n,) is in a block, and its column there (n, 1), any column if it is not."""
+    columns = token_ids - tokens.start
+    is_inside = (columns >= 0) & (token_ids < tokens.stop)
+    return is_inside, columns.clamp(0, tokens.stop - tokens.start - 1)[:, None]

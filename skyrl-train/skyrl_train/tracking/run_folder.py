@@ -107,7 +107,7 @@ class _LogFile(logging.FileHandler):
             self._writer.submit(partial(self._write, self.format(record) + self.terminator))
         except OSError as error:
             self._warn(error)
-        except (TypeError, ValueError):  # a message that does not fit its arguments
+        except Exception:  # noqa: BLE001, a message that cannot be formatted, which `handleError` prints
             self.handleError(record)
 
     def _write(self, text: str) -> None:

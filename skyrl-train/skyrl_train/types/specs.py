@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skyrl_train.config.policy import CriticModelConfig, FSDPConfig, LoraConfig, MegatronConfig, PolicyModelConfig
+from skyrl_train.errors import ConfigError
 from skyrl_train.lazy import torch
 
 Role = Literal["policy", "critic", "ref", "reward"]
@@ -27,28 +28,29 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The division of a model's ranks.
+    """The division of a model's ranks into groups that compute the same rows.
 
-    `tensor` neighbors share each matrix or the tokens of each row, `pipeline` stages share the layers, and as many
-    data-parallel parts as remain have their own rows. Consecutive ranks hold the same stage.
+    `group_size` consecutive ranks share each matrix (tensor parallelism) or the tokens of each row (sequence
+    parallelism), and `n_stages` such groups share the layers (pipeline parallelism). Together they are a data-parallel
+    rank, which has its own rows. All ranks of a stage are consecutive.
     """
 
     n_ranks: int
-    tensor: int = 1
-    pipeline: int = 1
+    group_size: int = 1
+    n_stages: int = 1
 
     @property
-    def n_parts(self) -> int:
-        """Number of data-parallel parts."""
-        return self.n_ranks // (self.tensor * self.pipeline)
+    def data_parallel_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.n_ranks // (self.group_size * self.n_stages)
 
-    def part(self, rank: int) -> int:
-        """Return the data-parallel part of a rank."""
-        return rank // self.tensor % self.n_parts
+    def data_parallel_rank(self, rank: int) -> int:
+        """Return the data-parallel rank that a rank belongs to."""
+        return rank // self.group_size % self.data_parallel_size
 
-    def leader(self, part: int) -> int:
-        """Return the rank that returns the results of a data-parallel part: the first one of its last stage."""
-        return ((self.pipeline - 1) * self.n_parts + part) * self.tensor
+    def leader(self, data_parallel_rank: int) -> int:
+        """Return the rank that returns the results of a data-parallel rank: the first one of its last stage."""
+        return ((self.n_stages - 1) * self.data_parallel_size + data_parallel_rank) * self.group_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class ModelSpec:
     optimizer: OptimizerSpec | None = None  # None: the model is frozen
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     sequence_parallel_size: int = 1  # ranks that get the same rows, and divide their tokens
-    megatron: MegatronConfig | None = None  # set: several ranks use Megatron-Core instead of FSDP2
+    megatron: MegatronConfig | None = None  # set: several ranks use Megatron-Core, not FSDP2
     lora: LoraSpec | None = None  # set: only the adapter, and a critic's value head, are trained
     temperature: float = 1.0
     bf16: bool = False  # compute in bfloat16 on a GPU
@@ -110,10 +112,25 @@ class ModelSpec:
         return f"trainer.{'policy' if self.role == 'reward' else self.role}"
 
     def layout(self, n_ranks: int) -> Layout:
-        """Return the division of `n_ranks` ranks."""
+        """Return the division of `n_ranks` ranks; a single one has the whole model.
+
+        Raises:
+            ConfigError: the ranks are not a multiple of those that compute the same rows.
+        """
         if self.megatron is None or n_ranks == 1:
-            return Layout(n_ranks, self.sequence_parallel_size)
-        return Layout(n_ranks, self.megatron.tensor_model_parallel_size, self.megatron.pipeline_model_parallel_size)
+            layout = Layout(n_ranks, self.sequence_parallel_size)
+            sizes = f"{self.section}.sequence_parallel_size={layout.group_size}"
+        else:
+            tensor, pipeline = self.megatron.tensor_model_parallel_size, self.megatron.pipeline_model_parallel_size
+            layout, key = Layout(n_ranks, tensor, pipeline), f"{self.section}.megatron_config"
+            sizes = f"{key}.tensor_model_parallel_size={tensor} times {key}.pipeline_model_parallel_size={pipeline}"
+        size = layout.group_size * layout.n_stages
+        if n_ranks % size:
+            raise ConfigError(
+                f"{sizes} must divide the {n_ranks} {'rank' if n_ranks == 1 else 'ranks'} of the {self.role}; start "
+                f"{n_ranks + -n_ranks % size}, or set 1"
+            )
+        return layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from skyrl_train.algorithms.objectives import Objective, PairObjective, PolicyObjective, RewardObjective
 from skyrl_train.distributed import METADATA
-from skyrl_train.errors import ConfigError, SyncError, WorkerError
+from skyrl_train.errors import SyncError, WorkerError
 from skyrl_train.models.memory import MIN_TOKENS
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, TensorSpec
@@ -38,21 +38,14 @@ class WorkerGroup:
     def __init__(self, spec: ModelSpec, ranks: Sequence[Rank], objective: Objective | None = None) -> None:
         """Create the group of a model that minimizes `objective`; the reference has none.
 
-        Each `spec.sequence_parallel_size` consecutive ranks get the same part of a batch.
-
         Raises:
-            ConfigError: that number does not divide the number of ranks.
+            ConfigError: `spec.layout` cannot divide the ranks.
         """
         self._objective = objective
         self._spec = spec
         self._ranks = list(ranks)
-        if len(ranks) % spec.sequence_parallel_size:
-            raise ConfigError(
-                f"{spec.section}.sequence_parallel_size={spec.sequence_parallel_size} must divide the {len(ranks)} "
-                f"ranks of the {spec.role}; start more ranks, or remove it"
-            )
         self._layout = spec.layout(len(ranks))
-        self._shares_prefixes = False  # this and the next until the model is loaded
+        self._shares_prefixes = False  # like the maximum of tokens, known once the model is loaded
         self._max_tokens = spec.sequence_parallel_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
@@ -93,7 +86,7 @@ class WorkerGroup:
         mask.
         """
         shards, rows = self._split(batch, self._spec.max_rows_forward)
-        return join(rows, await self._call_parts("score", shards, adapter), len(batch))
+        return join(rows, await self._call_with_shards("score", shards, adapter), len(batch))
 
     async def forward_backward(self, mini_batch: TrainingBatch, scores: torch.Tensor | None = None) -> Metrics:
         """Add the gradient of a mini-batch's loss to the parameters.
@@ -112,7 +105,7 @@ class WorkerGroup:
                 scores = (await self.score(mini_batch))[objective.score_name]
             mini_batch, metrics = objective.differentiate(scores, mini_batch)
         shards, _ = self._split(mini_batch, max_rows, keeps_draws=keeps_draws)
-        return metrics.merge(*await self._call_parts("forward_backward", shards))
+        return metrics.merge(*await self._call_with_shards("forward_backward", shards))
 
     async def optim_step(self) -> Metrics:
         """Clip and apply the gradients; return the metrics of the first rank, which are those of all."""
@@ -133,7 +126,7 @@ class WorkerGroup:
         For a reward model, `mean` is minus the mean distance between the rewards of a pair.
         """
         shards, _ = self._split(rows, self._spec.max_rows_train)
-        metrics = Metrics().merge(*await self._call_parts("probe", shards))
+        metrics = Metrics().merge(*await self._call_with_shards("probe", shards))
         if isinstance(self._objective, RewardObjective):
             metrics["mean"] = Metric("mean", -self._objective.mean_distance(await self.score(rows), rows))
         return metrics
@@ -195,19 +188,19 @@ class WorkerGroup:
     ) -> tuple[list[Shard], list[list[int]]]:
         return split(
             batch,
-            self._layout.n_parts,
+            self._layout.data_parallel_size,
             self._max_tokens,
             max_rows,
             shares_prefixes=self._shares_prefixes,
             keeps_draws=keeps_draws,
         )
 
-    async def _call_parts(self, method: str, shards: Sequence[Shard], *args: Any) -> list[Any]:
-        """Call a method of every worker with the shard of its data-parallel part; return one result for each part."""
+    async def _call_with_shards(self, method: str, shards: Sequence[Shard], *args: Any) -> list[Any]:
+        """Call a method of every worker with the shard of its data-parallel rank; return one result for each shard."""
         layout = self._layout
-        own = [(shards[layout.part(rank)],) for rank in range(layout.n_ranks)]
+        own = [(shards[layout.data_parallel_rank(rank)],) for rank in range(layout.n_ranks)]
         results = await self._call(method, *args, first_args=own)
-        return [results[layout.leader(part)] for part in range(layout.n_parts)]
+        return [results[layout.leader(i)] for i in range(layout.data_parallel_size)]
 
     async def _call(self, method: str, *args: Any, first_args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Call a method of every worker, with the first arguments of each; return the result of each."""

@@ -99,18 +99,17 @@ class Worker:
 
     def score(self, shard: Shard, adapter: bool = True) -> dict[str, torch.Tensor]:
         """Return the scores of the shard's rows, of the model or of its base without the adapter: (b, R) float32 on the
-        CPU, 0 off the mask. Of ranks that get the same rows, the first one returns them.
+        CPU, 0 off the mask. Of the ranks that get the same rows, all but the leader of the layout return none.
         """
-        rows = shard.rows
-        scores = {name: torch.zeros_like(rows.loss_mask) for name in self.module.scores_type._fields}
-        parts = self._run(shard, lambda scores, _: (None, scores), backward=False, adapter=adapter)
+        scored = self._run(shard, lambda scores, _: (None, scores), backward=False, adapter=adapter)
         layout, rank = self._spec.layout(self._strategy.world.size), self._strategy.world.rank
-        if rank != layout.leader(layout.part(rank)):  # another rank returns the scores of its part
+        if rank != layout.leader(layout.data_parallel_rank(rank)):
             return {}
-        for part, indices in zip(parts, shard.micro_batches, strict=True):
-            for name, values in part._asdict().items():
-                scores[name][indices] = values.cpu()
-        return scores
+        columns = {name: torch.zeros_like(shard.rows.loss_mask) for name in self.module.scores_type._fields}
+        for scores, indices in zip(scored, shard.micro_batches, strict=True):
+            for name, values in scores._asdict().items():
+                columns[name][indices] = values.cpu()
+        return columns
 
     def forward_backward(self, shard: Shard) -> Metrics:
         """Add the gradient of the shard's part of the loss to the parameters."""

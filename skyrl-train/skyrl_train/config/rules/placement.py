@@ -90,9 +90,11 @@ def strategy_has_its_settings(cfg: Section) -> Iterator[str]:
                     f"{key}, or set trainer.strategy={user}"
                 )
         if strategy == "megatron" and section.sequence_parallel_size > 1:
+            has_megatron = hasattr(section, "megatron_config")
             yield (
                 f"trainer.{role}.sequence_parallel_size={section.sequence_parallel_size} needs trainer.strategy=fsdp2, "
-                f"not megatron; remove it, and set trainer.{role}.megatron_config.sequence_parallel=true"
+                "not megatron; remove it"
+                + (f", and set trainer.{role}.megatron_config.sequence_parallel=true" if has_megatron else "")
             )
 
 
@@ -149,14 +151,14 @@ def _fsdp_problems(role: PlacedRole, section: ShardedModelConfig, n_ranks: int, 
     key, fsdp = f"trainer.{role}.fsdp_config", section.fsdp_config
     if n_ranks % section.sequence_parallel_size:
         yield (
-            f"trainer.{role}.sequence_parallel_size={section.sequence_parallel_size} must divide the {n_ranks} "
-            f"{'rank' if n_ranks == 1 else 'ranks'} of the {role}; try {_divisors(n_ranks)}, or set "
+            f"trainer.{role}.sequence_parallel_size={section.sequence_parallel_size} must divide the "
+            f"{_count_ranks(n_ranks)} of the {role}; try {_divisors(n_ranks)}, or set "
             f"{counts}={section.sequence_parallel_size}"
         )
     n_shards = n_ranks if fsdp.fsdp_size < 1 else fsdp.fsdp_size
     if n_ranks % n_shards:
         yield (
-            f"{key}.fsdp_size={fsdp.fsdp_size} must divide the {n_ranks} ranks of the {role}; try "
+            f"{key}.fsdp_size={fsdp.fsdp_size} must divide the {_count_ranks(n_ranks)} of the {role}; try "
             f"{_divisors(n_ranks)}, or -1 for all"
         )
         return
@@ -181,8 +183,12 @@ def _megatron_problems(role: PlacedRole, megatron: MegatronConfig, n_ranks: int,
         key = f"trainer.{role}.megatron_config"
         yield (
             f"{key}.tensor_model_parallel_size={tensor} times {key}.pipeline_model_parallel_size={pipeline} must "
-            f"divide the {n_ranks} ranks of the {role}; set {counts}={tensor * pipeline}, or lower one of them"
+            f"divide the {_count_ranks(n_ranks)} of the {role}; set {counts}={tensor * pipeline}, or lower one of them"
         )
+
+
+def _count_ranks(n: int) -> str:
+    return "1 rank" if n == 1 else f"{n} ranks"
 
 
 def _divisors(n: int) -> str:

@@ -293,7 +293,7 @@ class MegatronScorer(Scorer):
         row, position = find_predictions(rows.attention_mask, rows.loss_mask)
         chosen = rows.sequences[:, -rows.loss_mask.shape[1] :][rows.loss_mask.bool()]  # (N,)
         weight = self.stage.output_layer.weight
-        if self.stage.output_layer.weight is None:
+        if weight is None:
             weight = self.stage.shared_embedding_or_output_weight()
         scores = linear_head_scores(
             hidden[position, row],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +23,14 @@ from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed.megatron.device import computing_on
 from skyrl_train.distributed.megatron.model import MegatronScorer, check_model, check_sizes, transformer_config
 from skyrl_train.distributed.megatron.names import EMBEDDINGS, HEAD, HEAD_PARAMETER, Part
-from skyrl_train.distributed.strategy import DistributedStrategy, TrainState, all_finite_on_ranks, gather, local_part
+from skyrl_train.distributed.strategy import (
+    DistributedStrategy,
+    TrainState,
+    all_finite_on_ranks,
+    gather,
+    local_part,
+    set_timeout,
+)
 from skyrl_train.models.deferred import deferring
 from skyrl_train.models.loading import autocast
 from skyrl_train.threads import adjust_threads
@@ -41,7 +49,8 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
     of the Hugging Face model: weights, exports and checkpoints, which other strategies and layouts can load.
     """
 
-    def __init__(self, world: World, config: MegatronConfig) -> None:
+    def __init__(self, world: World, config: MegatronConfig, timeout: timedelta) -> None:
+        """Let ranks of the same group wait for each other in a collective for at most `timeout`."""
         # checkpoints are written in the background, beside collectives of the training step, so they need another group
         super().__init__(world, save_group=dist.new_group(backend="gloo"))
         self._config = config
@@ -49,13 +58,17 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         if self._device.type == "cpu":
             warnings.filterwarnings("ignore", message="When using async grad allreduce")  # a setting of CUDA
         n_stages, n_slices = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
-        shape = (n_stages, Layout(world.size, n_slices, n_stages).n_parts, n_slices, 1)  # the order of `Layout`
+        n_copies = Layout(world.size, n_slices, n_stages).data_parallel_size
+        shape = (n_stages, n_copies, n_slices, 1)  # the order of `Layout`
         mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("pp", "dp", "tp", "cp"))
         groups = {name: mesh[name].get_group() for name in ("pp", "dp", "tp", "cp")}
+        model_parallel = mesh["pp", "tp"]._flatten("mp")
+        set_timeout(mesh, timeout)
+        set_timeout(model_parallel, timeout)
         self._slices = mesh["tp"]
         self._groups = ProcessGroupCollection(
             **groups,
-            mp=mesh["pp", "tp"]._flatten("mp").get_group(),
+            mp=model_parallel.get_group(),
             tp_cp=groups["tp"],
             dp_cp=groups["dp"],
             embd=None,  # tied embeddings of two stages are initialized and updated here
@@ -63,7 +76,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         )
         first, last = torch.arange(world.size).view(n_stages, -1)[[0, -1]].tolist()
         pairs = [[a, b] for a, b in zip(first, last, strict=True)]
-        self._ends = dist.new_subgroups_by_enumeration(pairs)[0] if n_stages > 1 else None
+        self._ends = dist.new_subgroups_by_enumeration(pairs, timeout)[0] if n_stages > 1 else None
         initialize_rng_tracker(inference_rng_tracker=True)  # tracks nothing: every dropout is 0
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:
             parallel_state._set_global_memory_buffer()

@@ -1,4 +1,4 @@
-"""vLLM in processes of its own: its engine core steps on its own, and its workers share the model.
+"""vLLM in separate processes: an engine core that steps by itself, and workers that share the model.
 
 This is the client that vLLM's `AsyncLLM` uses, without its tokenizers: requests and results are tokens.
 """

@@ -2,8 +2,8 @@
 
 The server must be started so that its workers have our extension and its control endpoints are open:
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve <policy> --enable-scale-out --no-async-scheduling --max-logprobs=-1 \\
-        --enable-prompt-tokens-details \\
+    VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 vllm serve <policy> --enable-scale-out \\
+        --no-async-scheduling --max-logprobs=-1 --enable-prompt-tokens-details \\
         --worker-extension-cls skyrl_train.inference_engines.vllm.worker.WorkerExtension
 
 Whoever reaches these endpoints controls the server: keep its port inside a trusted network.
@@ -41,9 +41,8 @@ from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, We
 from skyrl_train.weight_sync.sync import free_port
 
 START_COMMAND = (
-    f"VLLM_SERVER_DEV_MODE=1 vllm serve <policy> --enable-scale-out --no-async-scheduling --max-logprobs=-1 "
-    f"--enable-prompt-tokens-details "
-    f"--worker-extension-cls {EXTENSION}"
+    "VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 vllm serve <policy> --enable-scale-out --no-async-scheduling "
+    f"--max-logprobs=-1 --enable-prompt-tokens-details --worker-extension-cls {EXTENSION}"
 )
 MAX_DROP_S = 30.0
 SYNC_SLACK_S = 30.0

@@ -141,6 +141,11 @@ PROBLEMS: list[Case] = [
         [["trainer.strategy=megatron"]],
     ),
     (
+        ["trainer.strategy=megatron", "trainer.critic.sequence_parallel_size=2"],
+        "trainer.critic.sequence_parallel_size=2 needs trainer.strategy=fsdp2, not megatron; remove it",
+        [["trainer.strategy=megatron"]],
+    ),
+    (
         ["trainer.strategy=megatron", f"{MEGATRON}.sequence_parallel=true"],
         f"{MEGATRON}.sequence_parallel=true divides tokens among the ranks that share a matrix, and "
         f"{MEGATRON}.tensor_model_parallel_size=1 has none; set {MEGATRON}.tensor_model_parallel_size=2",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -191,6 +192,16 @@ def test_a_deep_column_of_parquet_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"deep": pa.array([None], kind)}), path)
     with pytest.raises(DataError, match=f"the column deep of {path} is nested too deeply"):
         Rows([str(path)])
+
+
+def test_bytes_of_parquet_that_are_not_utf8_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    offsets, text = pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer(b"\xffa")
+    pq.write_table(pa.table({"data_source": pa.StringArray.from_buffers(2, offsets, text)}), path)
+    rows = Rows([str(path)])
+    for read in (lambda: rows[0], lambda: list(rows.read_column("data_source"))):
+        with pytest.raises(DataError, match=rf"row 0 of {path}.* cannot be read"):
+            read()
 
 
 @pytest.mark.parametrize(("n_rows", "max_rows", "n_sampled"), [(10, None, 10), (10, 10, 10), (1000, 20, 20)])

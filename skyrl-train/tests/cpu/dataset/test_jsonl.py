@@ -17,7 +17,7 @@ from skyrl_train.dataset.files import Rows, open_source
 from skyrl_train.dataset.jsonl import JSONLines
 from skyrl_train.errors import DataError, StorageError
 
-BLANK = ["", " ", "\t\t", "  \r"]
+BLANK = ["", " ", "\t\t", "  \r", "\x0c", " \x0b"]
 VALUES = st.sampled_from(['{"a": 1}', '  {"b": [1, 2]} ', '{"é": "\\u00e9"}\r', '{"c": "x"}'])
 
 
@@ -60,6 +60,15 @@ def test_a_changed_file_is_noticed_unless_it_is_in_memory(tmp_path: Path, monkey
     with pytest.raises(StorageError, match=r"rows\.jsonl changed while it was used; restore it"):
         large[0]
     assert Rows([str(path)])[0] == {"b": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("rows.jsonl", '{"a": 1}\n{"a": 2}\n'), ("rows.json", '[{"a": 1}, {"a": 2}]')]
+)
+def test_a_byte_order_mark_is_ignored(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8-sig")
+    assert list(Rows([str(path)]).read_column("a")) == [1, 2]
 
 
 def test_no_file_stays_open(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ async def test_the_reference_is_divided_on_its_own(
 
 async def test_ranks_that_are_not_a_multiple_of_the_size_are_refused(tiny_model_path: Path) -> None:
     divided = replace(spec("policy", tiny_model_path, config().trainer), sequence_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"trainer\.policy\.sequence_parallel_size=2 must divide the 1 ranks"):
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.sequence_parallel_size=2 must divide the 1 rank of the"):
         WorkerGroup(divided, [single_rank()])
 
 

@@ -63,8 +63,8 @@ def test_keys_are_completed_level_by_level(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("COMP_WORDS", "skyrl train trainer.policy.")
     monkeypatch.setenv("COMP_CWORD", "2")
     main([])
-    sections = ["model", "optimizer_config", "fsdp_config", "megatron_config"]
-    assert capsys.readouterr().out.split() == [f"trainer.policy.{name}." for name in sections]
+    names = ["fsdp_config.", "megatron_config.", "model.", "optimizer_config.", "sequence_parallel_size="]
+    assert sorted(capsys.readouterr().out.split()) == [f"trainer.policy.{name}" for name in names]
 
 
 def test_the_configuration_is_printed(catch_run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +97,9 @@ def test_a_plan_of_several_processes_says_what_each_of_them_holds(
     assert "18 on Ray: this one, engine, ranks (nodes × per node) policy 2 × 4, reference 2 × 4" in plan
     n_bytes = 4 * AutoModelForCausalLM.from_pretrained(tiny_model_path).num_parameters()
     assert f"per process  policy {4 * n_bytes / 8 / 1000:.3g} KB, reference {n_bytes / 8 / 1000:.3g} KB; engine" in plan
+    assert main(["train", *catch_run, *placement, "trainer.policy.fsdp_config.fsdp_size=4", "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert f"per process  policy {4 * n_bytes / 4 / 1000:.3g} KB, reference {n_bytes / 8 / 1000:.3g} KB; engine" in plan
     megatron = ["trainer.strategy=megatron", "trainer.policy.megatron_config.tensor_model_parallel_size=4"]
     assert main(["train", *catch_run, *placement, *megatron, "--dry-run"]) == 0
     plan = capsys.readouterr().out

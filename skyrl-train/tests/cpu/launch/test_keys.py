@@ -131,6 +131,14 @@ def test_a_value_is_refused_by_name(setting: str) -> None:
         load([*REFUSED[setting], setting])
 
 
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
+def test_a_transport_that_sglang_does_not_use_is_reported(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+    section = {"backend": "sglang", "weight_sync_backend": transport}
+    with caplog.at_level("INFO", logger="skyrl_train"):
+        assert sync_options(SkyRLConfig.model_validate({"generator": section}).generator).transport == "auto"
+    assert f"generator.weight_sync_backend={transport} has no effect with generator.backend=sglang" in caplog.text
+
+
 def test_no_key_is_left_out() -> None:
     keys = {key for key, _ in iter_fields(SkyRLConfig) if key.startswith(PREFIXES)}
     assert keys == HONOURED.keys() | {setting.partition("=")[0] for setting in REFUSED if setting.startswith(PREFIXES)}

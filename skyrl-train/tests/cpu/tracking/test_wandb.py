@@ -30,8 +30,10 @@ def test_offline_mode_works_without_a_key(tmp_path: Path) -> None:
 
 
 _RESUMED_RUN = """
-import sys, threading, wandb
+import asyncio, sys, threading, wandb
 from pathlib import Path
+from types import SimpleNamespace
+from skyrl_train.callbacks import Logging
 from skyrl_train.tracking import Tracking
 folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 with Tracking("catch", "shaped", "wandb", {"trainer": {"seed": 1}}, folder / "run") as tracking:
@@ -41,9 +43,12 @@ with Tracking("catch", "shaped", "wandb", {"trainer": {"seed": 1}}, folder / "ru
         thread.start()
         thread.join()
         tracking.log({f"reward/step_{step}": step / 8}, step=step)
-    (folder / "checkpoint").mkdir(exist_ok=True)
-    (folder / "checkpoint/weights.pt").write_bytes(b"weights")
-    tracking.log_checkpoint(folder / "checkpoint", last)
+    checkpoint = folder / f"global_step_{last}"
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / "weights.pt").write_bytes(b"weights")
+    trainer = SimpleNamespace(wandb_artifacts=True)
+    run = SimpleNamespace(cfg=SimpleNamespace(trainer=trainer), global_step=last + 7)  # training continued meanwhile
+    asyncio.run(Logging(tracking).on_checkpoint(run, checkpoint))
 """
 
 
@@ -69,6 +74,7 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
         assert expected in log
     assert b"shaped-checkpoint" in log
     assert b"step-2" in log
+    assert b"step-9" not in log
     assert log_offline(tmp_path, 3, 4) == run_id
     assert all(name.endswith(run_id) for name in offline_logs(tmp_path))
     assert any(b"my_reward/4" in log and b"reward/step_4" in log for log in offline_logs(tmp_path).values())

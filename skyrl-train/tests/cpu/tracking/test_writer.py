@@ -110,6 +110,19 @@ def test_a_disk_that_was_full_gets_all_metrics(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
 
 
+def test_a_message_that_cannot_be_formatted_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("skyrl_train.test")
+    logger.propagate = False  # pytest's own handler raises
+    with log_to_file(tmp_path / "train.log"):
+        logger.addHandler(logging.getLogger("skyrl_train").handlers[-1])
+        logger.info("%(missing)s", {"name": 1})
+        logger.info("the next message")
+        logger.handlers.clear()
+    logger.propagate = True
+    assert "KeyError" in capsys.readouterr().err
+    assert "the next message" in (tmp_path / "train.log").read_text()
+
+
 def test_the_cost_of_a_step_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """10,000 steps: the bytes that a step reads and writes, and the memory."""
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
