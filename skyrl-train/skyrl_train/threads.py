@@ -35,7 +35,7 @@ class ThreadBudget:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the load so far: while the thread waited, others used the cores that it left."""
+        """Measure the load from now on. Processes that used the cores during a pause may have stopped since."""
         self._last = (time.monotonic(), time.process_time(), self._busy_seconds())
 
     def adjust(self) -> None:

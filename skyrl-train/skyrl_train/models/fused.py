@@ -1,4 +1,4 @@
-"""RMSNorm and rotary embeddings with a third of the passes over memory, in float32 on a CPU.
+"""RMSNorm and rotary embeddings with fewer passes over memory, in float32 on a CPU.
 
 Eager PyTorch computes either as about ten elementwise operations in each direction, and on a CPU their memory traffic
 takes as long as the matrix products of a small model. On a GPU, and in other types, models keep their own operations.
@@ -25,12 +25,18 @@ Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def fuse_operations(model: PreTrainedModel) -> None:
-    """Replace the RMSNorms and the rotary embedding of a model, if a test finds that they compute the usual formula."""
+    """Replace the RMSNorms and the rotary embedding of a model, if a test finds that they compute the usual formula.
+
+    The rotary function belongs to a module of transformers, so it is replaced for all models of the architecture.
+    """
     norms: dict[type, bool] = {}
     for module in model.modules():
         cls = type(module)
-        if cls.__name__.endswith("RMSNorm") and norms.setdefault(cls, _is_rms_norm(module)):
-            module.forward = MethodType(_rms_norm_forward, module)
+        if cls.__name__.endswith("RMSNorm"):
+            if cls not in norms:
+                norms[cls] = _is_rms_norm(module)
+            if norms[cls]:
+                module.forward = MethodType(_rms_norm_forward, module)
         source = sys.modules[cls.__module__]
         rotary = getattr(source, ROTARY, None)
         if cls.__name__.endswith("Attention") and rotary is not None and _is_half_rotary(rotary):
@@ -58,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
         weight_grad = product.sum(dim=0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, weight_grad, None
-        mean = torch.mv(product, weight).div_(size)  # of ∂x̂ · x̂
+        mean = torch.mv(product, weight).div_(size)  # of the product over each row
         states_grad = torch.mul(grad, weight, out=product).sub_(normalized.mul_(mean[:, None])).mul_(scale)
         return states_grad.view_as(states), weight_grad, None
 
@@ -89,7 +95,10 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
     states = torch.randn(3, *shapes["weight"], generator=generator)
     weight = torch.randn(shapes["weight"], generator=generator)
     with torch.no_grad():
-        own = functional_call(module, {"weight": weight}, (states,))
+        try:
+            own = functional_call(module, {"weight": weight}, (states,))
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes other arguments
+            return False
         return torch.allclose(own, _RMSNorm.apply(states, weight, _epsilon(module)), rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -109,6 +118,7 @@ class _HalfRotary(torch.autograd.Function):
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
+    """Rotate states by their angles, with direction 1, or back, with direction -1."""
     half = states.shape[-1] // 2
     rotated = states * cos
     rotated[..., :half].addcmul_(states[..., half:], sin[..., :half], value=-direction)

@@ -99,6 +99,22 @@ def test_a_model_without_weights_is_fused() -> None:
     assert "forward" in vars(model.model.norm)
 
 
+def test_a_norm_with_another_signature_is_kept() -> None:
+    class GatedRMSNorm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = torch.nn.Parameter(torch.ones(24)), 1e-6
+
+        def forward(self, states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(states, (24,), self.weight, self.eps) * gate
+
+    model = make_qwen3()
+    model.model.norm = GatedRMSNorm()
+    fuse_operations(model)
+    assert "forward" not in vars(model.model.norm)
+    assert "forward" in vars(model.model.layers[0].input_layernorm)
+
+
 def test_frozen_norms_get_no_gradient() -> None:
     model = make_qwen3()
     fuse_operations(model)
