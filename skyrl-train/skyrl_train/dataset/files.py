@@ -207,6 +207,21 @@ class Rows:
         """Yield the values of a column, None in rows without it; DataError as `read`."""
         return (value for source in self._sources for value in source.read_column(name))
 
+    def sample(self, max_rows: int | None) -> Sequence[int]:
+        """Return the indices of all rows, or of `max_rows` that are always the same.
+
+        Each source has an equal part of a sample; those with fewer rows are in it as a whole.
+        """
+        if max_rows is None or len(self) <= max_rows:
+            return range(len(self))
+        generator = random.Random(0)
+        sample: list[int] = []
+        by_size = sorted((len(source), end) for source, end in zip(self._sources, self._ends, strict=True))
+        for n_sources, (n_rows, end) in zip(range(len(by_size), 0, -1), by_size, strict=True):
+            n_chosen = min(n_rows, (max_rows - len(sample)) // n_sources)
+            sample += generator.sample(range(end - n_rows, end), n_chosen)
+        return sorted(sample)
+
     def location(self, index: int) -> str:
         """Return the origin of a row for messages: `row 17 of train.jsonl`."""
         source = bisect_right(self._ends, index)
@@ -242,13 +257,6 @@ def read_rows(source: str) -> list[Row]:
     """Return all rows of a source, as `open_source`; DataError as `Rows.read`."""
     rows = open_source(source)
     return list(rows.read(range(len(rows))))
-
-
-def sample_rows(n_rows: int, max_rows: int | None) -> Sequence[int]:
-    """Return the indices of all rows, or of a sample of `max_rows` that is always the same."""
-    if max_rows is None or n_rows <= max_rows:
-        return range(n_rows)
-    return sorted(random.Random(0).sample(range(n_rows), max_rows))
 
 
 def clean_row(row: Row, location: str) -> Row:

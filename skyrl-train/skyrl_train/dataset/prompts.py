@@ -6,16 +6,16 @@ import hashlib
 import logging
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.runtime.text import describe_error
-from skyrl_train.dataset.files import ROWS_AT_ONCE, Row, Rows, sample_rows
-from skyrl_train.dataset.rows import read_prompt_rows
-from skyrl_train.errors import DataError, InvalidRow, SkippedRow
+from skyrl_train.dataset.files import ROWS_AT_ONCE, Row, Rows
+from skyrl_train.dataset.rows import TaskRow, read_prompt_rows
+from skyrl_train.errors import ConfigError, DataError, InvalidRow, SkippedRow
 from skyrl_train.types import PromptRow
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,9 @@ class PromptDataset:
     Rows are read when they are used. Of more than `max_checked_rows`, only a sample is checked at first, and every row
     when it is drawn; one that is invalid or too long is then skipped.
     """
+
+    check_drawn: Callable[[TaskRow], None] | None = None
+    """A further check of each row that is drawn; raises ConfigError or DataError for one that is skipped."""
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class PromptDataset:
         self._max_length = max_prompt_length
         self._prompt_key, self._env_class_key = prompt_key, env_class_key
         self._rows = Rows(sources)
-        self._sample = sample_rows(len(self._rows), max_checked_rows)
+        self._sample = self._rows.sample(max_checked_rows)
         self.is_checked = len(self._sample) == len(self._rows)
         """All rows were checked, and those with a long prompt are left out."""
         kept, shortest, digest = array("q"), math.inf, hashlib.blake2b(digest_size=16)
@@ -113,12 +116,15 @@ class PromptDataset:
         try:
             (checked,) = self._read_checked([number])
             (n_tokens,) = self._bound_lengths([checked])
-        except DataError as error:
+            location, row = checked
+            prompt_row = self._prompt_row(index, row)
+            if self.check_drawn is not None:
+                self.check_drawn(TaskRow(location, prompt_row.env_class, prompt_row.env_extras))
+        except (ConfigError, DataError) as error:
             raise InvalidRow(str(error)) from error
-        location, row = checked
         if n_tokens > self._max_length:
             raise SkippedRow(f"{location} has {n_tokens} tokens, more than {self._max_length}")
-        return self._prompt_row(index, row)
+        return prompt_row
 
     def __iter__(self) -> Iterator[PromptRow]:
         return (self[index] for index in range(len(self)))

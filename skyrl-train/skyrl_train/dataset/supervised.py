@@ -21,7 +21,7 @@ from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config.sft import SupervisedDataConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.demonstrations import Demonstration, read_answers
-from skyrl_train.dataset.files import Rows, sample_rows
+from skyrl_train.dataset.files import Rows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.types import DrawnPrompt, Segment, TrainingBatch, Trajectory, TrajectoryID
 
@@ -211,7 +211,7 @@ class SupervisedDataset:
         self._max_length = data.row_length(n_context)
         self._n_truncated = 0
         self._source = Rows(sources)
-        sample = sample_rows(len(self._source), max_checked_rows)
+        sample = self._source.sample(max_checked_rows)
         encoded = [self._encode(demonstrations) for demonstrations in read_answers(self._source, sample, data)]
         self._rows = [row for row in encoded if row is not None]
         self._is_checked = len(sample) == len(self._source)

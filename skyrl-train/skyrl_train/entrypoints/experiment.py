@@ -401,13 +401,19 @@ class BasePPOExp(Experiment):
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
         """Check that every row has an environment that accepts it, unless a custom generator plays them.
 
-        Of a dataset that is checked when its rows are drawn, some are checked.
+        Of a dataset whose rows are checked when they are drawn, check some now.
 
         Raises:
             ConfigError: an environment does not exist.
             DataError: an environment refuses a row.
         """
-        if self._data_is_checked or self._replaces("get_generator"):
+        if self._replaces("get_generator"):
+            return
+        environment, max_turns = self.cfg.environment, self.cfg.generator.max_turns
+        for dataset in datasets:
+            if not dataset.is_checked:
+                dataset.check_drawn = lambda row: check_environments([row], environment, max_turns, is_complete=False)
+        if self._data_is_checked:
             return
         rows = (
             TaskRow(location, row.env_class, row.env_extras)
@@ -415,7 +421,7 @@ class BasePPOExp(Experiment):
             for location, row in dataset.checked_rows()
         )
         is_complete = all(dataset.is_checked for dataset in datasets)
-        check_environments(rows, self.cfg.environment, self.cfg.generator.max_turns, is_complete=is_complete)
+        check_environments(rows, environment, max_turns, is_complete=is_complete)
 
     def _replaces(self, *methods: str) -> bool:
         """Return True if a user's subclass overrides one of these methods."""

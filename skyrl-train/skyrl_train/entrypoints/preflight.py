@@ -23,7 +23,7 @@ from skyrl_train.config.problems import show
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.sft import SFTPolicyConfig, SupervisedConfig
 from skyrl_train.dataset.demonstrations import read_answers
-from skyrl_train.dataset.files import Rows, find_fault, local_path, sample_rows
+from skyrl_train.dataset.files import Rows, find_fault, local_path
 from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
 
@@ -125,7 +125,7 @@ def check_answers(cfg: SupervisedConfig) -> None:
         (data.val_data if cfg.trainer.eval_interval > 0 else [], None),
     ):
         rows = Rows([source for source in sources if local_path(source) is not None])
-        for _ in read_answers(rows, sample_rows(len(rows), max_rows), data):
+        for _ in read_answers(rows, rows.sample(max_rows), data):
             pass
 
 
@@ -190,7 +190,7 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
     for sources, max_rows in parts:
         files = [source for source in sources if local_path(source) is not None]
         rows = Rows(files)
-        sample = sample_rows(len(rows), max_rows)
+        sample = rows.sample(max_rows)
         checked.append(read_prompt_rows(rows, sample))
         is_local = is_local and files == sources
         is_complete = is_complete and len(sample) == len(rows)

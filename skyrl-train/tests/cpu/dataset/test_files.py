@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_train.dataset.files import Rows, read_rows, sample_rows, write_jsonl
+from skyrl_train.dataset.files import Rows, read_rows, write_jsonl
 from skyrl_train.errors import DataError
 
 ROWS = [
@@ -204,9 +205,25 @@ def test_bytes_of_parquet_that_are_not_utf8_are_reported(tmp_path: Path) -> None
             read()
 
 
-@pytest.mark.parametrize(("n_rows", "max_rows", "n_sampled"), [(10, None, 10), (10, 10, 10), (1000, 20, 20)])
-def test_a_sample_is_the_same_each_time(n_rows: int, max_rows: int | None, n_sampled: int) -> None:
-    sample = list(sample_rows(n_rows, max_rows))
-    assert len(set(sample)) == n_sampled
-    assert sample == sorted(sample) == list(sample_rows(n_rows, max_rows))
-    assert n_sampled == n_rows or max(sample) > n_rows / 2
+@pytest.mark.parametrize(
+    ("lengths", "max_rows", "n_sampled"),
+    [
+        ([10], None, [10]),
+        ([10], 10, [10]),
+        ([1000], 20, [20]),
+        ([1000, 3, 40], 24, [11, 3, 10]),  # a small source is in the sample as a whole
+        ([5, 5, 5], 2, [0, 1, 1]),
+    ],
+)
+def test_a_sample_is_the_same_each_time_and_has_rows_of_each_source(
+    tmp_path: Path, lengths: list[int], max_rows: int | None, n_sampled: list[int]
+) -> None:
+    sources = [str(tmp_path / f"{i}.jsonl") for i in range(len(lengths))]
+    for source, length in zip(sources, lengths, strict=True):
+        write_jsonl(Path(source), [{"source": source}] * length)
+    rows = Rows(sources)
+    sample = list(rows.sample(max_rows))
+    assert sample == sorted(set(sample)) == list(Rows(sources).sample(max_rows))
+    counts = Counter(row["source"] for _, row in rows.read(sample))
+    assert [counts[source] for source in sources] == n_sampled
+    assert sum(n_sampled) == len(rows) or lengths[0] < 1000 or sample[n_sampled[0] - 1] > 500

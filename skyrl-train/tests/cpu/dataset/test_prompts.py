@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.dataset.files import sample_rows, write_jsonl
+from skyrl_train.dataset.files import Rows, write_jsonl
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -172,7 +172,7 @@ def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [ask(str(i)) for i in range(60)]
-    sample = set(sample_rows(60, 20))
+    sample = set(Rows([write_file(tmp_path, rows)]).sample(20))
     bad, long, broken = [i for i in range(60) if i not in sample][:3]
     rows[bad]["prompt"] = "a text"
     rows[long] = ask("1" * 200)
@@ -205,7 +205,7 @@ def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
 
 
 def test_data_without_a_usable_row_ends_the_run(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    sample = set(sample_rows(60, 20))
+    sample = set(Rows([write_file(tmp_path, [{}] * 60)]).sample(20))
     rows = [ask("1" if i in sample else "1" * 200, data_source="short" if i in sample else "long") for i in range(60)]
     dataset = PromptDataset(write_file(tmp_path, rows), tiny_tokenizer, 100, max_checked_rows=20)
     with pytest.raises(DataError, match=r"fewer than 30 rows of data\.train_data can be used"):

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_train.algorithms import register_advantage_estimator
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
-from skyrl_train.dataset.files import read_rows, sample_rows, write_jsonl
+from skyrl_train.dataset.files import Rows, read_rows, write_jsonl
 from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli
 from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.errors import ConfigError
@@ -141,17 +141,22 @@ def test_rows_of_large_data_are_checked_when_they_are_drawn(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rows = read_rows(f"{catch_data}/train.parquet")
-    bad = next(i for i in range(len(rows)) if i not in sample_rows(len(rows), 4))
-    rows[bad]["prompt"] = "a text"
     source = tmp_path / "rows.jsonl"
+    write_jsonl(source, rows)
+    sample = Rows([str(source)]).sample(4)
+    bad, unknown, refused = [i for i in range(len(rows)) if i not in sample][:3]
+    rows[bad]["prompt"], rows[unknown]["env_class"] = "a text", "kaboom"
+    rows[refused] |= {"env_class": "gsm8k", "reward_spec": {"method": "rule"}}
     write_jsonl(source, rows)
     command = [*catch_run, f"data.train_data=['{source}']", "data.max_checked_rows=4"]
     main([*command, "--dry-run"])
     assert f"{source} ({len(rows)} rows), a sample of 4 rows checked" in capsys.readouterr().out
     assert f"row {bad} of {source}: prompt='a text'" in refusal([*command, "data.max_checked_rows=null"], capsys)
-    main([*command, "trainer.epochs=1", "trainer.max_training_steps=2"])
+    main([*command, "trainer.epochs=2"])
     assert f"The sample is of {len(rows)} rows, data.max_checked_rows=4" in caplog.text
     assert f"Skipped: row {bad} of {source}: prompt='a text' is not a list of messages" in caplog.text
+    assert f"Skipped: row {unknown} of {source}: env_class=kaboom" in caplog.text
+    assert f"Skipped: row {refused} of {source}: the environment gsm8k refuses it" in caplog.text
     assert read_metrics(tmp_path / "skyrl/test_run/metrics.jsonl")[-1]["data/n_skipped"] >= 1
 
 
