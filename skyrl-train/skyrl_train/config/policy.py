@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator
@@ -160,6 +162,28 @@ class MegatronConfig(Section):
         Literal[1] | None, Allowed("1 or null: models with experts are not supported")
     ] = None
     """Only 1 or null: models with experts are not supported."""
+
+    def find_indivisible(self, model: Mapping[str, Any], source: str, key: str) -> Iterator[str]:
+        """Yield a sentence for each size that does not divide its part of a model.
+
+        Args:
+            model: the configuration of the model; a part that it does not name is not checked.
+            source: where the model is from, for the sentence.
+            key: this section's, for the sentence.
+        """
+        n_heads = model.get("num_key_value_heads", model.get("num_attention_heads"))
+        for name, count, parts in (
+            ("tensor_model_parallel_size", n_heads, "key-value heads"),
+            ("tensor_model_parallel_size", model.get("intermediate_size"), "columns of the MLP"),
+            ("pipeline_model_parallel_size", model.get("num_hidden_layers"), "layers"),
+        ):
+            yield from find_indivisible(f"{key}.{name}", getattr(self, name), count, f"{parts} of {source}")
+
+
+def find_indivisible(key: str, size: int, count: object, parts: str) -> Iterator[str]:
+    """Yield a sentence if the size `key` does not divide `count` parts of a model; None if they are not known."""
+    if isinstance(count, int) and count % size:
+        yield f"{key}={size} must divide the {count} {parts}; try {key}={math.gcd(count, size)}"
 
 
 class ShardedModelConfig(Section):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -17,11 +16,17 @@ from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.generator import SamplingConfig
-from skyrl_train.config.policy import CriticModelConfig, PolicyConfig, PolicyModelConfig, RefConfig
+from skyrl_train.config.policy import (
+    CriticConfig,
+    CriticModelConfig,
+    DividedModelConfig,
+    PolicyModelConfig,
+    find_indivisible,
+)
 from skyrl_train.config.preferences import DPOConfig
 from skyrl_train.config.problems import show
 from skyrl_train.config.run import RunConfig
-from skyrl_train.config.sft import SFTPolicyConfig, SupervisedConfig
+from skyrl_train.config.sft import SupervisedConfig
 from skyrl_train.dataset.demonstrations import read_answers
 from skyrl_train.dataset.files import Rows, find_fault, local_path
 from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
@@ -65,8 +70,9 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     yield from _find_missing_models(cfg, trains=trains)
     yield from _find_model_mismatches(cfg, trains=trains)
     if trains:
-        yield from _find_indivisible_model("policy", trainer.policy, trainer)
-        yield from _find_indivisible_model("ref", trainer.ref, trainer)
+        for role in ("policy", "ref", "critic"):
+            section = getattr(trainer, role)
+            yield from _find_indivisible_model(role, section, section.model.path, trainer)
 
 
 def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
@@ -84,9 +90,9 @@ def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
     if isinstance(cfg, DPOConfig) and cfg.trainer.ref.model.path != model:
         yield from _find_missing_model("trainer.ref.model.path", cfg.trainer.ref.model.path)
     yield from find_long_rows(cfg, read_context_length(model))
-    yield from _find_indivisible_model("policy", cfg.trainer.policy, cfg.trainer)
+    yield from _find_indivisible_model("policy", cfg.trainer.policy, model, cfg.trainer)
     if isinstance(cfg, DPOConfig):
-        yield from _find_indivisible_model("ref", cfg.trainer.ref, cfg.trainer)
+        yield from _find_indivisible_model("ref", cfg.trainer.ref, cfg.trainer.ref.model.path, cfg.trainer)
 
 
 def find_long_rows(cfg: SupervisedConfig, n_context: int | None) -> Iterator[str]:
@@ -262,25 +268,16 @@ def _find_model_mismatches(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
 
 
 def _find_indivisible_model(
-    role: str, section: PolicyConfig | SFTPolicyConfig | RefConfig, trainer: RunConfig
+    role: str, section: DividedModelConfig | CriticConfig, path: str | None, trainer: RunConfig
 ) -> Iterator[str]:
-    """Yield a sentence if Megatron-Core's ranks cannot divide the heads or the layers of a model on this machine."""
-    if trainer.strategy != "megatron":
+    """Yield a sentence if ranks cannot divide the heads or the layers of a model on this machine."""
+    if path is None:
         return
-    config, megatron = _read_model_config(section.model.path), section.megatron_config
-    n_heads = config.get("num_key_value_heads", config.get("num_attention_heads"))
-    for name, size, count, what in (
-        ("tensor_model_parallel_size", megatron.tensor_model_parallel_size, n_heads, "key-value heads"),
-        (
-            "pipeline_model_parallel_size",
-            megatron.pipeline_model_parallel_size,
-            config.get("num_hidden_layers"),
-            "layers",
-        ),
-    ):
-        if isinstance(count, int) and count % size:
-            key, smaller = f"trainer.{role}.megatron_config.{name}", math.gcd(count, size)
-            yield f"{key}={size} must divide the {count} {what} of {section.model.path}; try {key}={smaller}"
+    model = _read_model_config(path)
+    if isinstance(section, DividedModelConfig) and trainer.strategy == "megatron":
+        yield from section.megatron_config.find_indivisible(model, path, f"trainer.{role}.megatron_config")
+    key, n_heads = f"trainer.{role}.sequence_parallel_size", model.get("num_attention_heads")
+    yield from find_indivisible(key, section.sequence_parallel_size, n_heads, f"attention heads of {path}")
 
 
 def _read_model_config(path: str) -> dict[str, Any]:

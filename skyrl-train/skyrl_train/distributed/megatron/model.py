@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed.megatron.names import EMBEDDINGS_PARAMETER, HEAD_PARAMETER, Part, find_parts
@@ -95,19 +95,6 @@ def check_model(model: PreTrainedModel, source: str) -> None:
             f"{source}: trainer.strategy=megatron does not support {problem}; set trainer.strategy=fsdp2, or use a "
             "Llama, Qwen2 or Qwen3"
         )
-
-
-def check_sizes(config: PretrainedConfig, source: str, parallel: MegatronConfig) -> None:
-    """Raise ConfigError if ranks cannot divide the model as asked. `source` is its key and path."""
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    for key, size, count, what in (
-        ("tensor_model_parallel_size", tensor, config.num_key_value_heads, "key-value heads"),
-        ("tensor_model_parallel_size", tensor, config.intermediate_size, "columns of the MLP"),
-        ("pipeline_model_parallel_size", pipeline, config.num_hidden_layers, "layers"),
-    ):
-        if count % size:
-            smaller = max(divisor for divisor in range(1, size) if count % divisor == 0)
-            raise ConfigError(f"megatron_config.{key}={size} must divide the {count} {what} of {source}; try {smaller}")
 
 
 def transformer_config(model: PreTrainedModel, parallel: MegatronConfig) -> TransformerConfig:

@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed.megatron.device import computing_on
-from skyrl_train.distributed.megatron.model import MegatronScorer, check_model, check_sizes, transformer_config
+from skyrl_train.distributed.megatron.model import MegatronScorer, check_model, transformer_config
 from skyrl_train.distributed.megatron.names import EMBEDDINGS, HEAD, HEAD_PARAMETER, Part
 from skyrl_train.distributed.strategy import (
     DistributedStrategy,
@@ -31,6 +31,7 @@ from skyrl_train.distributed.strategy import (
     local_part,
     set_timeout,
 )
+from skyrl_train.errors import ConfigError
 from skyrl_train.models.deferred import deferring
 from skyrl_train.models.loading import autocast
 from skyrl_train.threads import adjust_threads
@@ -88,7 +89,8 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             model = spec.load()
         source = weights.source or f"the model {model.name_or_path}"
         check_model(model, source)
-        check_sizes(model.config, source, self._config)
+        for problem in self._config.find_indivisible(model.config.to_dict(), source, f"{spec.section}.megatron_config"):
+            raise ConfigError(problem)
         named = dict(model.named_parameters())
         n_tokens = self._own_slice(named[EMBEDDINGS].shape, 0)[0][0]
         config = transformer_config(model, self._config)

@@ -335,9 +335,9 @@ async def test_weights_are_sent_to_and_received_by_other_groups(
         (
             {"num_key_value_heads": 1},
             TENSOR,
-            r"tensor_model_parallel_size=2 must divide the 1 key-value heads of .*try 1",
+            r"tensor_model_parallel_size=2 must divide the 1 key-value heads of .*_size=1",
         ),
-        ({"num_hidden_layers": 3}, PIPELINE, r"pipeline_model_parallel_size=2 must divide the 3 layers of .*try 1"),
+        ({"num_hidden_layers": 3}, PIPELINE, r"pipeline_model_parallel_size=2 must divide the 3 layers of .*_size=1"),
         ({"hidden_act": "gelu"}, TENSOR, "does not support the activation gelu; set trainer.strategy=fsdp2"),
         (
             {"attention_bias": True},

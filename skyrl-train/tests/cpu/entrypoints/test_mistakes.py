@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-MODEL = {"max_position_embeddings": 128, "vocab_size": 500, "num_hidden_layers": 4}
+MODEL = {"max_position_embeddings": 128, "vocab_size": 500, "num_hidden_layers": 4, "num_attention_heads": 4}
 MISTAKES: dict[str, list[str]] = {
     "trainer.epoch=3": ["there is no key trainer.epoch; did you mean trainer.epochs?"],
     "trainer.polcy.model.path=x": ["there is no key trainer.polcy.model.path", "trainer.policy.model.path"],
@@ -47,6 +47,9 @@ MISTAKES: dict[str, list[str]] = {
     "trainer.strategy=megatron trainer.policy.megatron_config.pipeline_model_parallel_size=3 "
     "trainer.placement.policy_num_gpus_per_node=3": [
         "pipeline_model_parallel_size=3 must divide the 4 layers of model; try trainer.policy.megatron_config.",
+    ],
+    "trainer.policy.sequence_parallel_size=3 trainer.placement.policy_num_gpus_per_node=3": [
+        "trainer.policy.sequence_parallel_size=3 must divide the 4 attention heads of model; try trainer.policy.",
     ],
     "trainer.resume_mode=from_path": ["needs trainer.resume_path=null to be a folder"],
     "data.train_data=[]": ["data.train_data=[] leaves nothing to train on"],
