@@ -2,6 +2,10 @@
 
 Sequences with neighboring regions form a run, which is one call of PyTorch's attention. Query heads that share a key
 head are folded into one (n, key heads, heads per key head · T, d) query, so that keys are never repeated.
+
+On a CPU, the samples of a prompt read its keys once for all of them while they decode: attention to the shared prefix
+and to the rest of each sequence are two calls, whose results are combined by their normalizers (Hydragen, Juravsky et
+al., 2024, arXiv:2402.05099).
 """
 
 from __future__ import annotations
@@ -23,6 +27,17 @@ from skyrl_train.inference_engines.hf.scheduler import Row
 NAME = "skyrl_packed"
 MASK_SIZE = 1 << 24  # elements of a mask: 64 MiB in float32
 MAX_COPIED = 512  # tokens of a sequence whose keys are copied, to join others in a run
+MIN_SAVED = 4096  # tokens that a shared prefix saves a run from reading; with fewer, its second call costs more
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The first P tokens of the n sequences of a run, which are equal within each of G groups of up to S sequences."""
+
+    length: int  # P
+    stored: torch.Tensor  # (G · P,) pool indices of the tokens of each group
+    members: torch.Tensor  # (G, S) sequences of each group; smaller groups repeat their first one
+    slots: torch.Tensor  # (n,) the entry of each sequence in `members`, flattened
 
 
 @dataclass(slots=True)
@@ -37,6 +52,7 @@ class RowRun:
     is_causal: bool  # nothing was stored before, so queries and keys are the same tokens
     sees_all: bool  # every query sees all keys
     copied_from: torch.Tensor | None = None  # (n · L,) pool indices of its keys, if they are copied
+    prefix: SharedPrefix | None = None  # set if reading it once saves time
     _masks: dict[tuple[int, int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def view(self, pool: torch.Tensor) -> torch.Tensor:
@@ -125,7 +141,11 @@ def _runs(rows: Sequence[Row], position_ids: torch.Tensor, size: int | None) -> 
         joined = rows[first:end]
         tokens = slice(n_tokens, n_tokens + sum(row.n_new for row in joined))
         run = _run(joined, tokens, position_ids[tokens].view(len(joined), -1))
-        yield run if size is None else _isolated(run, joined, size)
+        if size is not None:
+            run = _isolated(run, joined, size)
+        elif rows[first].n_new == 1:
+            run.prefix = _find_shared_prefix(joined, position_ids.device)
+        yield run
         first, n_tokens = end, tokens.stop
 
 
@@ -141,6 +161,31 @@ def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor) -> RowRun:
         is_causal=max(lengths) == n_new,
         sees_all=n_new == 1 and min(lengths) == max(lengths),
     )
+
+
+def _find_shared_prefix(rows: Sequence[Row], device: torch.device) -> SharedPrefix | None:
+    """Return the prefix of decoding rows that saves most reads; None if that is not worth a second call."""
+    if device.type != "cpu" or len(rows) * rows[0].region.capacity < MIN_SAVED:
+        return None
+    keys = [row.sequence.prompt_keys() for row in rows]
+    n_units = min(min(map(len, keys)), min(row.sequence.n_cached for row in rows) // UNIT)
+    saved, n_units = max(
+        ((n * UNIT * (len(rows) - len({key[n - 1] for key in keys})), n) for n in range(1, n_units + 1)),
+        default=(0, 0),
+    )
+    if saved < MIN_SAVED:
+        return None
+    groups: dict[int, list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key[n_units - 1], []).append(i)
+    size = max(map(len, groups.values()))
+    members, slots = np.zeros((len(groups), size), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+    for i, group in enumerate(groups.values()):
+        members[i] = [*group, *[group[0]] * (size - len(group))]
+        slots[group] = i * size + np.arange(len(group))
+    starts = np.array([rows[group[0]].start for group in groups.values()])
+    stored = (starts[:, None] + np.arange(n_units * UNIT)).ravel()
+    return SharedPrefix(n_units * UNIT, *(torch.from_numpy(array).to(device) for array in (stored, members, slots)))
 
 
 def _can_join(first: Row, row: Row, distance: int) -> bool:
@@ -206,7 +251,11 @@ def packed_attention(
         # heads are grouped by the key head they share
         grouped = query[0, :, run.tokens].view(keys.shape[1], -1, n_rows, n_new, query.shape[-1])
         queries = grouped.permute(2, 0, 1, 3, 4).to(keys.dtype)  # (n, key heads, heads per key head, T, d)
-        attended = _attend(queries, keys, values, run, scaling, sliding_window)
+        sees_prefix = sliding_window is None or run.length <= sliding_window
+        if run.prefix is not None and sees_prefix and keys.shape == values.shape:
+            attended = _attend_shared(queries, (key.pool, value.pool), (keys, values), run, run.prefix, scaling)
+        else:
+            attended = _attend(queries, keys, values, run, scaling, sliding_window)
         out[:, run.tokens] = attended.permute(1, 2, 0, 3, 4).reshape(n_heads, n_rows * n_new, -1)
     return out.transpose(0, 1)[None], None
 
@@ -242,6 +291,42 @@ def _attend(
         )
         blocks.append(folded.view(*block.shape[:4], -1))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=3)
+
+
+def _attend_shared(
+    queries: torch.Tensor,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    states: tuple[torch.Tensor, torch.Tensor],
+    run: RowRun,
+    prefix: SharedPrefix,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Return the attention of one decoding run (n, key heads, heads per key head, 1, d), from the pools of keys and
+    values, and the run's own `states` of them.
+    """
+    n_heads, n_shared = queries.shape[1:3]
+    (n_groups, size), own_queries = prefix.members.shape, queries.flatten(2, 3)  # (n, key heads, heads per key head, d)
+    grouped = own_queries.index_select(0, prefix.members.flatten()).unflatten(0, (n_groups, size))
+    shared_states = (pool.index_select(0, prefix.stored).unflatten(0, (n_groups, -1)).transpose(1, 2) for pool in pools)
+    shared, shared_total = _attend_with_total(
+        grouped.transpose(1, 2).flatten(2, 3), *shared_states, scale=scaling
+    )  # (G, key heads, S · heads per key head, d) and without d
+    mask = None
+    if not run.sees_all:
+        mask = run.mask(slice(0, 1), run.length, n_shared, None, queries.dtype)[..., prefix.length :]
+    own, own_total = _attend_with_total(
+        own_queries, *(state[:, :, prefix.length :] for state in states), attn_mask=mask, scale=scaling
+    )
+    shared, shared_total = (
+        values.unflatten(2, (size, n_shared)).transpose(1, 2).flatten(0, 1).index_select(0, prefix.slots)
+        for values in (shared, shared_total)
+    )
+    weight = torch.sigmoid(shared_total - own_total).unsqueeze(-1).to(own.dtype)
+    return torch.lerp(own, shared, weight).unsqueeze(3)
+
+
+_attend_with_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""`scaled_dot_product_attention` that also returns the logarithm of the sum of each softmax."""
 
 
 def hidden_states(

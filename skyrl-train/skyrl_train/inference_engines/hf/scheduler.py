@@ -18,6 +18,7 @@ class CachedSequence(ActiveSequence):
     region: Region | None = None  # None while the sequence waits
     draw: Draw = field(init=False)
     _keys: list[int] = field(default_factory=list)
+    _prompt_keys: list[int] | None = None
 
     @property
     def n_cached(self) -> int:
@@ -29,6 +30,12 @@ class CachedSequence(ActiveSequence):
         if not self._keys:
             self._keys = prefix_keys(self.token_ids)
         return self._keys
+
+    def prompt_keys(self) -> list[int]:
+        """Return hashes of the first 64, 128, … tokens of the prompt, computed once."""
+        if self._prompt_keys is None:
+            self._prompt_keys = prefix_keys(self.request.prompt_ids)[: self.n_prompt // UNIT]
+        return self._prompt_keys
 
 
 @dataclass(frozen=True, slots=True)
