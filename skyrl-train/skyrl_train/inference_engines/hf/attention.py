@@ -304,7 +304,7 @@ def _attend_shared(
     """Return the attention of one decoding run (n, key heads, heads per key head, 1, d), from the pools of keys and
     values, and the run's own `states` of them.
     """
-    n_heads, n_shared = queries.shape[1:3]
+    n_shared = queries.shape[2]
     (n_groups, size), own_queries = prefix.members.shape, queries.flatten(2, 3)  # (n, key heads, heads per key head, d)
     grouped = own_queries.index_select(0, prefix.members.flatten()).unflatten(0, (n_groups, size))
     shared_states = (pool.index_select(0, prefix.stored).unflatten(0, (n_groups, -1)).transpose(1, 2) for pool in pools)
