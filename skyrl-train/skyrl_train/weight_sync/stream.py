@@ -110,6 +110,12 @@ class StreamWriter:
                 self._group = process_group(self._plan, store, self._remote, self._device)
         else:
             self._on_first_rank(lambda: self._tell([]))
+        self._on_first_rank(self._start)
+
+    def _start(self) -> None:
+        """Start once all have connected: an end that has nothing left to do may close its connections."""
+        self._gather("connect")
+        self._tell("start")
 
     def _introduce(self, addresses: dict[str, str]) -> None:
         """Tell the receivers the addresses of the memory, and find out which of them cannot open it."""
@@ -250,11 +256,13 @@ class StreamReader:
         if memory is not None:
             self._buffer = memory.buffer
             memory.close()  # the mapping remains
-            return
-        port, *remote = remote
-        with group_errors(self._plan, [0]):
-            self._group = process_group(self._plan, open_store(self._plan, port), remote, self._device)
-        self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        else:
+            port, *remote = remote
+            with group_errors(self._plan, [0]):
+                self._group = process_group(self._plan, open_store(self._plan, port), remote, self._device)
+            self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        self._guest.tell("connected")
+        self._guest.receive("connect")
 
     def read(self, n_bytes: int) -> Iterator[torch.Tensor]:
         """Yield the next record, in parts (n,) on the device of the stream that are valid until the next one."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
 import numpy as np
@@ -27,15 +27,44 @@ from skyrl_train.inference_engines.hf.scheduler import Row
 NAME = "skyrl_packed"
 MASK_SIZE = 1 << 24  # elements of a mask: 64 MiB in float32
 MAX_COPIED = 512  # tokens of a sequence whose keys are copied, to join others in a run
-MIN_SAVED = 4096  # tokens that a shared prefix saves a run from reading; with fewer, its second call costs more
+MIN_SAVED = 1 << 14  # tokens that a shared prefix must save a run from reading, to be worth a second call
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The indices in the pools of the first L tokens of n sequences, which are evenly spaced or listed."""
+
+    n_sequences: int
+    length: int  # L
+    start: int = 0  # of the first sequence
+    spacing: int = 0
+    indices: torch.Tensor | None = None  # (n · L,) if they are listed
+
+    def view(self, pool: torch.Tensor) -> torch.Tensor:
+        """Return the stored keys or values (n, heads, L, d), in place or copied."""
+        if self.indices is not None:
+            copied = pool.index_select(0, self.indices)
+            return copied.view(self.n_sequences, self.length, *pool.shape[1:]).transpose(1, 2)
+        token_stride, head_stride, value_stride = pool.stride()
+        shape = (self.n_sequences, pool.shape[1], self.length, pool.shape[2])
+        strides = (self.spacing * token_stride, head_stride, token_stride, value_stride)
+        return pool.as_strided(shape, strides, self.start * token_stride)
+
+
+def _places(starts: Sequence[int], length: int, size: int, device: torch.device) -> Places:
+    """Return the places of sequences with these starts in a memory of `size` tokens; some may exceed it."""
+    distances = {second - first for first, second in pairwise(starts)}
+    if len(distances) <= 1 and starts[-1] + length <= size:
+        return Places(len(starts), length, starts[0], max(distances, default=0))
+    indices = torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)
+    return Places(len(starts), length, indices=indices.clamp(max=size - 1).flatten())
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The first P tokens of the n sequences of a run, which are equal within each of G groups of up to S sequences."""
+    """The first tokens of the n sequences of a run, equal within each of G groups of up to S sequences."""
 
-    length: int  # P
-    stored: torch.Tensor  # (G · P,) pool indices of the tokens of each group
+    places: Places  # of one sequence of each group
     members: torch.Tensor  # (G, S) sequences of each group; smaller groups repeat their first one
     slots: torch.Tensor  # (n,) the entry of each sequence in `members`, flattened
 
@@ -45,25 +74,12 @@ class RowRun:
     """n sequences of T new tokens each, in neighboring regions of the same size."""
 
     tokens: slice  # of the tokens of the pass
-    start: int  # of the first region
-    capacity: int  # of each region
+    places: Places  # of the tokens stored after the pass, up to those of the longest sequence
     positions: torch.Tensor  # (n, T)
-    length: int  # tokens of the longest sequence after the pass, L
     is_causal: bool  # nothing was stored before, so queries and keys are the same tokens
     sees_all: bool  # every query sees all keys
-    copied_from: torch.Tensor | None = None  # (n · L,) pool indices of its keys, if they are copied
     prefix: SharedPrefix | None = None  # set if reading it once saves time
     _masks: dict[tuple[int, int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
-
-    def view(self, pool: torch.Tensor) -> torch.Tensor:
-        """Return the stored keys or values (n, heads, L, d), in place or copied."""
-        if self.copied_from is not None:
-            copied = pool.index_select(0, self.copied_from)
-            return copied.view(len(self.positions), self.length, *pool.shape[1:]).transpose(1, 2)
-        token_stride, head_stride, value_stride = pool.stride()
-        shape = (len(self.positions), pool.shape[1], self.length, pool.shape[2])
-        strides = (self.capacity * token_stride, head_stride, token_stride, value_stride)
-        return pool.as_strided(shape, strides, self.start * token_stride)
 
     def mask(self, queries: slice, n_keys: int, n_heads: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return 0 for the keys that each query sees, up to itself and within the sliding window, and -inf for others.
@@ -110,7 +126,7 @@ class PackedCache:
         self._target = torch.from_numpy(position_ids + np.repeat(starts, n_new)).to(
             device
         )  # (N,) indices into the pool
-        self._runs = list(_runs(rows, self.position_ids, memory.size if is_isolated else None))
+        self._runs = list(_runs(rows, self.position_ids, memory.size, is_isolated=is_isolated))
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
@@ -130,9 +146,9 @@ class PackedCache:
         return 0
 
 
-def _runs(rows: Sequence[Row], position_ids: torch.Tensor, size: int | None) -> Iterator[RowRun]:
-    """Join compatible neighboring rows into runs. `size` of the memory is set for isolated rows."""
-    can_join = _can_join if size is None else _can_join_isolated
+def _runs(rows: Sequence[Row], position_ids: torch.Tensor, size: int, *, is_isolated: bool) -> Iterator[RowRun]:
+    """Join compatible neighboring rows into runs. `size` is that of the memory."""
+    can_join = _can_join_isolated if is_isolated else _can_join
     first, n_tokens = 0, 0
     while first < len(rows):
         end = first + 1
@@ -140,30 +156,29 @@ def _runs(rows: Sequence[Row], position_ids: torch.Tensor, size: int | None) -> 
             end += 1
         joined = rows[first:end]
         tokens = slice(n_tokens, n_tokens + sum(row.n_new for row in joined))
-        run = _run(joined, tokens, position_ids[tokens].view(len(joined), -1))
-        if size is not None:
-            run = _isolated(run, joined, size)
-        elif rows[first].n_new == 1:
-            run.prefix = _find_shared_prefix(joined, position_ids.device)
-        yield run
+        positions = position_ids[tokens].view(len(joined), -1)
+        if is_isolated and (length := padded_length(joined[0])) > 0:
+            places = _places([row.start for row in joined], length, size, positions.device)
+            yield RowRun(tokens, places, positions, is_causal=False, sees_all=False)
+        else:
+            yield _run(joined, tokens, positions, size)
         first, n_tokens = end, tokens.stop
 
 
-def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor) -> RowRun:
-    n_new = rows[0].n_new
+def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor, size: int) -> RowRun:
+    n_new, capacity = rows[0].n_new, rows[0].region.capacity
     lengths = [row.sequence.n_cached + n_new for row in rows]
     return RowRun(
-        tokens=tokens,
-        start=rows[0].start,
-        capacity=rows[0].region.capacity,
-        positions=positions,
-        length=max(lengths),
+        tokens,
+        Places(len(rows), max(lengths), rows[0].start, capacity),
+        positions,
         is_causal=max(lengths) == n_new,
         sees_all=n_new == 1 and min(lengths) == max(lengths),
+        prefix=_find_shared_prefix(rows, size, positions.device) if n_new == 1 else None,
     )
 
 
-def _find_shared_prefix(rows: Sequence[Row], device: torch.device) -> SharedPrefix | None:
+def _find_shared_prefix(rows: Sequence[Row], size: int, device: torch.device) -> SharedPrefix | None:
     """Return the prefix of decoding rows that saves most reads; None if that is not worth a second call."""
     if device.type != "cpu" or len(rows) * rows[0].region.capacity < MIN_SAVED:
         return None
@@ -178,14 +193,13 @@ def _find_shared_prefix(rows: Sequence[Row], device: torch.device) -> SharedPref
     groups: dict[int, list[int]] = {}
     for i, key in enumerate(keys):
         groups.setdefault(key[n_units - 1], []).append(i)
-    size = max(map(len, groups.values()))
-    members, slots = np.zeros((len(groups), size), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+    n_slots = max(map(len, groups.values()))
+    members, slots = np.zeros((len(groups), n_slots), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
     for i, group in enumerate(groups.values()):
-        members[i] = [*group, *[group[0]] * (size - len(group))]
-        slots[group] = i * size + np.arange(len(group))
-    starts = np.array([rows[group[0]].start for group in groups.values()])
-    stored = (starts[:, None] + np.arange(n_units * UNIT)).ravel()
-    return SharedPrefix(n_units * UNIT, *(torch.from_numpy(array).to(device) for array in (stored, members, slots)))
+        members[i] = [*group, *[group[0]] * (n_slots - len(group))]
+        slots[group] = i * n_slots + np.arange(len(group))
+    places = _places([rows[group[0]].start for group in groups.values()], n_units * UNIT, size, device)
+    return SharedPrefix(places, torch.from_numpy(members), torch.from_numpy(slots))
 
 
 def _can_join(first: Row, row: Row, distance: int) -> bool:
@@ -207,21 +221,6 @@ def padded_length(row: Row) -> int:
     n_units = -(-(row.sequence.n_cached + 1) // UNIT)
     n_max = MAX_COPIED // UNIT
     return UNIT * (1 << (n_units - 1).bit_length() if n_units <= n_max else -(-n_units // n_max) * n_max)
-
-
-def _isolated(run: RowRun, rows: Sequence[Row], size: int) -> RowRun:
-    """Return the run padded to its `padded_length`, with keys in place if evenly spaced, else copied."""
-    length = padded_length(rows[0])
-    if length == 0:
-        return run
-    run = replace(run, length=length, is_causal=False, sees_all=False)
-    starts = [row.start for row in rows]
-    distances = {second - first for first, second in pairwise(starts)}
-    if len(distances) <= 1 and starts[-1] + length <= size:
-        return replace(run, capacity=max(distances, default=0))
-    offsets = torch.arange(length, device=run.positions.device)
-    indices = run.positions.new_tensor(starts)[:, None] + offsets  # the last ones may exceed the memory
-    return replace(run, copied_from=indices.clamp(max=size - 1).flatten())
 
 
 def packed_attention(
@@ -246,12 +245,12 @@ def packed_attention(
     n_heads, n_tokens = query.shape[1:3]
     out = value.pool.new_empty(n_heads, n_tokens, value.pool.shape[-1])
     for run in key.runs:
-        keys, values = run.view(key.pool), run.view(value.pool)  # (n, key heads, L, d)
+        keys, values = run.places.view(key.pool), run.places.view(value.pool)  # (n, key heads, L, d)
         n_rows, n_new = run.positions.shape
         # heads are grouped by the key head they share
         grouped = query[0, :, run.tokens].view(keys.shape[1], -1, n_rows, n_new, query.shape[-1])
         queries = grouped.permute(2, 0, 1, 3, 4).to(keys.dtype)  # (n, key heads, heads per key head, T, d)
-        sees_prefix = sliding_window is None or run.length <= sliding_window
+        sees_prefix = sliding_window is None or run.places.length <= sliding_window
         if run.prefix is not None and sees_prefix and keys.shape == values.shape:
             attended = _attend_shared(queries, (key.pool, value.pool), (keys, values), run, run.prefix, scaling)
         else:
@@ -269,7 +268,7 @@ def _attend(
     window: int | None,
 ) -> torch.Tensor:
     """Return the attention of one run (n, key heads, heads per key head, T, d)."""
-    if window is not None and run.length <= window:
+    if window is not None and run.places.length <= window:
         window = None
     if run.is_causal and window is None and run.positions.shape[1] > 1:
         whole = scaled_dot_product_attention(
@@ -280,11 +279,11 @@ def _attend(
         folded = scaled_dot_product_attention(queries.flatten(2, 3), keys, values, scale=scaling)
         return folded.view(*queries.shape[:4], -1)
     n_shared, n_new = queries.shape[2:4]
-    size = max(1, MASK_SIZE // (len(queries) * n_shared * run.length))
+    size = max(1, MASK_SIZE // (len(queries) * n_shared * run.places.length))
     blocks = []
     for begin in range(0, n_new, size):
         block = queries[:, :, :, begin : begin + size]
-        n_keys = run.length - max(0, n_new - begin - size)
+        n_keys = run.places.length - max(0, n_new - begin - size)
         mask = run.mask(slice(begin, begin + size), n_keys, n_shared, window, queries.dtype)
         folded = scaled_dot_product_attention(
             block.flatten(2, 3), keys[:, :, :n_keys], values[:, :, :n_keys], attn_mask=mask, scale=scaling
@@ -305,20 +304,19 @@ def _attend_shared(
     values, and the run's own `states` of them.
     """
     n_shared = queries.shape[2]
-    (n_groups, size), own_queries = prefix.members.shape, queries.flatten(2, 3)  # (n, key heads, heads per key head, d)
-    grouped = own_queries.index_select(0, prefix.members.flatten()).unflatten(0, (n_groups, size))
-    shared_states = (pool.index_select(0, prefix.stored).unflatten(0, (n_groups, -1)).transpose(1, 2) for pool in pools)
+    n_prefix, own_queries = prefix.places.length, queries.flatten(2, 3)  # (n, key heads, heads per key head, d)
+    grouped = own_queries.index_select(0, prefix.members.flatten()).unflatten(0, prefix.members.shape)
     shared, shared_total = _attend_with_total(
-        grouped.transpose(1, 2).flatten(2, 3), *shared_states, scale=scaling
+        grouped.transpose(1, 2).flatten(2, 3), *map(prefix.places.view, pools), scale=scaling
     )  # (G, key heads, S · heads per key head, d) and without d
     mask = None
     if not run.sees_all:
-        mask = run.mask(slice(0, 1), run.length, n_shared, None, queries.dtype)[..., prefix.length :]
+        mask = run.mask(slice(0, 1), run.places.length, n_shared, None, queries.dtype)[..., n_prefix:]
     own, own_total = _attend_with_total(
-        own_queries, *(state[:, :, prefix.length :] for state in states), attn_mask=mask, scale=scaling
+        own_queries, *(state[:, :, n_prefix:] for state in states), attn_mask=mask, scale=scaling
     )
     shared, shared_total = (
-        values.unflatten(2, (size, n_shared)).transpose(1, 2).flatten(0, 1).index_select(0, prefix.slots)
+        values.unflatten(2, (-1, n_shared)).transpose(1, 2).flatten(0, 1).index_select(0, prefix.slots)
         for values in (shared, shared_total)
     )
     weight = torch.sigmoid(shared_total - own_total).unsqueeze(-1).to(own.dtype)

@@ -128,10 +128,10 @@ def test_samples_read_a_shared_prompt_once(
             hidden_states(model, memory, [Row(sequence, len(sequence.token_ids) - 1)])
             sequence.region.n_cached = len(sequence.token_ids) - 1
         rows = [Row(sequence, 1) for sequence in sequences]
-        prefix = attention._find_shared_prefix(rows, torch.device("cpu"))
+        prefix = attention._find_shared_prefix(rows, memory.size, torch.device("cpu"))
         assert (prefix is not None) == (min_saved == 1)
         if prefix is not None:
-            assert prefix.length == min(prompt_lengths) // UNIT * UNIT
+            assert prefix.places.length == min(prompt_lengths) // UNIT * UNIT
             assert prefix.members.shape == (len(prompt_lengths), max(map(len, n_sampled)))
             assert prefix.members.flatten()[prefix.slots].tolist() == list(range(len(rows)))
         states.append(hidden_states(model, memory, rows))
@@ -144,8 +144,8 @@ def test_tokens_that_are_not_stored_yet_are_not_shared(monkeypatch: pytest.Monke
     for n_cached, length in ((127, 64), (63, None)):
         for sequence in sequences:
             sequence.region.n_cached = n_cached
-        prefix = attention._find_shared_prefix([Row(sequence, 1) for sequence in sequences], torch.device("cpu"))
-        assert (prefix and prefix.length) == length
+        prefix = attention._find_shared_prefix([Row(sequence, 1) for sequence in sequences], 999, torch.device("cpu"))
+        assert (prefix and prefix.places.length) == length
 
 
 def make_mistral(sliding_window: int | None) -> PreTrainedModel:
