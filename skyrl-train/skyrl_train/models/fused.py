@@ -48,8 +48,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-        scale = norm.square_().mul_(1 / states.shape[-1]).add_(epsilon).rsqrt_()
+        scale = _inverse_rms(states, epsilon)
         ctx.save_for_backward(states, weight, scale)
         return torch.mul(states, scale).mul_(weight)
 
@@ -69,17 +68,24 @@ class _RMSNorm(torch.autograd.Function):
         return states_grad.view_as(states), weight_grad, None
 
 
+def _inverse_rms(states: torch.Tensor, epsilon: float) -> torch.Tensor:
+    norm = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
+    return norm.square_().mul_(1 / states.shape[-1]).add_(epsilon).rsqrt_()
+
+
 def _rms_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     weight = self.weight
     assert isinstance(weight, torch.Tensor)
-    if not _is_fusible(hidden_states, weight) or args or kwargs:
+    if args or kwargs or not (_is_fusible(hidden_states) and _is_fusible(weight)):
         result: torch.Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return result
+    if not torch.is_grad_enabled():  # `apply` takes a quarter of the time for a few tokens
+        return torch.mul(hidden_states, _inverse_rms(hidden_states, _epsilon(self))).mul_(weight)
     return _RMSNorm.apply(hidden_states, weight, _epsilon(self))
 
 
-def _is_fusible(*tensors: torch.Tensor) -> bool:
-    return all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
+def _is_fusible(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.dtype == torch.float32
 
 
 def _epsilon(module: torch.nn.Module) -> float:
@@ -132,9 +138,11 @@ def _fused_rotary(original: Rotary) -> Rotary:
     def apply_rotary_pos_emb(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if args or kwargs or not _is_fusible(q, k, cos, sin) or cos.shape[-1] != q.shape[-1]:
+        if args or kwargs or not (_is_fusible(q) and _is_fusible(cos)) or cos.shape[-1] != q.shape[-1]:
             return original(q, k, cos, sin, *args, **kwargs)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        if not torch.is_grad_enabled():
+            return _rotate(q, cos, sin, 1), _rotate(k, cos, sin, 1)
         return _HalfRotary.apply(q, cos, sin), _HalfRotary.apply(k, cos, sin)
 
     apply_rotary_pos_emb.original = original  # type: ignore[attr-defined]

@@ -242,21 +242,20 @@ def packed_attention(
     """
     if softcap is not None or s_aux is not None:
         raise EngineError("its attention caps its scores, or has sinks")
-    n_heads, n_tokens = query.shape[1:3]
-    out = value.pool.new_empty(n_heads, n_tokens, value.pool.shape[-1])
+    tokens = query[0].transpose(0, 1)  # (N, heads, d)
+    outputs = []
     for run in key.runs:
         keys, values = run.places.view(key.pool), run.places.view(value.pool)  # (n, key heads, L, d)
-        n_rows, n_new = run.positions.shape
         # heads are grouped by the key head they share
-        grouped = query[0, :, run.tokens].view(keys.shape[1], -1, n_rows, n_new, query.shape[-1])
-        queries = grouped.permute(2, 0, 1, 3, 4).to(keys.dtype)  # (n, key heads, heads per key head, T, d)
+        grouped = tokens[run.tokens].reshape(*run.positions.shape, keys.shape[1], -1, query.shape[-1])
+        queries = grouped.permute(0, 2, 3, 1, 4).to(keys.dtype)  # (n, key heads, heads per key head, T, d)
         sees_prefix = sliding_window is None or run.places.length <= sliding_window
         if run.prefix is not None and sees_prefix and keys.shape == values.shape:
             attended = _attend_shared(queries, (key.pool, value.pool), (keys, values), run, run.prefix, scaling)
         else:
             attended = _attend(queries, keys, values, run, scaling, sliding_window)
-        out[:, run.tokens] = attended.permute(1, 2, 0, 3, 4).reshape(n_heads, n_rows * n_new, -1)
-    return out.transpose(0, 1)[None], None
+        outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2))  # (n · T, heads, d)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
 def _attend(
