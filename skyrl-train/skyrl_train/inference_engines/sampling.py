@@ -206,10 +206,13 @@ def _chunk_logsumexp(logits: torch.Tensor) -> torch.Tensor:
     n_whole = n_tokens // CHUNK * CHUNK
     step = max(1, BLOCK_LOGITS // max(1, n_rows) // CHUNK) * CHUNK
     parts = []
+    # Allocating each block takes three times as long as computing it, because the system provides its pages again.
+    scratch = logits.new_empty(n_rows * min(step, n_whole))
     for start in range(0, n_whole, step):
         block = logits[:, start : min(start + step, n_whole)].unflatten(-1, (-1, CHUNK))  # (B, c, CHUNK)
         highest = block.amax(dim=-1).clamp_(min=torch.finfo(logits.dtype).min)  # finite, also of -inf alone
-        parts.append((block - highest[..., None]).exp_().sum(dim=-1).log_().add_(highest))
+        shifted = torch.sub(block, highest[..., None], out=scratch[: block.numel()].view(block.shape))
+        parts.append(shifted.exp_().sum(dim=-1).log_().add_(highest))
     if n_whole < n_tokens:
         parts.append(logits[:, n_whole:].logsumexp(dim=-1, keepdim=True))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
