@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -65,21 +66,16 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledTo
         if not draw.is_shaped
         for column, token_id in enumerate(draw.banned)
     ]
-    raw = logits[raw_rows]  # (b, V)
-    shaped = _shaped(logits, [(row, draws[row]) for row in shaped_rows])  # (s, V)
-    if any(d.sampling.temperature not in (0, 1) for d in draws):
-        logits.div_(torch.tensor([[d.sampling.temperature or 1.0] for d in draws], device=logits.device))
+    raw = logits[raw_rows] if raw_rows else None  # (b, V)
+    shaped = _shaped(logits, [(row, draws[row]) for row in shaped_rows]) if shaped_rows else None  # (s, V)
+    if any(draw.sampling.temperature not in (0, 1) for draw in draws):
+        logits.div_(torch.tensor([[draw.sampling.temperature or 1.0] for draw in draws], device=logits.device))
     top = _top_logits(logits, draws)
-    excluded = logits.new_full((len(draws), 1 + max((column for _, column, _ in banned), default=-1)), -torch.inf)
-    if banned:
-        rows, columns, tokens = torch.from_numpy(np.array(banned)).to(logits.device).T
-        excluded[rows, columns] = logits[rows, tokens]
-        logits[rows, tokens] = -torch.inf
-
+    excluded = _exclude(logits, banned)  # (B, at most as many as a row has banned tokens)
     sums = _chunk_logsumexp(logits)  # (B, V / CHUNK)
     log_normalizer = torch.cat([sums, excluded], dim=-1).logsumexp(dim=-1)  # (B,) of the model
-    tempered = logits[shaped_rows]  # (s, V)
-    if shaped_rows:
+    if shaped is not None:
+        tempered = logits[shaped_rows]  # (s, V)
         logits[shaped_rows] = shaped
         sums[shaped_rows] = _chunk_logsumexp(shaped)
     randomness = uniforms([draw.seed for draw in draws], [len(draw.token_ids) for draw in draws])
@@ -90,19 +86,34 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledTo
 
     chosen = _gather_chosen(logits, token_ids)  # (B,)
     logprobs = chosen - log_normalizer
-    logprobs[shaped_rows] = _gather_chosen(tempered, token_ids[shaped_rows]) - log_normalizer[shaped_rows]
-    sampling_rows = sorted({*shaped_rows, *(row for row, _, _ in banned)})
-    sampling_logprobs = (chosen - sums.logsumexp(dim=-1)).tolist() if sampling_rows else []
-    raw_logprobs = _gather_chosen(raw, token_ids[raw_rows]) - raw.logsumexp(dim=-1)
-    sampling_by_row = {row: sampling_logprobs[row] for row in sampling_rows}
-    raw_by_row = dict(zip(raw_rows, raw_logprobs.tolist(), strict=True))
+    sampling_by_row, raw_by_row = {}, {}
+    if shaped is not None:
+        logprobs[shaped_rows] = _gather_chosen(tempered, token_ids[shaped_rows]) - log_normalizer[shaped_rows]
+    if shaped is not None or banned:
+        sampling_logprobs = (chosen - sums.logsumexp(dim=-1)).tolist()
+        sampling_by_row = {row: sampling_logprobs[row] for row in (*shaped_rows, *(row for row, _, _ in banned))}
+    if raw is not None:
+        raw_logprobs = _gather_chosen(raw, token_ids[raw_rows]) - raw.logsumexp(dim=-1)
+        raw_by_row = dict(zip(raw_rows, raw_logprobs.tolist(), strict=True))
     top_by_row = {
         row: dict(zip(ids, (values - log_normalizer[row]).tolist(), strict=True)) for row, (ids, values) in top.items()
     }
-    return [
-        SampledToken(token_id, logprob, sampling_by_row.get(row), raw_by_row.get(row), top_by_row.get(row))
-        for row, (token_id, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
-    ]
+    optional = [map(by_row.get, range(len(draws))) for by_row in (sampling_by_row, raw_by_row, top_by_row)]
+    return list(map(SampledToken, token_ids.tolist(), logprobs.tolist(), *optional))
+
+
+def _exclude(logits: torch.Tensor, banned: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    """Set the logits (B, V) of banned tokens to -inf, and return what they were (B, n); -inf for rows with fewer.
+
+    A banned token is given as its row, its column in the result, and its id.
+    """
+    if not banned:
+        return logits[:, :0]
+    rows, columns, tokens = torch.from_numpy(np.array(banned)).to(logits.device).T
+    excluded = logits.new_full((len(logits), 1 + int(columns.max())), -torch.inf)
+    excluded[rows, columns] = logits[rows, tokens]
+    logits[rows, tokens] = -torch.inf
+    return excluded
 
 
 def _gather_chosen(values: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -200,14 +211,26 @@ def _top_p_threshold(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 # -- the search
 
 
+_kept = threading.local()
+
+
+def _scratch(size: int, like: torch.Tensor) -> torch.Tensor:
+    """Return uninitialized memory (size,) that this thread keeps: the system takes three times as long to provide the
+    pages of a new block of logits as its sum takes.
+    """
+    scratch: torch.Tensor | None = getattr(_kept, "scratch", None)
+    if scratch is None or len(scratch) < size or scratch.dtype != like.dtype or scratch.device != like.device:
+        scratch = _kept.scratch = like.new_empty(size)
+    return scratch
+
+
 def _chunk_logsumexp(logits: torch.Tensor) -> torch.Tensor:
     """Return log Σ exp (B, ⌈V / CHUNK⌉) over neighboring tokens of `logits` (B, V), block by block in the cache."""
     n_rows, n_tokens = logits.shape
     n_whole = n_tokens // CHUNK * CHUNK
     step = max(1, BLOCK_LOGITS // max(1, n_rows) // CHUNK) * CHUNK
     parts = []
-    # Allocating each block takes three times as long as computing it, because the system provides its pages again.
-    scratch = logits.new_empty(n_rows * min(step, n_whole))
+    scratch = _scratch(n_rows * min(step, n_whole), logits)
     for start in range(0, n_whole, step):
         block = logits[:, start : min(start + step, n_whole)].unflatten(-1, (-1, CHUNK))  # (B, c, CHUNK)
         highest = block.amax(dim=-1).clamp_(min=torch.finfo(logits.dtype).min)  # finite, also of -inf alone
