@@ -180,10 +180,11 @@ def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor, size: int)
 
 def _find_shared_prefix(rows: Sequence[Row], size: int, device: torch.device) -> SharedPrefix | None:
     """Return the prefix of decoding rows that saves most reads; None if that is not worth a second call."""
-    if device.type != "cpu" or len(rows) * rows[0].region.capacity < MIN_SAVED:
+    n_units = min(row.sequence.n_cached for row in rows) // UNIT
+    if device.type != "cpu" or len(rows) * n_units * UNIT < MIN_SAVED:
         return None
     keys = [row.sequence.prompt_keys() for row in rows]
-    n_units = min(min(map(len, keys)), min(row.sequence.n_cached for row in rows) // UNIT)
+    n_units = min(n_units, min(map(len, keys)))
     saved, n_units = max(
         ((n * UNIT * (len(rows) - len({key[n - 1] for key in keys})), n) for n in range(1, n_units + 1)),
         default=(0, 0),
