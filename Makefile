@@ -99,9 +99,12 @@ bench-tx: .venv/.dev ## compare the Tinker server with peft and transformers; wr
 bench-experts: .venv/.dev ## compare two ways to compute a mixture of experts; writes benchmarks/tx/experts.md
 	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/tx/experts.py $(ARGS)
 
-.PHONY: test
-test: .venv/.dev ## run the tests in JOBS processes (ARGS='-k tracking', JOBS=8)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --durations=20 $(ARGS)
+.PHONY: test test-all
+test: SELECTION := -m "not nightly"
+test: ## run the tests in JOBS processes (ARGS='-k tracking', JOBS=8)
+test-all: ## run the tests with all cases of slow matrices
+test test-all: .venv/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --durations=20 $(SELECTION) $(ARGS)
 
 .PHONY: test-differential
 test-differential: $(DIFFERENTIAL)/.ready ## compare the algorithms with TRL, verl and TorchRL (separate environment)

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,6 +36,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.parent.relative_to(config.rootpath).as_posix()
         if folder in MARKERS:
             item.add_marker(MARKERS[folder])
+
+
+@pytest.fixture(scope="module")
+def frozen_objects() -> Iterator[None]:
+    """Exclude existing objects from garbage collection, so that `gc.collect` does not take a second or two."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

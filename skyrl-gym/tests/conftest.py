@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -11,12 +10,6 @@ import pytest
 
 from skyrl_gym.envs.registration import registry
 from skyrl_gym.worker_pool import PoolWorker
-
-
-def pytest_collection_finish() -> None:
-    """Exclude the imported modules from garbage collection; each `gc.collect` took a second with them."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,17 @@ from isolation.hostile import HARMLESS, HOSTILE
 
 from skyrl_gym.isolation.program import Level
 
-N_PROGRAMS = int(os.environ.get("TEST_PROGRAMS", "40"))
+N_PROGRAMS = int(os.environ.get("TEST_PROGRAMS", "20"))
 SECONDS_PER_PROGRAM = 3.0  # on a busy machine
+
+
+def marks_of(identity: Identity) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marker `nightly` for all users but the first."""
+    return () if identity == identities()[0] else (pytest.mark.nightly,)
+
+
 CASES = [(level, identity) for level in supported_levels() for identity in identities()]
+MARKED_CASES = [pytest.param(*case, marks=marks_of(case[1])) for case in CASES]
 NOTHING_LEFT: dict[str, Any] = {}
 
 
@@ -39,7 +47,7 @@ def report(task: str, level: Level, identity: Identity, n_programs: int = 0) -> 
 @pytest.mark.parametrize(
     ("level", "identity", "name"),
     [
-        (level, identity, name)
+        pytest.param(level, identity, name, marks=marks_of(identity))
         for level, identity in CASES
         for name, attack in ATTACKS.items()
         if attack.is_prevented(level, is_root=identity == "root")
@@ -55,7 +63,7 @@ def test_attack_does_no_harm(level: Level, identity: Identity, name: str) -> Non
     assert result["peak_bytes"] < 256 << 20  # the limit is 64 MiB, but files are looked at every now and then
 
 
-@pytest.mark.parametrize(("level", "identity"), CASES)
+@pytest.mark.parametrize(("level", "identity"), MARKED_CASES)
 def test_attacks_leave_nothing_behind(level: Level, identity: Identity) -> None:
     assert report("attacks", level, identity)["left"] == NOTHING_LEFT
 
@@ -82,7 +90,7 @@ def test_program_ends_with_its_warden(level: Level) -> None:
 
 
 @pytest.mark.timeout(600 + N_PROGRAMS * SECONDS_PER_PROGRAM)
-@pytest.mark.parametrize(("level", "identity"), CASES)
+@pytest.mark.parametrize(("level", "identity"), MARKED_CASES)
 def test_many_programs_get_the_right_verdicts(level: Level, identity: Identity) -> None:
     result = report("many", level, identity, N_PROGRAMS)
     assert result["mistakes"] == []

@@ -29,6 +29,8 @@ from skyrl_gym.error import ToolFailure
 from skyrl_gym.isolation import FunctionCall, Limits, ProgramResult, Stdin, isolation_level, program, run_program
 from skyrl_gym.isolation.program import Isolation, Level, level_for, run_once
 
+pytestmark = pytest.mark.usefixtures("frozen_objects")
+
 SMALL = Limits(seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=8 << 20)
 LEVELS = supported_levels()
 

@@ -21,6 +21,8 @@ from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.mcp import MCPServerConfig, MCPToolGroup
 
+pytestmark = pytest.mark.usefixtures("frozen_objects")
+
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 PIPES = MCPServerConfig(command=sys.executable, args=[SERVER], timeout=20)
 

@@ -20,6 +20,8 @@ import pytest
 IS_ROOT = os.geteuid() == 0
 UNSHARE = ["unshare", "--mount"] if IS_ROOT else ["unshare", "--mount", "--user", "--map-root-user"]
 
+nightly = pytest.mark.nightly
+
 
 @cache
 def find_problem() -> str | None:
@@ -62,8 +64,8 @@ def run(fault: str, catch_run: list[str], tmp_path: Path) -> dict[str, Any]:
     ("fault", "message"),
     [
         ("full", "No space left on device"),
-        ("read_only", "Read-only file system"),
-        ("flaky", "Input/output error"),
+        pytest.param("read_only", "Read-only file system", marks=nightly),
+        pytest.param("flaky", "Input/output error", marks=nightly),
     ],
 )
 def test_a_disk_that_refuses_costs_only_the_checkpoints_of_that_time(
@@ -80,7 +82,9 @@ def test_a_folder_that_is_removed_during_a_save_is_created_again(catch_run: list
     run("vanished", catch_run, tmp_path)
 
 
-@pytest.mark.parametrize("fault", ["stalled", "stalled_folder", "frozen"])
+@pytest.mark.parametrize(
+    "fault", ["stalled", *(pytest.param(fault, marks=nightly) for fault in ("stalled_folder", "frozen"))]
+)
 def test_training_waits_for_a_stalled_disk_only_as_long_as_configured(
     catch_run: list[str], tmp_path: Path, fault: str
 ) -> None:

@@ -32,7 +32,7 @@ def theirs(folder: Path, tokens: np.ndarray) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("length", [7, 200])
+@pytest.mark.parametrize("length", [7, pytest.param(200, marks=pytest.mark.nightly)])
 def test_logits_match_transformers(folder: Path, length: int) -> None:
     shape, tokens = read_config(folder), some_tokens(3, length)
     ours = logits(shape, load_params(folder, shape, jnp.float32), tokens)

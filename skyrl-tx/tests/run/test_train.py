@@ -78,7 +78,7 @@ def test_the_loss_falls_and_peft_reads_the_adapter(folder: Path, whole: Path) ->
     assert [one.name for one in (whole / "checkpoints").iterdir()] == [str(N_STEPS)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_a_killed_run_resumes(folder: Path, whole: Path, tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "tx.run.main", "train", *arguments(folder, tmp_path)]
     process = subprocess.Popen(command, env=CHILD_ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

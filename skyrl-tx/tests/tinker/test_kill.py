@@ -30,7 +30,7 @@ STEP = types.AdamParams(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 
 on_jax = pytest.mark.parametrize("server", ["jax"], indirect=True)
-on_both = pytest.mark.parametrize("server", ["jax", "torch"], indirect=True)
+on_both = pytest.mark.parametrize("server", ["jax", pytest.param("torch", marks=pytest.mark.nightly)], indirect=True)
 
 
 @pytest.fixture(scope="module")

@@ -210,7 +210,7 @@ def peak_bytes(call: str) -> int:
     return int(output.split()[-1])
 
 
-@pytest.mark.parametrize("lora", [{}, {"rank": 8}])
+@pytest.mark.parametrize("lora", [pytest.param({}, marks=pytest.mark.nightly), {"rank": 8}])
 def test_a_merge_takes_little_more_memory_than_the_model(tmp_path: Path, lora: dict[str, Any]) -> None:
     """A checkpoint of 200 million parameters. The merged model is loaded once, for the comparison of logits."""
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 16_000}

@@ -37,7 +37,7 @@ from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[2, 4])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
 async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[list[ProcessRank]]:
     """Two or four rank processes, shared by the tests of this module."""
     started = start_ranks(request.param)
@@ -45,6 +45,9 @@ async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[list[ProcessRan
     for rank in started:
         await rank.close()
 
+
+on_two_and_four = pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+"""Four ranks in CI as well, for properties that two do not have."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -246,6 +249,7 @@ def sharding(n_ranks: int) -> list[FSDPConfig]:
     ]
 
 
+@on_two_and_four
 async def test_the_placement_of_weights_changes_no_gradient(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
 ) -> None:

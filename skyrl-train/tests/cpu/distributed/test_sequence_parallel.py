@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,13 +39,20 @@ N_TOKENS = 400
 """Vocabulary of random rows."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[2, 4])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
 async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[list[ProcessRank]]:
     """Two or four rank processes, shared by the tests of this module."""
     started = start_ranks(request.param)
     yield started
     for rank in started:
         await rank.close()
+
+
+def on_ranks(name: str, values: Iterable[str], on_four: str) -> pytest.MarkDecorator:
+    """Run a test on two ranks, and one case on four as well; the others on four ranks are left to the nightly job."""
+    cases = [(2, value) for value in values]
+    more = [pytest.param(4, value, marks=() if value == on_four else pytest.mark.nightly) for _, value in cases]
+    return pytest.mark.parametrize(("ranks", name), [*cases, *more], indirect=["ranks"])
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -118,7 +125,7 @@ async def train(group: WorkerGroup, batches: list[TrainingBatch], folder: Path) 
     return steps, load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", CASES)
+@on_ranks("name", CASES, on_four="GRPO")
 async def test_five_steps_equal_those_of_one_process(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path, name: str
 ) -> None:
@@ -138,7 +145,7 @@ async def test_five_steps_equal_those_of_one_process(
         torch.testing.assert_close(divided_weights[key], tensor, rtol=0, atol=EXACT, msg=key)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@on_ranks("name", CONFIGS, on_four="qwen3")
 async def test_gradients_of_every_architecture(ranks: list[ProcessRank], tmp_path: Path, name: str) -> None:
     """Models with two key and value heads copy them for four ranks."""
     make_model(CONFIGS[name]).save_pretrained(tmp_path / "model")

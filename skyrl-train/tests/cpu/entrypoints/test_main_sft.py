@@ -139,7 +139,7 @@ def uninterrupted(data: Path, tiny_model_path: Path, tmp_path: Path) -> Path:
     return tmp_path / "whole"
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 5])
+@pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.nightly) for step in (1, 3)), 2, 5])
 def test_a_run_that_stops_at_any_step_resumes_exactly(
     step: int, uninterrupted: Path, data: Path, tiny_model_path: Path, tmp_path: Path
 ) -> None:

@@ -117,7 +117,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.nightly)])
 def long_run(
     request: pytest.FixtureRequest, data_dir: Path, tiny_model_path: Path, tmp_path: Path
 ) -> Callable[[Path], list[str]]:

@@ -31,6 +31,7 @@ SKYRL = [*TORCHRUN, "--no-python", str(Path(sys.executable).with_name("skyrl"))]
 STRATEGY = ["trainer.strategy=megatron"]
 TENSOR = [*STRATEGY, "trainer.policy.megatron_config.tensor_model_parallel_size=2"]
 PIPELINE = [*STRATEGY, "trainer.policy.megatron_config.pipeline_model_parallel_size=2"]
+LORA = ["trainer.policy.model.lora.rank=4"]
 OPTIONS: dict[str, Any] = {
     "cwd": Path(__file__).parents[3],
     "env": os.environ | {"OMP_NUM_THREADS": "1"},
@@ -38,6 +39,8 @@ OPTIONS: dict[str, Any] = {
     "stderr": subprocess.STDOUT,
     "text": True,
 }
+
+nightly = pytest.mark.nightly
 
 
 @pytest.fixture
@@ -61,8 +64,10 @@ def assert_same_run(folder: Path, expected: Path) -> None:
         torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("sequence_parallel_size", [1, 2])
-@pytest.mark.parametrize("lora", [[], ["trainer.policy.model.lora.rank=4"]])
+@pytest.mark.parametrize(
+    ("lora", "sequence_parallel_size"),
+    [([], 1), (LORA, 2), pytest.param([], 2, marks=nightly), pytest.param(LORA, 1, marks=nightly)],
+)
 def test_two_ranks_train_like_one_process(
     lora: list[str], sequence_parallel_size: int, data: Path, tiny_model_path: Path, tmp_path: Path
 ) -> None:
@@ -81,8 +86,15 @@ def test_two_ranks_train_like_one_process(
     assert_a_changed_byte_is_named(checkpoint)
 
 
-@pytest.mark.parametrize("lora", [[], ["trainer.policy.model.lora.rank=4"]])
-@pytest.mark.parametrize("command", ["dpo", "reward"])
+@pytest.mark.parametrize(
+    ("command", "lora"),
+    [
+        ("dpo", []),
+        ("reward", LORA),
+        pytest.param("dpo", LORA, marks=nightly),
+        pytest.param("reward", [], marks=nightly),
+    ],
+)
 def test_two_ranks_train_on_pairs_like_one_process(
     command: str, lora: list[str], tiny_model_path: Path, tmp_path: Path
 ) -> None:
@@ -112,9 +124,9 @@ def test_dpo_with_megatron_has_a_reference_on_the_same_ranks(tiny_model_path: Pa
     ("command", "n_resuming", "sharding"),
     [
         ("sft", 2, []),
-        ("dpo", 1, []),
-        ("reward", 2, []),
-        pytest.param("sft", 2, TENSOR, marks=pytest.mark.megatron),
+        pytest.param("dpo", 1, [], marks=nightly),
+        pytest.param("reward", 2, [], marks=nightly),
+        pytest.param("sft", 2, TENSOR, marks=[pytest.mark.megatron, nightly]),
     ],
 )
 def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(

@@ -24,7 +24,7 @@ from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, S
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.hf import load_engine
 from skyrl_train.inference_engines.process import ServerProcess
-from skyrl_train.weight_sync import SyncOptions, WeightSync
+from skyrl_train.weight_sync import SyncOptions, WeightSync, rendezvous
 
 pytest.register_assert_rewrite("tests.contract.engine_contract")
 from tests.contract.engine_contract import LONG, EngineContract, assert_same  # noqa: E402
@@ -106,8 +106,13 @@ async def test_sessions_are_spread_and_stay_on_their_engine(engine_kit: EngineKi
 
 
 @asynccontextmanager
-async def replaceable(path: Path, model: PreTrainedModel) -> AsyncIterator[tuple[EngineClient, list[int], WeightSync]]:
-    """Yield a client of two engines that are replaced when lost, their process ids, and their weight sync."""
+async def replaceable(
+    survivor: ServerProcess, path: Path, model: PreTrainedModel
+) -> AsyncIterator[tuple[EngineClient, list[int], WeightSync]]:
+    """Yield a client of two engines that are replaced when lost, their process ids, and their weight sync.
+
+    The tests kill the process of the first engine; the second one is in a process that they share.
+    """
     pids: list[int] = []
 
     async def start(index: int) -> InferenceEngine:
@@ -115,7 +120,9 @@ async def replaceable(path: Path, model: PreTrainedModel) -> AsyncIterator[tuple
         pids.append(process.pid)
         return await asyncio.to_thread(process.connect, make_engine(path), is_owner=True)
 
-    client = EngineClient([await start(0), await start(1)], start)
+    first, second = await start(0), await asyncio.to_thread(survivor.connect, make_engine(path))
+    pids.append(survivor.pid)
+    client = EngineClient([first, second], start)
     source = TensorSource(model.named_parameters)
     options = SyncOptions("auto", timeout_s=SYNC_TIMEOUT_S)
     sync = WeightSync(source, {"the engines": client}, options)
@@ -128,7 +135,11 @@ async def replaceable(path: Path, model: PreTrainedModel) -> AsyncIterator[tuple
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_lost_engine_is_replaced_and_its_requests_get_the_same_tokens(
-    tiny_model_path: Path, tiny_model: PreTrainedModel, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    processes: list[ServerProcess],
+    tiny_model_path: Path,
+    tiny_model: PreTrainedModel,
+    how: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_module, "HEALTH_INTERVAL_S", 0.2)
     monkeypatch.setattr(client_module, "HEALTH_TIMEOUT_S", 5.0)
@@ -136,7 +147,7 @@ async def test_a_lost_engine_is_replaced_and_its_requests_get_the_same_tokens(
     model = copy.deepcopy(tiny_model)
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)  # the weights of the folder are not the current ones
-    async with replaceable(tiny_model_path, model) as (client, pids, sync):
+    async with replaceable(processes[1], tiny_model_path, model) as (client, pids, sync):
         await sync(4)
         requests = [request(300, seed, f"s{seed}") for seed in range(4)]
         expected = await client.generate(requests)
@@ -145,7 +156,7 @@ async def test_a_lost_engine_is_replaced_and_its_requests_get_the_same_tokens(
         generating = asyncio.create_task(client.generate(requests))
         for listener in listeners:
             await listener.wait_for(20)
-        os.kill(pids[1], how)
+        os.kill(pids[0], how)
         for listener, result in zip(listeners, expected, strict=True):
             assert_same(await listener.result(), result, 1e-5)
             assert listener.token_ids == result.token_ids
@@ -156,9 +167,10 @@ async def test_a_lost_engine_is_replaced_and_its_requests_get_the_same_tokens(
 
 
 async def test_an_engine_lost_before_a_sync_is_replaced_and_receives_it(
-    tiny_model_path: Path, tiny_model: PreTrainedModel
+    processes: list[ServerProcess], tiny_model_path: Path, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with replaceable(tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
+    monkeypatch.setattr(rendezvous, "LINGER_S", 3.0)
+    async with replaceable(processes[1], tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
         await sync(1)
         os.kill(pids[0], signal.SIGKILL)
         started = time.monotonic()
@@ -171,9 +183,9 @@ async def test_an_engine_lost_before_a_sync_is_replaced_and_receives_it(
 
 
 async def test_an_engine_lost_before_a_pause_is_replaced_by_a_paused_one(
-    tiny_model_path: Path, tiny_model: PreTrainedModel
+    processes: list[ServerProcess], tiny_model_path: Path, tiny_model: PreTrainedModel
 ) -> None:
-    async with replaceable(tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
+    async with replaceable(processes[1], tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
         await sync(1)
         os.kill(pids[0], signal.SIGKILL)
         await client.pause()
@@ -188,10 +200,10 @@ async def test_an_engine_lost_before_a_pause_is_replaced_by_a_paused_one(
 
 
 async def test_an_engine_that_is_lost_again_and_again_fails_its_requests(
-    tiny_model_path: Path, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    processes: list[ServerProcess], tiny_model_path: Path, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "MAX_REPLACEMENTS", 1)
-    async with replaceable(tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
+    async with replaceable(processes[1], tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
         await sync(1)
         for _ in range(2):
             listener = Listener(client, request(400))
@@ -204,9 +216,9 @@ async def test_an_engine_that_is_lost_again_and_again_fails_its_requests(
 
 
 async def test_an_aborted_request_of_a_lost_engine_is_not_sampled_again(
-    tiny_model_path: Path, tiny_model: PreTrainedModel
+    processes: list[ServerProcess], tiny_model_path: Path, tiny_model: PreTrainedModel
 ) -> None:
-    async with replaceable(tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
+    async with replaceable(processes[1], tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
         await sync(1)
         aborted, kept = Listener(client, request(400, 0, "a")), Listener(client, request(400, 1, "b"))
         third = asyncio.create_task(client.generate([request(400, 2, "a"), request(30, 3, "a")]))

@@ -43,6 +43,8 @@ from skyrl_train.weight_sync.shared_memory import NAME, SharedMemory, open_memor
 from skyrl_train.weight_sync.sync import free_port
 from skyrl_train.weight_sync.transfer import SentWeights
 
+pytestmark = pytest.mark.usefixtures("frozen_objects")
+
 Tensors = dict[str, torch.Tensor]
 TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "gloo", "auto", "nccl", "cuda_ipc")
 NAMES = ("rank 0 of the policy", "engine 0", "engine 1", "engine 2")

@@ -22,7 +22,7 @@ from tx.tinker.types import AdamParams, Datum, Pass, SampleRequest, SamplingPara
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 STEP = AdamParams(learning_rate=1e-3, weight_decay=0.1, grad_clip_norm=5.0)
 DATA = [one for one in some_data(seed=1) if len(one.tokens) < 64]  # 9 in 16 rows, and 3 in 4
-KINDS = [("qwen3", 6), ("llama", 6), ("qwen3_moe", 6), ("qwen3", 0)]
+KINDS = [pytest.param(("qwen3", 6), marks=pytest.mark.nightly), ("llama", 6), ("qwen3_moe", 6), ("qwen3", 0)]
 
 Pair = tuple[JaxBackend, TorchBackend]
 
