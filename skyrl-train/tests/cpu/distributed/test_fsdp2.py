@@ -401,6 +401,7 @@ async def test_a_merged_checkpoint_is_the_model_of_the_ranks(
     assert ((await original.score(batch))["logprobs"] - expected).abs().max() > 1e-3
 
 
+@on_two_and_four
 @pytest.mark.parametrize("sequence_parallel_size", [1, 2])
 @pytest.mark.parametrize("lora", [{}, {"rank": 4}])
 async def test_a_reward_model_is_trained_as_in_one_process(

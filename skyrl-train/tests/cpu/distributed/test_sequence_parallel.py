@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,13 +46,6 @@ async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[list[ProcessRan
     yield started
     for rank in started:
         await rank.close()
-
-
-def on_ranks(name: str, values: Iterable[str], on_four: str) -> pytest.MarkDecorator:
-    """Run a test on two ranks, and one case on four as well; the others on four ranks are left to the nightly job."""
-    cases = [(2, value) for value in values]
-    more = [pytest.param(4, value, marks=() if value == on_four else pytest.mark.nightly) for _, value in cases]
-    return pytest.mark.parametrize(("ranks", name), [*cases, *more], indirect=["ranks"])
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -125,7 +118,7 @@ async def train(group: WorkerGroup, batches: list[TrainingBatch], folder: Path) 
     return steps, load_file(folder / "model.safetensors")
 
 
-@on_ranks("name", CASES, on_four="GRPO")
+@pytest.mark.parametrize("name", CASES)
 async def test_five_steps_equal_those_of_one_process(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path, name: str
 ) -> None:
@@ -145,7 +138,8 @@ async def test_five_steps_equal_those_of_one_process(
         torch.testing.assert_close(divided_weights[key], tensor, rtol=0, atol=EXACT, msg=key)
 
 
-@on_ranks("name", CONFIGS, on_four="qwen3")
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+@pytest.mark.parametrize("name", CONFIGS)
 async def test_gradients_of_every_architecture(ranks: list[ProcessRank], tmp_path: Path, name: str) -> None:
     """Models with two key and value heads copy them for four ranks."""
     make_model(CONFIGS[name]).save_pretrained(tmp_path / "model")
