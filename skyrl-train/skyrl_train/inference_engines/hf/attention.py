@@ -27,7 +27,7 @@ from skyrl_train.inference_engines.hf.scheduler import Row
 NAME = "skyrl_packed"
 MASK_SIZE = 1 << 24  # elements of a mask: 64 MiB in float32
 MAX_COPIED = 512  # tokens of a sequence whose keys are copied, to join others in a run
-MIN_SAVED = 1 << 14  # tokens that a shared prefix must save a run from reading, to be worth a second call
+MIN_SAVED = 1 << 21  # keys and values that a shared prefix must save a layer from reading, to be worth a second call
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class PackedCache:
         self._target = torch.from_numpy(position_ids + np.repeat(starts, n_new)).to(
             device
         )  # (N,) indices into the pool
-        self._runs = list(_runs(rows, self.position_ids, memory.size, is_isolated=is_isolated))
+        self._runs = list(_runs(rows, self.position_ids, memory, is_isolated=is_isolated))
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
@@ -146,8 +146,8 @@ class PackedCache:
         return 0
 
 
-def _runs(rows: Sequence[Row], position_ids: torch.Tensor, size: int, *, is_isolated: bool) -> Iterator[RowRun]:
-    """Join compatible neighboring rows into runs. `size` is that of the memory."""
+def _runs(rows: Sequence[Row], position_ids: torch.Tensor, memory: KVMemory, *, is_isolated: bool) -> Iterator[RowRun]:
+    """Join compatible neighboring rows into runs."""
     can_join = _can_join_isolated if is_isolated else _can_join
     first, n_tokens = 0, 0
     while first < len(rows):
@@ -158,14 +158,14 @@ def _runs(rows: Sequence[Row], position_ids: torch.Tensor, size: int, *, is_isol
         tokens = slice(n_tokens, n_tokens + sum(row.n_new for row in joined))
         positions = position_ids[tokens].view(len(joined), -1)
         if is_isolated and (length := padded_length(joined[0])) > 0:
-            places = _places([row.start for row in joined], length, size, positions.device)
+            places = _places([row.start for row in joined], length, memory.size, positions.device)
             yield RowRun(tokens, places, positions, is_causal=False, sees_all=False)
         else:
-            yield _run(joined, tokens, positions, size)
+            yield _run(joined, tokens, positions, memory)
         first, n_tokens = end, tokens.stop
 
 
-def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor, size: int) -> RowRun:
+def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor, memory: KVMemory) -> RowRun:
     n_new, capacity = rows[0].n_new, rows[0].region.capacity
     lengths = [row.sequence.n_cached + n_new for row in rows]
     return RowRun(
@@ -174,14 +174,15 @@ def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor, size: int)
         positions,
         is_causal=max(lengths) == n_new,
         sees_all=n_new == 1 and min(lengths) == max(lengths),
-        prefix=_find_shared_prefix(rows, size, positions.device) if n_new == 1 else None,
+        prefix=_find_shared_prefix(rows, memory, positions.device) if n_new == 1 else None,
     )
 
 
-def _find_shared_prefix(rows: Sequence[Row], size: int, device: torch.device) -> SharedPrefix | None:
+def _find_shared_prefix(rows: Sequence[Row], memory: KVMemory, device: torch.device) -> SharedPrefix | None:
     """Return the prefix of decoding rows that saves most reads; None if that is not worth a second call."""
     n_units = min(row.sequence.n_cached for row in rows) // UNIT
-    if device.type != "cpu" or len(rows) * n_units * UNIT < MIN_SAVED:
+    min_saved = MIN_SAVED / max(1, memory.values_per_token)  # tokens
+    if device.type != "cpu" or len(rows) * n_units * UNIT < min_saved:
         return None
     keys = [row.sequence.prompt_keys() for row in rows]
     n_units = min(n_units, min(map(len, keys)))
@@ -189,7 +190,7 @@ def _find_shared_prefix(rows: Sequence[Row], size: int, device: torch.device) ->
         ((n * UNIT * (len(rows) - len({key[n - 1] for key in keys})), n) for n in range(1, n_units + 1)),
         default=(0, 0),
     )
-    if saved < MIN_SAVED:
+    if saved < min_saved:
         return None
     groups: dict[int, list[int]] = {}
     for i, key in enumerate(keys):
@@ -199,7 +200,7 @@ def _find_shared_prefix(rows: Sequence[Row], size: int, device: torch.device) ->
     for i, group in enumerate(groups.values()):
         members[i] = [*group, *[group[0]] * (n_slots - len(group))]
         slots[group] = i * n_slots + np.arange(len(group))
-    places = _places([rows[group[0]].start for group in groups.values()], n_units * UNIT, size, device)
+    places = _places([rows[group[0]].start for group in groups.values()], n_units * UNIT, memory.size, device)
     return SharedPrefix(places, torch.from_numpy(members), torch.from_numpy(slots))
 
 

@@ -83,6 +83,12 @@ class KVMemory:
         self.size = size
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @property
+    def values_per_token(self) -> int:
+        """Number of values that a layer stores for a token; 0 before the model first writes."""
+        pools = next(iter(self._layers.values()), ())
+        return sum(pool[0].numel() for pool in pools)
+
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pools of one layer, with the heads and dtypes of `keys` and `values` (…, heads, head_dim)."""
         if index not in self._layers:

@@ -120,7 +120,7 @@ def test_samples_read_a_shared_prompt_once(
 ) -> None:
     model = make_mistral(sliding_window)
     states = []
-    for min_saved in (1, 10**9):
+    for min_saved in (1, 10**12):
         monkeypatch.setattr(attention, "MIN_SAVED", min_saved)
         sequences = samples_of(prompt_lengths, n_sampled)
         memory = KVMemory(len(sequences) * CAPACITY)
@@ -128,7 +128,7 @@ def test_samples_read_a_shared_prompt_once(
             hidden_states(model, memory, [Row(sequence, len(sequence.token_ids) - 1)])
             sequence.region.n_cached = len(sequence.token_ids) - 1
         rows = [Row(sequence, 1) for sequence in sequences]
-        prefix = attention._find_shared_prefix(rows, memory.size, torch.device("cpu"))
+        prefix = attention._find_shared_prefix(rows, memory, torch.device("cpu"))
         assert (prefix is not None) == (min_saved == 1)
         if prefix is not None:
             assert prefix.places.length == min(prompt_lengths) // UNIT * UNIT
@@ -144,7 +144,9 @@ def test_tokens_that_are_not_stored_yet_are_not_shared(monkeypatch: pytest.Monke
     for n_cached, length in ((127, 64), (63, None)):
         for sequence in sequences:
             sequence.region.n_cached = n_cached
-        prefix = attention._find_shared_prefix([Row(sequence, 1) for sequence in sequences], 999, torch.device("cpu"))
+        prefix = attention._find_shared_prefix(
+            [Row(sequence, 1) for sequence in sequences], KVMemory(999), torch.device("cpu")
+        )
         assert (prefix and prefix.places.length) == length
 
 
