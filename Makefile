@@ -102,7 +102,7 @@ bench-experts: .venv/.dev ## compare two ways to compute a mixture of experts; w
 .PHONY: test test-all
 test: SELECTION := -m "not nightly"
 test: ## run the tests in JOBS processes (ARGS='-k tracking', JOBS=8)
-test-all: ## run the tests with all cases of slow matrices
+test-all: ## run all tests, with the cases marked nightly
 test test-all: .venv/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --durations=20 $(SELECTION) $(ARGS)
 

@@ -171,7 +171,7 @@ class MegatronConfig(Section):
             source: where the model is from, for the sentence.
             key: this section's, for the sentence.
         """
-        n_heads = model.get("num_key_value_heads", model.get("num_attention_heads"))
+        n_heads = model.get("num_key_value_heads") or model.get("num_attention_heads")
         for name, count, parts in (
             ("tensor_model_parallel_size", n_heads, "key-value heads"),
             ("tensor_model_parallel_size", model.get("intermediate_size"), "columns of the MLP"),
@@ -181,7 +181,7 @@ class MegatronConfig(Section):
 
 
 def find_indivisible(key: str, size: int, count: object, parts: str) -> Iterator[str]:
-    """Yield a sentence if the size `key` does not divide `count` parts of a model; None if they are not known."""
+    """Yield a sentence if `size`, the value of `key`, does not divide `count`, which is checked if it is an integer."""
     if isinstance(count, int) and count % size:
         yield f"{key}={size} must divide the {count} {parts}; try {key}={math.gcd(count, size)}"
 

@@ -210,15 +210,15 @@ class Rows:
     def sample(self, max_rows: int | None) -> Sequence[int]:
         """Return the indices of all rows, or of `max_rows` that are always the same.
 
-        Each source has an equal part of a sample; those with fewer rows are in it as a whole.
+        Sources have equal shares of a sample; smaller sources are included completely.
         """
         if max_rows is None or len(self) <= max_rows:
             return range(len(self))
         generator = random.Random(0)
         sample: list[int] = []
         by_size = sorted((len(source), end) for source, end in zip(self._sources, self._ends, strict=True))
-        for n_sources, (n_rows, end) in zip(range(len(by_size), 0, -1), by_size, strict=True):
-            n_chosen = min(n_rows, (max_rows - len(sample)) // n_sources)
+        for i, (n_rows, end) in enumerate(by_size):
+            n_chosen = min(n_rows, (max_rows - len(sample)) // (len(by_size) - i))
             sample += generator.sample(range(end - n_rows, end), n_chosen)
         return sorted(sample)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_gym.runtime.text import describe_error
 from skyrl_train.dataset.files import ROWS_AT_ONCE, Row, Rows
 from skyrl_train.dataset.rows import TaskRow, read_prompt_rows
-from skyrl_train.errors import ConfigError, DataError, InvalidRow, SkippedRow
+from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.types import PromptRow
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class PromptDataset:
     """
 
     check_drawn: Callable[[TaskRow], None] | None = None
-    """A further check of each row that is drawn; raises ConfigError or DataError for one that is skipped."""
+    """Additional check of a drawn row, unless all rows were checked; raises DataError if the row must be skipped."""
 
     def __init__(
         self,
@@ -118,9 +118,9 @@ class PromptDataset:
             (n_tokens,) = self._bound_lengths([checked])
             location, row = checked
             prompt_row = self._prompt_row(index, row)
-            if self.check_drawn is not None:
+            if self.check_drawn is not None and n_tokens <= self._max_length:
                 self.check_drawn(TaskRow(location, prompt_row.env_class, prompt_row.env_extras))
-        except (ConfigError, DataError) as error:
+        except DataError as error:
             raise InvalidRow(str(error)) from error
         if n_tokens > self._max_length:
             raise SkippedRow(f"{location} has {n_tokens} tokens, more than {self._max_length}")

@@ -67,8 +67,9 @@ def check_environments(
     `is_complete`, the run has no other rows, and settings that none of them uses are reported.
 
     Raises:
-        ConfigError: an environment or a section of `environment.skyrl_gym` does not exist, or its settings are invalid.
-        DataError: an environment refuses a row.
+        ConfigError: the default environment or a section of `environment.skyrl_gym` does not exist, or settings of an
+            environment are invalid.
+        DataError: the environment of a row does not exist, or refuses it.
     """
     creators: dict[str, Any] = {}
     env_configs: dict[str, Any] = {}
@@ -79,8 +80,7 @@ def check_environments(
         uses_default = uses_default or not row.env_class
         name = row.env_class or environment.env_class
         if name not in creators:
-            origin = f"{row.location}: env_class" if row.env_class else "environment.env_class"
-            creators[name] = _load_environment(name, origin, environment)
+            creators[name] = _load_environment(name, row, environment)
             env_configs[name] = OmegaConf.create(environment.skyrl_gym.env_config(name))
         if (reason := _find_refusal(name, creators[name], row, env_configs[name], max_turns)) is not None:
             refused.append((row.location, name, reason))
@@ -92,12 +92,13 @@ def check_environments(
         _check_settings(environment, list(creators), uses_default=uses_default)
 
 
-def _load_environment(name: str, origin: str, environment: EnvironmentConfig) -> Any:
-    """Return the class or function of an environment; None if only another interpreter can import it."""
+def _load_environment(name: str, row: TaskRow, environment: EnvironmentConfig) -> Any:
+    """Return the class or function of a row's environment; None if only another interpreter can import it."""
+    origin = f"{row.location}: env_class" if row.env_class else "environment.env_class"
     try:
         return skyrl_gym.spec(name).load()
     except (UnregisteredEnv, InvalidSpec) as error:
-        raise ConfigError(f"{origin}={name}: {error}") from error
+        raise (DataError if row.env_class else ConfigError)(f"{origin}={name}: {error}") from error
     except ImportError as error:
         if environment.skyrl_gym.python is not None:
             return None

@@ -70,7 +70,8 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     yield from _find_missing_models(cfg, trains=trains)
     yield from _find_model_mismatches(cfg, trains=trains)
     if trains:
-        for role in ("policy", "ref", "critic"):
+        reads_ref = reads_reference(trainer.algorithm) and not trainer.policy_is_reference
+        for role in ("policy", "critic", *(("ref",) if reads_ref else ())):
             section = getattr(trainer, role)
             yield from _find_indivisible_model(role, section, section.model.path, trainer)
 

@@ -37,7 +37,7 @@ class Draw:
         """Tokens that must not be sampled, since they would end a response before `min_new_tokens`."""
         if len(self.token_ids) - self.n_prompt >= self.sampling.min_new_tokens:
             return []
-        return [*(() if self.sampling.ignore_eos else self.eos_ids), *self.sampling.stop_token_ids]
+        return list({*(() if self.sampling.ignore_eos else self.eos_ids), *self.sampling.stop_token_ids})
 
 
 class SampledToken(NamedTuple):
@@ -98,12 +98,14 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledTo
     top_by_row = {
         row: dict(zip(ids, (values - log_normalizer[row]).tolist(), strict=True)) for row, (ids, values) in top.items()
     }
-    optional = [map(by_row.get, range(len(draws))) for by_row in (sampling_by_row, raw_by_row, top_by_row)]
-    return list(map(SampledToken, token_ids.tolist(), logprobs.tolist(), *optional))
+    return [
+        SampledToken(token_id, logprob, sampling_by_row.get(row), raw_by_row.get(row), top_by_row.get(row))
+        for row, (token_id, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
+    ]
 
 
 def _exclude(logits: torch.Tensor, banned: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-    """Set the logits (B, V) of banned tokens to -inf, and return what they were (B, n); -inf for rows with fewer.
+    """Set the logits (B, V) of banned tokens to -inf in place. Return their previous values (B, n), padded with -inf.
 
     A banned token is given as its row, its column in the result, and its id.
     """
@@ -211,16 +213,18 @@ def _top_p_threshold(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 # -- the search
 
 
-_kept = threading.local()
+_thread_local = threading.local()
 
 
 def _scratch(size: int, like: torch.Tensor) -> torch.Tensor:
-    """Return uninitialized memory (size,) that this thread keeps: the system takes three times as long to provide the
-    pages of a new block of logits as its sum takes.
+    """Return uninitialized memory (size,), which later calls of this thread use again.
+
+    Allocating a block of logits takes three times as long as summing it.
     """
-    scratch: torch.Tensor | None = getattr(_kept, "scratch", None)
+    scratch: torch.Tensor | None = getattr(_thread_local, "scratch", None)
     if scratch is None or len(scratch) < size or scratch.dtype != like.dtype or scratch.device != like.device:
-        scratch = _kept.scratch = like.new_empty(size)
+        with torch.inference_mode(False):  # else it could not be used outside of that mode
+            scratch = _thread_local.scratch = torch.empty(size, dtype=like.dtype, device=like.device)
     return scratch
 
 

@@ -113,7 +113,9 @@ class StreamWriter:
         self._on_first_rank(self._start)
 
     def _start(self) -> None:
-        """Start once all have connected: an end that has nothing left to do may close its connections."""
+        """Tell the receivers to start, once all have connected. One that has read everything closes its connections,
+        also to one that still connects.
+        """
         self._gather("connect")
         self._tell("start")
 

@@ -89,7 +89,8 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             model = spec.load()
         source = weights.source or f"the model {model.name_or_path}"
         check_model(model, source)
-        for problem in self._config.find_indivisible(model.config.to_dict(), source, f"{spec.section}.megatron_config"):
+        key = f"{spec.section}.megatron_config"
+        if (problem := next(self._config.find_indivisible(model.config.to_dict(), source, key), None)) is not None:
             raise ConfigError(problem)
         named = dict(model.named_parameters())
         n_tokens = self._own_slice(named[EMBEDDINGS].shape, 0)[0][0]

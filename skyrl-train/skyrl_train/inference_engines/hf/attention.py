@@ -3,13 +3,14 @@
 Sequences with neighboring regions form a run, which is one call of PyTorch's attention. Query heads that share a key
 head are folded into one (n, key heads, heads per key head · T, d) query, so that keys are never repeated.
 
-On a CPU, the samples of a prompt read its keys once for all of them while they decode: attention to the shared prefix
-and to the rest of each sequence are two calls, whose results are combined by their normalizers (Hydragen, Juravsky et
-al., 2024, arXiv:2402.05099).
+On a CPU, decoding samples of a prompt share one read of its keys: attention to the prefix and to the rest of each
+sequence are two calls, whose results are combined by their normalizers (Hydragen, Juravsky et al., 2024,
+arXiv:2402.05099).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,12 +28,12 @@ from skyrl_train.inference_engines.hf.scheduler import Row
 NAME = "skyrl_packed"
 MASK_SIZE = 1 << 24  # elements of a mask: 64 MiB in float32
 MAX_COPIED = 512  # tokens of a sequence whose keys are copied, to join others in a run
-MIN_SAVED = 1 << 21  # keys and values that a shared prefix must save a layer from reading, to be worth a second call
+MIN_SAVED = 1 << 21  # minimum keys and values that sharing a prefix saves a layer from reading
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """The indices in the pools of the first L tokens of n sequences, which are evenly spaced or listed."""
+class PoolSlice:
+    """The first L tokens of n sequences in the pools, at evenly spaced or listed indices."""
 
     n_sequences: int
     length: int  # L
@@ -51,22 +52,22 @@ class Places:
         return pool.as_strided(shape, strides, self.start * token_stride)
 
 
-def _places(starts: Sequence[int], length: int, size: int, device: torch.device) -> Places:
-    """Return the places of sequences with these starts in a memory of `size` tokens; some may exceed it."""
+def _pool_slice(starts: Sequence[int], length: int, size: int, device: torch.device) -> PoolSlice:
+    """Return the slice of sequences with these starts in a memory of `size` tokens; some may exceed it."""
     distances = {second - first for first, second in pairwise(starts)}
     if len(distances) <= 1 and starts[-1] + length <= size:
-        return Places(len(starts), length, starts[0], max(distances, default=0))
+        return PoolSlice(len(starts), length, starts[0], max(distances, default=0))
     indices = torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)
-    return Places(len(starts), length, indices=indices.clamp(max=size - 1).flatten())
+    return PoolSlice(len(starts), length, indices=indices.clamp(max=size - 1).flatten())
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
     """The first tokens of the n sequences of a run, equal within each of G groups of up to S sequences."""
 
-    places: Places  # of one sequence of each group
-    members: torch.Tensor  # (G, S) sequences of each group; smaller groups repeat their first one
-    slots: torch.Tensor  # (n,) the entry of each sequence in `members`, flattened
+    stored: PoolSlice  # of one sequence of each group
+    members: torch.Tensor  # (G, S) sequences of each group; smaller groups are padded with their first sequence
+    slots: torch.Tensor  # (n,) index of each sequence in `members.flatten()`
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class RowRun:
     """n sequences of T new tokens each, in neighboring regions of the same size."""
 
     tokens: slice  # of the tokens of the pass
-    places: Places  # of the tokens stored after the pass, up to those of the longest sequence
+    stored: PoolSlice  # of the tokens stored after the pass, up to those of the longest sequence
     positions: torch.Tensor  # (n, T)
     is_causal: bool  # nothing was stored before, so queries and keys are the same tokens
     sees_all: bool  # every query sees all keys
@@ -123,9 +124,8 @@ class PackedCache:
         n_before = n_new.cumsum() - n_new
         position_ids = np.arange(n_new.sum()) + np.repeat(n_cached - n_before, n_new)
         self.position_ids = torch.from_numpy(position_ids).to(device)  # (N,)
-        self._target = torch.from_numpy(position_ids + np.repeat(starts, n_new)).to(
-            device
-        )  # (N,) indices into the pool
+        target = position_ids + np.repeat(starts, n_new)
+        self._target = torch.from_numpy(target).to(device)  # (N,) indices into the pool
         self._runs = list(_runs(rows, self.position_ids, memory, is_isolated=is_isolated))
 
     def update(
@@ -158,8 +158,8 @@ def _runs(rows: Sequence[Row], position_ids: torch.Tensor, memory: KVMemory, *, 
         tokens = slice(n_tokens, n_tokens + sum(row.n_new for row in joined))
         positions = position_ids[tokens].view(len(joined), -1)
         if is_isolated and (length := padded_length(joined[0])) > 0:
-            places = _places([row.start for row in joined], length, memory.size, positions.device)
-            yield RowRun(tokens, places, positions, is_causal=False, sees_all=False)
+            stored = _pool_slice([row.start for row in joined], length, memory.size, positions.device)
+            yield RowRun(tokens, stored, positions, is_causal=False, sees_all=False)
         else:
             yield _run(joined, tokens, positions, memory)
         first, n_tokens = end, tokens.stop
@@ -170,7 +170,7 @@ def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor, memory: KV
     lengths = [row.sequence.n_cached + n_new for row in rows]
     return RowRun(
         tokens,
-        Places(len(rows), max(lengths), rows[0].start, capacity),
+        PoolSlice(len(rows), max(lengths), rows[0].start, capacity),
         positions,
         is_causal=max(lengths) == n_new,
         sees_all=n_new == 1 and min(lengths) == max(lengths),
@@ -179,29 +179,30 @@ def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor, memory: KV
 
 
 def _find_shared_prefix(rows: Sequence[Row], memory: KVMemory, device: torch.device) -> SharedPrefix | None:
-    """Return the prefix of decoding rows that saves most reads; None if that is not worth a second call."""
+    """Return the shared prefix of decoding rows that saves most reads; None if it saves less than `MIN_SAVED`."""
     n_units = min(row.sequence.n_cached for row in rows) // UNIT
     min_saved = MIN_SAVED / max(1, memory.values_per_token)  # tokens
     if device.type != "cpu" or len(rows) * n_units * UNIT < min_saved:
         return None
     keys = [row.sequence.prompt_keys() for row in rows]
-    n_units = min(n_units, min(map(len, keys)))
-    saved, n_units = max(
-        ((n * UNIT * (len(rows) - len({key[n - 1] for key in keys})), n) for n in range(1, n_units + 1)),
-        default=(0, 0),
-    )
-    if saved < min_saved:
+    best, most_saved = 0, 0
+    for n in range(1, min(n_units, min(map(len, keys))) + 1):
+        sizes = Counter(key[n - 1] for key in keys).values()
+        n_saved = n * UNIT * (len(rows) - len(sizes))
+        if n_saved > most_saved and len(sizes) * max(sizes) <= 2 * len(rows):  # groups are padded to the largest one
+            best, most_saved = n, n_saved
+    if best == 0 or most_saved < min_saved:
         return None
     groups: dict[int, list[int]] = {}
     for i, key in enumerate(keys):
-        groups.setdefault(key[n_units - 1], []).append(i)
+        groups.setdefault(key[best - 1], []).append(i)
     n_slots = max(map(len, groups.values()))
     members, slots = np.zeros((len(groups), n_slots), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
     for i, group in enumerate(groups.values()):
         members[i] = [*group, *[group[0]] * (n_slots - len(group))]
         slots[group] = i * n_slots + np.arange(len(group))
-    places = _places([rows[group[0]].start for group in groups.values()], n_units * UNIT, memory.size, device)
-    return SharedPrefix(places, torch.from_numpy(members), torch.from_numpy(slots))
+    stored = _pool_slice([rows[group[0]].start for group in groups.values()], best * UNIT, memory.size, device)
+    return SharedPrefix(stored, torch.from_numpy(members), torch.from_numpy(slots))
 
 
 def _can_join(first: Row, row: Row, distance: int) -> bool:
@@ -247,11 +248,11 @@ def packed_attention(
     tokens = query[0].transpose(0, 1)  # (N, heads, d)
     outputs = []
     for run in key.runs:
-        keys, values = run.places.view(key.pool), run.places.view(value.pool)  # (n, key heads, L, d)
+        keys, values = run.stored.view(key.pool), run.stored.view(value.pool)  # (n, key heads, L, d)
         # heads are grouped by the key head they share
         grouped = tokens[run.tokens].reshape(*run.positions.shape, keys.shape[1], -1, query.shape[-1])
         queries = grouped.permute(0, 2, 3, 1, 4).to(keys.dtype)  # (n, key heads, heads per key head, T, d)
-        sees_prefix = sliding_window is None or run.places.length <= sliding_window
+        sees_prefix = sliding_window is None or run.stored.length <= sliding_window
         if run.prefix is not None and sees_prefix and keys.shape == values.shape:
             attended = _attend_shared(queries, (key.pool, value.pool), (keys, values), run, run.prefix, scaling)
         else:
@@ -269,7 +270,7 @@ def _attend(
     window: int | None,
 ) -> torch.Tensor:
     """Return the attention of one run (n, key heads, heads per key head, T, d)."""
-    if window is not None and run.places.length <= window:
+    if window is not None and run.stored.length <= window:
         window = None
     if run.is_causal and window is None and run.positions.shape[1] > 1:
         whole = scaled_dot_product_attention(
@@ -280,11 +281,11 @@ def _attend(
         folded = scaled_dot_product_attention(queries.flatten(2, 3), keys, values, scale=scaling)
         return folded.view(*queries.shape[:4], -1)
     n_shared, n_new = queries.shape[2:4]
-    size = max(1, MASK_SIZE // (len(queries) * n_shared * run.places.length))
+    size = max(1, MASK_SIZE // (len(queries) * n_shared * run.stored.length))
     blocks = []
     for begin in range(0, n_new, size):
         block = queries[:, :, :, begin : begin + size]
-        n_keys = run.places.length - max(0, n_new - begin - size)
+        n_keys = run.stored.length - max(0, n_new - begin - size)
         mask = run.mask(slice(begin, begin + size), n_keys, n_shared, window, queries.dtype)
         folded = scaled_dot_product_attention(
             block.flatten(2, 3), keys[:, :, :n_keys], values[:, :, :n_keys], attn_mask=mask, scale=scaling
@@ -296,36 +297,36 @@ def _attend(
 def _attend_shared(
     queries: torch.Tensor,
     pools: tuple[torch.Tensor, torch.Tensor],
-    states: tuple[torch.Tensor, torch.Tensor],
+    run_states: tuple[torch.Tensor, torch.Tensor],
     run: RowRun,
     prefix: SharedPrefix,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return the attention of one decoding run (n, key heads, heads per key head, 1, d), from the pools of keys and
-    values, and the run's own `states` of them.
+    """Return the attention of one decoding run (n, key heads, heads per key head, 1, d).
+
+    The `pools` of keys and values provide the prefix, the run's own keys and values (n, key heads, L, d) the rest.
     """
-    n_shared = queries.shape[2]
-    n_prefix, own_queries = prefix.places.length, queries.flatten(2, 3)  # (n, key heads, heads per key head, d)
+    n_shared, n_prefix = queries.shape[2], prefix.stored.length
+    own_queries = queries.flatten(2, 3)  # (n, key heads, heads per key head, d)
     grouped = own_queries.index_select(0, prefix.members.flatten()).unflatten(0, prefix.members.shape)
-    shared, shared_total = _attend_with_total(
-        grouped.transpose(1, 2).flatten(2, 3), *map(prefix.places.view, pools), scale=scaling
-    )  # (G, key heads, S · heads per key head, d) and without d
+    shared, shared_lse = _attend_with_lse(
+        grouped.transpose(1, 2).flatten(2, 3), *map(prefix.stored.view, pools), scale=scaling
+    )  # (G, key heads, S · heads per key head, d), (G, key heads, S · heads per key head)
     mask = None
     if not run.sees_all:
-        mask = run.mask(slice(0, 1), run.places.length, n_shared, None, queries.dtype)[..., n_prefix:]
-    own, own_total = _attend_with_total(
-        own_queries, *(state[:, :, n_prefix:] for state in states), attn_mask=mask, scale=scaling
-    )
-    shared, shared_total = (
+        mask = run.mask(slice(0, 1), run.stored.length, n_shared, None, queries.dtype)[..., n_prefix:]
+    rest = (states[:, :, n_prefix:] for states in run_states)
+    own, own_lse = _attend_with_lse(own_queries, *rest, attn_mask=mask, scale=scaling)
+    shared, shared_lse = (
         values.unflatten(2, (-1, n_shared)).transpose(1, 2).flatten(0, 1).index_select(0, prefix.slots)
-        for values in (shared, shared_total)
+        for values in (shared, shared_lse)
     )
-    weight = torch.sigmoid(shared_total - own_total).unsqueeze(-1).to(own.dtype)
+    weight = torch.sigmoid(shared_lse - own_lse).unsqueeze(-1).to(own.dtype)
     return torch.lerp(own, shared, weight).unsqueeze(3)
 
 
-_attend_with_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""`scaled_dot_product_attention` that also returns the logarithm of the sum of each softmax."""
+_attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Attention that also returns the log-sum-exp of the scores of each query; the public function returns no such sums."""
 
 
 def hidden_states(

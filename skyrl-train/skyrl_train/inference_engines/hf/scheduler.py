@@ -32,7 +32,7 @@ class CachedSequence(ActiveSequence):
         return self._keys
 
     def prompt_keys(self) -> list[int]:
-        """Return hashes of the first 64, 128, … tokens of the prompt, computed once."""
+        """Return hashes of the first 64, 128, … tokens of the prompt, kept while the sequence runs."""
         if self._prompt_keys is None:
             self._prompt_keys = prefix_keys(self.request.prompt_ids)[: self.n_prompt // UNIT]
         return self._prompt_keys

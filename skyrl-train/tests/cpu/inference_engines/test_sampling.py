@@ -204,6 +204,19 @@ def test_tokens_that_end_a_response_cannot_be_sampled_before_min_new_tokens(samp
     assert support(sample, **short | {"token_ids": [9, 9, 3, 3]}) == {0, 1, 2, 3, 4}
 
 
+def test_a_token_that_is_banned_for_two_reasons_counts_once(sample: Sample) -> None:
+    (choice,) = sample([0.5], min_new_tokens=1, stop_token_ids=(2,))  # token 2 is also the EOS token
+    assert choice.logprob == pytest.approx(math.log(PROBABILITIES[choice.token_id]))
+    assert choice.sampling_logprob == pytest.approx(math.log(PROBABILITIES[choice.token_id] / 0.85))
+
+
+def test_sampling_works_outside_of_inference_mode_after_it() -> None:
+    logits, draws = torch.randn(3, 2000), [draw(seed=seed) for seed in range(3)]
+    with torch.inference_mode():
+        expected = choose_tokens(logits.clone(), draws)
+    assert choose_tokens(logits.clone(), draws) == expected
+
+
 def test_the_ends_of_the_interval_never_reach_an_impossible_token(sample: Sample) -> None:
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf])
     assert [choice.token_id for choice in sample([0.0, ALMOST_ONE, 1.0], logits)] == [1, 3, 3]

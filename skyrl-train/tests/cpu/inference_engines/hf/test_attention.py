@@ -90,66 +90,6 @@ def test_padded_lengths() -> None:
     assert padded_length(Row(sequence_of(9, 0), 2)) == 0
 
 
-def samples_of(prompt_lengths: list[int], n_sampled: list[list[int]]) -> list[CachedSequence]:
-    """Return samples of each prompt, with the given numbers of sampled tokens, in neighboring regions."""
-    generator = torch.Generator().manual_seed(0)
-    sequences = []
-    for n_prompt, lengths in zip(prompt_lengths, n_sampled, strict=True):
-        prompt = torch.randint(3, 61, (n_prompt,), generator=generator).tolist()
-        for length in lengths:
-            sequence = CachedSequence(EngineRequest(prompt, SamplingParams(max_new_tokens=99), seed=0), CAPACITY)
-            sequence.token_ids += torch.randint(3, 61, (length,), generator=generator).tolist()
-            start = len(sequences) * CAPACITY
-            sequence.region = Region(start, CAPACITY, sequence.token_ids, session_id=None)
-            sequences.append(sequence)
-    return sequences
-
-
-@pytest.mark.parametrize("sliding_window", [None, 50])
-@pytest.mark.parametrize(
-    ("prompt_lengths", "n_sampled"),
-    [
-        ([64, 64], [[5, 5, 5], [5, 5, 5]]),
-        ([70, 130, 64], [[1, 9], [3], [20, 4, 33, 1]]),  # groups and sequences of different sizes
-        ([140], [[1, 2, 3]]),
-    ],
-)
-@torch.inference_mode()
-def test_samples_read_a_shared_prompt_once(
-    monkeypatch: pytest.MonkeyPatch, prompt_lengths: list[int], n_sampled: list[list[int]], sliding_window: int | None
-) -> None:
-    model = make_mistral(sliding_window)
-    states = []
-    for min_saved in (1, 10**12):
-        monkeypatch.setattr(attention, "MIN_SAVED", min_saved)
-        sequences = samples_of(prompt_lengths, n_sampled)
-        memory = KVMemory(len(sequences) * CAPACITY)
-        for sequence in sequences:
-            hidden_states(model, memory, [Row(sequence, len(sequence.token_ids) - 1)])
-            sequence.region.n_cached = len(sequence.token_ids) - 1
-        rows = [Row(sequence, 1) for sequence in sequences]
-        prefix = attention._find_shared_prefix(rows, memory, torch.device("cpu"))
-        assert (prefix is not None) == (min_saved == 1)
-        if prefix is not None:
-            assert prefix.places.length == min(prompt_lengths) // UNIT * UNIT
-            assert prefix.members.shape == (len(prompt_lengths), max(map(len, n_sampled)))
-            assert prefix.members.flatten()[prefix.slots].tolist() == list(range(len(rows)))
-        states.append(hidden_states(model, memory, rows))
-    torch.testing.assert_close(*states)
-
-
-def test_tokens_that_are_not_stored_yet_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "MIN_SAVED", 1)
-    sequences = samples_of([128], [[0, 0]])
-    for n_cached, length in ((127, 64), (63, None)):
-        for sequence in sequences:
-            sequence.region.n_cached = n_cached
-        prefix = attention._find_shared_prefix(
-            [Row(sequence, 1) for sequence in sequences], KVMemory(999), torch.device("cpu")
-        )
-        assert (prefix and prefix.places.length) == length
-
-
 def make_mistral(sliding_window: int | None) -> PreTrainedModel:
     torch.manual_seed(0)
     config = MistralConfig(
@@ -165,3 +105,73 @@ def make_mistral(sliding_window: int | None) -> PreTrainedModel:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model
+
+
+def samples_of(prompt_lengths: list[int], n_sampled: list[list[int]]) -> list[CachedSequence]:
+    """Return samples of each prompt, with the given numbers of sampled tokens, in neighboring regions."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = []
+    for n_prompt, lengths in zip(prompt_lengths, n_sampled, strict=True):
+        prompt = torch.randint(3, 61, (n_prompt,), generator=generator).tolist()
+        for length in lengths:
+            sequence = CachedSequence(EngineRequest(prompt, SamplingParams(max_new_tokens=99), seed=0), CAPACITY)
+            sequence.token_ids += torch.randint(3, 61, (length,), generator=generator).tolist()
+            start = len(sequences) * CAPACITY
+            sequence.region = Region(start, CAPACITY, sequence.token_ids, session_id=None)
+            sequences.append(sequence)
+    return sequences
+
+
+@pytest.mark.parametrize("sliding_window", [None, 50, 500])
+@pytest.mark.parametrize(
+    ("prompt_lengths", "n_sampled"),
+    [
+        ([64, 64], [[5, 5, 5], [5, 5, 5]]),
+        ([70, 130, 64], [[1, 9], [3], [20, 4, 33, 1]]),  # groups and sequences of different sizes
+        ([140], [[1, 2, 3]]),
+    ],
+)
+@torch.inference_mode()
+def test_a_shared_prefix_changes_no_state(
+    monkeypatch: pytest.MonkeyPatch, prompt_lengths: list[int], n_sampled: list[list[int]], sliding_window: int | None
+) -> None:
+    model = make_mistral(sliding_window)
+    states = []
+    for min_saved in (1, 10**12):
+        monkeypatch.setattr(attention, "MIN_SAVED", min_saved)
+        sequences = samples_of(prompt_lengths, n_sampled)
+        memory = KVMemory(len(sequences) * CAPACITY)
+        for sequence in sequences:
+            hidden_states(model, memory, [Row(sequence, len(sequence.token_ids) - 1)])
+            sequence.region.n_cached = len(sequence.token_ids) - 1
+        rows = [Row(sequence, 1) for sequence in sequences]
+        prefix = attention._find_shared_prefix(rows, memory, torch.device("cpu"))
+        assert (prefix is not None) == (min_saved == 1)
+        if prefix is not None:
+            assert prefix.stored.length == min(prompt_lengths) // UNIT * UNIT
+            assert prefix.members.shape == (len(prompt_lengths), max(map(len, n_sampled)))
+            assert prefix.members.flatten()[prefix.slots].tolist() == list(range(len(rows)))
+        states.append(hidden_states(model, memory, rows))
+    torch.testing.assert_close(*states)
+
+
+def test_tokens_that_are_not_stored_yet_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "MIN_SAVED", 1)
+    sequences = samples_of([128], [[0, 0]])
+    for n_cached, length in ((127, 64), (63, None)):
+        for sequence in sequences:
+            sequence.region.n_cached = n_cached
+        prefix = attention._find_shared_prefix(
+            [Row(sequence, 1) for sequence in sequences], KVMemory(999), torch.device("cpu")
+        )
+        assert (prefix and prefix.stored.length) == length
+
+
+def test_groups_that_would_be_padded_more_than_twice_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "MIN_SAVED", 1)
+    for n_sampled, is_shared in (([[9] * 4, [9] * 4, [9]], True), ([[9] * 8, *[[9]] * 7], False)):
+        sequences = samples_of([64] * len(n_sampled), n_sampled)
+        for sequence in sequences:
+            sequence.region.n_cached = 64
+        rows = [Row(sequence, 1) for sequence in sequences]
+        assert (attention._find_shared_prefix(rows, KVMemory(64), torch.device("cpu")) is not None) == is_shared
