@@ -13,7 +13,7 @@ from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
 from skyrl_train.dataset.files import Rows, read_rows, write_jsonl
 from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli
 from skyrl_train.entrypoints.preflight import check_data
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.tracking import read_metrics
 
 
@@ -123,7 +123,7 @@ def test_a_subclass_with_a_generator_of_its_own_may_play_any_rows(catch_run: lis
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": [{"role": "user", "content": "1"}], "env_class": "unheard_of"}')
     overrides = [*catch_run, f"data.train_data=['{rows}']", f"data.val_data=['{rows}']"]
-    with pytest.raises(ConfigError, match="env_class=unheard_of"):
+    with pytest.raises(DataError, match="env_class=unheard_of"):
         BasePPOExp(parse_cli(overrides)).check_data()
 
     class Own(BasePPOExp):
