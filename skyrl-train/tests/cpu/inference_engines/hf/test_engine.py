@@ -16,6 +16,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
 from skyrl_train.inference_engines.hf import HFEngine, attention
 from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.models.memory import cache_bytes_per_token
 from skyrl_train.weight_sync.base import Transport
 from tests.contract.engine_kit import sync_weights
 
@@ -290,3 +291,31 @@ async def test_an_engine_asleep_holds_no_memory(new_engine: NewEngine) -> None:
     await engine.generate([request(prompt(10), session="s")])
     await engine.sleep()
     assert not engine._memory._layers
+
+
+@pytest.mark.parametrize("n_cached", [4000, 1200], ids=["much memory", "little memory"])
+async def test_samples_of_shared_prompts_get_the_tokens_of_separate_ones(
+    new_engine: NewEngine, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, n_cached: int
+) -> None:
+    monkeypatch.setattr(attention, "MIN_SAVED", 1)
+    shared_calls = []
+    attend_shared = attention._attend_shared
+    monkeypatch.setattr(attention, "_attend_shared", lambda *args: shared_calls.append(1) or attend_shared(*args))
+    prompts = [prompt(70) + prompt(length, seed=1) for length in (3, 60, 80)]
+    engine = new_engine(max_num_batched_tokens=100, max_cache_bytes=n_cached * cache_bytes_per_token(tiny_model))
+
+    async def play(number: int) -> list[tuple[EngineRequest, EngineResult]]:
+        turns, prompt_ids = [], prompts[number % 3]
+        for turn in range(2):
+            asked = request(prompt_ids, n_new=5 + number, seed=10 * number + turn, session=f"s{number}")
+            (result,) = await engine.generate([asked])
+            turns.append((asked, result))
+            prompt_ids = prompt_ids + result.token_ids + [5, 6]
+        return turns
+
+    played = [turn for turns in await asyncio.gather(*map(play, range(12))) for turn in turns]
+    assert shared_calls
+    monkeypatch.setattr(attention, "MIN_SAVED", 10**12)
+    separate = await serve_separately(new_engine, [asked for asked, _ in played])
+    for (_, result), expected in zip(played, separate, strict=True):
+        assert_same(result, expected)
