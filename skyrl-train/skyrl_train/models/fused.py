@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -71,7 +72,14 @@ class _RMSNorm(torch.autograd.Function):
 def _inverse_rms(states: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Return 1 / √(mean(x²) + ε) (…, 1) over the last dimension."""
     norm = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-    return norm.square_().mul_(1 / states.shape[-1]).add_(epsilon).rsqrt_()
+    return torch.addcmul(_scalar(epsilon), norm, norm, value=1 / states.shape[-1]).rsqrt_()
+
+
+@cache
+def _scalar(value: float) -> torch.Tensor:
+    """Return a float32 tensor (), made once: for a few tokens, creating it takes as long as the arithmetic."""
+    with torch.inference_mode(False):  # else autograd could not use it
+        return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def _rms_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -183,7 +183,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
         is_complete = torch.tensor([row.is_complete for row in step.rows])
         with autocast(device, self._bf16):
             states = hidden_states(self._model, self._memory, step.rows)  # (N, H)
-            states = states[ends[is_complete].to(device)]  # (b, H)
+            states = states.index_select(0, ends[is_complete].to(device))  # (b, H)
             draws = [row.sequence.draw for row in step.rows if row.is_complete]
             n_rows = self._head.max_rows
             return [
