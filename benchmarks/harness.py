@@ -144,10 +144,13 @@ def _fastest(function: Any) -> float:
 
 def conditions() -> str:
     """Describe the conditions, e.g. "2026-01-31, commit 1a2b3c4, AMD EPYC, 2 cores, 2 threads, torch 2.13.0"."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    commit = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=True).stdout.strip()
+    changed = ["git", "diff", "--quiet", "HEAD", "--", ":/", ":!/benchmarks/*.md", ":!/benchmarks/*.json"]  # no results
+    if subprocess.run(changed, check=False).returncode:
+        commit += "-dirty"
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     cpu = names[0] if names else platform.processor()
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     packages = f"torch {version('torch')}, transformers {version('transformers')}"
-    return f"{time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip()}, {cpu}, {threads}, {packages}"
+    return f"{time.strftime('%Y-%m-%d')}, commit {commit}, {cpu}, {threads}, {packages}"

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -297,12 +298,17 @@ def start_run(n_rows: int, suffix: str) -> tuple[float, float, int]:
         command = [str(Path(sys.executable).parent / "skyrl"), "train", *describe_run(folder, f"train{suffix}")]
         started = time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        _, status, usage = os.wait4(process.pid, 0)
+        peak = 0  # not `ru_maxrss`, which begins at the memory of the process that forks
+        while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
+            if sizes := re.findall(r"VmHWM:\s*(\d+)", Path(f"/proc/{process.pid}/status").read_text()):
+                peak = int(sizes[0])
+            time.sleep(0.02)
+        _, status, usage = ended
         seconds = time.monotonic() - started
         assert process.stderr is not None
         if status:
             raise RuntimeError(process.stderr.read())
-        return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss
+        return seconds, usage.ru_utime + usage.ru_stime, peak
 
 
 def main() -> None:

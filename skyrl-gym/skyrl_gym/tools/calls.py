@@ -11,8 +11,9 @@ call may lack its closing tag, which is often the stop string. Calls inside thou
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -54,6 +55,24 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     if len(calls) > MAX_CALLS:
         raise ToolCallError(f"Your reply has more than {MAX_CALLS} tool calls.")
     return calls
+
+
+def parse_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool call of a chat message with its arguments as an object, as chat templates expect them.
+
+    APIs and data sets often hold arguments as JSON text. Text that is not a JSON object is left as it is.
+    """
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    parsed = {**function, "arguments": arguments}
+    return {**call, "function": parsed} if "function" in call else parsed
 
 
 def _calls(text: str) -> Iterator[ToolCall]:

@@ -10,7 +10,7 @@ import gc
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,10 +219,12 @@ def _merge_adapter(
     if not base:
         raise ConfigError(f"the adapter {adapter} does not name its base model; name it with --base")
     with open_model(base) as source:
-        changes = read_changes(adapter, str(source.folder))
+        changes, parameters = read_changes(adapter, str(source.folder))
         if missing := sorted(changes.keys() - {spec.name for spec in source.specs}):
             raise ConfigError(f"{base} has no {missing[0]}, which the adapter {adapter} changes; name its base model")
-        tally = _Tally(trained_dtype=None if settings is None else read_dtype(settings))
+        tally = _Tally()
+        if settings is not None:
+            tally.trained_dtype, tally.parameters = read_dtype(settings), parameters
 
         def probe_sources(dtype: torch.dtype) -> torch.Tensor:
             model: Any = peft.PeftModel.from_pretrained(_load_model(source.folder, dtype), adapter)
@@ -252,6 +254,8 @@ class _Tally:
     checksum: int = 0
     trained_dtype: torch.dtype | None = None
     """Type in which the checksum is computed; None for no checksum."""
+    parameters: Collection[str] = ()
+    """Names of the tensors in the checksum."""
 
 
 def _apply_changes(
@@ -260,7 +264,7 @@ def _apply_changes(
     """Yield the tensors of a model, with the changes of an adapter."""
     for spec in source.specs:
         tensor = source.read(spec.name)
-        if tally.trained_dtype is not None:
+        if tally.trained_dtype is not None and spec.name in tally.parameters:
             tally.checksum += tensor_checksum(spec.name, tensor.to(tally.trained_dtype))
         if spec.name in changes:
             before = tensor.to(output_dtype(spec, dtype))

@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from skyrl_gym.runtime.validation import is_conversation
+from skyrl_gym.tools.calls import parse_arguments
 from skyrl_train.config.preferences import PreferenceDataConfig
 from skyrl_train.config.sft import SFTDataConfig, SupervisedDataConfig
 from skyrl_train.dataset.files import Row, Rows, quote
@@ -163,7 +164,7 @@ def _descend(row: Row, key: str, inner_keys: Sequence[str], location: str) -> tu
 
 
 def _check_messages(value: Any, location: str, key: str, negation: str = "not") -> list[dict[str, Any]]:
-    """Return messages without the empty fields that parquet adds to all of them."""
+    """Return messages with the arguments of tool calls as objects, and without the empty fields of parquet."""
     if not isinstance(value, list) or not value:
         raise DataError(
             f"{location}: {key}={quote(value)} is {negation} a list of messages; write "
@@ -185,6 +186,8 @@ def _check_messages(value: Any, location: str, key: str, negation: str = "not") 
                 f"{location}: message {index} of {key} lacks a role or a content: {quote(message)}; write "
                 '{"role": "user", "content": "…"}'
             )
+        if message.get("tool_calls"):
+            message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
         messages.append(message)
     return messages
 

@@ -62,8 +62,10 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         )
         module = self._wrap(module, spec)
         if weights.source is not None:
+            continues = spec.lora is not None and spec.lora.config.lora_path is not None
             for name, parameter in merged_names(module.hf_model):
-                weights.read(name, *local_part(parameter.detach()))
+                if not (continues and parameter.requires_grad):  # the adapter in lora_path includes a trained head
+                    weights.read(name, *local_part(parameter.detach()))
         module.probe(weights.source)
         _reshard(module)
         return module

@@ -66,12 +66,11 @@ def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
         except ValueError as error:
             raise ConfigError(f"{_source(lora)} does not fit a {type(model).__name__}: {error}") from error
     _check_layers(model, lora)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
     if has_head:
         model.get_submodule(VALUE_HEAD).requires_grad_(True)
         config.modules_to_save = [VALUE_HEAD]
+    for parameter in trained_parameters(model).values():
+        parameter.data = parameter.data.float()
     if path is not None:
         _load_tensors(model, read_tensors(path, _source(lora)), _source(lora))
     model.eval()
@@ -188,8 +187,9 @@ class MatrixChange:
         return (weight.float() + (change.T if self.is_transposed else change)).to(weight.dtype)
 
 
-def read_changes(path: str, base: str) -> dict[str, MatrixChange]:
-    """Return the changes that an adapter makes to the model at `base`, by the name of the tensor.
+def read_changes(path: str, base: str) -> tuple[dict[str, MatrixChange], set[str]]:
+    """Return the changes that an adapter makes to the model at `base`, by the name of the tensor, and the names of the
+    model's parameters. Files may have other tensors too, such as a copy of a tied head.
 
     Raises:
         ConfigError: the adapter cannot be read, or does not fit the model.
@@ -207,7 +207,7 @@ def read_changes(path: str, base: str) -> dict[str, MatrixChange]:
     for layer_path, layer in _layers(model).items():
         a, b = (tensors[f"{FILE_PREFIX}{layer_path}.lora_{factor}.weight"] for factor in "AB")
         changes[f"{layer_path}.weight"] = MatrixChange(a, b, layer.scaling[NAME], layer.fan_in_fan_out)
-    return changes
+    return changes, {name for name, _ in merged_names(model)}
 
 
 def _layers(model: PreTrainedModel) -> dict[str, Any]:

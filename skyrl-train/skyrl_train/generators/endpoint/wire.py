@@ -7,13 +7,14 @@ ranges nor the content of messages, and its response types make this code longer
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from skyrl_gym.tools.calls import parse_arguments
 
 NonEmpty = Annotated[str, MinLen(1)]
 TokenId = Annotated[int, Ge(0)]
@@ -109,7 +110,7 @@ class ChatMessage(WireModel):
             if value := getattr(self, name):
                 message[name] = value
         if self.tool_calls:
-            message["tool_calls"] = [_parse_arguments(call) for call in self.tool_calls]
+            message["tool_calls"] = [parse_arguments(call) for call in self.tool_calls]
         return message
 
     def _text(self) -> str:
@@ -236,15 +237,3 @@ class CompletionRequest(CompletionOptions):
             return [self.prompt]
         prompts: list[Any] = list(self.prompt)
         return [prompts] if prompts and isinstance(prompts[0], int) else prompts
-
-
-def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, which chat templates expect, instead of a JSON string."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}

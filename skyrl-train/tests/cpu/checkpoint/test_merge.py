@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -171,6 +171,17 @@ def test_a_checkpoint_becomes_the_model_that_was_trained(
     assert (tmp_path / "merged/tokenizer.json").exists()
     assert (tmp_path / "merged/generation_config.json").exists()
     assert (tmp_path / "merged/lora_adapter").exists() == bool(lora)
+
+
+def test_files_may_hold_a_copy_of_a_tied_head(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Published models such as Qwen3-0.6B store the head beside the embeddings that it shares its weight with."""
+    base = new_model(tmp_path / "base", is_tied=True)
+    tensors = load_file(base / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, base / "model.safetensors")
+    model = load_model(str(base), dtype=torch.float32, device=torch.device("cpu"))
+    trained(tmp_path / "step", model, tiny_tokenizer, model={"path": str(base), "lora": {"rank": 4}})
+    merge_checkpoint(tmp_path / "step", tmp_path / "merged", dtype="float32")
+    torch.testing.assert_close(logits_in(tmp_path / "merged"), logits(model), rtol=1e-5, atol=1e-5)
 
 
 def test_the_critic_of_a_checkpoint(tmp_path: Path, tiny_model_path: Path) -> None:

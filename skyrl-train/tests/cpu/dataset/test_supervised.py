@@ -303,11 +303,30 @@ def test_empty_columns_of_parquet_are_left_out(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    call = {"type": "function", "function": {"name": "f", "arguments": ""}}
     messages = [message("user", "a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
     pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "rows.parquet")
     (row,) = read_all([str(tmp_path / "rows.parquet")], SFTDataConfig())
     assert row.messages == [message("user", "a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_arguments_in_json_text_are_trained_as_objects(
+    tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, is_nested: bool
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ (c.function or c) | tojson }}{% endfor %}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    trained = []
+    for arguments in ({"a": 1}, '{"a": 1}'):
+        call: dict[str, Any] = {"name": "f", "arguments": arguments}
+        calls = [{"type": "function", "function": call} if is_nested else call]
+        row = {"messages": [message("user", "a"), {"role": "assistant", "content": "", "tool_calls": calls}]}
+        (read,) = read_all([write_rows(tmp_path, [row])], SFTDataConfig())
+        trained.append(encode(tiny_tokenizer, read.messages, template)[0][1])
+    assert trained[0] == trained[1] == ['{"name": "f", "arguments": {"a": 1}}<|im_end|>']
 
 
 def test_rows_that_are_checked_when_they_are_drawn_have_the_same_tokens(

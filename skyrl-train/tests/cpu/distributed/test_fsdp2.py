@@ -323,6 +323,25 @@ async def test_gradients_of_the_adapter_of_a_critic(
     await compare(ranks, spec("critic", tiny_model_path, cfg), ValueObjective(0.2), batch, tmp_path)
 
 
+async def test_a_continued_adapter_of_a_critic_keeps_its_head(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    model: dict[str, Any] = {"path": str(tiny_model_path), "lora": {"rank": 4}}
+    batch = off_policy_batch(tiny_model, 400, seed=24)
+    batch.values, batch.returns = 0.0 * batch.loss_mask, 1.0 * batch.loss_mask
+    cfg = config(critic={"model": model}, policy={"optimizer_config": {"lr": 1e-2}}).trainer
+    trained = await load_group([single_rank()], spec("critic", tiny_model_path, cfg), ValueObjective(1e9))
+    await trained.update(batch)
+    expected = (await trained.score(batch))["values"]
+    assert expected.abs().max() > 1e-3, "the head of a new critic is 0"
+    await trained.export(tmp_path / "adapter")
+
+    cfg = config(critic={"model": model | {"lora": {"lora_path": str(tmp_path / "adapter")}}}).trainer
+    for group_ranks in ([single_rank()], ranks):
+        continued = await load_group(group_ranks, spec("critic", tiny_model_path, cfg), ValueObjective(1e9))
+        torch.testing.assert_close((await continued.score(batch))["values"], expected, rtol=0, atol=1e-5)
+
+
 async def test_an_adapter_learns_after_the_reference_was_scored_without_it(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
 ) -> None:

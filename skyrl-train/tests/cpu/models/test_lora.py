@@ -162,6 +162,13 @@ def test_a_bfloat16_model_has_a_float32_adapter(tiny_model_path: Path) -> None:
     assert logits(model).dtype == torch.bfloat16
 
 
+def test_the_value_head_of_a_bfloat16_critic_is_trained_in_float32(tiny_model_path: Path) -> None:
+    critic = load_value_model(str(tiny_model_path), dtype=torch.bfloat16, device=torch.device("cpu"))
+    add_adapter(critic, spec(rank=4))
+    assert critic.get_parameter("score.weight").dtype == torch.float32
+    assert {p.dtype for p in trained_parameters(critic).values()} == {torch.float32}
+
+
 def test_a_critic_trains_its_value_head_too(tiny_model_path: Path, tmp_path: Path) -> None:
     critic = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
     model = randomized(critic, spec(rank=2))
