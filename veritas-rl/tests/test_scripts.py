@@ -295,7 +295,7 @@ def test_recipes_run_in_any_folder_and_with_any_name(script: str, recipes: Recip
 
 def test_runs_of_the_same_second_have_different_names_and_folders(recipes: Recipes) -> None:
     code = """
-        MODEL_NAME=model LOGGER=
+        MODEL_NAME=model
         for i in 1 2 3; do
             (name_run SFT 8 2>/dev/null; printf '%s\\0%s\\0' "$WANDB_EXP" "$OUTPUTS") &
         done
@@ -357,7 +357,7 @@ def test_flags_after_the_command_of_a_container_are_its_own(recipes: Recipes) ->
     assert result.stdout.split()[-5:] == ["org/image:2", *command], result.stderr
     assert "-e HF_TOKEN" in result.stdout
     assert "secret" not in result.stdout
-    for flags, words in ((["--tiny", *command], "for the tiny form of another"), (["-it"], "there is no flag -it")):
+    for flags, words in ((["--tiny", *command], "--tiny takes no command"), (["-it"], "there is no flag -it")):
         result = recipes.shell(["./train/docker_run_verl.sh", "--dry-run", *flags])
         assert (result.returncode, result.stdout) == (1, "")
         assert words in result.stderr

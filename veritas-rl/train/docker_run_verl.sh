@@ -18,13 +18,13 @@
         shift
     done
     if [ "$TINY" = 1 ]; then
-        [ $# = 0 ] || die "--tiny before a command runs the tiny SFT recipe; for the tiny form of another, write $* --tiny"
+        [ $# = 0 ] || die "--tiny takes no command, but got: $*; write --tiny after the name of a recipe"
         set -- bash train/scripts/lgc-v2-SFT-trainer.sh --tiny
     fi
     if [ "$DRY_RUN" = 0 ] && ! command -v docker >/dev/null; then
         die "docker is not installed; install it, or run the recipes without a container"
     fi
-    if [ -z "${IMAGE:-}" ]; then unset IMAGE; fi
+    if [ -z "${IMAGE:-}" ]; then unset IMAGE; fi # .env may set it
     load_settings
 
     start() {

@@ -78,12 +78,12 @@ class Experiment(ABC):
         """Lock the run folder, log to it, set the seeds and start the compute thread."""
         log_to_console()
         disable_progress_bar()  # transformers shows one for each file
-        folder, ckpt_path = self.run_folder.path, self._outer_ckpt_path()
+        folder, ckpt_path = self.run_folder.path, Path(self.cfg.trainer.ckpt_path)
         with (
             self._disk_errors(),
             folder_lock(folder, "wait until it ends, or give this run another trainer.run_name"),
             folder_lock(ckpt_path, "wait until it ends, or set another trainer.ckpt_path")
-            if ckpt_path is not None
+            if not ckpt_path.is_relative_to(folder)
             else nullcontext(),
             log_to_file(self.run_folder.train_log),
             collect_rarely(),
@@ -116,11 +116,6 @@ class Experiment(ABC):
         )
         return store.describe_rerun()
 
-    def _outer_ckpt_path(self) -> Path | None:
-        """Return the folder of checkpoints; None if it is inside of the run folder."""
-        path = Path(self.cfg.trainer.ckpt_path).resolve()
-        return None if path.is_relative_to(self.run_folder.path) else path
-
     def get_tracker(self) -> Tracking:
         """Open the backends that metrics are sent to."""
         trainer = self.cfg.trainer
@@ -128,14 +123,9 @@ class Experiment(ABC):
         if trainer.wandb_environment:
             names = [name for name in trainer.wandb_environment if name in os.environ]
             config["environment_variables"] = {name: os.environ[name] for name in names}
-        return Tracking(
-            trainer.project_name,
-            trainer.run_name,
-            trainer.logger,
-            config,
-            self.run_folder.path,
-            id_dir=self._outer_ckpt_path(),
-        )
+        folder, ckpt_path = self.run_folder.path, Path(trainer.ckpt_path).resolve()
+        id_dir = folder if ckpt_path.is_relative_to(folder) else ckpt_path
+        return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, folder, id_dir)
 
     def new_launcher(
         self, roles: Sequence[Role], sync: SyncOptions | None = None, *, n_engines: int = 0, engine_size: int = 1

@@ -101,6 +101,7 @@ class WandbTracker:
             raise ConfigError(
                 "trainer.logger=wandb needs the wandb package: pip install wandb, or choose trainer.logger=tensorboard"
             ) from error
+        id_dir.mkdir(parents=True, exist_ok=True)
         self._id_file = id_dir / "wandb_run_id.txt"
         folder = os.environ.get("WANDB_DIR") or str(run_dir)
         Path(folder).mkdir(parents=True, exist_ok=True)

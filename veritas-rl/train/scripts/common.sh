@@ -11,7 +11,7 @@ DRY_RUN=0
 STARTS_RUN=1
 OVERRIDES=()
 
-# Variables of the recipes.
+# Variables of the recipes. docker_run_verl.sh passes them on.
 SETTINGS=(
     HF_TOKEN AGENT_MODEL_REPO_ID dataset_path gpu_count
     ENABLE_LORA LORA_ADAPTER_PATH LAYERED_SUMMON FSDP_STRATEGY ROLLOUT_BACKEND GAME_TYPES
@@ -43,10 +43,10 @@ read_arguments() {
     for argument in "$@"; do
         case $argument in
         --tiny) TINY=1 ;;
-        --dry-run) DRY_RUN=1 ;;
+        --dry-run) DRY_RUN=1 STARTS_RUN=0 ;;
+        --print-config) STARTS_RUN=0 OVERRIDES+=("$argument") ;;
         *) OVERRIDES+=("$argument") ;;
         esac
-        case $argument in --dry-run | --print-config) STARTS_RUN=0 ;; esac
     done
     load_settings
     if ! command -v skyrl >/dev/null && [ -x "$ROOT/../.venv/bin/skyrl" ]; then
@@ -91,13 +91,16 @@ load_env() {
             value=${value%%[[:space:]]#*}
             value=${value#"${value%%[![:space:]]*}"}
             value=${value%"${value##*[![:space:]]}"}
-            case $value in [\"\']*) die "$1: the value of $name does not end with its quote; write $name='value'" ;; esac
+            case $value in
+            [\"\']*) die "$1: the value of $name does not end with its quote; write $name='value'" ;;
+            esac
         fi
         if [ -z "${!name+set}" ]; then export "$name=$value"; fi
     done <"$1"
 }
 
-# Succeed for 1, true, yes and on; fail for 0, false, no, off and the empty string. Arguments: name and value of a variable.
+# Succeed for 1, true, yes and on; fail for 0, false, no, off and the empty string. Arguments: name and value of a
+# variable.
 is_on() {
     case $(printf '%s' "$2" | tr '[:upper:]' '[:lower:]') in
     1 | true | yes | on) return 0 ;;
@@ -114,8 +117,8 @@ absolute() {
     esac
 }
 
-# Print the override key='value', quoted for Hydra: quotes and ${ are escaped, and the backslashes before them and at the
-# end are doubled. Arguments: key and value.
+# Print the override key='value', quoted for Hydra: quotes and ${ are escaped; backslashes before them and at the end are
+# doubled. Arguments: key and value.
 format_option() {
     local escape="s/\(\\\\*\)\([$]{\)/\1\1\\\\\2/g; s/\(\\\\*\)'/\1\1\\\\'/g; s/\\\\*$/&&/"
     printf "%s='%s'" "$1" "$(printf '%s' "$2" | LC_ALL=C sed "$escape")"
@@ -137,13 +140,15 @@ choose_model() {
         MODEL=$repo
         return 0
     fi
-    if ! try hf download "$repo" --local-dir "$MODEL.partial" && [ ! -d "$MODEL" ]; then # of another process
+    # Another recipe that has completed the same download renames the folder, and this one fails.
+    if ! try hf download "$repo" --local-dir "$MODEL.partial" && [ ! -d "$MODEL" ]; then
         die "$repo could not be downloaded; rerun to resume"
     fi
     publish "$MODEL.partial" "$MODEL"
 }
 
-# Set TIME to the time of the run, and OUTPUTS to its folder below train/outputs/, which no other run has.
+# Set TIME to the time of the run, and OUTPUTS to its folder in train/outputs/. If another run has started in the same
+# second, wait for the next one.
 reserve_outputs() {
     while :; do
         TIME=$(date +%Y%m%d-%H%M%S)
@@ -152,7 +157,7 @@ reserve_outputs() {
         mkdir -p "${OUTPUTS%/*}" || exit
         if mkdir "$OUTPUTS" 2>/dev/null; then return 0; fi
         [ -d "$OUTPUTS" ] || die "$OUTPUTS cannot be created; check permissions and free space"
-        sleep 1 # another run has started in this second
+        sleep 1
     done
 }
 
