@@ -241,12 +241,22 @@ def test_values_of_a_dotenv_file_have_no_quotes_blanks_and_comments(text: str, v
         assert call(recipes, 'load_settings; printf "%s\\0" "$KEY"') == [value]
 
 
-@pytest.mark.parametrize("text", ['"open', "'it's'", '"a" b'])
-def test_a_quote_that_is_not_closed_is_named_without_the_value(text: str, recipes: Recipes) -> None:
-    with dotenv(recipes, f"HF_TOKEN={text}\n"):
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('HF_TOKEN="secret', "the value of HF_TOKEN does not end with its quote; write HF_TOKEN='value'"),
+        ("HF_TOKEN='it's secret'", "the value of HF_TOKEN does not end with its quote"),
+        ('HF_TOKEN="a" secret', "the value of HF_TOKEN does not end with its quote"),
+        ("HF_TOKEN: secret", "line 2 is not NAME=value"),
+        ("HF_TOKEN = secret", "line 2 is not NAME=value"),
+    ],
+)
+def test_a_mistake_in_a_dotenv_file_is_named_without_the_value(line: str, words: str, recipes: Recipes) -> None:
+    with dotenv(recipes, f"# settings\n{line}\n"):
         result = recipes.run("merge.sh")
-    assert "the value of HF_TOKEN does not end with its quote; write HF_TOKEN='value'" in result.stderr
-    assert text not in result.stderr
+    assert result.returncode == 1
+    assert words in result.stderr
+    assert "secret" not in result.stderr
 
 
 def test_a_setting_that_is_empty_does_not_hide_that_of_the_dotenv_file(recipes: Recipes) -> None:

@@ -72,16 +72,19 @@ load_settings() {
 
 # Export the variables of a .env file that are not set. The file is read, not run.
 load_env() {
-    local line name value end='[[:space:]]*(#.*)?$'
+    local line name value number=0 end='[[:space:]]*(#.*)?$'
     local double_quoted='^[[:space:]]*"(([^"\\]|\\.)*)"'$end single_quoted="^[[:space:]]*'([^']*)'"$end
     [ -f "$1" ] || return 0
     while IFS= read -r line || [ -n "$line" ]; do
+        number=$((number + 1))
         line=${line%$'\r'}
         line=${line#"${line%%[![:space:]]*}"}
         line=${line#export }
         case $line in '' | '#'*) continue ;; esac
         name=${line%%=*}
-        [[ $line == *=* && $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "$1: the line \"$line\" is not NAME=value"
+        if [[ $line != *=* || ! $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]]; then # the line may hold a token
+            die "$1: line $number is not NAME=value; write NAME=value, or # before a comment"
+        fi
         value=${line#*=}
         if [[ $value =~ $double_quoted ]]; then
             value=$(printf '%s' "${BASH_REMATCH[1]}" | sed 's/\\\(["\\$`]\)/\1/g')
