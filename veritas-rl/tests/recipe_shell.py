@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SETTINGS = ("WANDB_", "HF_TOKEN", "AGENT_", "LORA_", "ENABLE_", "LAYERED_", "FSDP_", "ROLLOUT_", "GAME_", "CHECKPOINT_")
+SETTINGS = (
+    *("WANDB_", "HF_TOKEN", "AGENT_", "LORA_", "ENABLE_", "LAYERED_", "FSDP_", "ROLLOUT_", "GAME_", "CHECKPOINT_"),
+    *("GLOBAL_STEP", "TARGET_DIR", "dataset_path", "gpu_count", "IMAGE"),
+)
 """Prefixes of variables that the recipes read."""
 
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
+import peft
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from recipe_shell import Recipes
+from transformers import AutoModelForCausalLM
+
+from skyrl_train.config.cli import compose_config, rewrite_overrides
 
 TRAIN = Path(__file__).parents[1] / "train"
 SCRIPTS = [*sorted(TRAIN.glob("scripts/*.sh")), TRAIN / "docker_run_verl.sh"]
@@ -26,6 +33,24 @@ def parquet(recipes: Recipes) -> None:
     for name in ("train", "val"):
         rows = [{"prompt": f"{name} {i}?", "response": "a"} for i in range(64)]
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+
+
+@contextmanager
+def dotenv(recipes: Recipes, text: str) -> Iterator[None]:
+    """Give the recipes a .env file within the context."""
+    file = recipes.root / ".env"
+    file.write_text(text)
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
+def call(recipes: Recipes, code: str, *arguments: str, **variables: str) -> list[str]:
+    """Run code that uses the functions of common.sh; return what it prints, split at NUL."""
+    result = recipes.shell(["bash", "-c", f". train/scripts/common.sh; {code}", "bash", *arguments], **variables)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split("\0")[:-1]
 
 
 def settings(recipes: Recipes, script: str, *arguments: str, **variables: str) -> dict:
@@ -53,6 +78,7 @@ def test_the_full_form_passes_the_checks_before_a_run(script: str, recipes: Reci
     assert result.returncode == 0, result.stderr
     assert "models/rhuanmatias/trained-top-sn120 · " in result.stdout
     assert not (recipes.root / "train/artifacts").exists()
+    assert not (recipes.root / "train/outputs").exists()
 
 
 def test_the_defaults_of_sft_are_those_of_the_recipe(recipes: Recipes) -> None:
@@ -151,16 +177,152 @@ def test_merge_names_the_runs_that_have_checkpoints(recipes: Recipes, tmp_path: 
     assert f"would merge {tmp_path}/run-1/global_step_3 into {recipes.root}/train/merged_model" in result.stderr
 
 
-def test_variables_of_a_dotenv_file_are_read_and_not_run(recipes: Recipes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["merge.sh", "merge-ppo.sh"])
+def test_merge_keeps_a_target_that_exists(script: str, recipes: Recipes, tmp_path: Path) -> None:
+    model = tmp_path / "model.safetensors"
+    model.touch()
+    for flags in (["--tiny"], ["--tiny", "--dry-run"], ["--dry-run"], []):
+        result = recipes.run(script, *flags, TARGET_DIR=str(tmp_path))
+        assert result.returncode == 1, result.stderr
+        assert f"error: {tmp_path} already exists; set TARGET_DIR to a new folder" in result.stderr
+        assert model.exists()
+
+
+def test_merge_neither_deletes_nor_trains_in_a_dry_run(recipes: Recipes) -> None:
+    earlier = recipes.root / "train/merged_model_tiny/model.safetensors"
+    earlier.parent.mkdir()
+    earlier.touch()
+    before = set(recipes.root.rglob("*"))
+    result = recipes.run("merge.sh", "--tiny", "--dry-run", GLOBAL_STEP="50", CHECKPOINT_BASE="none")
+    assert result.returncode == 0, result.stderr
+    assert f"would train a tiny model and merge its checkpoint into {earlier.parent}" in result.stderr
+    assert set(recipes.root.rglob("*")) == before
+    earlier.unlink()
+    earlier.parent.rmdir()
+
+
+def test_an_adapter_keeps_its_rank_alpha_and_modules(recipes: Recipes, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(recipes.root / "train/models/org/other")
+    peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    variables = {"AGENT_MODEL_REPO_ID": "org/other", "LORA_ADAPTER_PATH": str(tmp_path)}
+    result = recipes.run("openspiel-ppo-trainer.sh", "--dry-run", **variables)
+    assert result.returncode == 0, result.stderr
+
+
+def test_variables_of_a_dotenv_file_are_read_and_not_run(recipes: Recipes) -> None:
     lines = ["# settings", "export WANDB_PROJECT='from a file'", 'NOTE="$(touch hacked)"', "ENABLE_LORA=0 # off\r"]
-    (recipes.root / ".env").write_text("\n".join([*lines, "", "ROLLOUT_BACKEND=tgi"]))
-    try:
+    with dotenv(recipes, "\n".join([*lines, "", "ROLLOUT_BACKEND=tgi"])):
         cfg = settings(recipes, "openspiel-ppo-trainer.sh", ROLLOUT_BACKEND="hf")
-    finally:
-        (recipes.root / ".env").unlink()
     assert cfg["trainer"]["project_name"] == "from a file"
     assert cfg["trainer"]["policy"]["model"]["lora"]["rank"] == 0
     assert not list(recipes.root.rglob("hacked"))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('"hf_x" # mine', "hf_x"),
+        ('"hf_x" ', "hf_x"),
+        ("'hf_x'#mine", "hf_x"),
+        (' "a # b"\r', "a # b"),
+        ("abc  # two blanks", "abc"),
+        ("abc \t", "abc"),
+        (" abc", "abc"),
+        (" # nothing", ""),
+        ("a#b", "a#b"),
+        (r'"{\"a\": \"\\\$\n\"}"', r'{"a": "\$\n"}'),
+        ("'it\"s'", 'it"s'),
+        ("two words", "two words"),
+        ("''", ""),
+    ],
+)
+def test_values_of_a_dotenv_file_have_no_quotes_blanks_and_comments(text: str, value: str, recipes: Recipes) -> None:
+    with dotenv(recipes, f"KEY={text}\n"):
+        assert call(recipes, 'load_settings; printf "%s\\0" "$KEY"') == [value]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('HF_TOKEN="secret', "the value of HF_TOKEN does not end with its quote; write HF_TOKEN='value'"),
+        ("HF_TOKEN='it's secret'", "the value of HF_TOKEN does not end with its quote"),
+        ('HF_TOKEN="a" secret', "the value of HF_TOKEN does not end with its quote"),
+        ("HF_TOKEN: secret", "line 2 is not NAME=value"),
+        ("HF_TOKEN = secret", "line 2 is not NAME=value"),
+    ],
+)
+def test_a_mistake_in_a_dotenv_file_is_named_without_the_value(line: str, words: str, recipes: Recipes) -> None:
+    with dotenv(recipes, f"# settings\n{line}\n"):
+        result = recipes.run("merge.sh")
+    assert result.returncode == 1
+    assert words in result.stderr
+    assert "secret" not in result.stderr
+
+
+def test_a_setting_that_is_empty_does_not_hide_that_of_the_dotenv_file(recipes: Recipes) -> None:
+    code = (
+        'load_settings; printf "%s\\0" "$HF_TOKEN" "$GAME_TYPES" "${CUDA_VISIBLE_DEVICES-unset}" "${WANDB_EXP-unset}"'
+    )
+    variables = {"HF_TOKEN": "", "GAME_TYPES": "", "CUDA_VISIBLE_DEVICES": "", "WANDB_EXP": ""}
+    with dotenv(recipes, "HF_TOKEN=hf_x\nGAME_TYPES=hex\nCUDA_VISIBLE_DEVICES=1\n"):
+        assert call(recipes, code, **variables) == ["hf_x", "", "", "unset"]
+
+
+@pytest.mark.parametrize("script", ["lgc-v2-SFT-trainer.sh", "lgc-v2-RL-GRPO-trainer.sh"])
+def test_a_relative_folder_of_wandb_is_below_the_recipes(script: str, recipes: Recipes) -> None:
+    result = recipes.run(script, "--print-config", WANDB_DIR="train/artifacts/wandb/mine")
+    assert f"W&B logs to {recipes.root}/train/artifacts/wandb/mine;" in result.stderr
+
+
+def test_any_value_is_an_option_of_hydra(recipes: Recipes) -> None:
+    values = ["7", "1e-5", "null", "", "lr=6e-5", "hex,go", "/home/jürgen/x", "/data/run (2)/", "it's", '"a"', "[a]"]
+    values += ["a\\", "a\\\\", "a\\b", "\\'", "x\\\\'y\\", "${x}", "\\${x}'", "a ${oc.env:HOME}\\\\", "~/x", "a  b#c"]
+    texts = call(recipes, 'for v; do format_option trainer.run_name "$v"; printf "\\0"; done', *values)
+    for value, text in zip(values, texts, strict=True):
+        composed = compose_config(rewrite_overrides([text]))
+        assert composed.trainer.run_name == value, text
+
+
+@pytest.mark.parametrize("script", ["lgc-v2-SFT-trainer.sh", "lgc-v2-RL-GRPO-trainer.sh", "openspiel-ppo-trainer.sh"])
+def test_recipes_run_in_any_folder_and_with_any_name(script: str, recipes: Recipes, tmp_path: Path) -> None:
+    root = tmp_path / "jürgen's run (2), lr=1"
+    root.symlink_to(recipes.root)
+    adapter = tmp_path / "a [b]"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).touch()
+    variables = {"WANDB_PROJECT": "1e-5", "WANDB_EXP": "hex,go=7", "LORA_ADAPTER_PATH": str(adapter)}
+    result = recipes.shell(["bash", f"{root}/train/scripts/{script}", "--print-config"], **variables)
+    assert result.returncode == 0, result.stderr
+    trainer = yaml.safe_load(result.stdout)["trainer"]
+    assert (trainer["project_name"], trainer["run_name"]) == ("1e-5", "hex,go=7")
+    assert trainer["policy"]["model"]["path"] == f"{root}/train/models/rhuanmatias/trained-top-sn120"
+    assert trainer["ckpt_path"].startswith(f"{root}/train/artifacts/")
+    assert trainer["output_dir"].startswith(f"{root}/train/outputs/20")
+    if script == "openspiel-ppo-trainer.sh":
+        assert trainer["policy"]["model"]["lora"]["lora_path"] == str(adapter)
+
+
+def test_runs_of_the_same_second_have_different_names_and_folders(recipes: Recipes) -> None:
+    code = """
+        MODEL_NAME=model
+        for i in 1 2 3; do
+            (name_run SFT 8 2>/dev/null; printf '%s\\0%s\\0' "$WANDB_EXP" "$OUTPUTS") &
+        done
+        wait
+    """
+    names = call(recipes, code)
+    assert len(set(names)) == 6
+    for name, folder in zip(names[::2], names[1::2], strict=True):
+        assert Path(folder).is_dir()
+        assert "".join(Path(folder).parts[-2:]).replace("-", "") == "".join(name.split("-")[1:3])
+        Path(folder).rmdir()
+
+
+def test_a_configuration_that_is_printed_leaves_no_files(recipes: Recipes) -> None:
+    before = set(recipes.root.rglob("*"))
+    settings(recipes, "openspiel-ppo-trainer.sh")
+    assert set(recipes.root.rglob("*")) == before
 
 
 @pytest.mark.parametrize("script", [*TRAINERS, "merge.sh", "merge-ppo.sh"])
@@ -198,6 +360,19 @@ def test_the_container_mounts_the_recipes(recipes: Recipes) -> None:
     assert result.stdout.split()[-4:] == ["org/image:1", "bash", "train/scripts/lgc-v2-SFT-trainer.sh", "--tiny"]
 
 
+def test_flags_after_the_command_of_a_container_are_its_own(recipes: Recipes) -> None:
+    command = ["bash", "train/scripts/openspiel-ppo-trainer.sh", "--tiny", "--dry-run"]
+    with dotenv(recipes, "IMAGE='org/image:2' # ours\nHF_TOKEN=secret\n"):
+        result = recipes.shell(["./train/docker_run_verl.sh", "--dry-run", *command], IMAGE="", HF_TOKEN="")
+    assert result.stdout.split()[-5:] == ["org/image:2", *command], result.stderr
+    assert "-e HF_TOKEN" in result.stdout
+    assert "secret" not in result.stdout
+    for flags, words in ((["--tiny", *command], "--tiny takes no command"), (["-it"], "there is no flag -it")):
+        result = recipes.shell(["./train/docker_run_verl.sh", "--dry-run", *flags])
+        assert (result.returncode, result.stdout) == (1, "")
+        assert words in result.stderr
+
+
 def test_a_model_is_downloaded_whole_and_once(recipes: Recipes, tmp_path: Path) -> None:
     """A stand-in for the Hub's command, for want of a network, copies a model and fails on request."""
     hf = tmp_path / "bin/hf"
@@ -218,11 +393,31 @@ def test_a_model_is_downloaded_whole_and_once(recipes: Recipes, tmp_path: Path) 
     assert (tmp_path / "log").read_text() == f"secret download org/new --local-dir {folder}.partial\n" * 2
 
 
+@pytest.mark.parametrize("status", ["0", "1"])
+def test_a_model_that_two_recipes_download_is_used_by_both(status: str, recipes: Recipes, tmp_path: Path) -> None:
+    """A stand-in for the Hub's command ends after another recipe's download, which has renamed the folder."""
+    hf = tmp_path / "bin/hf"
+    hf.parent.mkdir()
+    lines = ["#!/bin/sh", 'mkdir -p "$4"', 'touch "$4/late"', 'cp -r train/models/org/other "${4%.partial}"']
+    hf.write_text("\n".join([*lines, f"exit {status}"]))
+    hf.chmod(0o755)
+    folder = recipes.root / f"train/models/org/shared-{status}"
+    path = os.pathsep.join([str(hf.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {"AGENT_MODEL_REPO_ID": f"org/{folder.name}", "HF_TOKEN": "secret", "PATH": path}
+    cfg = settings(recipes, "lgc-v2-SFT-trainer.sh", **variables)
+    assert cfg["trainer"]["policy"]["model"]["path"] == str(folder)
+    assert {file.name for file in folder.iterdir()} == {
+        file.name for file in (recipes.root / "train/models/org/other").iterdir()
+    }
+    assert not folder.with_name(f"{folder.name}.partial").exists()
+
+
 def test_docker_gets_the_arguments_of_the_container(recipes: Recipes, tmp_path: Path) -> None:
     """A stand-in for Docker, which has no daemon here, records its arguments and the token, and fails on request."""
     docker = tmp_path / "bin/docker"
     docker.parent.mkdir()
-    docker.write_text('#!/bin/sh\nprintf "%s|" "$HF_TOKEN" "$@" >>"$LOG"\necho >>"$LOG"\n[ "$1" != "$FAILS" ]\n')
+    lines = ["#!/bin/sh", 'printf "%s|" "$HF_TOKEN" "$@" >>"$LOG"', 'echo >>"$LOG"', 'env >"$LOG.env"']
+    docker.write_text("\n".join([*lines, '[ "$1" != "$FAILS" ]']))
     docker.chmod(0o755)
     variables = {"LOG": str(tmp_path / "log"), "HF_TOKEN": "secret", "WANDB_TAGS": "a b", "FAILS": ""}
     command = f"PATH={docker.parent}:$PATH ./train/docker_run_verl.sh bash -c 'echo $HOME; true'"
@@ -236,6 +431,15 @@ def test_docker_gets_the_arguments_of_the_container(recipes: Recipes, tmp_path: 
     assert "|-e|HF_TOKEN|-e|WANDB_TAGS|skyrl-veritas|bash|-c|echo $HOME; true|" in run
     assert recipes.shell(["bash", "-c", command], **variables | {"FAILS": "build"}).returncode == 1
     assert (tmp_path / "log").read_text().splitlines()[2:] == [build]
+    (names,) = call(recipes, 'printf "%s\\0" "${SETTINGS[*]}"')
+    values = {name: f"my {name}" for name in names.split()}
+    values |= {"TARGET_DIR": f"{root}/train/merged model", "LORA_ADAPTER_PATH": "/models/adapter"}
+    assert recipes.shell(["bash", "-c", command], **values, LOG=variables["LOG"]).returncode == 0
+    passed = (tmp_path / "log").read_text().splitlines()[-1].split("|")
+    assert [name for flag, name in pairwise(passed) if flag == "-e"] == list(values)
+    inside = dict(line.partition("=")[::2] for line in (tmp_path / "log.env").read_text().splitlines())
+    values["TARGET_DIR"] = "/workspace/veritas-rl/train/merged model"
+    assert {name: inside[name] for name in values} == values
     for name in ("skyrl-gym", "skyrl-train", "constraints.txt"):  # what the image copies
         assert (TRAIN.parents[1] / name).exists()
         assert f"!{name}" in (TRAIN / "Dockerfile.dockerignore").read_text().split()

@@ -25,9 +25,8 @@ def test_sourced_supervised_fine_tuning(recipes: Recipes) -> None:
     assert names | {"system/memory_usage"} <= steps[0].keys()
     checkpoints = list(recipes.root.glob("train/artifacts/checkpoints/tiny-sft-*-batch_size-8/global_step_*"))
     assert {path.name for path in checkpoints} == {"global_step_5", "global_step_10"}
-    (run_id,) = recipes.root.glob("train/artifacts/wandb/run_ids/tiny-sft-*")
-    name = run_id.read_text().strip()
-    assert list(recipes.root.glob(f"train/artifacts/wandb/Qwen3-4B-Instruct-SFT-20*/wandb/*/run-{name}.wandb"))
+    run_id = (checkpoints[0].parent / "wandb_run_id.txt").read_text()
+    assert list(recipes.root.glob(f"train/artifacts/wandb/Qwen3-4B-Instruct-SFT-20*/wandb/*/run-{run_id}.wandb"))
 
 
 @pytest.fixture(scope="module")

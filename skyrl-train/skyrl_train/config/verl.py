@@ -259,7 +259,7 @@ def translate(argv: Sequence[str], program: VerlProgram) -> list[str]:
             logger.warning("%s=%s has no effect: %s", key, show(value), program.fixed[key].reason)
         elif key == "hydra.run.dir":
             logger.warning("%s is read as trainer.output_dir=%s", key, show(value))
-            overrides.append(f"trainer.output_dir={show(value)}")
+            overrides.append(f"trainer.output_dir={text.partition('=')[2]}")  # with its quotes
         elif key == "trainer.resume_mode" and isinstance(value, str) and value in RESUME_MODES:
             logger.warning("%s=%s is read as %s=%s", key, value, key, RESUME_MODES[value])
             overrides.append(f"{key}={RESUME_MODES[value]}")

@@ -123,7 +123,9 @@ class Experiment(ABC):
         if trainer.wandb_environment:
             names = [name for name in trainer.wandb_environment if name in os.environ]
             config["environment_variables"] = {name: os.environ[name] for name in names}
-        return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, self.run_folder.path)
+        folder, ckpt_path = self.run_folder.path, Path(trainer.ckpt_path).resolve()
+        id_dir = folder if ckpt_path.is_relative_to(folder) else ckpt_path
+        return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, folder, id_dir)
 
     def new_launcher(
         self, roles: Sequence[Role], sync: SyncOptions | None = None, *, n_engines: int = 0, engine_size: int = 1

@@ -81,7 +81,7 @@ class TensorBoardTracker:
 class WandbTracker:
     """A tracker that logs to a Weights & Biases run, with files in `run_dir/wandb` or `$WANDB_DIR/wandb`.
 
-    The run's ID is in `run_dir/wandb_run_id.txt`, or in `$WANDB_RUN_ID`: a resumed run continues the same wandb run.
+    The run's ID is in `id_dir/wandb_run_id.txt`, or in `$WANDB_RUN_ID`: a resumed run continues the same wandb run.
     The horizontal axis is the metric `global_step`, not wandb's own step, so that steps can be logged again, and calls
     of `wandb.log` in rewards and environments of this process are part of the run.
 
@@ -90,7 +90,9 @@ class WandbTracker:
 
     STEP = "global_step"
 
-    def __init__(self, project_name: str, run_name: str, config: Mapping[str, Any], run_dir: Path) -> None:
+    def __init__(
+        self, project_name: str, run_name: str, config: Mapping[str, Any], run_dir: Path, id_dir: Path
+    ) -> None:
         if problem := wandb_login_problem(os.environ):
             raise ConfigError(problem)
         try:
@@ -99,7 +101,8 @@ class WandbTracker:
             raise ConfigError(
                 "trainer.logger=wandb needs the wandb package: pip install wandb, or choose trainer.logger=tensorboard"
             ) from error
-        self._id_file = run_dir / "wandb_run_id.txt"
+        id_dir.mkdir(parents=True, exist_ok=True)
+        self._id_file = id_dir / "wandb_run_id.txt"
         folder = os.environ.get("WANDB_DIR") or str(run_dir)
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._name = run_name
@@ -149,7 +152,9 @@ class WandbTracker:
 class Tracking:
     """Logs metrics to `metrics.jsonl` in the run folder, always, and to each of `backends`.
 
-    Files are written in the background. Raises `ConfigError` for an unknown backend, or one that cannot start.
+    Files are written in the background. `id_dir`, by default the run folder, keeps the ID of the wandb run.
+
+    Raises `ConfigError` for an unknown backend, or one that cannot start.
     """
 
     def __init__(
@@ -159,12 +164,13 @@ class Tracking:
         backends: str | Sequence[str],
         config: Mapping[str, Any],
         run_dir: Path,
+        id_dir: Path | None = None,
     ) -> None:
         start: dict[str, Callable[[], Tracker]] = {
             "jsonl": lambda: MetricsFile(RunFolder(run_dir).metrics),
             "console": ConsoleTracker,
             "tensorboard": lambda: TensorBoardTracker(run_dir / "tensorboard"),
-            "wandb": lambda: WandbTracker(project_name, run_name, config, run_dir),
+            "wandb": lambda: WandbTracker(project_name, run_name, config, run_dir, id_dir or run_dir),
         }
         names = dict.fromkeys(["jsonl", *([backends] if isinstance(backends, str) else backends)])
         for name in names:

@@ -6,10 +6,18 @@ set -euo pipefail
 unset CDPATH
 CALLER=$PWD
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-TIME=$(date +%Y%m%d-%H%M%S)
 TINY=0
 DRY_RUN=0
+STARTS_RUN=1
 OVERRIDES=()
+
+# Variables of the recipes. docker_run_verl.sh passes them on.
+SETTINGS=(
+    HF_TOKEN AGENT_MODEL_REPO_ID dataset_path gpu_count
+    ENABLE_LORA LORA_ADAPTER_PATH LAYERED_SUMMON FSDP_STRATEGY ROLLOUT_BACKEND GAME_TYPES
+    CHECKPOINT_BASE GLOBAL_STEP TARGET_DIR
+    WANDB_API_KEY WANDB_MODE WANDB_PROJECT WANDB_EXP WANDB_DIR WANDB_ENTITY WANDB_TAGS WANDB_RUN_GROUP WANDB_RUN_ID
+)
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -31,18 +39,16 @@ run() { try "$@" || exit; }
 
 # Sort the arguments of a script: --tiny, --dry-run, and overrides, which come last and therefore win.
 read_arguments() {
-    local argument name
+    local argument
     for argument in "$@"; do
         case $argument in
         --tiny) TINY=1 ;;
-        --dry-run) DRY_RUN=1 ;;
+        --dry-run) DRY_RUN=1 STARTS_RUN=0 ;;
+        --print-config) STARTS_RUN=0 OVERRIDES+=("$argument") ;;
         *) OVERRIDES+=("$argument") ;;
         esac
     done
-    load_env "$ROOT/.env"
-    for name in HF_TOKEN WANDB_API_KEY WANDB_MODE WANDB_ENTITY WANDB_TAGS WANDB_RUN_GROUP WANDB_RUN_ID; do
-        if [ -n "${!name+set}" ]; then export "${name?}"; fi # a shell that sources a script may not have exported it
-    done
+    load_settings
     if ! command -v skyrl >/dev/null && [ -x "$ROOT/../.venv/bin/skyrl" ]; then
         PATH="$ROOT/../.venv/bin:$PATH"
     fi
@@ -51,27 +57,53 @@ read_arguments() {
     cd "$ROOT"
 }
 
+# Export the settings of the environment and of .env; the environment wins. An empty setting counts as unset, except for
+# GAME_TYPES, where it means all games.
+load_settings() {
+    local name
+    for name in "${SETTINGS[@]}"; do
+        if [ -z "${!name:-}" ] && [ "$name" != GAME_TYPES ]; then unset "$name"; fi
+    done
+    load_env "$ROOT/.env"
+    for name in "${SETTINGS[@]}"; do
+        if [ -n "${!name+set}" ]; then export "${name?}"; fi # a shell that sources a script may not have exported it
+    done
+}
+
 # Export the variables of a .env file that are not set. The file is read, not run.
 load_env() {
-    local line name value
+    local line name value number=0 end='[[:space:]]*(#.*)?$'
+    local double_quoted='^[[:space:]]*"(([^"\\]|\\.)*)"'$end single_quoted="^[[:space:]]*'([^']*)'"$end
     [ -f "$1" ] || return 0
     while IFS= read -r line || [ -n "$line" ]; do
+        number=$((number + 1))
         line=${line%$'\r'}
         line=${line#"${line%%[![:space:]]*}"}
         line=${line#export }
         case $line in '' | '#'*) continue ;; esac
         name=${line%%=*}
-        [[ $line == *=* && $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "$1: the line \"$line\" is not NAME=value"
+        if [[ $line != *=* || ! $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]]; then # the line may hold a token
+            die "$1: line $number is not NAME=value; write NAME=value, or # before a comment"
+        fi
         value=${line#*=}
-        case $value in
-        \"*\" | \'*\') value=${value:1:${#value}-2} ;;
-        *) value=${value%%[[:space:]]#*} ;;
-        esac
+        if [[ $value =~ $double_quoted ]]; then
+            value=$(printf '%s' "${BASH_REMATCH[1]}" | sed 's/\\\(["\\$`]\)/\1/g')
+        elif [[ $value =~ $single_quoted ]]; then
+            value=${BASH_REMATCH[1]}
+        else
+            value=${value%%[[:space:]]#*}
+            value=${value#"${value%%[![:space:]]*}"}
+            value=${value%"${value##*[![:space:]]}"}
+            case $value in
+            [\"\']*) die "$1: the value of $name does not end with its quote; write $name='value'" ;;
+            esac
+        fi
         if [ -z "${!name+set}" ]; then export "$name=$value"; fi
     done <"$1"
 }
 
-# Succeed for 1, true, yes and on; fail for 0, false, no, off and nothing. Arguments: name and value of a variable.
+# Succeed for 1, true, yes and on; fail for 0, false, no, off and the empty string. Arguments: name and value of a
+# variable.
 is_on() {
     case $(printf '%s' "$2" | tr '[:upper:]' '[:lower:]') in
     1 | true | yes | on) return 0 ;;
@@ -86,6 +118,13 @@ absolute() {
     /*) printf '%s' "$1" ;;
     *) if [ -e "$CALLER/$1" ]; then printf '%s' "$CALLER/$1"; else printf '%s' "$ROOT/$1"; fi ;;
     esac
+}
+
+# Print the override key='value', quoted for Hydra: quotes and ${ are escaped; backslashes before them and at the end are
+# doubled. Arguments: key and value.
+format_option() {
+    local escape="s/\(\\\\*\)\([$]{\)/\1\1\\\\\2/g; s/\(\\\\*\)'/\1\1\\\\'/g; s/\\\\*$/&&/"
+    printf "%s='%s'" "$1" "$(printf '%s' "$2" | LC_ALL=C sed "$escape")"
 }
 
 # Set MODEL and MODEL_NAME: the folder AGENT_MODEL_REPO_ID, or that model of the Hub, downloaded into train/models/.
@@ -104,15 +143,35 @@ choose_model() {
         MODEL=$repo
         return 0
     fi
-    try hf download "$repo" --local-dir "$MODEL.partial" || die "$repo could not be downloaded; rerun to resume"
-    mv "$MODEL.partial" "$MODEL"
+    # Another recipe that has completed the same download renames the folder, and this one fails.
+    if ! try hf download "$repo" --local-dir "$MODEL.partial" && [ ! -d "$MODEL" ]; then
+        die "$repo could not be downloaded; rerun to resume"
+    fi
+    publish "$MODEL.partial" "$MODEL"
 }
 
-# Name the run and set up Weights & Biases: WANDB_PROJECT, WANDB_EXP, WANDB_DIR and LOGGER. Arguments: task, batch size.
+# Set TIME to the time of the run, and OUTPUTS to its folder in train/outputs/. If another run has started in the same
+# second, wait for the next one.
+reserve_outputs() {
+    while :; do
+        TIME=$(date +%Y%m%d-%H%M%S)
+        OUTPUTS=$ROOT/train/outputs/${TIME:0:4}-${TIME:4:2}-${TIME:6:2}/${TIME:9:2}-${TIME:11:2}-${TIME:13:2}
+        if [ "$STARTS_RUN" = 0 ]; then return 0; fi
+        mkdir -p "${OUTPUTS%/*}" || exit
+        if mkdir "$OUTPUTS" 2>/dev/null; then return 0; fi
+        [ -d "$OUTPUTS" ] || die "$OUTPUTS cannot be created; check permissions and free space"
+        sleep 1
+    done
+}
+
+# Name the run and set up Weights & Biases: OUTPUTS, WANDB_PROJECT, WANDB_EXP, WANDB_DIR and LOGGER. Arguments: task,
+# batch size.
 name_run() {
+    reserve_outputs
     WANDB_EXP=${WANDB_EXP:-$MODEL_NAME-$TIME-batch_size-$2}
-    export WANDB_PROJECT=${WANDB_PROJECT:-Qwen3-4B-Instruct}
-    export WANDB_DIR=${WANDB_DIR:-$ROOT/train/artifacts/wandb/$WANDB_PROJECT-$1-${TIME%-*}}
+    WANDB_PROJECT=${WANDB_PROJECT:-Qwen3-4B-Instruct}
+    WANDB_DIR=$(absolute "${WANDB_DIR:-$ROOT/train/artifacts/wandb/$WANDB_PROJECT-$1-${TIME%-*}}")
+    export WANDB_PROJECT WANDB_DIR
     LOGGER='[console,wandb]'
     if ! python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("wandb") is None)'; then
         LOGGER='[console,tensorboard]'
@@ -124,27 +183,14 @@ name_run() {
     fi
 }
 
-# Set RUN to the options that all recipes share, and let a run that resumes continue its run of W&B. Argument: folder of
-# checkpoints, below train/artifacts/.
+# Set RUN to the options that all recipes share. Argument: folder of checkpoints, below train/artifacts/.
 set_run_options() {
-    local id_file=$ROOT/train/artifacts/wandb/run_ids/$WANDB_EXP
-    if [ "$DRY_RUN" = 0 ] && [ -z "${WANDB_RUN_ID:-}" ]; then
-        if [ -f "$id_file" ] && [ -f "$ROOT/train/artifacts/$1/$WANDB_EXP/latest_ckpt_global_step.txt" ]; then
-            WANDB_RUN_ID=$(cat "$id_file")
-            export WANDB_RESUME=allow
-        else
-            WANDB_RUN_ID=$TIME-$RANDOM
-            mkdir -p "$(dirname "$id_file")"
-            printf '%s\n' "$WANDB_RUN_ID" >"$id_file"
-        fi
-        export WANDB_RUN_ID
-    fi
     RUN=(
-        "trainer.project_name=$WANDB_PROJECT"
-        "trainer.experiment_name=$WANDB_EXP"
+        "$(format_option trainer.project_name "$WANDB_PROJECT")"
+        "$(format_option trainer.experiment_name "$WANDB_EXP")"
         "trainer.logger=$LOGGER"
-        "trainer.default_local_dir=$ROOT/train/artifacts/$1/$WANDB_EXP"
-        "hydra.run.dir=$ROOT/train/outputs/${TIME:0:4}-${TIME:4:2}-${TIME:6:2}/${TIME:9:2}-${TIME:11:2}-${TIME:13:2}"
+        "$(format_option trainer.default_local_dir "$ROOT/train/artifacts/$1/$WANDB_EXP")"
+        "$(format_option hydra.run.dir "$OUTPUTS")"
     )
 }
 
@@ -167,15 +213,15 @@ choose_lora() {
     LR=6e-6
     if is_on ENABLE_LORA "${ENABLE_LORA:-1}"; then
         LR=6e-5
-        LORA=(
-            actor_rollout_ref.model.lora_rank=32
-            actor_rollout_ref.model.lora_alpha=32
-            actor_rollout_ref.model.target_modules=all-linear
-            actor_rollout_ref.model.use_shm=True
-            actor_rollout_ref.rollout.load_format=safetensors
-        )
-        if [ -n "${LORA_ADAPTER_PATH:-}" ]; then
-            LORA+=("actor_rollout_ref.model.lora_adapter_path=$(absolute "$LORA_ADAPTER_PATH")")
+        LORA=(actor_rollout_ref.model.use_shm=True actor_rollout_ref.rollout.load_format=safetensors)
+        if [ -n "${LORA_ADAPTER_PATH:-}" ]; then # its rank, alpha and modules apply
+            LORA+=("$(format_option actor_rollout_ref.model.lora_adapter_path "$(absolute "$LORA_ADAPTER_PATH")")")
+        else
+            LORA+=(
+                actor_rollout_ref.model.lora_rank=32
+                actor_rollout_ref.model.lora_alpha=32
+                actor_rollout_ref.model.target_modules=all-linear
+            )
         fi
         if is_on LAYERED_SUMMON "${LAYERED_SUMMON:-0}"; then LORA+=(actor_rollout_ref.rollout.layered_summon=True); fi
     elif [ -n "${LORA_ADAPTER_PATH:-}" ]; then
@@ -184,9 +230,12 @@ choose_lora() {
     fi
 }
 
-# Rename a folder, unless another process has made the target meanwhile.
+# Rename a folder; remove it if another process has made the target meanwhile.
 publish() {
-    python -c 'import os, sys; os.rename(*sys.argv[1:])' "$1" "$2" 2>/dev/null || [ -d "$2" ] || die "$2 cannot be written"
+    if ! python -c 'import os, sys; os.rename(*sys.argv[1:])' "$1" "$2" 2>/dev/null; then
+        [ -d "$2" ] || die "$2 cannot be written"
+        rm -rf "$1"
+    fi
 }
 
 # Set MODEL to a tiny model that writes answers of the right format, but to other tasks. Arguments: its name, a task
@@ -200,26 +249,40 @@ make_tiny_model() {
     mkdir -p "$work"
     run python train/tools/write_attempts.py --env "$2" --adapter-config "$3" --output "$work/attempts.jsonl"
     run skyrl tiny "$work/random" --data "$work/attempts.jsonl"
-    run skyrl sft data.train_data="$work/attempts.jsonl" trainer.policy.model.path="$work/random" \
+    run skyrl sft "$(format_option data.train_data "$work/attempts.jsonl")" \
+        "$(format_option trainer.policy.model.path "$work/random")" \
         trainer.epochs=2 trainer.train_batch_size=16 trainer.policy.optimizer_config.lr=3e-3 \
         trainer.ckpt_interval=-1 trainer.hf_save_interval=100000 trainer.logger=jsonl \
-        trainer.output_dir="$work" trainer.project_name=warm trainer.run_name=up trainer.export_path="$work/export"
+        trainer.project_name=warm trainer.run_name=up \
+        "$(format_option trainer.output_dir "$work")" "$(format_option trainer.export_path "$work/export")"
     publish "$work"/export/global_step_*/policy "$folder"
     rm -rf "$work"
 }
 
-# Merge the newest checkpoint of CHECKPOINT_BASE, or that of GLOBAL_STEP, into TARGET_DIR. Argument: its default.
+# Merge the newest checkpoint of CHECKPOINT_BASE, or that of GLOBAL_STEP, into TARGET_DIR. With --tiny, train a tiny model
+# and merge its checkpoint. Argument: default of TARGET_DIR, below veritas-rl/.
 merge_actor() {
-    local base target source runs
-    base=$(absolute "${CHECKPOINT_BASE:-train/artifacts/RL/checkpoints}")
-    target=$(absolute "${TARGET_DIR:-$1}")
-    if [ "$TINY" = 1 ]; then
-        base=$ROOT/train/artifacts/RL/checkpoints/tiny-merge
-        target=$(absolute "${TARGET_DIR:-$1_tiny}")
-        rm -rf "$base" "$target"
-        WANDB_EXP=tiny-merge bash train/scripts/openspiel-ppo-trainer.sh --tiny trainer.total_training_steps=2 \
-            trainer.save_freq=2 trainer.test_freq=-1
+    local base source target=$ROOT/$1 runs
+    if [ "$TINY" = 1 ]; then target+=_tiny; fi
+    target=$(absolute "${TARGET_DIR:-$target}")
+    if [ -e "$target" ] && { [ "$TINY" = 0 ] || [ -n "${TARGET_DIR:-}" ]; }; then
+        die "$target already exists; set TARGET_DIR to a new folder"
     fi
+    if [ "$TINY" = 1 ]; then
+        if [ "$DRY_RUN" = 1 ]; then
+            say "would train a tiny model and merge its checkpoint into $target"
+            return 0
+        fi
+        mkdir -p train/artifacts/RL/checkpoints
+        base=$(mktemp -d "$ROOT/train/artifacts/RL/checkpoints/tiny-merge-XXXXXX") || exit
+        run env WANDB_EXP="${base##*/}" bash train/scripts/openspiel-ppo-trainer.sh --tiny \
+            trainer.total_training_steps=2 trainer.save_freq=2 trainer.test_freq=-1
+        [ -n "${TARGET_DIR:-}" ] || rm -rf "$target" # from an earlier --tiny
+        run skyrl merge checkpoint "$base" "$target" ${OVERRIDES[@]+"${OVERRIDES[@]}"}
+        rm -rf "$base"
+        return 0
+    fi
+    base=$(absolute "${CHECKPOINT_BASE:-$ROOT/train/artifacts/RL/checkpoints}")
     source=$base${GLOBAL_STEP:+/global_step_$GLOBAL_STEP}
     [ -d "$base" ] || die "$base does not exist; set CHECKPOINT_BASE to the folder of a run's checkpoints"
     if [ -z "${GLOBAL_STEP:-}" ] && [ -z "$(find "$base" -maxdepth 1 -name 'global_step_*')" ]; then
@@ -228,7 +291,6 @@ merge_actor() {
     fi
     if [ "$DRY_RUN" = 1 ]; then
         [ -d "$source" ] || die "$source does not exist"
-        [ ! -e "$target" ] || die "$target already exists; set TARGET_DIR to a new folder"
         say "would merge $source into $target"
         return 0
     fi

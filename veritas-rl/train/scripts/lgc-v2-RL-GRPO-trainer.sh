@@ -43,8 +43,8 @@
         data.train_batch_size="$train_batch_size" \
         data.max_prompt_length="$max_prompt_length" \
         data.max_response_length="$max_response_length" \
-        actor_rollout_ref.model.path="$MODEL" \
-        actor_rollout_ref.actor.strategy="${FSDP_STRATEGY:-fsdp}" \
+        "$(format_option actor_rollout_ref.model.path "$MODEL")" \
+        "$(format_option actor_rollout_ref.actor.strategy "${FSDP_STRATEGY:-fsdp}")" \
         actor_rollout_ref.actor.optim.lr="$lr" \
         actor_rollout_ref.actor.ppo_mini_batch_size="$ppo_mini_batch_size" \
         actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="$micro_batch_size" \
@@ -52,7 +52,7 @@
         actor_rollout_ref.actor.kl_loss_coef=0.001 \
         actor_rollout_ref.actor.kl_loss_type=low_var_kl \
         actor_rollout_ref.actor.entropy_coeff=0 \
-        actor_rollout_ref.rollout.name="$BACKEND" \
+        "$(format_option actor_rollout_ref.rollout.name "$BACKEND")" \
         actor_rollout_ref.rollout.n="$n_samples" \
         actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
         trainer.n_gpus_per_node="$gpu_count" \

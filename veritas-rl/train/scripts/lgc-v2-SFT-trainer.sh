@@ -11,7 +11,7 @@
     . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
     read_arguments "$@"
 
-    dataset_path=$(absolute "${dataset_path:-train/parquet}")
+    dataset_path=$(absolute "${dataset_path:-$ROOT/train/parquet}")
     train_batch_size=32
     micro_batch_size=8
     max_length=2048
@@ -46,14 +46,14 @@
     set_run_options checkpoints
 
     run skyrl verl torchrun --nnodes=1 --nproc_per_node="$gpu_count" -m verl.trainer.fsdp_sft_trainer \
-        data.train_files="$dataset_path/train.parquet" \
-        data.val_files="$dataset_path/val.parquet" \
+        "$(format_option data.train_files "$dataset_path/train.parquet")" \
+        "$(format_option data.val_files "$dataset_path/val.parquet")" \
         data.prompt_key=prompt \
         data.response_key=response \
         data.train_batch_size="$train_batch_size" \
         data.micro_batch_size_per_gpu="$micro_batch_size" \
         data.max_length="$max_length" \
-        model.partial_pretrain="$MODEL" \
+        "$(format_option model.partial_pretrain "$MODEL")" \
         model.fsdp_config.model_dtype="$model_dtype" \
         optim.lr="$lr" \
         'optim.betas=[0.9,0.98]' \

@@ -1,7 +1,7 @@
 """Merge a LoRA adapter into its base: `python train/tools/merge_adapter_into_base.py --adapter_model … --output_dir …`.
 
-The same as `skyrl merge adapter`, with the flags of older recipes. `--adapter_model` may also be a folder that
-`merge.sh` has written; its `lora_adapter/` is taken.
+Calls `skyrl merge adapter` with the flags of older recipes. Given a folder that `merge.sh` wrote, it merges the
+`lora_adapter/` inside.
 """
 
 from __future__ import annotations

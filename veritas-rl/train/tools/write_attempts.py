@@ -1,7 +1,7 @@
 """Write tasks with answers to other tasks: `python train/tools/write_attempts.py --env openspiel --output file.jsonl`.
 
-A tiny model that is fine-tuned on them knows the format of answers, and is right now and then. GRPO needs that much to
-start from.
+Fine-tuning a tiny model on these rows teaches it the answer format, so that some rollouts earn a reward and GRPO has a
+signal.
 """
 
 from __future__ import annotations

@@ -127,7 +127,8 @@ def test_a_command_without_a_program_is_refused() -> None:
 
 
 def test_the_folder_of_hydra_is_the_output_folder() -> None:
-    assert "trainer.output_dir=runs/1" in read_command(["main_ppo", "hydra.run.dir=runs/1"])[1]
+    for folder in ("runs/1", "'/data/run (2)'"):
+        assert f"trainer.output_dir={folder}" in read_command(["main_ppo", f"hydra.run.dir={folder}"])[1]
 
 
 def test_a_default_of_verl_gives_way_to_our_own_key() -> None:

@@ -80,3 +80,42 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     assert any(b"my_reward/4" in log and b"reward/step_4" in log for log in offline_logs(tmp_path).values())
     assert log_offline(tmp_path, 1, 1) != run_id  # from the beginning
     assert log_offline(tmp_path, 1, 1, WANDB_RUN_ID="mine") == "mine"
+
+
+_RUNS = """
+import sys
+from pathlib import Path
+from skyrl_train.config.cli import parse_cli
+from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.errors import ConfigError
+root = Path(sys.argv[1])
+def start(outputs, checkpoints):
+    options = ["trainer.logger=wandb", "trainer.project_name=p", "trainer.run_name=run"]
+    paths = [f"trainer.output_dir={root}/{outputs}", f"trainer.ckpt_path={root}/{checkpoints}"]
+    experiment = BasePPOExp(parse_cli([*options, *paths]))
+    with experiment.running(), experiment.get_tracker():
+        if outputs == "first":
+            try:
+                start("refused", checkpoints)
+            except ConfigError as error:
+                assert "is in use by process" in str(error), error
+            else:
+                raise AssertionError("two runs wrote into one folder of checkpoints")
+for outputs, checkpoints, folder in (
+    ("first", "sft", "sft"),
+    ("second", "sft", "sft"),
+    ("first", "rl", "rl"),
+    ("third", "third/p/run/ckpts", "third/p/run"),
+):
+    start(outputs, checkpoints)
+    print((root / folder / "wandb_run_id.txt").read_text())
+"""
+
+
+def test_the_wandb_run_is_that_of_the_checkpoints(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environ |= {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
+    output = subprocess.check_output([sys.executable, "-c", _RUNS, str(tmp_path)], env=environ, text=True, timeout=120)
+    first, second, *others = output.split()
+    assert first == second
+    assert len({first, *others}) == 3
