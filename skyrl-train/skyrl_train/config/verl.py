@@ -261,6 +261,8 @@ def translate(argv: Sequence[str], program: VerlProgram) -> list[str]:
     raise_problems(problems)
     for alias in (alias for key, alias in program.schema.aliases.items() if key in keys):
         keys |= {alias.key, *alias.also}
+    if "trainer.policy.optimizer_config.num_warmup_steps" in keys:
+        keys.add("trainer.policy.optimizer_config.warmup_ratio")  # either sets the warm-up
     of_critic = program.critic_defaults if "trainer.critic.model.path" in keys else {}
     defaults = [f"{key}={show(value)}" for key, value in {**program.defaults, **of_critic}.items() if key not in keys]
     if defaults:

@@ -184,6 +184,13 @@ def test_a_key_that_cannot_be_deleted_is_named_without_the_rest_of_the_command_l
     assert str(caught.value).startswith("~trainer.balance_batch: there is no key trainer.balance_batch to delete; ")
 
 
+def test_the_default_warm_up_of_verl_gives_way_to_a_number_of_steps() -> None:
+    command = "fsdp_sft_trainer data.train_files=a trainer.policy.optimizer_config.num_warmup_steps=20"
+    program, overrides = read_command(command.split())
+    optimizer = parse(overrides, program.schema).trainer.policy.optimizer_config
+    assert (optimizer.num_warmup_steps, optimizer.warmup_ratio) == (20, 0)
+
+
 def test_defaults_of_the_critic_are_set_with_a_critic() -> None:
     assert "trainer.algorithm.value_clip=0.5" not in read_command(["main_ppo"])[1]
     assert "trainer.algorithm.value_clip=0.5" in read_command(["main_ppo", "critic.model.path=m"])[1]
