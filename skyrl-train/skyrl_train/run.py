@@ -42,6 +42,9 @@ from skyrl_train.workers.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 
+OF_OPTIMIZER = tuple(f".optimizer_config.{name}" for name in ("lr", "adam_betas", "weight_decay"))
+"""Ends of the keys that a resumed run takes from its checkpoint."""
+
 
 class Position(Protocol):
     """The position of a run in its data."""
@@ -373,7 +376,10 @@ class TrainingRun(ABC):
         self.global_step = state["global_step"]
         logger.info("Resumed from %s", folder)
         for line in changed_settings(yaml.safe_load(state["config"]), self.cfg.model_dump(mode="json")):
-            logger.warning("Changed since the checkpoint, whose optimizer and schedule continue as they were: %s", line)
+            if line.partition(":")[0].endswith(OF_OPTIMIZER):
+                logger.warning("%s has no effect: the optimizer has the settings of its checkpoint", line)
+            else:
+                logger.warning("Changed since the checkpoint: %s", line)
 
     async def _fetch_newer(self, remote: RemoteCheckpoints) -> None:
         """Download the newest complete checkpoint if this machine has none that is as new."""

@@ -6,15 +6,9 @@ unchanged, and a value that it maps to None does not set the key.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from skyrl_train.config.base import value_at
-from skyrl_train.config.problems import FIELDS, Fields, show
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,6 +23,11 @@ class Alias:
 
     only_if: str | None = None
     """A key that must be true; otherwise the alias has no effect, as in its own framework."""
+
+    @property
+    def is_synonym(self) -> bool:
+        """True if it always sets its key, and nothing else."""
+        return not self.also and self.only_if is None and None not in self.values.values()
 
     def readings(self, value: Any) -> Iterator[tuple[str, Any]]:
         """Yield the keys to set, with their values."""
@@ -318,77 +317,3 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Keys of SkyRL for what does not exist here: the values that ask for nothing, and the reason with what to use instead.
 Keys of a section come before the section itself."""
-
-
-def apply_aliases(
-    tree: dict[str, Any],
-    aliases: Mapping[str, Alias] = ALIASES,
-    without_effect: Mapping[str, str] = SKYRL_WITHOUT_EFFECT,
-    fields: Fields = FIELDS,
-) -> list[str]:
-    """Replace aliases inside a nested dict, in place, with a log line for each; return one sentence for each problem.
-
-    A composed configuration has a value for every key, so an alias overrides a default value. It is a problem if both
-    were set and differ.
-    """
-    problems = []
-    for old, alias in aliases.items():
-        found, value = _pop(tree, old.split("."))
-        if not found:
-            continue
-        if alias.only_if is not None and _get(tree, alias.only_if, fields) is not True:
-            logger.warning("%s=%s is not read: %s is not true", old, show(value), alias.only_if)
-            continue
-        for key, new_value in alias.readings(value):
-            problems += _set(tree, f"{old}={show(value)}", key, new_value, fields)
-    for old, reason in without_effect.items():
-        found, value = _pop(tree, old.split("."))
-        if found:
-            logger.warning("%s=%s has no effect: %s", old, show(value), reason)
-    for old, (accepted, reason) in UNSUPPORTED.items():
-        found, value = _pop(tree, old.split("."))
-        if found and value not in accepted:
-            problems.append(f"{old}={show(value)}: {reason}; remove the key")
-    return problems
-
-
-def _set(tree: dict[str, Any], spelling: str, key: str, value: object, fields: Fields) -> list[str]:
-    """Set the key of an alias; return a sentence if it has another value already."""
-    current, default = _get(tree, key, fields), fields[key].get_default()
-    default = list(default) if isinstance(default, tuple) else default  # as in YAML
-    if current not in (default, value):
-        return [f"{spelling} means {key}={show(value)}, but {key}={show(current)} was set too; remove one of them"]
-    logger.warning("%s is read as %s=%s", spelling, key, show(value))
-    _put(tree, key.split("."), value)
-    return []
-
-
-def _pop(tree: dict[str, Any], path: list[str]) -> tuple[bool, Any]:
-    """Remove a value from nested dicts, with the dicts that this empties; return (False, None) if it is missing."""
-    name, *rest = path
-    if name not in tree:
-        return False, None
-    if not rest:
-        return True, tree.pop(name)
-    inner = tree[name]
-    if not isinstance(inner, dict):
-        return False, None
-    result = _pop(inner, rest)
-    if result[0] and not inner:
-        del tree[name]
-    return result
-
-
-def _get(tree: Any, key: str, fields: Fields) -> Any:
-    """Return the value of a key, or its default if the tree has none."""
-    try:
-        return value_at(tree, key)
-    except KeyError:
-        return fields[key].get_default()
-
-
-def _put(tree: dict[str, Any], path: list[str], value: object) -> None:
-    *parents, name = path
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-    tree[name] = value

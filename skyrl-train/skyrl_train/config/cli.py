@@ -1,15 +1,17 @@
-"""Parse command lines with Hydra.
+"""Parse command lines in Hydra's grammar.
 
-Hydra refuses a key that is not in its YAML before `load_config` sees it. `rewrite_overrides` therefore marks such keys
-as additions (`++key=value`). `load_config` then reads aliases and keys of the user's own, and suggests the nearest keys
-for a mistyped one. A script that passes its own command line to `@hydra.main` needs one more line,
+`parse` applies overrides itself, because it must know their order: the last spelling of a key wins.
+
+`@hydra.main` refuses a key that is not in its YAML before `load_config` sees it. `rewrite_overrides` therefore marks
+such keys as additions (`++key=value`). `load_config` then reads aliases and keys of the user's own, and suggests the
+nearest keys for a mistyped one. A script that passes its own command line to `@hydra.main` needs one more line,
 `sys.argv[1:] = rewrite_overrides(sys.argv[1:])`; without it, such keys must be written `+key=value`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from skyrl_train.config.loading import RL, C, Schema, validate
-from skyrl_train.config.problems import FIELDS, Fields, Rule, raise_problems
+from skyrl_train.config.problems import FIELDS, Fields, Rule, did_you_mean, raise_problems, show
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.errors import ConfigError
 
@@ -45,31 +47,78 @@ def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = (), file: Pat
 
 
 def parse(argv: Sequence[str], schema: Schema[C], extra_rules: tuple[Rule, ...] = (), file: Path | None = None) -> C:
-    """Parse a command line as `parse_cli` does, for any kind of run."""
+    """Parse a command line as `parse_cli` does, for any kind of run.
+
+    Overrides are applied in order, on top of the file's settings and those on top of the defaults.
+    """
     raise_problems(sentence for text in argv for sentence in _not_one_override(text, schema.fields))
-    composed = compose_config(rewrite_overrides(argv, schema.fields), schema.config_name)
-    if file is None:
-        return validate(composed, schema, extra_rules)
-    settings = _read_yaml(file)
-    for override in map(_parse, argv):
-        key = override.key_or_group
-        if override.is_delete():
-            section, _, name = key.rpartition(".")
-            (OmegaConf.select(settings, section) if section else settings).pop(name, None)
-        else:
-            OmegaConf.update(settings, key, OmegaConf.select(composed, key), merge=True, force_add=True)
-    return validate(settings, schema, extra_rules)
+    of_hydra = [text for text in argv if _is_of_hydra(parse_override(text))]
+    overrides = [parse_override(text) for text in argv if text not in of_hydra]
+    from_file = {} if file is None else _read_yaml(file)
+    defaults = OmegaConf.to_container(compose_config(of_hydra, schema.config_name))
+    settings = OmegaConf.create(_merge(defaults, from_file))
+    positions = dict.fromkeys((key for name, value in from_file.items() for key in _keys(str(name), value)), 0)
+    problems: list[str] = []
+    for position, override in enumerate(overrides, start=1):
+        positions |= dict.fromkeys(changed_keys(override, schema.fields), position)
+        problems += _apply(override, settings, schema.fields)
+    raise_problems(problems)
+    return validate(settings, schema, extra_rules, positions)
 
 
-def _read_yaml(file: Path) -> DictConfig:
+def _read_yaml(file: Path) -> dict[Any, Any]:
     try:
-        settings = OmegaConf.load(file)
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        settings = OmegaConf.to_container(OmegaConf.load(file))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--config {file} cannot be read: {reason}; pass a YAML file of settings") from error
-    if not isinstance(settings, DictConfig):
-        raise ConfigError(f"--config {file} holds {type(settings).__name__}; it must be a mapping of sections")
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--config {file} holds a {type(settings).__name__}; it must be a mapping of sections")
     return settings
+
+
+def _merge(defaults: Any, settings: Any) -> Any:
+    """Return nested defaults with the values of `settings` in their place."""
+    if not isinstance(defaults, dict) or not isinstance(settings, dict):
+        return settings
+    return defaults | {name: _merge(defaults.get(name), value) for name, value in settings.items()}
+
+
+def _apply(override: Override, settings: DictConfig, fields: Fields) -> Iterator[str]:
+    """Apply an override as Hydra does; yield a sentence if there is nothing to delete, or no place for the value."""
+    key, value = override.key_or_group, override.value()
+    section, _, name = key.rpartition(".")
+    try:
+        if not override.is_delete():
+            OmegaConf.update(settings, key, value, merge=True, force_add=True)
+            return
+        parent = OmegaConf.select(settings, section) if section else settings
+    except (OmegaConfBaseException, ValueError) as error:
+        reason = " ".join(str(error).split())
+        yield f"{override.input_line} cannot be applied: {reason}; remove it, or make {section} a section of settings"
+        return
+    if not isinstance(parent, DictConfig) or name not in parent:
+        yield f"~{key}: there is no key {key} to delete; {did_you_mean(key, fields)}"
+    elif value is not None and value != parent[name]:
+        yield f"~{key}={show(value)} deletes no other value, and {key}={show(parent[name])}; write ~{key}"
+    else:
+        del parent[name]
+
+
+def changed_keys(override: Override, fields: Fields) -> set[str]:
+    """Return the keys that an override sets or deletes, with all below them."""
+    key = override.key_or_group
+    if override.is_delete():
+        return {key, *(known for known in fields if known.startswith(f"{key}."))}
+    return set(_keys(key, override.value()))
+
+
+def _keys(key: str, value: object) -> Iterator[str]:
+    """Yield a key and those inside of its value."""
+    yield key
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _keys(f"{key}.{name}", inner)
 
 
 def get_default_config() -> DictConfig:
@@ -109,7 +158,7 @@ def rewrite_overrides(argv: Sequence[str], fields: Fields = FIELDS) -> list[str]
     overrides, problems = [], []
     for text in argv:
         try:
-            overrides.append(_rewrite(text, fields) if _is_override(text) else text)
+            overrides.append(_rewrite(text, fields) if is_override(text) else text)
         except ConfigError as error:
             problems.append(str(error))
     raise_problems(problems)
@@ -118,15 +167,15 @@ def rewrite_overrides(argv: Sequence[str], fields: Fields = FIELDS) -> list[str]
 
 def _rewrite(text: str, fields: Fields) -> str:
     text = _quote_home(text)
-    override = _parse(text)
-    key = override.key_or_group
-    if override.is_delete() or key.startswith(("hydra.", "hydra/")):
+    override = parse_override(text)
+    if override.is_delete() or _is_of_hydra(override):
         return text
     has_keys = isinstance(override.value(), dict)  # of the user's own, perhaps
-    return text.lstrip("+") if key in fields and not has_keys else "++" + text.lstrip("+")
+    return text.lstrip("+") if override.key_or_group in fields and not has_keys else "++" + text.lstrip("+")
 
 
-def _parse(text: str) -> Override:
+def parse_override(text: str) -> Override:
+    """Return an override; ConfigError if it cannot be parsed."""
     try:
         return OverridesParser.create().parse_override(_quote_home(text))
     except HydraException as error:
@@ -140,29 +189,31 @@ def _quote_home(text: str) -> str:
     return text if {"'", '"'} & set(text) else re.sub(r"(?<=[=\[,])(~[\w./-]*)", r"'\1'", text)
 
 
-def _is_override(text: str) -> bool:
+def _is_of_hydra(override: Override) -> bool:
+    return str(override.key_or_group).startswith(("hydra.", "hydra/"))
+
+
+def is_override(text: str) -> bool:
     """Return False for flags such as `--help`, `--config-name other` or `--multirun`, which Hydra takes too."""
     return not text.startswith("-") and ("=" in text or text.startswith("~"))
 
 
 def _not_one_override(text: str, fields: Fields) -> list[str]:
     """Return a sentence if an argument is a flag, a bare word or a sweep over several runs, else nothing."""
-    if not _is_override(text):
+    if not is_override(text):
         word, equals, value = text.lstrip("-").partition("=")
         keys = [key for key in fields if key.rpartition(".")[2] == word] or [word or "<key>"]
         fix = " or ".join(f"{key}={value or '<value>'}" for key in keys)
         return [f"{text} is not an override; write {fix}{'' if equals else ', without spaces around ='}"]
     try:
-        override = _parse(text)
-    except ConfigError:
-        return []  # rewrite_overrides reports it
-    if not override.is_sweep_override():
-        return []
+        override = parse_override(text)
+    except ConfigError as error:
+        return [str(error)]
     key, _, value = text.partition("=")
-    return [f"{text} is a sweep over several runs, but this command starts one run; write a list as {key}=[{value}]"]
-
-
-def read_option(text: str) -> tuple[str, Any]:
-    """Return the key and the value of an override; ConfigError if it cannot be parsed."""
-    override = _parse(text)
-    return override.key_or_group, override.value()
+    if override.is_sweep_override():
+        return [
+            f"{text} is a sweep over several runs, but this command starts one run; write a list as {key}=[{value}]"
+        ]
+    if override.package is not None and not _is_of_hydra(override):
+        return [f"{text} is not an override; write {override.key_or_group}={value}, without @"]
+    return []

@@ -87,8 +87,8 @@ SUPERVISED_PAGES: dict[str, tuple[Schema[Any], str, str]] = {
 ALIAS_HEAD = """\
 ## Other spellings
 
-These keys are read as the keys on the right, with a log line for each. A script that hands its own command line to
-`@hydra.main` takes them as `+key=value`.
+These keys are read as the keys on the right, with a log line for each. On a command line, the last spelling of a key
+wins. A script that hands its own command line to `@hydra.main` takes them as `+key=value`.
 """
 
 

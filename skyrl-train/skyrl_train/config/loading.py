@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from skyrl_train.config.aliases import ALIASES, SKYRL_WITHOUT_EFFECT, Alias, apply_aliases
+from skyrl_train.config.aliases import ALIASES, SKYRL_WITHOUT_EFFECT, Alias
 from skyrl_train.config.base import Section, value_at, with_value
+from skyrl_train.config.precedence import Positions, apply_aliases
 from skyrl_train.config.problems import FIELDS, Fields, Rule, config_error, from_validation_error, raise_problems, show
 from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 from skyrl_train.config.validation import MACHINE_RULES, RULES, WARNINGS, find_problems
@@ -32,13 +33,16 @@ PATHS = (
     "trainer.export_path",
     "trainer.resume_path",
     "trainer.policy.model.path",
+    "trainer.policy.model.lora.lora_path",
     "trainer.critic.model.path",
+    "trainer.critic.model.lora.lora_path",
     "trainer.ref.model.path",
     "data.custom_cls.path",
     "custom_reward_function.path",
     "generator.reward_model.path",
+    "generator.chat_template.name_or_path",
 )
-"""Keys whose `~` and `$VARIABLES` are expanded; a Hub name has neither."""
+"""Keys whose `~` and `$VARIABLES` are expanded; names of models and templates have neither."""
 
 
 def _max_input_length(cfg: SkyRLConfig) -> int | None:
@@ -139,7 +143,7 @@ def load_config(source: ConfigSource = None) -> SkyRLConfig:
     Raises:
         ConfigError: it lists every problem.
     """
-    return _load(source, RULES, RL)
+    return _load(source, RULES, RL, None)
 
 
 def validate_cfg(cfg: SkyRLConfig | ConfigSource, extra_rules: tuple[Rule, ...] = ()) -> SkyRLConfig:
@@ -151,12 +155,14 @@ def validate_cfg(cfg: SkyRLConfig | ConfigSource, extra_rules: tuple[Rule, ...] 
     return validate(cfg, RL, extra_rules)
 
 
-def validate(cfg: C | ConfigSource, schema: Schema[C], extra_rules: tuple[Rule, ...] = ()) -> C:
-    """Check a configuration as `validate_cfg` does, for any kind of run."""
+def validate(
+    cfg: C | ConfigSource, schema: Schema[C], extra_rules: tuple[Rule, ...] = (), positions: Positions | None = None
+) -> C:
+    """Check a configuration as `validate_cfg` does, for any kind of run; `apply_aliases` explains `positions`."""
     rules = schema.rules + extra_rules + schema.machine_rules
     if not isinstance(cfg, schema.root):
         assert not isinstance(cfg, Section), f"a {type(cfg).__name__} is no {schema.root.__name__}"
-        return _load(cfg, rules, schema)
+        return _load(cfg, rules, schema, positions)
     cfg = resolve(cfg, schema)
     raise_problems(find_problems(cfg, rules))
     return cfg
@@ -194,9 +200,9 @@ def resolve(cfg: C, schema: Schema[C]) -> C:
     return cfg if schema.derive is None else schema.derive(cfg)
 
 
-def _load(source: ConfigSource, rules: tuple[Rule, ...], schema: Schema[C]) -> C:
+def _load(source: ConfigSource, rules: tuple[Rule, ...], schema: Schema[C], positions: Positions | None) -> C:
     tree = _as_tree(source)
-    problems = apply_aliases(tree, schema.aliases, schema.without_effect, schema.fields)
+    problems = apply_aliases(tree, schema.aliases, schema.without_effect, schema.fields, positions)
     try:
         cfg = resolve(schema.root.model_validate(tree), schema)
     except ValidationError as error:

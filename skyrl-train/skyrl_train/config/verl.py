@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from skyrl_train.config.cli import read_option
+from hydra.core.override_parser.types import Override
+
+from skyrl_train.config.cli import changed_keys, is_override, parse_override
 from skyrl_train.config.loading import RL, Schema
 from skyrl_train.config.problems import OPEN_SECTION, did_you_mean, open_fields, raise_problems, show
 from skyrl_train.config.sft import SFT
@@ -225,16 +227,16 @@ def read_command(words: Sequence[str]) -> tuple[VerlProgram, list[str]]:
             "main_ppo algorithm.adv_estimator=grpo, or skyrl verl before a whole command line"
         )
     program = PROGRAMS[names[position]]
-    options = list(words[position + 1 :])
+    processes = []
     for name, number in re.findall(r"--(nnodes|nproc[-_]per[-_]node)[= ](\S+)", " ".join(words[:position])):
         key = PROCESSES[name.replace("-", "_")]
         logger.warning("--%s=%s is read as %s=%s", name, number, key, number)
-        options.insert(0, f"{key}={number}")
-    return program, translate(options, program)
+        processes.append(f"{key}={number}")
+    return program, translate([*processes, *words[position + 1 :]], program)
 
 
 def translate(argv: Sequence[str], program: VerlProgram) -> list[str]:
-    """Return the options of a program of verl as overrides of its configuration here.
+    """Return the options of a program of verl as overrides of its configuration here, in their order.
 
     Logs a line for each option that is dropped or changed, and for verl's defaults; the alias tables log the others.
 
@@ -245,34 +247,46 @@ def translate(argv: Sequence[str], program: VerlProgram) -> list[str]:
     problems: list[str] = []
     keys: set[str] = set()
     for text in argv:
-        if text.startswith(("-", "~")) or "=" not in text:
+        if not is_override(text):
             overrides.append(text)  # reported when the overrides are parsed
             continue
         try:
-            key, value = read_option(text)
+            translated = _translate_option(parse_override(text), program)
         except ConfigError as error:
             problems.append(str(error))
             continue
-        if problem := _find_problem(key, value, program):
-            problems.append(problem)
-        elif key in program.fixed:
-            logger.warning("%s=%s has no effect: %s", key, show(value), program.fixed[key].reason)
-        elif key == "hydra.run.dir":
-            logger.warning("%s is read as trainer.output_dir=%s", key, show(value))
-            overrides.append(f"trainer.output_dir={text.partition('=')[2]}")  # with its quotes
-        elif key == "trainer.resume_mode" and isinstance(value, str) and value in RESUME_MODES:
-            logger.warning("%s=%s is read as %s=%s", key, value, key, RESUME_MODES[value])
-            overrides.append(f"{key}={RESUME_MODES[value]}")
-        else:
-            overrides.append(text)
-            alias = program.schema.aliases.get(key)
-            keys |= {key} if alias is None else {alias.key, *alias.also}
+        if translated is not None:
+            overrides.append(translated)
+            keys |= changed_keys(parse_override(translated), program.schema.fields)
     raise_problems(problems)
+    for alias in (alias for key, alias in program.schema.aliases.items() if key in keys):
+        keys |= {alias.key, *alias.also}
+    if "trainer.policy.optimizer_config.num_warmup_steps" in keys:
+        keys.add("trainer.policy.optimizer_config.warmup_ratio")  # either sets the warm-up
     of_critic = program.critic_defaults if "trainer.critic.model.path" in keys else {}
     defaults = [f"{key}={show(value)}" for key, value in {**program.defaults, **of_critic}.items() if key not in keys]
     if defaults:
         logger.warning("defaults of verl: %s", " ".join(defaults))
-    return [*overrides, *defaults]
+    return [*defaults, *overrides]
+
+
+def _translate_option(option: Override, program: VerlProgram) -> str | None:
+    """Return an override, None if the option has no effect; ConfigError if it cannot be honoured."""
+    key, value = option.key_or_group, option.value()
+    if option.is_delete():
+        return option.input_line
+    if problem := _find_problem(key, value, program):
+        raise ConfigError(problem)
+    if key in program.fixed:
+        logger.warning("%s=%s has no effect: %s", key, show(value), program.fixed[key].reason)
+        return None
+    if key == "hydra.run.dir":
+        logger.warning("%s is read as trainer.output_dir=%s", key, show(value))
+        return f"trainer.output_dir={option.input_line.partition('=')[2]}"  # with its quotes
+    if key == "trainer.resume_mode" and isinstance(value, str) and value in RESUME_MODES:
+        logger.warning("%s=%s is read as %s=%s", key, value, key, RESUME_MODES[value])
+        return f"{key}={RESUME_MODES[value]}"
+    return option.input_line
 
 
 def _find_problem(key: str, value: object, program: VerlProgram) -> str | None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from skyrl_train.models.scoring_module import Scorer
 from skyrl_train.types import Scores, TrainingBatch
@@ -44,7 +44,7 @@ class TrainState(Generic[M]):
 
     module: M
     optimizer: torch.optim.Optimizer | None = None
-    scheduler: LRScheduler | None = None
+    scheduler: LambdaLR | None = None
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -75,12 +75,14 @@ def plan_models(cfg: SkyRLConfig) -> list[PlannedModel]:
 
 
 def plan_reference(path: str, policy: PolicyModelConfig) -> PlannedModel:
+    """Return the plan of the frozen reference model."""
     return PlannedModel("reference", path, policy.dtype, None, count_parameters(path))
 
 
 def plan_trained_model(
     role: Literal["policy", "critic", "reward"], section: PolicyModelConfig | CriticModelConfig, seed: int
 ) -> PlannedModel:
+    """Return the plan of a trained model; ConfigError if its adapter does not fit."""
     path = str(section.path)
     n_parameters = n_trained = count_parameters(path)
     lora = lora_spec(section, f"trainer.{'critic' if role == 'critic' else 'policy'}.model.lora", seed)

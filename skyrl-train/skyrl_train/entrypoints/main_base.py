@@ -1,7 +1,7 @@
 """Train a policy: `python -m skyrl_train.entrypoints.main_base data.train_data=… trainer.policy.model.path=…`.
 
-The same as `skyrl train`. Your own script registers its environments and calls `main()`; or it subclasses `BasePPOExp`,
-builds `Experiment(cfg)` and calls `run()`. PyTorch is imported once the configuration has been checked.
+An alias of `skyrl train`. It imports PyTorch only after checking the configuration. Your own script registers its
+environments and calls `main()`; or it subclasses `BasePPOExp`, builds `Experiment(cfg)` and calls `run()`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Evaluate a model without training it: `python -m skyrl_train.entrypoints.main_generate data.val_data=… …`.
 
-The same as `skyrl generate`. PyTorch is imported once the configuration has been checked.
+An alias of `skyrl generate`. It imports PyTorch only after checking the configuration.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fine-tune on demonstrations: `python -m skyrl_train.entrypoints.main_sft data.train_data=… …`.
 
-The same as `skyrl sft`. PyTorch is imported once the configuration has been checked.
+An alias of `skyrl sft`. It imports PyTorch only after checking the configuration.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Torchrun:
         return cls(*(int(environ[name]) for name in names))
 
     def check(self, placement: RunPlacementConfig) -> None:
-        """Raise ConfigError if the configuration asks for other processes than these."""
+        """Raise ConfigError if the configuration has other processes than these."""
         n_nodes = self.size // self.n_per_node
         if placement.launcher != "auto":
             raise ConfigError(
@@ -64,12 +64,12 @@ class Torchrun:
                 "start the command without torchrun, or remove trainer.placement.launcher"
             )
         for name, value in (("num_nodes", n_nodes), ("num_gpus_per_node", self.n_per_node)):
-            asked = getattr(placement, f"policy_{name}")
-            if asked not in (1, value):
+            configured = getattr(placement, f"policy_{name}")
+            if configured not in (1, value):
                 raise ConfigError(
-                    f"trainer.placement.policy_{name}={asked}, but torchrun has started {n_nodes} × {self.n_per_node} "
-                    f"processes (nodes × processes per node); remove trainer.placement.policy_{name}, or start that "
-                    "many with torchrun --nnodes and --nproc_per_node"
+                    f"trainer.placement.policy_{name}={configured}, but torchrun has started {n_nodes} × "
+                    f"{self.n_per_node} processes (nodes × processes per node); remove "
+                    f"trainer.placement.policy_{name}, or start that many with torchrun --nnodes and --nproc_per_node"
                 )
 
     def join(self) -> RankHost:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from skyrl_train.algorithms.objectives import Objective
@@ -58,7 +59,7 @@ class Worker:
         self._sent: SentWeights | None = None  # set by the first sync that sends changes
         self._is_skipping = False  # True while gradients are NaN or infinite
 
-    def _make_optimizer(self, spec: OptimizerSpec) -> tuple[torch.optim.Optimizer, Any]:
+    def _make_optimizer(self, spec: OptimizerSpec) -> tuple[torch.optim.Optimizer, LambdaLR]:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
         return optimizer, make_scheduler(optimizer, spec)
@@ -139,7 +140,7 @@ class Worker:
         is_finite = math.isfinite(norm)
         metrics = Metrics(
             {
-                f"{role}_lr": Metric("mean", float(state.scheduler.get_last_lr()[0])),
+                f"{role}_lr": Metric("mean", float(state.optimizer.param_groups[0]["lr"])),
                 "skipped_updates": Metric("sum", float(not is_finite)),
             }
         )
@@ -222,7 +223,7 @@ class Worker:
         return None
 
     def load_state(self, folder: Path) -> None:
-        """Load what any number of ranks saved.
+        """Load what any number of ranks saved. The learning rate follows the schedule of this worker's specification.
 
         Raises:
             CheckpointError: a file is missing, or belongs to another model.
@@ -233,6 +234,7 @@ class Worker:
             if self._spec.lora is not None:
                 self._check_base(folder, self._spec.lora)
             self._strategy.load(self._state, folder)
+            self._follow_schedule()
             rng = folder / f"rng_{self._strategy.world.rank}.pt"
             if rng.exists():  # the saving run may have had fewer ranks
                 set_random_state(torch.load(rng, weights_only=True))
@@ -241,6 +243,20 @@ class Worker:
                 f"cannot resume the {self._spec.role} from {folder}: {_root_cause(error)}; it must hold a complete "
                 "checkpoint of the same model, written by this version"
             ) from error
+
+    def _follow_schedule(self) -> None:
+        """Set the learning rate of the loaded step, which differs from the loaded one if the schedule has changed."""
+        optimizer, scheduler = self._state.optimizer, self._state.scheduler
+        if optimizer is None or scheduler is None:
+            return
+        (group,) = optimizer.param_groups
+        ((base, scale),) = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        loaded, group["lr"] = float(group["lr"]), base * scale(scheduler.last_epoch)
+        if group["lr"] != loaded and self._strategy.world.rank == 0:
+            logger.warning(
+                "The learning rate of the %s is %g, not the %g of the checkpoint: the schedule has changed",
+                *(self._spec.role, group["lr"], loaded),
+            )
 
     def export(self, folder: Path) -> None:
         """Write a plain Hugging Face folder, or the adapter in peft's format; OSError if the file system refuses."""
@@ -304,16 +320,17 @@ class Worker:
         self._writer.shutdown()
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> Any:
+def make_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> LambdaLR:
     """Return the schedule of the learning rate."""
     is_wsd = spec.scheduler == "wsd"
-    return get_scheduler(
+    scheduler: LambdaLR = get_scheduler(
         "warmup_stable_decay" if is_wsd else spec.scheduler,
         optimizer,
         num_warmup_steps=spec.n_warmup_steps,
         num_training_steps=spec.n_steps,
         scheduler_specific_kwargs={"num_decay_steps": spec.n_decay_steps} if is_wsd else None,
     )
+    return scheduler
 
 
 def _root_cause(error: BaseException) -> str:

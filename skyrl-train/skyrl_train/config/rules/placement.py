@@ -9,7 +9,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from skyrl_train.config.base import Section, changed_fields, value_at
-from skyrl_train.config.policy import MegatronConfig, ShardedModelConfig
+from skyrl_train.config.policy import (
+    CriticModelConfig,
+    DividedModelConfig,
+    MegatronConfig,
+    PolicyModelConfig,
+    ShardedModelConfig,
+)
 from skyrl_train.config.problems import show
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.run import PlacedRole, RunPlacementConfig
@@ -82,7 +88,9 @@ def strategy_has_its_settings(cfg: Section) -> Iterator[str]:
     strategy = value_at(cfg, "trainer.strategy")
     unused, user = ("fsdp_config", "fsdp2") if strategy == "megatron" else ("megatron_config", "megatron")
     for role, section in _models(cfg).items():
-        if settings := getattr(section, unused, None):
+        is_divided = isinstance(section, DividedModelConfig)
+        if unused == "fsdp_config" or is_divided:
+            settings = value_at(section, unused)
             for name in sorted(changed_fields(settings)):
                 key = f"trainer.{role}.{unused}.{name}"
                 yield (
@@ -90,11 +98,10 @@ def strategy_has_its_settings(cfg: Section) -> Iterator[str]:
                     f"{key}, or set trainer.strategy={user}"
                 )
         if strategy == "megatron" and section.sequence_parallel_size > 1:
-            has_megatron = hasattr(section, "megatron_config")
             yield (
                 f"trainer.{role}.sequence_parallel_size={section.sequence_parallel_size} needs trainer.strategy=fsdp2, "
                 "not megatron; remove it"
-                + (f", and set trainer.{role}.megatron_config.sequence_parallel=true" if has_megatron else "")
+                + (f", and set trainer.{role}.megatron_config.sequence_parallel=true" if is_divided else "")
             )
 
 
@@ -103,19 +110,21 @@ def megatron_has_its_models(cfg: Section) -> Iterator[str]:
     if value_at(cfg, "trainer.strategy") != "megatron":
         return
     for role, section in _models(cfg).items():
-        lora = getattr(section.model, "lora", None)
-        if lora is not None and lora.is_used:
-            name = "rank" if lora.lora_path is None else "lora_path"
+        model = section.model
+        if isinstance(model, PolicyModelConfig | CriticModelConfig) and model.lora.is_used:
+            name = "rank" if model.lora.lora_path is None else "lora_path"
             yield (
-                f"trainer.{role}.model.lora.{name}={show(value_at(lora, name))}: Megatron-Core trains all weights; "
-                "set trainer.strategy=fsdp2 for an adapter"
+                f"trainer.{role}.model.lora.{name}={show(value_at(model.lora, name))}: Megatron-Core trains all "
+                "weights; set trainer.strategy=fsdp2 for an adapter"
             )
-        if role == "critic" and section.model.path is not None:
+        if role == "critic" and model.path is not None:
             yield (
-                f"trainer.critic.model.path={show(section.model.path)}: Megatron-Core has no critic; set "
+                f"trainer.critic.model.path={show(model.path)}: Megatron-Core has no critic; set "
                 "trainer.strategy=fsdp2, or an advantage_estimator without a critic"
             )
-        megatron = getattr(section, "megatron_config", MegatronConfig())
+        if not isinstance(section, DividedModelConfig):
+            continue
+        megatron = section.megatron_config
         if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
             key = f"trainer.{role}.megatron_config"
             yield (
@@ -143,7 +152,7 @@ def sharding_fits_ranks(cfg: Section) -> Iterator[str]:
             n_ranks = int(os.environ["WORLD_SIZE"])
         if value_at(cfg, "trainer.strategy") != "megatron":
             yield from _fsdp_problems(role, section, n_ranks, counts)
-        elif hasattr(section, "megatron_config"):
+        elif isinstance(section, DividedModelConfig):
             yield from _megatron_problems(role, section.megatron_config, n_ranks, counts)
 
 

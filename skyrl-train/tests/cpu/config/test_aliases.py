@@ -1,4 +1,4 @@
-"""Aliases: other spellings are read, logged, and refused if they contradict our keys."""
+"""Aliases: other spellings are read and logged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from skyrl_train.config import get_default_config, load_config
-from skyrl_train.config.aliases import ALIASES, SKYRL, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, VERL, apply_aliases
+from skyrl_train.config.aliases import ALIASES, SKYRL, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, VERL
 from skyrl_train.config.base import as_section, value_at
 from skyrl_train.config.problems import FIELDS
 from skyrl_train.errors import ConfigError
@@ -157,16 +157,6 @@ def test_the_weight_of_the_kl_loss_is_independent_of_the_weight_of_the_penalty()
     assert load_config(tree).trainer.algorithm.kl_loss_coef == 0.001
 
 
-def test_an_alias_for_two_keys_may_contradict_either() -> None:
-    tree = put(put({}, "actor_rollout_ref.actor.entropy_coeff", 0), "trainer.algorithm.use_entropy_loss", True)
-    with pytest.raises(ConfigError) as caught:
-        load_config(tree)
-    assert str(caught.value) == (
-        "actor_rollout_ref.actor.entropy_coeff=0 means trainer.algorithm.use_entropy_loss=false, but "
-        "trainer.algorithm.use_entropy_loss=true was set too; remove one of them"
-    )
-
-
 @pytest.mark.parametrize("key", SKYRL_WITHOUT_EFFECT)
 def test_a_key_without_effect_is_accepted_with_a_warning(key: str, caplog: pytest.LogCaptureFixture) -> None:
     assert key not in FIELDS | ALIASES
@@ -199,18 +189,6 @@ def test_a_switch_is_read_before_the_keys_that_depend_on_it() -> None:
         assert alias.only_if is None or alias.only_if in order[:index]
 
 
-def test_two_spellings_with_different_values_are_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"trainer": {"total_epochs": 3, "epochs": 2}})
-    assert str(caught.value) == (
-        "trainer.total_epochs=3 means trainer.epochs=3, but trainer.epochs=2 was set too; remove one of them"
-    )
-
-
-def test_two_spellings_with_the_same_value_are_accepted() -> None:
-    assert load_config({"trainer": {"total_epochs": 3, "epochs": 3}}).trainer.epochs == 3
-
-
 def test_a_wrong_value_is_reported_under_our_key() -> None:
     with pytest.raises(ConfigError, match=r"^trainer\.epochs=many must be an integer >= 1"):
         load_config({"trainer": {"total_epochs": "many"}})
@@ -223,10 +201,3 @@ def test_unmapped_keys_of_a_foreign_section_are_unknown() -> None:
         "actor_rollout_ref.rollout.dtype=half: there is no key actor_rollout_ref.rollout.dtype; "
         "did you mean generator.reward_model.dtype or trainer.policy.model.dtype or trainer.critic.model.dtype?"
     )
-
-
-def test_a_tree_without_aliases_is_unchanged() -> None:
-    tree = {"trainer": {"epochs": 2}, "actor_rollout_ref": 5, "generator": {"inference_engine": {}}}
-    before = {"trainer": {"epochs": 2}, "actor_rollout_ref": 5, "generator": {"inference_engine": {}}}
-    assert apply_aliases(tree) == []
-    assert tree == before

@@ -166,6 +166,33 @@ def test_overrides_win_over_a_file(tmp_path: Path) -> None:
     assert cfg.generator.n_samples_per_prompt == load_config().generator.n_samples_per_prompt
 
 
+@pytest.mark.parametrize("key", ["trainer", "trainer.epochs", "trainer.critic.model.path", "trainer.epochs=1"])
+def test_deleting_what_a_file_does_not_set_leaves_the_default(key: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("generator: {n_samples_per_prompt: 4}")
+    named = "trainer.run_name=r"
+    cfg = parse_cli([f"~{key}", named], file=tmp_path / "run.yaml")
+    assert cfg == parse_cli(["generator.n_samples_per_prompt=4", named])
+
+
+def test_an_alias_in_a_file_can_be_deleted(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("trainer: {total_epochs: 7}")
+    assert parse_cli(["~trainer.total_epochs"], file=tmp_path / "run.yaml").trainer.epochs == 1
+
+
+def test_overrides_refer_to_the_settings_of_a_file_and_to_defaults(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("trainer: {seed: 7}")
+    argv = ["trainer.run_name='${trainer.seed}-${trainer.epochs}'"]
+    assert parse_cli(argv, file=tmp_path / "run.yaml").trainer.run_name == "7-1"
+
+
+def test_a_section_of_a_file_that_is_a_list_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("trainer: [1]")
+    with pytest.raises(ConfigError, match=r"^trainer=\[1\] must be a section"):
+        parse_cli([], file=tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match=r"^trainer\.epochs=3 cannot be applied: .*; remove it, or make trainer a"):
+        parse_cli(["trainer.epochs=3"], file=tmp_path / "run.yaml")
+
+
 def test_a_saved_configuration_is_read_back(tmp_path: Path) -> None:
     cfg = parse_cli(["trainer.epochs=3", "trainer.output_dir='a b'"])
     (tmp_path / "run.yaml").write_text(to_yaml(cfg))
@@ -233,10 +260,26 @@ def test_a_wrong_file_is_refused(text: str | None, expected: str, tmp_path: Path
             "trainer.algorithm.custom.tau=0.1,0.2 is a sweep over several runs, but this command starts one run; "
             "write a list as trainer.algorithm.custom.tau=[0.1,0.2]",
         ),
+        (["~trainer.nothing"], "~trainer.nothing: there is no key trainer.nothing to delete; remove it"),
+        (["~trainer.epoch"], "~trainer.epoch: there is no key trainer.epoch to delete; did you mean trainer.epochs?"),
         (
-            ["~trainer.nothing"],
-            "these overrides cannot be applied: ~trainer.nothing "
-            "(Could not delete from config. 'trainer.nothing' does not exist.)",
+            ["~trainer.epochs.a.b"],
+            "~trainer.epochs.a.b: there is no key trainer.epochs.a.b to delete; did you mean trainer.epochs?",
+        ),
+        (
+            ["~trainer.epochs", "~trainer.epochs"],
+            "~trainer.epochs: there is no key trainer.epochs to delete; did you mean trainer.epochs?",
+        ),
+        (
+            ["~trainer.epochs=3"],
+            "~trainer.epochs=3 deletes no other value, and trainer.epochs=1; write ~trainer.epochs",
+        ),
+        (["trainer.epochs@x=3"], "trainer.epochs@x=3 is not an override; write trainer.epochs=3, without @"),
+        (["a/b=c"], "a/b=c: there is no key a/b; remove it"),
+        (
+            ["hydra.nothing=1"],
+            "these overrides cannot be applied: hydra.nothing=1 (Could not override 'hydra.nothing'. To append to your "
+            "config use +hydra.nothing=1)",
         ),
     ],
 )

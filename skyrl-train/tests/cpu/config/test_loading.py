@@ -69,6 +69,25 @@ def test_without_a_source_the_default_configuration_is_loaded() -> None:
             "trainer.critic.model.path",
             os.path.expanduser("~/c"),
         ),
+        (
+            [("trainer.policy.model.lora.lora_path", "~/a")],
+            "trainer.policy.model.lora.lora_path",
+            os.path.expanduser("~/a"),
+        ),
+        (
+            [
+                ("trainer.critic.model.path", "c"),
+                ("trainer.critic.model.lora.lora_path", "$HOME/a"),
+                ("trainer.algorithm.advantage_estimator", "gae"),
+            ],
+            "trainer.critic.model.lora.lora_path",
+            os.path.expanduser("~/a"),
+        ),
+        (
+            [("generator.chat_template.source", "file"), ("generator.chat_template.name_or_path", "~/chat.jinja")],
+            "generator.chat_template.name_or_path",
+            os.path.expanduser("~/chat.jinja"),
+        ),
         ([("trainer.policy.model.path", "~/model")], "trainer.critic.model.path", None),
         ([("trainer.algorithm.gdpo.weights", {"a": 1})], "trainer.algorithm.gdpo.weights", {"a": 1.0}),
         ([("trainer.algorithm.custom", {3: (1, "x")})], "trainer.algorithm.custom", {"3": [1, "x"]}),

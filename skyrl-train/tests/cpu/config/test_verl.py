@@ -137,6 +137,61 @@ def test_a_default_of_verl_gives_way_to_our_own_key() -> None:
     assert "trainer.epochs=30" not in overrides
 
 
+RECIPE = """main_ppo algorithm.adv_estimator=grpo data.train_files=a actor_rollout_ref.model.lora_rank=32
+actor_rollout_ref.model.lora_alpha=32 trainer.save_freq=50 trainer.total_epochs=10 trainer.n_gpus_per_node=1"""
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("trainer.epochs=1", "trainer.epochs", 1),  # our default, like the next two
+        ("trainer.policy.model.lora.alpha=16", "trainer.policy.model.lora.alpha", 16),
+        ("trainer.ckpt_interval=10", "trainer.ckpt_interval", 10),
+        ("trainer.ckpt_interval=20", "trainer.ckpt_interval", 20),
+        ("trainer.save_freq=20", "trainer.ckpt_interval", 20),
+        ("trainer={epochs:3}", "trainer.epochs", 3),
+        ("trainer.placement.policy_num_gpus_per_node=2", "trainer.placement.policy_num_gpus_per_node", 2),
+        ("trainer.algorithm={use_kl_loss:true}", "trainer.algorithm.use_kl_loss", True),  # verl's default is false
+        ("~trainer.epochs", "trainer.epochs", 1),
+        ("~trainer.eval_interval", "trainer.eval_interval", 5),  # verl's default is -1
+        ("~trainer.algorithm.use_kl_loss", "trainer.algorithm.use_kl_loss", True),
+        ("~trainer.save_freq", "trainer.ckpt_interval", 10),
+    ],
+)
+def test_overrides_of_a_recipe_win_in_any_spelling(override: str, key: str, value: object) -> None:
+    program, overrides = read_command([*RECIPE.split(), override])
+    assert value_at(parse(overrides, program.schema), key) == value
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options", "key", "value"),
+    [
+        ("", "model.partial_pretrain=a model.path=b", "trainer.policy.model.path", "b"),
+        ("", "model.path=b model.partial_pretrain=a", "trainer.policy.model.path", "a"),
+        ("--nproc_per_node=2", "trainer.n_gpus_per_node=4", "trainer.placement.policy_num_gpus_per_node", 4),
+        ("--nproc_per_node=2 --nproc_per_node=3", "", "trainer.placement.policy_num_gpus_per_node", 3),
+    ],
+)
+def test_the_last_of_several_options_wins(launcher: str, options: str, key: str, value: object) -> None:
+    command = f"torchrun {launcher} -m verl.trainer.fsdp_sft_trainer data.train_files=a {options}"
+    program, overrides = read_command(command.split())
+    assert value_at(parse(overrides, program.schema), key) == value
+
+
+def test_a_key_that_cannot_be_deleted_is_named_without_the_rest_of_the_command_line() -> None:
+    program, overrides = read_command([*RECIPE.split(), "~trainer.balance_batch"])
+    with pytest.raises(ConfigError) as caught:
+        parse(overrides, program.schema)
+    assert str(caught.value).startswith("~trainer.balance_batch: there is no key trainer.balance_batch to delete; ")
+
+
+def test_the_default_warm_up_of_verl_gives_way_to_a_number_of_steps() -> None:
+    command = "fsdp_sft_trainer data.train_files=a trainer.policy.optimizer_config.num_warmup_steps=20"
+    program, overrides = read_command(command.split())
+    optimizer = parse(overrides, program.schema).trainer.policy.optimizer_config
+    assert (optimizer.num_warmup_steps, optimizer.warmup_ratio) == (20, 0)
+
+
 def test_defaults_of_the_critic_are_set_with_a_critic() -> None:
     assert "trainer.algorithm.value_clip=0.5" not in read_command(["main_ppo"])[1]
     assert "trainer.algorithm.value_clip=0.5" in read_command(["main_ppo", "critic.model.path=m"])[1]

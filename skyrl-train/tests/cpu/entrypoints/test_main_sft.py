@@ -168,6 +168,38 @@ def test_a_run_that_stops_at_any_step_resumes_exactly(
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "jump"), [("cosine", "0.00225"), ("wsd", "0.003"), ("constant_with_warmup", None)]
+)
+def test_a_run_with_more_epochs_than_before_follows_their_schedule(
+    scheduler: str,
+    jump: str | None,
+    data: Path,
+    tiny_model_path: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def learning_rates(folder: str, *options: str) -> list[float]:
+        optimizer = "trainer.policy.optimizer_config"
+        schedule = [f"{optimizer}.scheduler={scheduler}", f"{optimizer}.wsd_decay_ratio=0.5"]
+        run = overrides(data, tiny_model_path, tmp_path / folder, *schedule, *options)
+        assert main(["sft", *run]) == 0
+        return [row["train/lr"] for row in metrics(tmp_path / folder) if "train/lr" in row]
+
+    whole = learning_rates("whole")
+    short = learning_rates("parts", "trainer.epochs=1")
+    caplog.clear()
+    longer = learning_rates("parts", "trainer.policy.optimizer_config.lr=1")
+    assert len(short) == 2
+    assert longer == [*short, *whole[2:]]
+    assert "Changed since the checkpoint: trainer.epochs: 1 -> 3" in caplog.messages
+    change = "trainer.policy.optimizer_config.lr: 0.003 -> 1.0"
+    assert f"{change} has no effect: the optimizer has the settings of its checkpoint" in caplog.messages
+    jumps = [message for message in caplog.messages if message.startswith("The learning rate of the policy")]
+    rest = "not the 0 of the checkpoint: the schedule has changed"
+    assert jumps == ([f"The learning rate of the policy is {jump}, {rest}"] if jump else [])
+
+
 def test_a_killed_run_resumes_exactly(uninterrupted: Path, data: Path, tiny_model_path: Path, tmp_path: Path) -> None:
     run = overrides(data, tiny_model_path, tmp_path / "killed")
     command = [sys.executable, "-m", "skyrl_train.entrypoints.main_sft", *run]

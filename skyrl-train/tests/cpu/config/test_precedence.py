@@ -1,0 +1,172 @@
+"""Keys that are set in several spellings: the last one wins, and what cannot be ordered is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config import compose_config, load_config, parse_cli
+from skyrl_train.config.base import value_at
+from skyrl_train.config.precedence import apply_aliases
+from skyrl_train.errors import ConfigError
+
+ALGORITHM = "trainer.algorithm"
+ACTOR = "actor_rollout_ref.actor"
+KL = f"algorithm.use_kl_in_reward=true {ACTOR}.use_kl_loss=false"
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "value"),
+    [
+        ("trainer.total_epochs=10 trainer.epochs=1", "trainer.epochs", 1),  # the default
+        ("trainer.epochs=1 trainer.total_epochs=10", "trainer.epochs", 10),
+        ("trainer.total_epochs=10 trainer.epochs=3", "trainer.epochs", 3),
+        ("trainer.epochs=3 trainer.total_epochs=10 trainer.epochs=2", "trainer.epochs", 2),
+        ("trainer.total_epochs=10 trainer={epochs:1}", "trainer.epochs", 1),
+        ("trainer.total_epochs=10 ~trainer.epochs", "trainer.epochs", 1),
+        ("~trainer.epochs trainer.total_epochs=10", "trainer.epochs", 10),
+        ("trainer.total_epochs=10 ~trainer", "trainer.epochs", 1),
+        ("trainer.total_epochs=10 ~trainer.total_epochs", "trainer.epochs", 1),
+        (
+            f"{ACTOR}.optim.warmup_style=cosine {ACTOR}.optim.lr_scheduler_type=constant",
+            "trainer.policy.optimizer_config.scheduler",
+            "constant_with_warmup",
+        ),
+        (
+            f"{ACTOR}.optim.lr_scheduler_type=constant {ACTOR}.optim.warmup_style=cosine",
+            "trainer.policy.optimizer_config.scheduler",
+            "cosine",
+        ),
+        (
+            f"{ACTOR}.optim.lr_scheduler_type=cosine {ACTOR}.optim.warmup_style=cosine",
+            "trainer.policy.optimizer_config.scheduler",
+            "cosine",
+        ),
+        (f"{ACTOR}.clip_ratio=0.3 {ALGORITHM}.eps_clip_high=0.2", f"{ALGORITHM}.eps_clip_high", 0.2),
+        (f"{ACTOR}.clip_ratio=0.3 {ALGORITHM}.eps_clip_high=0.2", f"{ALGORITHM}.eps_clip_low", 0.3),
+        (f"{ACTOR}.clip_ratio_high=0.28 {ACTOR}.clip_ratio=0.3", f"{ALGORITHM}.eps_clip_high", 0.28),
+        (f"{ACTOR}.clip_ratio=0.2 {ACTOR}.clip_ratio_high=0.28", f"{ALGORITHM}.eps_clip_high", 0.28),
+        (
+            f"{KL} algorithm.kl_ctrl.kl_coef=0.1 {ACTOR}.kl_loss_coef=0.2 {ALGORITHM}.kl_loss_coef=0.3",
+            f"{ALGORITHM}.kl_loss_coef",
+            0.3,
+        ),
+        (
+            f"{ACTOR}.use_kl_loss=true {ALGORITHM}.use_kl_loss=false algorithm.use_kl_in_reward=false "
+            f"{ALGORITHM}.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.1",
+            f"{ALGORITHM}.kl_loss_coef",
+            0.1,
+        ),
+        (
+            "data.apply_chat_template_kwargs.a=1 generator.chat_template_kwargs={b:2,a:3}",
+            "generator.chat_template_kwargs",
+            {"a": 3, "b": 2},
+        ),
+        (
+            "generator.chat_template_kwargs={b:2,a:3} data.apply_chat_template_kwargs.a=1",
+            "generator.chat_template_kwargs",
+            {"a": 1, "b": 2},
+        ),
+        (
+            "generator.chat_template_kwargs.a=1 data.apply_chat_template_kwargs={}",
+            "generator.chat_template_kwargs",
+            {"a": 1},
+        ),
+    ],
+)
+def test_the_last_spelling_on_a_command_line_wins(command: str, key: str, value: object) -> None:
+    assert value_at(parse_cli(command.split(" ")), key) == value
+
+
+@pytest.mark.parametrize("option", ["trainer.epochs=1", "trainer.total_epochs=1"])
+@pytest.mark.parametrize("in_file", ["{epochs: 7}", "{total_epochs: 7}"])
+def test_a_command_line_wins_over_a_file_in_any_spelling(option: str, in_file: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"trainer: {in_file}")
+    assert parse_cli([option], file=tmp_path / "run.yaml").trainer.epochs == 1
+
+
+def test_a_setting_that_is_overridden_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        parse_cli(["trainer.total_epochs=10", "trainer.epochs=3", "trainer.eval_interval=7", "trainer.test_freq=8"])
+    assert caplog.messages == [
+        "trainer.total_epochs=10 is overridden by trainer.epochs=3",
+        "trainer.eval_interval=7 is overridden by trainer.test_freq=8",
+        "trainer.test_freq=8 is read as trainer.eval_interval=8",
+    ]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])  # 1 is the default
+def test_two_spellings_in_one_file_must_agree(epochs: int, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"trainer: {{total_epochs: 3, epochs: {epochs}}}")
+    with pytest.raises(ConfigError) as caught:
+        parse_cli([], file=tmp_path / "run.yaml")
+    assert str(caught.value) == (
+        f"trainer.total_epochs=3 means trainer.epochs=3, but trainer.epochs={epochs} was set too; remove one of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "first", "second", "key"),
+    [
+        (KL, "algorithm.kl_ctrl.kl_coef=0.1", f"{ACTOR}.kl_loss_coef=0.2", f"{ALGORITHM}.kl_loss_coef"),
+        (KL, "algorithm.kl_penalty=kl", f"{ACTOR}.kl_loss_type=mse", f"{ALGORITHM}.kl_estimator_type"),
+        (
+            "trainer.eval_interval=-1",
+            "actor_rollout_ref.rollout.val_kwargs.do_sample=false",
+            "actor_rollout_ref.rollout.val_kwargs.temperature=0.7",
+            "generator.eval_sampling_params.temperature",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_options_of_verl_with_different_meanings_do_not_override_each_other(
+    command: str, first: str, second: str, key: str, is_reversed: bool
+) -> None:
+    options = [second, first] if is_reversed else [first, second]
+    with pytest.raises(ConfigError) as caught:
+        parse_cli([*command.split(), *options])
+    message = str(caught.value)
+    assert message.startswith(f"{second} means {key}=")
+    assert message.endswith(f"but {first} was set too; remove one of them, or end the command with {key}=<value>")
+
+
+@pytest.mark.parametrize("source", ["mapping", "composed"])
+def test_without_an_order_two_spellings_must_agree(source: str) -> None:
+    def load(total_epochs: int, epochs: int) -> int:
+        trainer = {"total_epochs": total_epochs, "epochs": epochs}
+        if source == "mapping":
+            return load_config({"trainer": trainer}).trainer.epochs
+        overrides = [f"++trainer.{name}={value}" for name, value in trainer.items()]
+        return load_config(compose_config(overrides)).trainer.epochs
+
+    with pytest.raises(ConfigError) as caught:
+        load(3, 2)
+    assert str(caught.value) == (
+        "trainer.total_epochs=3 means trainer.epochs=3, but trainer.epochs=2 was set too; remove one of them"
+    )
+    assert load(3, 3) == 3
+    assert load(3, 1) == 3  # 1 is the default, which a composed configuration always holds
+
+
+def test_an_alias_for_two_keys_may_contradict_either() -> None:
+    algorithm = {"use_entropy_loss": True}
+    with pytest.raises(ConfigError) as caught:
+        load_config({"actor_rollout_ref": {"actor": {"entropy_coeff": 0}}, "trainer": {"algorithm": algorithm}})
+    assert str(caught.value) == (
+        "actor_rollout_ref.actor.entropy_coeff=0 means trainer.algorithm.use_entropy_loss=false, but "
+        "trainer.algorithm.use_entropy_loss=true was set too; remove one of them"
+    )
+
+
+def test_a_tree_without_aliases_is_unchanged() -> None:
+    tree = {"trainer": {"epochs": 2}, "actor_rollout_ref": 5, "generator": {"inference_engine": {}}}
+    before = {"trainer": {"epochs": 2}, "actor_rollout_ref": 5, "generator": {"inference_engine": {}}}
+    assert apply_aliases(tree) == []
+    assert tree == before
+
+
+def test_a_section_that_is_no_mapping_is_refused_whatever_is_read_into_it() -> None:
+    with pytest.raises(ConfigError, match=r"^trainer=5 must be a section"):
+        load_config({"trainer": 5, "data": {"train_batch_size": 4}})
