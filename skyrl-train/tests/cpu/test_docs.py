@@ -51,10 +51,12 @@ def python_blocks(page: Path) -> list[str]:
 
 
 def names_of(page: Path) -> dict[str, Any]:
-    """Run the Python code of a page and return its names."""
+    """Run the Python code of a page and return its names. A block that starts with a file name is complete."""
     names: dict[str, Any] = {}
     for code in python_blocks(page):
-        exec(code, names)
+        own = {} if re.match(r"# \w+\.py\b", code) else names
+        exec(code, own)
+        names |= own
     return names
 
 
@@ -225,6 +227,20 @@ def test_the_judge_of_the_page_scores_samples(server_url: str, monkeypatch: pyte
         assert asyncio.run(function(samples)) == [1.0, 0.0, None]  # type: ignore[arg-type]
     finally:
         REWARD_FUNCTIONS.pop("polite", None)
+
+
+@pytest.mark.timeout(300)
+def test_the_ranks_of_the_page_learn(tiny_model_path: Path, tmp_path: Path) -> None:
+    (code,) = python_blocks(ROOT / "docs/internals/ranks-from-python.md")
+    (tmp_path / "sharded.py").write_text(code, encoding="utf-8")
+    (tmp_path / "tiny-model").symlink_to(tiny_model_path)
+    finished = subprocess.run(
+        [sys.executable, "sharded.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240
+    )
+    losses = [float(loss) for loss in re.findall(r"'loss': ([0-9.]+)", finished.stdout)]
+    assert len(losses) == 20, finished.stderr
+    assert losses[-1] < losses[0] / 2
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
 
 
 def test_the_tools_of_the_page_are_called() -> None:
