@@ -311,6 +311,17 @@ def test_names_and_paths_on_the_page_of_algorithms_exist() -> None:
     assert not missing
 
 
+def test_no_command_installs_our_packages_from_pypi() -> None:
+    """PyPI has another project named skyrl-gym."""
+    folders = ("docs", "skyrl-gym", "skyrl-train", "skyrl-tx", "veritas-rl")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".sh")]
+    paths = [path for path in files if "site-packages" not in path.parts]
+    paths += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    from_pypi = re.compile(r"pip install[^\n`]*?(?<!-e)[\s']skyrl-\w+\[")
+    assert len(paths) > 500
+    assert [str(path) for path in paths if from_pypi.search(path.read_text(encoding="utf-8"))] == []
+
+
 @pytest.mark.parametrize(
     "page",
     [
