@@ -140,7 +140,7 @@ test-tinker: .venv/.dev $(TINKER_VERSIONS:%=$(TINKER)/%/.ready) ## train and sam
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-tx/tests/sdk $(ARGS)
 
 .PHONY: test-verifiers
-test-verifiers: $(VERIFIERS)/.ready ## test environments of verifiers' first generation (separate environment)
+test-verifiers: $(VERIFIERS)/.ready ## test environments written for verifiers v0 (separate environment)
 	@$(VERIFIERS)/bin/python -m pytest -q skyrl-gym/tests/verifiers_v0 $(ARGS)
 
 .PHONY: test-vllm

@@ -226,7 +226,7 @@ def _landlock_problem() -> str | None:
 def _warn_about_limits() -> None:
     logger.warning(
         "isolation=limits: programs that models write can read the files of the user who runs them (see "
-        "docs/guides/environments.md)"
+        "docs/guides/included-environments.md#sandboxing)"
     )
 
 

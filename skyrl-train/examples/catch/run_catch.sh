@@ -43,7 +43,8 @@ else
   if [[ "$*" != *trainer.policy.model.path=* && ! -d $MODEL_DIR ]]; then
     "$PYTHON" -m examples.catch.warm_start --data_dir "$DATA_DIR" --output_dir "$MODEL_DIR"
   fi
-  mapfile -t MODEL < <("$PYTHON" -m examples.catch.recipe)
+  MODEL=()
+  while IFS= read -r setting; do MODEL+=("$setting"); done < <("$PYTHON" -m examples.catch.recipe) # bash 3 has no mapfile
   MODEL+=(
     "trainer.policy.model.path='$MODEL_DIR'"
     trainer.critic_mini_batch_size=4 # a critic, if configured, makes more and smaller updates than the policy

@@ -4,7 +4,7 @@
 
 There are no raw rows: positions are generated with `--seed`, by random moves from the start of each game. No position
 is in both files. With `--whole_games` the model plays each game from there to its end. The script needs the package
-open_spiel: ``pip install 'skyrl-gym[openspiel]'``.
+open_spiel: ``pip install -c ../constraints.txt -e '../skyrl-gym[openspiel]'`` in `skyrl-train/`.
 """
 
 from __future__ import annotations

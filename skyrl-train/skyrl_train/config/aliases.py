@@ -287,7 +287,9 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
             "transformer_config_kwargs": "Megatron-Core's settings follow from the model; for recomputation, set "
             "trainer.gradient_checkpointing=true",
             "model_config_kwargs": "the settings of a model are those in its config.json",
-            "optimizer_config_kwargs": f"AdamW's settings are trainer.{role}.optimizer_config",
+            "optimizer_config_kwargs": "AdamW's settings are trainer.policy.optimizer_config"
+            if role == "policy"
+            else "the reference has no optimizer",
             "torch_profiler_config": "there is no profiler",
         }.items()
     },

@@ -85,7 +85,7 @@ SUPERVISED_PAGES: dict[str, tuple[Schema[Any], str, str]] = {
 """The schema of each command that trains on fixed data, the title of its page, and its guide."""
 
 ALIAS_HEAD = """\
-## Other spellings
+## Aliases
 
 These keys are read as the keys on the right, with a log line for each. On a command line, the last spelling of a key
 wins. A script that hands its own command line to `@hydra.main` takes them as `+key=value`.

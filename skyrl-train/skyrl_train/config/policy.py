@@ -121,8 +121,8 @@ class FSDPConfig(Section):
     """Sharding of a model over several ranks."""
 
     fsdp_size: Annotated[int, Ge(-1)] = -1
-    """Ranks that hold one copy of the weights together; -1: all. A smaller number, such as the GPUs of a node, keeps
-    gathering within a group of neighboring ranks, and each group has its own copy."""
+    """Ranks that hold one copy of the weights together; -1: all. With a smaller number, such as the GPUs of a node,
+    each group of neighboring ranks has its own copy and gathers weights only within the group."""
 
     reshard_after_forward: Annotated[bool | int, Allowed("true, false, or a number of ranks")] = True
     """Free gathered weights between the forward and the backward pass. `false` gathers once for both, with more memory;

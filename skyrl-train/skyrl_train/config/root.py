@@ -145,3 +145,8 @@ class SkyRLConfig(Section):
 
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
     """A reward function of your own, in place of an environment."""
+
+    def engine_dtype(self, *, has_gpu: bool) -> Literal["float32", "bfloat16"]:
+        """Return the dtype of the engine's weights: on GPUs, vLLM and SGLang compute with bfloat16 copies."""
+        is_cast = self.generator.backend in ("vllm", "sglang") and self.trainer.bf16 and has_gpu
+        return "bfloat16" if is_cast else self.trainer.policy.model.dtype

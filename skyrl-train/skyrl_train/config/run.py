@@ -100,10 +100,10 @@ class RunConfig(Section):
         BeforeValidator(lambda value: None if value == -1 else value),
         Allowed("an integer >= 1 or null"),
     ] = None
-    """Maximum number of tokens of a rank in one pass; a longer row is processed alone. null, or -1, takes 16,384 on a
-    GPU. On a CPU, it takes as many as have 1 GiB of activations, but 1,024 to 8,192. Tokens of a shared prefix count
-    once, and a quarter for each other row. Ranks that divide the tokens of rows (`sequence_parallel_size`) take as many
-    each. The limit bounds memory; the loss and its gradient do not depend on it."""
+    """Maximum number of tokens of a rank in one pass; a longer row is processed alone. null or -1 selects a default:
+    16,384 on a GPU; on a CPU between 1,024 and 8,192, so that activations take about 1 GiB. A shared prefix counts
+    fully once and a quarter for each further row. With `sequence_parallel_size`, the limit applies to each rank. It
+    bounds memory; the loss and its gradient do not depend on it."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""

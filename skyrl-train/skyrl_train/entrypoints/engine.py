@@ -89,7 +89,7 @@ def _new_vllm_engine(
     generator, path = cfg.generator, cfg.trainer.policy.model.path
     options: dict[str, Any] = {
         "model": path,
-        "dtype": _dtype(cfg),
+        "dtype": cfg.engine_dtype(has_gpu=torch.cuda.is_available()),
         "max_num_seqs": generator.max_num_seqs,
         "max_num_batched_tokens": generator.max_num_batched_tokens,
         "gpu_memory_utilization": usable / total,
@@ -120,7 +120,7 @@ def _new_sglang_engine(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, mem
     generator, path = cfg.generator, cfg.trainer.policy.model.path
     options = {
         "model_path": path,
-        "dtype": _dtype(cfg),
+        "dtype": cfg.engine_dtype(has_gpu=torch.cuda.is_available()),
         "tp_size": generator.inference_engine_tensor_parallel_size,
         "pp_size": generator.inference_engine_pipeline_parallel_size,
         "dp_size": generator.inference_engine_data_parallel_size,
@@ -169,11 +169,6 @@ def _connect_servers(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> En
 def _engine_init_kwargs(cfg: SkyRLConfig) -> dict[str, Any]:
     """Return the options for the engine itself: `chat_template` is one of the tokenizer."""
     return {name: value for name, value in cfg.generator.engine_init_kwargs.items() if name != "chat_template"}
-
-
-def _dtype(cfg: SkyRLConfig) -> str:
-    """Return the dtype of an engine's copy of the weights."""
-    return "bfloat16" if cfg.trainer.bf16 and torch.cuda.is_available() else cfg.trainer.policy.model.dtype
 
 
 def _weight_folder(cfg: SkyRLConfig) -> Path:

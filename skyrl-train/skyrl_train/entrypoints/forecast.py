@@ -63,6 +63,13 @@ class PlannedModel:
         return (self.n_trained or 0) * width * COPIES_WHEN_TRAINED + frozen
 
 
+def forecast_engine_bytes(cfg: SkyRLConfig, policy: PlannedModel, *, has_gpu: bool) -> float:
+    """Return the size of the weights on each device of an engine; data-parallel devices hold copies."""
+    generator = cfg.generator
+    n_shards = generator.inference_engine_tensor_parallel_size * generator.inference_engine_pipeline_parallel_size
+    return (policy.n_parameters or 0) * BYTES[cfg.engine_dtype(has_gpu=has_gpu)] / n_shards
+
+
 def plan_models(cfg: SkyRLConfig) -> list[PlannedModel]:
     """Return each model that the run loads; ConfigError if an adapter does not fit."""
     trainer = cfg.trainer

@@ -22,6 +22,7 @@ from skyrl_train.entrypoints.forecast import (
     count_batches,
     count_steps,
     forecast_disk,
+    forecast_engine_bytes,
     format_bytes,
     format_count,
     free_bytes,
@@ -30,6 +31,8 @@ from skyrl_train.entrypoints.forecast import (
     plan_trained_model,
 )
 from skyrl_train.entrypoints.preflight import read_context_length
+
+ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 Ranks = Mapping[ModelName, tuple[int, int]]
 """Nodes, and ranks per node, of each model."""
@@ -177,6 +180,8 @@ def _describe_device() -> tuple[str, str]:
 
 
 def _describe_resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
+    import torch  # as in `_describe_device`
+
     models, placement = plan_models(cfg), cfg.trainer.placement
     yield _describe_device()
     ranks = _plan_ranks(placement, models)
@@ -190,19 +195,20 @@ def _describe_resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         yield "processes", "1: training and generation in this one"
     yield "engine", _describe_engine(cfg)
     sources = [] if cfg.data.custom_cls.path is not None else cfg.data.train_data
-    on_top = "activations and the key-value cache"
-    yield from _describe_storage(
-        cfg.trainer, models, sources, on_top, ranks, has_engine=cfg.generator.run_engines_locally
-    )
+    on_top, engine_bytes = "activations and the key-value cache", 0.0
+    if cfg.generator.run_engines_locally and (ranks or cfg.generator.backend in ENGINE_NAMES):
+        engine_bytes = forecast_engine_bytes(cfg, models[0], has_gpu=torch.cuda.is_available())
+        if not ranks:
+            on_top = f"activations, {format_bytes(engine_bytes)} for the engine's weights, and the key-value cache"
+    yield from _describe_storage(cfg.trainer, models, sources, on_top, ranks, engine_bytes)
 
 
 def _describe_engine(cfg: SkyRLConfig) -> str:
     generator = cfg.generator
-    names = {"vllm": "vLLM", "sglang": "SGLang"}
     if not generator.run_engines_locally:
-        return f"{names[generator.backend]} at {', '.join(generator.remote_inference_engine_urls)}"
-    if generator.backend in names:
-        engine = names[generator.backend]
+        return f"{ENGINE_NAMES[generator.backend]} at {', '.join(generator.remote_inference_engine_urls)}"
+    if generator.backend in ENGINE_NAMES:
+        engine = ENGINE_NAMES[generator.backend]
     else:
         sharing = "with a copy of" if cfg.trainer.placement.uses_ray else "shares"
         engine = f"embedded, {sharing} the policy's weights"
@@ -215,10 +221,12 @@ def _describe_storage(
     sources: Sequence[str],
     and_on_top: str,
     ranks: Ranks,
-    *,
-    has_engine: bool = False,
+    engine_bytes: float = 0.0,
 ) -> Iterator[tuple[str, str]]:
-    """Yield memory, disk and run folder of a run that loads `models`, with `ranks` if it takes several processes."""
+    """Yield memory, disk and run folder of a run that loads `models`, with `ranks` if it takes several processes.
+
+    `engine_bytes` is the size of the weights on each device of an engine.
+    """
     if any(model.n_parameters is None for model in models):
         yield "memory", "unknown before the download"
     else:
@@ -231,7 +239,7 @@ def _describe_storage(
         )
         if ranks:
             shards = (f"{m.role} {format_bytes(m.training_bytes / _n_shards(trainer, m, ranks))}" for m in models)
-            engine = f"; engine {format_bytes(models[0].weight_bytes)}" if has_engine else ""
+            engine = f"; engine {format_bytes(engine_bytes)}" if engine_bytes else ""
             yield "per process", f"{', '.join(shards)}{engine}"
         forecast = forecast_disk(trainer, models, sources)
         if forecast is not None and forecast.total_bytes:

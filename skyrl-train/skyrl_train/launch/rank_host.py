@@ -73,8 +73,9 @@ class RankHost:
             from skyrl_train.distributed.megatron import MegatronStrategy
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"trainer.strategy=megatron needs Megatron-Core on every node ({error}); pip install "
-                "'skyrl-train[mcore]', or set trainer.strategy=fsdp2"
+                f"trainer.strategy=megatron needs Megatron-Core on every node ({error}); run pip install -c "
+                "constraints.txt -e './skyrl-train[mcore]' in a clone of the repository there, or set "
+                "trainer.strategy=fsdp2"
             ) from error
         return MegatronStrategy(self._world, megatron, COLLECTIVE_TIMEOUT)
 

@@ -227,8 +227,8 @@ def engine_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
     names = {"vllm": "vLLM", "sglang": "SGLang"}
     if backend in names and cfg.generator.run_engines_locally and find_spec(backend) is None:
         yield (
-            f"generator.backend={backend}: {names[backend]} is not installed; install it (docs/start/install.md), or "
-            "set generator.backend=auto for the embedded engine"
+            f"generator.backend={backend}: {names[backend]} is not installed; run uv sync --extra {backend} in "
+            "skyrl-train/ (docs/start/install.md), or set generator.backend=auto for the embedded engine"
         )
 
 

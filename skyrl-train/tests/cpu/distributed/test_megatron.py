@@ -38,7 +38,7 @@ from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
 
-pytest.importorskip("megatron.core", reason="needs megatron-core, which pip install 'skyrl-train[mcore]' installs")
+pytest.importorskip("megatron.core", reason="needs megatron-core, the extra mcore of skyrl-train")
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron]
 
 LLAMA3_ROPE = {

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl_train.config import load_config
+from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.entrypoints.cli import main
+from skyrl_train.entrypoints.forecast import forecast_engine_bytes, format_bytes, plan_models
+from skyrl_train.entrypoints.plan import describe_plan
 
 
 def test_env_check_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +111,30 @@ def test_a_plan_of_several_processes_says_what_each_of_them_holds(
     assert "19 on Ray: this one, 2 engines, ranks (nodes × per node) policy 2 × 4" in capsys.readouterr().out
     assert main(["train", *catch_run, "--dry-run"]) == 0
     assert "processes    1: training and generation in this one" in capsys.readouterr().out
+
+
+def test_a_plan_counts_the_weights_of_an_engine_by_its_dtype_and_devices(
+    catch_run: list[str], tiny_model_path: Path
+) -> None:
+    n_parameters = AutoModelForCausalLM.from_pretrained(tiny_model_path).num_parameters()
+
+    def configure(*overrides: str) -> SkyRLConfig:
+        return load_config(OmegaConf.from_dotlist([*catch_run, *overrides]))
+
+    def engine_bytes(*overrides: str, has_gpu: bool = False) -> float:
+        cfg = configure(*overrides)
+        return forecast_engine_bytes(cfg, plan_models(cfg)[0], has_gpu=has_gpu)
+
+    assert "optimizer; activations and the key-value cache come on top" in describe_plan(configure())
+    vllm, n_gpus = "generator.backend=vllm", "trainer.placement.policy_num_gpus_per_node=8"
+    size = format_bytes(4 * n_parameters)
+    assert f"; activations, {size} for the engine's weights, and the key-value" in describe_plan(configure(vllm))
+    assert engine_bytes(vllm, has_gpu=True) == 2 * n_parameters
+    assert engine_bytes(vllm, "trainer.bf16=false", has_gpu=True) == 4 * n_parameters
+    assert engine_bytes(has_gpu=True) == 4 * n_parameters, "the embedded engine computes with the policy's dtype"
+    sizes = [f"generator.inference_engine_{name}_parallel_size=2" for name in ("tensor", "pipeline", "data")]
+    assert engine_bytes(vllm, n_gpus, *sizes) == n_parameters
+    assert f"; engine {format_bytes(n_parameters)}\n" in describe_plan(configure(vllm, n_gpus, *sizes))
 
 
 def test_a_plan_does_not_guess_the_size_of_a_model_that_is_not_here(

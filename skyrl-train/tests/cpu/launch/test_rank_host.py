@@ -31,7 +31,7 @@ def write_timeouts(rank: int, folder: Path) -> None:
 
 @pytest.mark.megatron
 def test_all_groups_of_ranks_have_the_same_timeout(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core", reason="needs megatron-core, which pip install 'skyrl-train[mcore]' installs")
+    pytest.importorskip("megatron.core", reason="needs megatron-core, the extra mcore of skyrl-train")
     mp.spawn(write_timeouts, (tmp_path,), nprocs=4)
     for rank in range(4):
         timeouts = (tmp_path / f"rank_{rank}").read_text().split()
