@@ -146,8 +146,15 @@ class WeightSync:
         return Metrics.of({"sync/megabytes": receipt.n_sent / 1e6, **verified})
 
     async def send_to(self, name: str, sink: WeightSink, version: int) -> None:
-        """Send all weights, as those of `version`, to a sink that replaces another one of this name."""
-        await self._send({name: sink}, version, None)
+        """Send all weights, as those of `version`, to a sink that replaces another one of this name.
+
+        During an update, they differ from those that the other sinks received as `version`: the next sync sends no
+        changes.
+        """
+        try:
+            await self._send({name: sink}, version, None)
+        finally:
+            self._version = None
 
     async def _send(self, sinks: Mapping[str, WeightSink], version: int, base_version: int | None) -> Receipt:
         plan = await self._plan(sinks, version, base_version)

@@ -27,10 +27,14 @@ pytestmark = pytest.mark.timeout(600)
 
 def test_transports_and_changes_train_alike(start_cluster: Callable[..., Cluster], train: Callable[..., Path]) -> None:
     start_cluster(2)
-    inline = train("inline")
-    memory = train("memory", "trainer.placement.policy_num_gpus_per_node=2", "generator.weight_sync_backend=shm")
+    refreshing = "trainer.update_ref_every_epoch=true"  # after steps 2 and 4
+    inline = train("inline", refreshing)
+    memory = train(
+        "memory", refreshing, "trainer.placement.policy_num_gpus_per_node=2", "generator.weight_sync_backend=shm"
+    )
     gloo = train(
         "gloo",
+        refreshing,
         "trainer.placement.launcher=ray",
         "generator.weight_sync_backend=gloo",
         "generator.weight_sync_delta=true",

@@ -143,15 +143,17 @@ class RayLauncher:
     def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
         assert self._sync is not None, "the run sends no weights"
         shares_devices = self._placement.shares_devices and self._n_engines > 0
+        sends_changes = self._sync.sends_changes
         if any(sink in self._groups for sink in sinks.values()):  # the reference, on the policy's devices or others
             shares_devices = any({"policy", "ref"} <= {*request.users} for request in self._requests)
+            sends_changes = False  # the policy keeps one copy of sent weights, that of the engines
         transport = transport_between(self._sync, self.device, shares_devices=shares_devices)
         if transport != self._sync.transport != "auto":
             logger.info(
                 "generator.weight_sync_backend=%s: weights travel through %s, because %s",
                 *(self._sync.transport, *REASONS[transport]),
             )
-        options = replace(self._sync, transport=transport)
+        options = replace(self._sync, transport=transport, sends_changes=sends_changes)
         return WeightSync(source, sinks, options, find_address=self._groups[source].find_address, kind=kind)
 
     async def close(self) -> None:
