@@ -57,13 +57,17 @@ class Host:
         self._connections: list[_Connection] = []
         self._failed: set[int] = set()  # ranks of receivers that have failed themselves
 
-    def gather(self, stage: str) -> dict[int, Any]:
+    def gather(self, stage: str, deadline: float | None = None) -> dict[int, Any]:
         """Return the next message of every receiver, by rank.
 
+        Args:
+            stage: completes "did not …".
+            deadline: `time.monotonic()` at which to give up; by default, after the timeout of the plan.
+
         Raises:
-            SyncError: an end has failed, or a receiver sent nothing in time; `stage` completes "did not …".
+            SyncError: an end has failed, or a receiver sent nothing in time.
         """
-        deadline = time.monotonic() + self._plan.timeout_s
+        deadline = deadline or time.monotonic() + self._plan.timeout_s
         while missing := [rank for rank in self._receivers if not self._messages(rank)]:
             for rank in missing:
                 if any(c.rank == rank and not c.is_open for c in self._connections):

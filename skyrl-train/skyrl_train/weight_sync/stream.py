@@ -75,6 +75,7 @@ class StreamWriter:
         self._n_ranks = dist.get_world_size() if plan.transport == "cuda_ipc" and dist.is_initialized() else 1
         self._is_first = self._n_ranks == 1 or dist.get_rank() == 0
         self._host: Host | None = None
+        self._connect_deadline = time.monotonic() + plan.timeout_s
         try:
             self._on_first_rank(self._listen)
             self._connect()
@@ -116,14 +117,14 @@ class StreamWriter:
         """Tell the receivers to start, once all have connected. One that has read everything closes its connections,
         also to one that still connects.
         """
-        self._gather("connect")
+        self._gather("connect", self._connect_deadline)
         self._tell("start")
 
     def _introduce(self, addresses: dict[str, str]) -> None:
         """Tell the receivers the addresses of the memory, and find out which of them cannot open it."""
-        self._gather("connect")
+        self._gather("connect", self._connect_deadline)
         self._tell(addresses)
-        opened = self._gather("connect")
+        opened = self._gather("connect", self._connect_deadline)
         self._remote = [rank for rank, has_opened in opened.items() if not has_opened]
         names = ", ".join(self._plan.name(rank) for rank in self._remote)
         if self._remote and self._plan.transport == "cuda_ipc":
@@ -201,9 +202,9 @@ class StreamWriter:
         assert self._host is not None
         self._host.tell(message)
 
-    def _gather(self, stage: str) -> dict[int, Any]:
+    def _gather(self, stage: str, deadline: float | None = None) -> dict[int, Any]:
         assert self._host is not None
-        return self._host.gather(stage)
+        return self._host.gather(stage, deadline)
 
     def _on_first_rank(self, act: Callable[[], Any]) -> None:
         """Act on rank 0, once all ranks have come here. If it fails there, raise SyncError on every rank."""

@@ -84,7 +84,7 @@ class SyncOptions:
     prefers_gpus: bool = False  # `auto` does not leave the GPUs, where both ends are on them
     chunk_bytes: int = 1 << 24  # size of a piece of the stream
     ipc_bytes: int = 10**9  # of each GPU, for all pieces that `cuda_ipc` holds there
-    timeout_s: float = 600.0
+    timeout_s: float = 300.0
     has_checksum: bool = True
     sends_changes: bool = False  # since the last sync, instead of all weights, where that is shorter
 

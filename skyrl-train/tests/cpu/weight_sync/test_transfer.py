@@ -38,7 +38,7 @@ from skyrl_train.weight_sync import (
 from skyrl_train.weight_sync import stream as stream_module
 from skyrl_train.weight_sync.base import Transport
 from skyrl_train.weight_sync.cuda_ipc import decode_handle, encode_handle
-from skyrl_train.weight_sync.rendezvous import call_off
+from skyrl_train.weight_sync.rendezvous import Guest, call_off
 from skyrl_train.weight_sync.shared_memory import NAME, SharedMemory, open_memory
 from skyrl_train.weight_sync.sync import free_port
 from skyrl_train.weight_sync.transfer import SentWeights
@@ -246,6 +246,25 @@ def test_a_missing_receiver_is_named_within_the_timeout(
         with pytest.raises(SyncError):
             present.result()
     assert time.monotonic() - begin < 5
+
+
+def test_a_receiver_that_connects_slowly_has_one_timeout_for_all_stages(tensors: Tensors) -> None:
+    plan, is_over = plan_for(tensors, timeout_s=3.0), threading.Event()
+
+    def connect_slowly() -> None:
+        guest = Guest(replace(plan, rank=1))
+        time.sleep(2)
+        guest.tell("here")
+        is_over.wait(20)
+        guest.close()
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(connect_slowly)
+        with pytest.raises(SyncError, match="engine 0 did not connect within 3 s"):
+            send(plan, iter(tensors.items()))
+        assert time.monotonic() - begin < 4.5, "the other ranks of the model would have given up"
+        is_over.set()
 
 
 def test_a_receiver_that_hangs_is_named_within_the_timeout(tensors: Tensors) -> None:
