@@ -21,12 +21,14 @@ from skyrl_train.weight_sync.stream import N_SLOTS
 from skyrl_train.weight_sync.transfer import SentWeights, receive_stream, send_stream
 
 
-def send(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kept: SentWeights | None = None) -> Receipt:
+def send(
+    plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None = None
+) -> Receipt:
     """Send tensors, in the order of the plan. Call it on every rank of the model: gathering them is collective.
 
-    A plan that `tracks_changes` needs the copy that the last call `kept`.
+    A plan that `tracks_changes` needs the `sent_weights` of the previous call, which it updates.
     """
-    return send_shared(plan, tensors) if plan.transport == "shared" else send_stream(plan, tensors, kept)
+    return send_shared(plan, tensors) if plan.transport == "shared" else send_stream(plan, tensors, sent_weights)
 
 
 class Receiver:
