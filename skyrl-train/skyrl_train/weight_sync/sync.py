@@ -133,13 +133,12 @@ class WeightSync:
             SyncError: a sink received different bytes, or none in time.
             EngineError: a sink refused, e.g. because it is asleep.
         """
-        base_version, self._version = self._version, None
         try:
-            receipt = await self._send(self._sinks, version, base_version)
+            receipt = await self._send(self._sinks, version, sends_changes=self._options.sends_changes)
         except (EngineError, SyncError):
             if self.recover is None or not await self.recover():
                 raise
-            receipt = await self._send(self._sinks, version, None)
+            receipt = await self._send(self._sinks, version)
         self._version = version
         if self._options.transport == "shared":
             return Metrics()
@@ -154,12 +153,15 @@ class WeightSync:
         changes.
         """
         try:
-            await self._send({name: sink}, version, None)
+            await self._send({name: sink}, version)
         finally:
-            self._version = None
+            self._version = None  # a sync that ends meanwhile sets it
 
-    async def _send(self, sinks: Mapping[str, WeightSink], version: int, base_version: int | None) -> Receipt:
-        plan = await self._plan(sinks, version, base_version)
+    async def _send(self, sinks: Mapping[str, WeightSink], version: int, *, sends_changes: bool = False) -> Receipt:
+        plan = await self._plan(sinks, version)
+        if sends_changes:  # read now: another sink may have been replaced while the plan was made
+            plan = replace(plan, base_version=self._version)
+        self._version = None  # until all sinks hold the new one
         first, plans = 1, {}
         for name, sink in sinks.items():
             plans[name] = replace(plan, rank=first)
@@ -199,7 +201,7 @@ class WeightSync:
                 )
         return sent
 
-    async def _plan(self, sinks: Mapping[str, WeightSink], version: int, base_version: int | None) -> SyncPlan:
+    async def _plan(self, sinks: Mapping[str, WeightSink], version: int) -> SyncPlan:
         options = self._options
         if options.transport == "shared":
             return SyncPlan(version, "shared", f"sync-{id(self)}-{version}", kind=self._kind)
@@ -218,7 +220,6 @@ class WeightSync:
             chunk_bytes=options.ipc_bytes // N_SLOTS if options.transport == "cuda_ipc" else options.chunk_bytes,
             has_checksum=options.has_checksum,
             tracks_changes=options.sends_changes,
-            base_version=base_version if options.sends_changes else None,
             names=tuple(names),
         )
 

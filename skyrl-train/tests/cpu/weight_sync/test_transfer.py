@@ -406,7 +406,7 @@ def test_the_transport_follows_the_devices(
 
 def test_memory_of_cuda_ipc_is_bounded(tensors: Tensors) -> None:
     sync = WeightSync(Model(tensors), {"engine": Model(tensors)}, SyncOptions("cuda_ipc", ipc_bytes=4096))
-    plan = asyncio.run(sync._plan(sync._sinks, 1, None))
+    plan = asyncio.run(sync._plan(sync._sinks, 1))
     assert stream_module.slot_bytes(plan) * stream_module.N_SLOTS == 4096
 
 
@@ -594,3 +594,32 @@ async def test_changes_follow_a_whole_sync_and_a_failed_one_is_followed_by_a_who
     await sync(4)
     assert [plan.base_version for plan in sink.plans] == [None, 0, 1, None, None, None]
     assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+class SerialModel(Model):
+    """A source that takes one call at a time, in order."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        self.lock = asyncio.Lock()
+
+    async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
+        async with self.lock:
+            return await super().tensor_specs(kind)
+
+    async def send_weights(self, plan: SyncPlan) -> Receipt:
+        async with self.lock:
+            return await super().send_weights(plan)
+
+
+async def test_a_sync_that_begins_during_a_replacement_sends_no_changes(tensors: Tensors) -> None:
+    policy = SerialModel(tensors)
+    survivor, replacement = (Model({k: v.clone() for k, v in tensors.items()}) for _ in range(2))
+    sinks = {"engine 0": survivor, "engine 1": replacement}
+    sync = WeightSync(policy, sinks, SyncOptions("auto", sends_changes=True, timeout_s=10))
+    await sync(1)
+    tensors["layer.0"] += 1  # an update that only the replacement receives as version 1
+    await asyncio.gather(sync.send_to("engine 1", replacement, 1), sync(2))
+    assert [plan.base_version for plan in survivor.plans] == [None, None]
+    for sink in sinks.values():
+        assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in tensors.items())
