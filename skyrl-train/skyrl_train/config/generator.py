@@ -152,8 +152,9 @@ class GeneratorConfig(Section):
     """Send only the values that changed since the last weight sync, where that is shorter. The policy's first rank
     keeps a copy of the weights."""
 
-    weight_sync_timeout_seconds: Annotated[float, Gt(0)] = 600.0
-    """Maximum time that a process may keep a weight sync waiting."""
+    weight_sync_timeout_seconds: Annotated[float, Gt(0)] = 300.0
+    """Maximum time that a process may keep a weight sync waiting. If the policy has several ranks, it must be at least
+    30 s less than `$SKYRL_WORKER_NCCL_TIMEOUT_IN_S` (600), the time for which ranks wait for each other."""
 
     async_engine: bool = True
     """No effect: engines are always asynchronous."""

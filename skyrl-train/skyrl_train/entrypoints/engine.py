@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -147,8 +148,7 @@ def _connect_servers(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> En
         if cfg.generator.backend == "sglang":
             from skyrl_train.inference_engines.sglang.engine import SGLangEngine
 
-            folder = _weight_folder(cfg) / f"server_{index}"
-            return SGLangEngine(urls[index], cfg.trainer.policy.model.path, tokenizer, folder)
+            return SGLangEngine(urls[index], cfg.trainer.policy.model.path, tokenizer, _weight_folder(cfg))
         from skyrl_train.inference_engines.vllm.server import VLLMServerEngine
 
         return VLLMServerEngine(urls[index], tokenizer)
@@ -172,8 +172,13 @@ def _engine_init_kwargs(cfg: SkyRLConfig) -> dict[str, Any]:
 
 
 def _weight_folder(cfg: SkyRLConfig) -> Path:
-    """Return the folder through which a server of SGLang gets new weights."""
+    """Return the folder through which servers of SGLang get new weights."""
     return Path(cfg.trainer.run_dir) / "engine_weights"
+
+
+def delete_weight_files(cfg: SkyRLConfig) -> None:
+    """Delete weights that a run of this folder has left because it was killed during a weight sync."""
+    shutil.rmtree(_weight_folder(cfg), ignore_errors=True)
 
 
 def sync_options(cfg: GeneratorConfig) -> SyncOptions:

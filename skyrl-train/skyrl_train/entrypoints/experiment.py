@@ -42,7 +42,14 @@ from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import TaskRow, check_environments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.command import validate_cfg
-from skyrl_train.entrypoints.engine import needs_model, new_engine, sync_kind, sync_options, sync_tolerance
+from skyrl_train.entrypoints.engine import (
+    delete_weight_files,
+    needs_model,
+    new_engine,
+    sync_kind,
+    sync_options,
+    sync_tolerance,
+)
 from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
@@ -108,6 +115,7 @@ class BasePPOExp(Experiment):
 
         `model` is None if the policy is in other processes; the engine is then in another one.
         """
+        delete_weight_files(self.cfg)
         async with AsyncExitStack() as stack:
             launcher = self._launcher
             if launcher is None or not self.cfg.generator.run_engines_locally:

@@ -107,19 +107,19 @@ class EngineClient:
         received: list[int] = []
         with self._running(index, 1):
             while True:
-                engine, n_again = self._engines[index], 0
+                engine, n_streamed = self._engines[index], 0
                 try:
                     async with aclosing(engine.stream(request)) as chunks:
                         async for chunk in chunks:
-                            n_old = min(len(chunk.token_ids), len(received) - n_again)
-                            if chunk.token_ids[:n_old] != received[n_again : n_again + n_old]:
+                            n_old = min(len(chunk.token_ids), len(received) - n_streamed)
+                            if chunk.token_ids[:n_old] != received[n_streamed : n_streamed + n_old]:
                                 raise EngineError(
                                     "an engine was lost after it had streamed tokens of earlier weights; retry it"
                                 )
-                            n_again += n_old
+                            n_streamed += n_old
                             new = replace(chunk, token_ids=chunk.token_ids[n_old:], logprobs=chunk.logprobs[n_old:])
                             received += new.token_ids
-                            n_again += len(new.token_ids)
+                            n_streamed += len(new.token_ids)
                             if new.token_ids or new.result is not None:
                                 yield new
                     return

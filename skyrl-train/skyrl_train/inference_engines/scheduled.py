@@ -57,7 +57,7 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
     def _add(self, sequences: Sequence[ActiveSequence]) -> None:
         self._waiting.extend(sequences)
 
-    def _held(self) -> Iterable[ActiveSequence]:
+    def _active_sequences(self) -> Iterable[ActiveSequence]:
         return chain(self._running.values(), self._waiting)
 
     def _take_finished(self) -> list[ActiveSequence]:

@@ -199,19 +199,19 @@ class SteppedEngine(ABC, Generic[S]):
 
     @abstractmethod
     def _add(self, sequences: Sequence[S]) -> None:
-        """Hold new sequences for the next step."""
+        """Queue new sequences for the next step."""
 
     @abstractmethod
-    def _held(self) -> Iterable[S]:
-        """Return all sequences that were added and not yet taken."""
+    def _active_sequences(self) -> Iterable[S]:
+        """Return the sequences that wait or run."""
 
     @abstractmethod
     def _take_finished(self) -> list[S]:
-        """Return the held sequences that are over, and hold them no longer."""
+        """Remove the sequences that are over, and return them."""
 
     @abstractmethod
     async def _step(self) -> None:
-        """Take one step with the held sequences, and `_append` the tokens that it samples."""
+        """Take one step with the active sequences, and `_append` the tokens that it samples."""
 
     @abstractmethod
     async def _drop_all(self) -> None:
@@ -219,11 +219,11 @@ class SteppedEngine(ABC, Generic[S]):
 
     @abstractmethod
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
-        """Load the weights of a sync, and drop all caches; held sequences are read again."""
+        """Load the weights of a sync, and drop all caches; active sequences are prefilled again."""
 
     @abstractmethod
     async def _release_memory(self) -> None:
-        """Release memory while no sequence is held."""
+        """Release memory while no sequence is active."""
 
     def _interrupt_step(self) -> None:
         """End the current step early if it waits for something else than its own computation."""
@@ -265,7 +265,7 @@ class SteppedEngine(ABC, Generic[S]):
     async def _run(self) -> None:
         """Take steps until no sequence is left or the engine is held."""
         self._deliver_finished()
-        while not self._n_holds and any(True for _ in self._held()):
+        while not self._n_holds and any(True for _ in self._active_sequences()):
             self._between_steps.clear()
             try:
                 await self._step()
@@ -356,7 +356,7 @@ class SteppedEngine(ABC, Generic[S]):
             raise EngineError("the engine is asleep; call wake_up() first")
 
     def _unfinished(self) -> list[S]:
-        return [sequence for sequence in self._held() if not sequence.is_over]
+        return [sequence for sequence in self._active_sequences() if not sequence.is_over]
 
     def _fail_waiting(self, message: str, cause: Exception | None = None) -> None:
         """Fail every waiting request with an error of its own."""

@@ -42,7 +42,7 @@ class SyncPlan:
     chunks: tuple[tuple[TensorSpec, ...], ...] = ()  # the tensors in order
     n_receivers: int = 1
     rank: int = 0  # 0 sends, 1 … n_receivers receive
-    timeout_s: float = 600.0
+    timeout_s: float = 300.0
     kind: SyncKind = "full"
     chunk_bytes: int = 1 << 24  # size of a piece of the stream; each end holds a few pieces at a time
     has_checksum: bool = True  # False: receipts have the checksum 0

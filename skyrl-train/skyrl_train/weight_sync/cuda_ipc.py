@@ -49,10 +49,10 @@ def open_cuda_memory(address: str, device: torch.device) -> CudaMemory:
 
 
 def encode_handle(fields: Sequence[HandleField]) -> str:
-    """Return the fields of a handle as text: plain values, because whoever reads it may not trust the writer."""
+    """Encode a handle as JSON, so that the reader never unpickles data of another process."""
     return json.dumps([base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in fields])
 
 
 def decode_handle(text: str) -> list[HandleField]:
-    """Return the fields of `encode_handle`."""
+    """Decode the fields of a handle that `encode_handle` has encoded."""
     return [base64.b64decode(x) if isinstance(x, str) else x for x in json.loads(text)]

@@ -1,4 +1,4 @@
-"""The meeting of all ends of a weight sync: receivers connect to the sender, and both send lines of JSON.
+"""Control connections of a weight sync: receivers connect to the sender, and both ends exchange lines of JSON.
 
 An end that closes its connection, fails or stays silent for too long ends the sync at once, with its name.
 """
@@ -40,8 +40,8 @@ class _Connection:
     is_open: bool = True
 
 
-class Host:
-    """The sender's end of the meeting."""
+class SenderEndpoint:
+    """The sender's connections to all receivers."""
 
     def __init__(self, plan: SyncPlan) -> None:
         """Listen at the plan's address."""
@@ -57,13 +57,17 @@ class Host:
         self._connections: list[_Connection] = []
         self._failed: set[int] = set()  # ranks of receivers that have failed themselves
 
-    def gather(self, stage: str) -> dict[int, Any]:
+    def gather(self, stage: str, deadline: float | None = None) -> dict[int, Any]:
         """Return the next message of every receiver, by rank.
 
+        Args:
+            stage: completes "did not …".
+            deadline: `time.monotonic()` at which to give up; by default, after the timeout of the plan.
+
         Raises:
-            SyncError: an end has failed, or a receiver sent nothing in time; `stage` completes "did not …".
+            SyncError: an end has failed, or a receiver sent nothing in time.
         """
-        deadline = time.monotonic() + self._plan.timeout_s
+        deadline = deadline or time.monotonic() + self._plan.timeout_s
         while missing := [rank for rank in self._receivers if not self._messages(rank)]:
             for rank in missing:
                 if any(c.rank == rank and not c.is_open for c in self._connections):
@@ -77,7 +81,7 @@ class Host:
             self._receive(left_s)
         return {rank: self._messages(rank).popleft() for rank in self._receivers}
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send a message to every receiver that has connected."""
         line = _encode(MESSAGE, message)
         for connection in self._connections:
@@ -86,7 +90,7 @@ class Host:
                     connection.sock.sendall(line)
 
     def fail(self, error: BaseException) -> None:
-        """Tell all receivers, also those that connect within a moment, that the sync has failed."""
+        """Inform all receivers, also those that connect within `LINGER_S`, that the sync has failed."""
         informed: set[int | None] = {None, *self._failed}
         deadline = time.monotonic() + LINGER_S
         while len(informed) <= len(self._receivers) and time.monotonic() < deadline:
@@ -131,7 +135,7 @@ class Host:
         for line in lines:
             try:
                 kind, value = json.loads(line)
-            except (ValueError, TypeError):  # a stranger
+            except (ValueError, TypeError):  # not one of our receivers, e.g. a port scan
                 continue
             if kind == FAILED:
                 reason, ranks = value
@@ -143,8 +147,8 @@ class Host:
                 connection.messages.append(value)
 
 
-class Guest:
-    """A receiver's end of the meeting."""
+class ReceiverEndpoint:
+    """A receiver's connection to the sender."""
 
     def __init__(self, plan: SyncPlan) -> None:
         """Connect to the sender, which may start to listen later."""
@@ -154,7 +158,7 @@ class Guest:
         self._messages: deque[Any] = deque()
         self._send(HELLO, plan.rank)
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send a message to the sender."""
         self._send(MESSAGE, message)
 
@@ -196,7 +200,7 @@ class Guest:
             )
 
     def fail(self, error: BaseException) -> None:
-        """Tell the sender, and through it the other receivers, that this one has failed."""
+        """Inform the sender, and through it the other receivers, that this one has failed."""
         self._send(FAILED, [str(error), [self._plan.rank]])
 
     def close(self) -> None:
@@ -210,7 +214,7 @@ class Guest:
 
 
 def call_off(plan: SyncPlan, reason: BaseException, failed: Sequence[int] = ()) -> bool:
-    """Tell the sender that an end failed, perhaps before it connected, and which receivers have `failed`.
+    """Inform the sender that an end failed, perhaps before it connected, and which receivers have `failed`.
 
     Returns:
         False if the sender does not listen.

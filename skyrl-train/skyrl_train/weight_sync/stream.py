@@ -5,7 +5,7 @@ process group copies them to the others, with gloo between CPUs and with NCCL be
 every receiver has read it.
 
 With `cuda_ipc`, a process can open only memory of its own GPU. Each rank of the model then writes the same stream into
-slots on its GPU, in step with rank 0, which alone talks to the receivers.
+slots on its GPU. The ranks write synchronously. Only rank 0 exchanges messages with receivers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from skyrl_train.errors import SyncError
 from skyrl_train.weight_sync.base import SyncPlan
 from skyrl_train.weight_sync.cuda_ipc import CudaMemory, open_cuda_memory
-from skyrl_train.weight_sync.rendezvous import GRACE_S, Guest, Host, group_errors, open_store
+from skyrl_train.weight_sync.rendezvous import GRACE_S, ReceiverEndpoint, SenderEndpoint, group_errors, open_store
 from skyrl_train.weight_sync.shared_memory import SharedMemory, can_share_memory, open_memory
 
 N_SLOTS = 4
@@ -74,7 +74,8 @@ class StreamWriter:
         self.n_sent = 0
         self._n_ranks = dist.get_world_size() if plan.transport == "cuda_ipc" and dist.is_initialized() else 1
         self._is_first = self._n_ranks == 1 or dist.get_rank() == 0
-        self._host: Host | None = None
+        self._endpoint: SenderEndpoint | None = None
+        self._connect_deadline = time.monotonic() + plan.timeout_s
         try:
             self._on_first_rank(self._listen)
             self._connect()
@@ -84,7 +85,7 @@ class StreamWriter:
             raise
 
     def _listen(self) -> None:
-        self._host = Host(self._plan)
+        self._endpoint = SenderEndpoint(self._plan)
 
     def _connect(self) -> None:
         size, memory = N_SLOTS * self._size, None
@@ -106,30 +107,30 @@ class StreamWriter:
         if self._remote:
             with group_errors(self._plan, self._remote):
                 store = open_store(self._plan)
-                self._tell([store.port, *self._remote])
+                self._send([store.port, *self._remote])
                 self._group = process_group(self._plan, store, self._remote, self._device)
         else:
-            self._on_first_rank(lambda: self._tell([]))
+            self._on_first_rank(lambda: self._send([]))
         self._on_first_rank(self._start)
 
     def _start(self) -> None:
-        """Tell the receivers to start, once all have connected. One that has read everything closes its connections,
-        also to one that still connects.
+        """Start the transfer once every receiver has connected. Otherwise a fast receiver could close its connections
+        while a slow one is still connecting.
         """
-        self._gather("connect")
-        self._tell("start")
+        self._gather("connect", self._connect_deadline)
+        self._send("start")
 
     def _introduce(self, addresses: dict[str, str]) -> None:
-        """Tell the receivers the addresses of the memory, and find out which of them cannot open it."""
-        self._gather("connect")
-        self._tell(addresses)
-        opened = self._gather("connect")
+        """Send the addresses of the memory to the receivers, and find those that cannot open it."""
+        self._gather("connect", self._connect_deadline)
+        self._send(addresses)
+        opened = self._gather("connect", self._connect_deadline)
         self._remote = [rank for rank, has_opened in opened.items() if not has_opened]
         names = ", ".join(self._plan.name(rank) for rank in self._remote)
         if self._remote and self._plan.transport == "cuda_ipc":
             raise SyncError(
-                f"weight sync {self._plan.version}: {names} is on none of the GPUs of {self._plan.name(0)} and its "
-                "fellow ranks, or in another container; set generator.weight_sync_backend=gloo"
+                f"weight sync {self._plan.version}: {names} is on none of the GPUs of the sending ranks, or "
+                "in another container; set generator.weight_sync_backend=gloo"
             )
         if self._remote and self._plan.transport == "shared_memory":
             raise SyncError(
@@ -160,14 +161,14 @@ class StreamWriter:
             self._wait_until_read()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the receivers that the sync has failed."""
-        if self._host is not None:
-            self._host.fail(error)
+        """Inform the receivers that the sync has failed."""
+        if self._endpoint is not None:
+            self._endpoint.fail(error)
 
     def close(self) -> None:
         """Close the connections."""
-        if self._host is not None:
-            self._host.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         close_group(self._group, self._device)
 
     def _slot(self) -> torch.Tensor:
@@ -181,7 +182,7 @@ class StreamWriter:
         slot = self._slot()[: self._used]
         if self._group is None:
             synchronize(self._device)
-        self._on_first_rank(lambda: self._tell(self._used))
+        self._on_first_rank(lambda: self._send(self._used))
         if self._group is not None:
             with group_errors(self._plan, self._remote):
                 self._sending[self._n_pieces % N_SLOTS] = self._group.broadcast([slot], dist.BroadcastOptions())
@@ -197,16 +198,16 @@ class StreamWriter:
             with group_errors(self._plan, self._remote):
                 self._sending[index].wait()
 
-    def _tell(self, message: Any) -> None:
-        assert self._host is not None
-        self._host.tell(message)
+    def _send(self, message: Any) -> None:
+        assert self._endpoint is not None
+        self._endpoint.send(message)
 
-    def _gather(self, stage: str) -> dict[int, Any]:
-        assert self._host is not None
-        return self._host.gather(stage)
+    def _gather(self, stage: str, deadline: float | None = None) -> dict[int, Any]:
+        assert self._endpoint is not None
+        return self._endpoint.gather(stage, deadline)
 
     def _on_first_rank(self, act: Callable[[], Any]) -> None:
-        """Act on rank 0, once all ranks have come here. If it fails there, raise SyncError on every rank."""
+        """Act on rank 0, once all ranks have called this. If it fails, raise SyncError on every rank."""
         if self._n_ranks == 1:
             act()
             return
@@ -241,7 +242,7 @@ class StreamReader:
         self._piece = torch.empty(0, dtype=torch.uint8)
         self._used = 0  # bytes of the current piece
         self.n_received = 0
-        self._guest = Guest(plan)
+        self._endpoint = ReceiverEndpoint(plan)
         try:
             self._connect()
         except BaseException as error:
@@ -250,11 +251,11 @@ class StreamReader:
             raise
 
     def _connect(self) -> None:
-        self._guest.tell("here")
-        address = self._guest.receive("connect").get(memory_place(self._device))
+        self._endpoint.send("here")
+        address = self._endpoint.receive("connect").get(memory_place(self._device))
         memory = None if address is None else open_device_memory(address, self._device)
-        self._guest.tell(memory is not None)
-        remote = self._guest.receive("connect")
+        self._endpoint.send(memory is not None)
+        remote = self._endpoint.receive("connect")
         if memory is not None:
             self._buffer = memory.buffer
             memory.close()  # the mapping remains
@@ -263,8 +264,8 @@ class StreamReader:
             with group_errors(self._plan, [0]):
                 self._group = process_group(self._plan, open_store(self._plan, port), remote, self._device)
             self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-        self._guest.tell("connected")
-        self._guest.receive("connect")
+        self._endpoint.send("connected")
+        self._endpoint.receive("connect")
 
     def read(self, n_bytes: int) -> Iterator[torch.Tensor]:
         """Yield the next record, in parts (n,) on the device of the stream that are valid until the next one."""
@@ -289,22 +290,22 @@ class StreamReader:
         return self._device
 
     def finish(self) -> None:
-        """Tell the sender that everything was read."""
+        """Inform the sender that everything was read."""
         self._free_piece()
         self.close()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the sender that this receiver has failed."""
-        self._guest.fail(error)
+        """Inform the sender that this receiver has failed."""
+        self._endpoint.fail(error)
 
     def close(self) -> None:
         """Close the connection."""
-        self._guest.close()
+        self._endpoint.close()
         close_group(self._group, self._device)
 
     def _next_piece(self) -> None:
         self._free_piece()
-        n_bytes: int = self._guest.receive("send the weights")
+        n_bytes: int = self._endpoint.receive("send the weights")
         start = self._n_pieces % N_SLOTS * self._size if self._group is None else 0
         self._piece, self._used = self._buffer[start : start + n_bytes], 0
         if self._group is not None:
@@ -322,7 +323,7 @@ class StreamReader:
         received.record()
         deadline = time.monotonic() + self._plan.timeout_s
         while not received.query():
-            self._guest.check("send the weights")
+            self._endpoint.check("send the weights")
             if time.monotonic() > deadline:
                 raise SyncError(describe_stall(self._plan, [0]))
             time.sleep(POLL_S)
@@ -330,7 +331,7 @@ class StreamReader:
     def _free_piece(self) -> None:
         if self._n_pieces:
             synchronize(self._device)
-            self._guest.tell("read")
+            self._endpoint.send("read")
 
 
 def create_memory(size: int, device: torch.device) -> Memory:

@@ -21,12 +21,14 @@ from skyrl_train.weight_sync.stream import N_SLOTS
 from skyrl_train.weight_sync.transfer import SentWeights, receive_stream, send_stream
 
 
-def send(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kept: SentWeights | None = None) -> Receipt:
+def send(
+    plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None = None
+) -> Receipt:
     """Send tensors, in the order of the plan. Call it on every rank of the model: gathering them is collective.
 
-    A plan that `tracks_changes` needs the copy that the last call `kept`.
+    A plan that `tracks_changes` needs the `sent_weights` of the previous call, which it updates.
     """
-    return send_shared(plan, tensors) if plan.transport == "shared" else send_stream(plan, tensors, kept)
+    return send_shared(plan, tensors) if plan.transport == "shared" else send_stream(plan, tensors, sent_weights)
 
 
 class Receiver:
@@ -84,7 +86,7 @@ class SyncOptions:
     prefers_gpus: bool = False  # `auto` does not leave the GPUs, where both ends are on them
     chunk_bytes: int = 1 << 24  # size of a piece of the stream
     ipc_bytes: int = 10**9  # of each GPU, for all pieces that `cuda_ipc` holds there
-    timeout_s: float = 600.0
+    timeout_s: float = 300.0
     has_checksum: bool = True
     sends_changes: bool = False  # since the last sync, instead of all weights, where that is shorter
 
@@ -131,13 +133,12 @@ class WeightSync:
             SyncError: a sink received different bytes, or none in time.
             EngineError: a sink refused, e.g. because it is asleep.
         """
-        base_version, self._version = self._version, None
         try:
-            receipt = await self._send(self._sinks, version, base_version)
+            receipt = await self._send(self._sinks, version, sends_changes=self._options.sends_changes)
         except (EngineError, SyncError):
             if self.recover is None or not await self.recover():
                 raise
-            receipt = await self._send(self._sinks, version, None)
+            receipt = await self._send(self._sinks, version)
         self._version = version
         if self._options.transport == "shared":
             return Metrics()
@@ -146,11 +147,21 @@ class WeightSync:
         return Metrics.of({"sync/megabytes": receipt.n_sent / 1e6, **verified})
 
     async def send_to(self, name: str, sink: WeightSink, version: int) -> None:
-        """Send all weights, as those of `version`, to a sink that replaces another one of this name."""
-        await self._send({name: sink}, version, None)
+        """Send all weights, as those of `version`, to a sink that replaces another one of this name.
 
-    async def _send(self, sinks: Mapping[str, WeightSink], version: int, base_version: int | None) -> Receipt:
-        plan = await self._plan(sinks, version, base_version)
+        During an update, they differ from those that the other sinks received as `version`: the next sync sends no
+        changes.
+        """
+        try:
+            await self._send({name: sink}, version)
+        finally:
+            self._version = None  # a sync that ends meanwhile sets it
+
+    async def _send(self, sinks: Mapping[str, WeightSink], version: int, *, sends_changes: bool = False) -> Receipt:
+        plan = await self._plan(sinks, version)
+        if sends_changes:  # read now: another sink may have been replaced while the plan was made
+            plan = replace(plan, base_version=self._version)
+        self._version = None  # until all sinks hold the new one
         first, plans = 1, {}
         for name, sink in sinks.items():
             plans[name] = replace(plan, rank=first)
@@ -190,7 +201,7 @@ class WeightSync:
                 )
         return sent
 
-    async def _plan(self, sinks: Mapping[str, WeightSink], version: int, base_version: int | None) -> SyncPlan:
+    async def _plan(self, sinks: Mapping[str, WeightSink], version: int) -> SyncPlan:
         options = self._options
         if options.transport == "shared":
             return SyncPlan(version, "shared", f"sync-{id(self)}-{version}", kind=self._kind)
@@ -209,7 +220,6 @@ class WeightSync:
             chunk_bytes=options.ipc_bytes // N_SLOTS if options.transport == "cuda_ipc" else options.chunk_bytes,
             has_checksum=options.has_checksum,
             tracks_changes=options.sends_changes,
-            base_version=base_version if options.sends_changes else None,
             names=tuple(names),
         )
 

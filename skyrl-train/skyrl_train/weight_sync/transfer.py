@@ -49,7 +49,9 @@ class SentWeights:
         self._version = version
 
 
-def send_stream(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kept: SentWeights | None) -> Receipt:
+def send_stream(
+    plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None
+) -> Receipt:
     """Send the tensors in the order of the plan from rank 0. The other ranks help to gather them and, with `cuda_ipc`,
     write them into memory of their GPUs.
 
@@ -62,7 +64,7 @@ def send_stream(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kep
             pass
         return Receipt(plan.version, 0)
     try:
-        return _send(plan, tensors, kept, has_checksum=plan.has_checksum and is_first)
+        return _send(plan, tensors, sent_weights, has_checksum=plan.has_checksum and is_first)
     except BaseException:
         for _ in tensors:  # the other ranks still gather them
             pass
@@ -70,10 +72,10 @@ def send_stream(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kep
 
 
 def _send(
-    plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], kept: SentWeights | None, *, has_checksum: bool
+    plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None, *, has_checksum: bool
 ) -> Receipt:
-    if kept is not None:
-        kept.check(plan)
+    if sent_weights is not None:
+        sent_weights.check(plan)
     writer = StreamWriter(plan)
     checksum, n_bytes = 0, 0
     try:
@@ -84,7 +86,7 @@ def _send(
             n_bytes += spec.n_bytes
             with half_of_cores():  # the receiver has the other half
                 tensor = tensor.detach().to(spec.dtype).contiguous()
-                _write(writer, plan, spec, tensor, kept)
+                _write(writer, plan, spec, tensor, sent_weights)
                 if has_checksum:
                     checksum += tensor_checksum(name, tensor)
         writer.finish()
@@ -93,15 +95,15 @@ def _send(
         raise
     finally:
         writer.close()
-    if kept is not None:
-        kept.complete(plan.version)
+    if sent_weights is not None:
+        sent_weights.complete(plan.version)
     return Receipt(plan.version, n_bytes, checksum % 2**64, writer.n_sent)
 
 
 def _write(
-    writer: StreamWriter, plan: SyncPlan, spec: TensorSpec, tensor: torch.Tensor, kept: SentWeights | None
+    writer: StreamWriter, plan: SyncPlan, spec: TensorSpec, tensor: torch.Tensor, sent_weights: SentWeights | None
 ) -> None:
-    changes = None if kept is None else kept.replace(spec.name, tensor.cpu())
+    changes = None if sent_weights is None else sent_weights.replace(spec.name, tensor.cpu())
     if plan.base_version is None:
         writer.write(flat_bytes(tensor))
     elif changes is None or changes.n_bytes >= spec.n_bytes:
@@ -114,9 +116,9 @@ def _write(
 
 
 def receive_stream(
-    plan: SyncPlan, into: Mapping[str, torch.Tensor]
+    plan: SyncPlan, parameters: Mapping[str, torch.Tensor]
 ) -> Generator[tuple[str, torch.Tensor], None, Receipt]:
-    """Yield the tensors: those in `into`, where name, shape and dtype are the same, and others from a buffer.
+    """Yield the tensors: those in `parameters`, where name, shape and dtype are the same, and others from a buffer.
 
     Raises:
         SyncError: the sender failed, or did not answer in time.
@@ -126,7 +128,7 @@ def receive_stream(
     try:
         for spec in plan.specs:
             with half_of_cores():
-                tensor = _read(reader, plan, spec, _own(into, spec))
+                tensor = _read(reader, plan, spec, find_destination(parameters, spec))
             yield spec.name, tensor
             n_bytes += spec.n_bytes
             if plan.has_checksum:
@@ -141,17 +143,18 @@ def receive_stream(
     return Receipt(plan.version, n_bytes, checksum % 2**64, reader.n_received)
 
 
-def _own(into: Mapping[str, torch.Tensor], spec: TensorSpec) -> torch.Tensor | None:
+def find_destination(parameters: Mapping[str, torch.Tensor], spec: TensorSpec) -> torch.Tensor | None:
     """Return the receiver's tensor if the stream can be written into it."""
-    own = into.get(spec.name)
-    if own is None or own.dtype != spec.dtype or tuple(own.shape) != spec.shape or not own.is_contiguous():
+    destination = parameters.get(spec.name)
+    if destination is None or not destination.is_contiguous():
         return None
-    return own.detach()
+    matches = destination.dtype == spec.dtype and tuple(destination.shape) == spec.shape
+    return destination.detach() if matches else None
 
 
-def _read(reader: StreamReader, plan: SyncPlan, spec: TensorSpec, own: torch.Tensor | None) -> torch.Tensor:
+def _read(reader: StreamReader, plan: SyncPlan, spec: TensorSpec, destination: torch.Tensor | None) -> torch.Tensor:
     if plan.base_version is not None:
-        if own is None:
+        if destination is None:
             raise SyncError(
                 f"changes of {spec.name} since version {plan.base_version} arrived, but {plan.name(plan.rank)} has no "
                 "such tensor of the same dtype; set generator.weight_sync_delta=false"
@@ -159,12 +162,12 @@ def _read(reader: StreamReader, plan: SyncPlan, spec: TensorSpec, own: torch.Ten
         n_changes = int(_read_record(reader, 1, torch.int64))
         if n_changes != WHOLE:
             gaps = _read_record(reader, n_changes, torch.uint8).clone()  # the next record may overwrite it
-            Changes(gaps, _read_record(reader, n_changes, INT_OF_SIZE[spec.dtype.itemsize])).apply(bits_of(own))
-            return own
-    if own is None:
+            Changes(gaps, _read_record(reader, n_changes, INT_OF_SIZE[spec.dtype.itemsize])).apply(bits_of(destination))
+            return destination
+    if destination is None:
         return _read_record(reader, spec.n_bytes // spec.dtype.itemsize, spec.dtype).view(spec.shape)
-    _fill(own, reader)
-    return own
+    _fill(destination, reader)
+    return destination
 
 
 def _read_record(reader: StreamReader, n_values: int, dtype: torch.dtype) -> torch.Tensor:

@@ -218,7 +218,7 @@ class WorkerGroup:
             try:
                 return await asyncio.gather(*calls)
             except Exception as error:
-                if isinstance(error, SyncError) and await _all_others_finish(calls):
+                if isinstance(error, SyncError) and await _all_finish(calls):
                     raise  # a receiver failed, and no rank waits for another one
                 self._broken_by = cause = await _find_cause(error, calls)
                 if cause is error:
@@ -226,10 +226,11 @@ class WorkerGroup:
                 raise cause from cause.__cause__
 
 
-async def _all_others_finish(calls: Sequence[asyncio.Future[Any]]) -> bool:
-    """Return True if all calls end in time, and only one of them fails."""
+async def _all_finish(calls: Sequence[asyncio.Future[Any]]) -> bool:
+    """Return True if all calls of a weight sync end in time, with a result or a SyncError."""
     done, _ = await asyncio.wait(calls, timeout=FINISH_TIMEOUT_S)
-    return len(done) == len(calls) and sum(call.exception() is not None for call in done) == 1
+    errors = [call.exception() for call in done]
+    return len(done) == len(calls) and all(error is None or isinstance(error, SyncError) for error in errors)
 
 
 async def _find_cause(error: Exception, calls: Sequence[asyncio.Future[Any]]) -> Exception:

@@ -282,8 +282,8 @@ class Worker:
         """Send the weights to the receivers of `plan`. Gathering is collective: every rank must call this."""
         if plan.tracks_changes and self._sent is None:
             self._sent = SentWeights()
-        kept = self._sent if plan.tracks_changes else None
-        return send(plan, self._strategy.full_tensors(self.module, plan.kind), kept)
+        sent_weights = self._sent if plan.tracks_changes else None
+        return send(plan, self._strategy.full_tensors(self.module, plan.kind), sent_weights)
 
     def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Load the weights of a model of the same architecture, as the receiver `plan.rank` plus this rank."""

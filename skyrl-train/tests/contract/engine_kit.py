@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from string import ascii_lowercase
 from typing import Any
@@ -33,6 +33,7 @@ from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.types.specs import SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncOptions, SyncPlan, WeightSync, send
 from skyrl_train.weight_sync.base import Transport
+from skyrl_train.weight_sync.transfer import SentWeights
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 SYNC_TIMEOUT_S = 20.0
@@ -187,6 +188,7 @@ class TensorSource:
     """A `WeightSource` in this process."""
 
     named_tensors: Callable[[], NamedTensors]
+    sent_weights: SentWeights = field(default_factory=SentWeights)
 
     async def tensor_specs(self, kind: SyncKind = "full") -> list[TensorSpec]:
         """Return name, shape and dtype of each tensor."""
@@ -195,7 +197,7 @@ class TensorSource:
     async def send_weights(self, plan: SyncPlan) -> Receipt:
         """Send the tensors as planned; a broadcast blocks until they are received."""
         tensors = ((name, tensor.detach()) for name, tensor in self.named_tensors())
-        return await asyncio.to_thread(send, plan, tensors)
+        return await asyncio.to_thread(send, plan, tensors, self.sent_weights if plan.tracks_changes else None)
 
 
 async def sync_weights(

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from skyrl_train.config.cli import parse_cli
 from skyrl_train.entrypoints.experiment import BasePPOExp
-from skyrl_train.errors import SyncError
+from skyrl_train.errors import ConfigError, SyncError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.launch.ray.launcher import check_sync_timeout
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 pytestmark = pytest.mark.timeout(600)
@@ -27,10 +28,14 @@ pytestmark = pytest.mark.timeout(600)
 
 def test_transports_and_changes_train_alike(start_cluster: Callable[..., Cluster], train: Callable[..., Path]) -> None:
     start_cluster(2)
-    inline = train("inline")
-    memory = train("memory", "trainer.placement.policy_num_gpus_per_node=2", "generator.weight_sync_backend=shm")
+    refreshing = "trainer.update_ref_every_epoch=true"  # after steps 2 and 4
+    inline = train("inline", refreshing)
+    memory = train(
+        "memory", refreshing, "trainer.placement.policy_num_gpus_per_node=2", "generator.weight_sync_backend=shm"
+    )
     gloo = train(
         "gloo",
+        refreshing,
         "trainer.placement.launcher=ray",
         "generator.weight_sync_backend=gloo",
         "generator.weight_sync_delta=true",
@@ -70,6 +75,22 @@ def test_a_sync_that_is_broken_on_purpose_ends_the_run(
     with pytest.raises(SyncError, match="weight sync 1 failed: the engine does not compute with the policy's weights"):
         Careless(cfg).run()
     assert [row["step"] for row in metrics(tmp_path / "skyrl/broken")] == [0]
+
+
+def test_a_timeout_that_ranks_would_not_wait_for_is_refused(
+    start_cluster: Callable[..., Cluster], five_steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYRL_WORKER_NCCL_TIMEOUT_IN_S", "60")  # of the cluster's processes, not of this one
+    start_cluster(2)
+    ranks = "trainer.placement.policy_num_gpus_per_node=2"
+    cfg = parse_cli([*five_steps, ranks, "generator.weight_sync_timeout_seconds=31"])
+    with pytest.raises(
+        ConfigError,
+        match=r"weight_sync_timeout_seconds=31 must be at least 30 s less than SKYRL_WORKER_NCCL_TIMEOUT_IN_S=60.*"
+        r"SKYRL_WORKER_NCCL_TIMEOUT_IN_S=61 where",
+    ):
+        BasePPOExp(cfg).run()
+    check_sync_timeout(30, 60)
 
 
 def test_two_engines_train_like_one_process_and_a_killed_one_is_replaced(

@@ -121,7 +121,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
     def _add(self, sequences: Sequence[CachedSequence]) -> None:
         self._scheduler.waiting.extend(sequences)
 
-    def _held(self) -> Iterable[CachedSequence]:
+    def _active_sequences(self) -> Iterable[CachedSequence]:
         return chain(self._scheduler.running, self._scheduler.waiting)
 
     def _take_finished(self) -> list[CachedSequence]:
@@ -148,20 +148,20 @@ class HFEngine(SteppedEngine[CachedSequence]):
     @torch.no_grad()
     def _copy_weights(self, plan: SyncPlan) -> Receipt:
         """Copy weights into the model, except those that share the policy's memory."""
-        own = trained_parameters(self._model) if plan.kind == "adapter" else dict(self._model.named_parameters())
-        receiver = Receiver(plan, into=own)
+        parameters = trained_parameters(self._model) if plan.kind == "adapter" else dict(self._model.named_parameters())
+        receiver = Receiver(plan, into=parameters)
         received = set()
         for name, tensor in receiver:
-            if name not in own or own[name].shape != tensor.shape:
-                own_shape = tuple(own[name].shape) if name in own else "none"
+            if name not in parameters or parameters[name].shape != tensor.shape:
+                shape = tuple(parameters[name].shape) if name in parameters else "none"
                 raise EngineError(
-                    f"the policy sends {name} of shape {tuple(tensor.shape)} but the engine's model has {own_shape}; "
+                    f"the policy sends {name} of shape {tuple(tensor.shape)} but the engine's model has {shape}; "
                     "load the engine from the policy's folder"
                 )
             received.add(name)
-            if own[name].data_ptr() != tensor.data_ptr():
-                own[name].copy_(tensor)
-        if missing := sorted(own.keys() - received):
+            if parameters[name].data_ptr() != tensor.data_ptr():
+                parameters[name].copy_(tensor)
+        if missing := sorted(parameters.keys() - received):
             raise EngineError(f"the policy has no {missing[0]} ({len(missing)} tensors in all) for the engine's model")
         return receiver.receipt
 
@@ -169,7 +169,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
         self._drop_caches()
 
     def _drop_caches(self) -> None:
-        """Drop all keys and values; held sequences are read again."""
+        """Drop all keys and values; active sequences are prefilled again."""
         self._scheduler.restart_all()
         self._memory.release()
         self._head.release()

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors.torch import save_file
@@ -55,7 +56,7 @@ class SGLangEngine(HTTPEngine):
             address: of a server of the model at `model_path`.
             model_path: a Hugging Face folder or the name of a model on the Hub.
             tokenizer: the policy's, to find stop strings.
-            weight_folder: a folder for new weights, at the same path on the server's machine.
+            weight_folder: a folder for new weights, at the same path on the server's machine. Engines may share it.
             end_server: ends the server when the engine is closed. May block.
 
         Raises:
@@ -141,7 +142,7 @@ class SGLangEngine(HTTPEngine):
         return Output(request_id, choices, meta.get("cached_tokens"))
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
-        folder = self._weight_folder / f"version_{plan.version}"
+        folder = self._weight_folder / f"version_{plan.version}_{uuid4().hex}"  # other engines write this version, too
         receiver = Receiver(plan)
         try:
             await asyncio.to_thread(write_model, folder, self._model_path, receiver)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.config.trainer import PlacementConfig
+from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import connect_engine, start_engine_actor
@@ -30,6 +31,9 @@ from skyrl_train.workers.group import WorkerGroup
 logger = logging.getLogger(__name__)
 
 ENGINE = "engine"
+
+SYNC_MARGIN_S = 30.0
+"""Seconds in which the first rank of the policy reports a failed weight sync, while the others wait for it."""
 
 REASONS = {
     "auto": ("shared memory, and gloo between nodes", "the cluster has no GPUs"),
@@ -111,7 +115,9 @@ class RayLauncher:
         ranks = self._ranks[spec.role]
         _, n_per_node = self._placement.size(spec.role)
         address, n_processes = await ranks[0].find_address(), self._n_processes_per_node(n_per_node)
-        await asyncio.gather(*(rank.join(address, n_processes) for rank in ranks))
+        timeouts_s = await asyncio.gather(*(rank.join(address, n_processes) for rank in ranks))
+        if spec.role == "policy" and len(ranks) > 1 and self._sync is not None:
+            check_sync_timeout(self._sync.timeout_s, min(timeouts_s))
         group = WorkerGroup(spec, ranks, objective)
         await group.load()
         self._groups[group] = ranks[0]
@@ -143,15 +149,17 @@ class RayLauncher:
     def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
         assert self._sync is not None, "the run sends no weights"
         shares_devices = self._placement.shares_devices and self._n_engines > 0
+        sends_changes = self._sync.sends_changes
         if any(sink in self._groups for sink in sinks.values()):  # the reference, on the policy's devices or others
             shares_devices = any({"policy", "ref"} <= {*request.users} for request in self._requests)
+            sends_changes = False  # the policy keeps one copy of sent weights, that of the engines
         transport = transport_between(self._sync, self.device, shares_devices=shares_devices)
         if transport != self._sync.transport != "auto":
             logger.info(
                 "generator.weight_sync_backend=%s: weights travel through %s, because %s",
                 *(self._sync.transport, *REASONS[transport]),
             )
-        options = replace(self._sync, transport=transport)
+        options = replace(self._sync, transport=transport, sends_changes=sends_changes)
         return WeightSync(source, sinks, options, find_address=self._groups[source].find_address, kind=kind)
 
     async def close(self) -> None:
@@ -174,6 +182,17 @@ class RayLauncher:
     def _disconnect(self) -> None:
         if self._has_connected:
             ray.shutdown()
+
+
+def check_sync_timeout(timeout_s: float, collective_timeout_s: float) -> None:
+    """Raise ConfigError if ranks of the policy would give up before a weight sync does, without naming its receiver."""
+    if timeout_s + SYNC_MARGIN_S > collective_timeout_s:
+        raise ConfigError(
+            f"generator.weight_sync_timeout_seconds={timeout_s:g} must be at least {SYNC_MARGIN_S:g} s less than "
+            f"SKYRL_WORKER_NCCL_TIMEOUT_IN_S={collective_timeout_s:g}, because the ranks of the policy wait for the "
+            "first one, which waits for the engines; lower generator.weight_sync_timeout_seconds, or set "
+            f"SKYRL_WORKER_NCCL_TIMEOUT_IN_S={timeout_s + SYNC_MARGIN_S:g} where the ranks start"
+        )
 
 
 def list_requests(

@@ -107,7 +107,7 @@ async def test_sessions_are_spread_and_stay_on_their_engine(engine_kit: EngineKi
 
 @asynccontextmanager
 async def replaceable(
-    survivor: ServerProcess, path: Path, model: PreTrainedModel
+    survivor: ServerProcess, path: Path, model: PreTrainedModel, *, sends_changes: bool = False
 ) -> AsyncIterator[tuple[EngineClient, list[int], WeightSync]]:
     """Yield a client of two engines that are replaced when lost, their process ids, and their weight sync.
 
@@ -124,7 +124,7 @@ async def replaceable(
     pids.append(survivor.pid)
     client = EngineClient([first, second], start)
     source = TensorSource(model.named_parameters)
-    options = SyncOptions("auto", timeout_s=SYNC_TIMEOUT_S)
+    options = SyncOptions("auto", timeout_s=SYNC_TIMEOUT_S, sends_changes=sends_changes)
     sync = WeightSync(source, {"the engines": client}, options)
     client.follow(sync)
     try:
@@ -180,6 +180,26 @@ async def test_an_engine_lost_before_a_sync_is_replaced_and_receives_it(
         results = await client.generate([request(3, seed) for seed in range(4)])
         assert {result.weight_spans for result in results} == {((2, 3),)}
         assert len(pids) == 3
+
+
+async def test_after_a_replacement_during_an_update_the_next_sync_sends_all_weights(
+    processes: list[ServerProcess], tiny_model_path: Path, tiny_model: PreTrainedModel
+) -> None:
+    model = copy.deepcopy(tiny_model)
+    head = model.lm_head.weight.detach()
+    async with replaceable(processes[1], tiny_model_path, model, sends_changes=True) as (client, pids, sync):
+        whole = (await sync(1)).numbers()
+        head[0] += 1
+        changes = (await sync(2)).numbers()
+        assert changes["sync/megabytes"] < 0.1 * whole["sync/megabytes"]
+        head[1] += 1  # the first mini-batch of an update
+        os.kill(pids[0], signal.SIGKILL)
+        await client.generate([request(3, seed) for seed in range(4)])
+        assert len(pids) == 3
+        head[2] += 1
+        assert (await sync(3)).numbers() == whole | {"sync/megabytes": pytest.approx(whole["sync/megabytes"])}
+        head[3] += 1
+        assert (await sync(4)).numbers() == changes
 
 
 async def test_an_engine_lost_before_a_pause_is_replaced_by_a_paused_one(

@@ -38,7 +38,7 @@ from skyrl_train.weight_sync import (
 from skyrl_train.weight_sync import stream as stream_module
 from skyrl_train.weight_sync.base import Transport
 from skyrl_train.weight_sync.cuda_ipc import decode_handle, encode_handle
-from skyrl_train.weight_sync.rendezvous import call_off
+from skyrl_train.weight_sync.rendezvous import ReceiverEndpoint, call_off
 from skyrl_train.weight_sync.shared_memory import NAME, SharedMemory, open_memory
 from skyrl_train.weight_sync.sync import free_port
 from skyrl_train.weight_sync.transfer import SentWeights
@@ -70,12 +70,16 @@ def receive(plan: SyncPlan, into: Mapping[str, torch.Tensor] | None = None) -> t
 
 
 def transfer(
-    plan: SyncPlan, tensors: Tensors, *, into: Mapping[str, torch.Tensor] | None = None, kept: SentWeights | None = None
+    plan: SyncPlan,
+    tensors: Tensors,
+    *,
+    into: Mapping[str, torch.Tensor] | None = None,
+    sent_weights: SentWeights | None = None,
 ) -> tuple[Receipt, list[tuple[Tensors, Receipt]]]:
     """Run the sender and all receivers in threads."""
     with ThreadPoolExecutor(plan.n_receivers + 1) as threads:
         receiving = [threads.submit(receive, replace(plan, rank=i + 1), into) for i in range(plan.n_receivers)]
-        sent = threads.submit(send, plan, iter(tensors.items()), kept)
+        sent = threads.submit(send, plan, iter(tensors.items()), sent_weights)
         return sent.result(), [future.result() for future in receiving]
 
 
@@ -186,26 +190,26 @@ def test_a_receiver_casts_to_its_own_dtype(tensors: Tensors) -> None:
 @given(st.sampled_from([torch.bfloat16, torch.float32]), st.floats(0, 1), st.integers(0, 100))
 def test_changes_make_receivers_equal_to_the_sender(dtype: torch.dtype, density: float, seed: int) -> None:
     tensors = random_tensors([(40, 30), (7,), (3, 500)], dtype, seed)
-    own, kept = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, SentWeights()
-    transfer(plan_for(tensors, tracks_changes=True), tensors, into=own, kept=kept)
+    own, sent_weights = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, SentWeights()
+    transfer(plan_for(tensors, tracks_changes=True), tensors, into=own, sent_weights=sent_weights)
     generator = torch.Generator().manual_seed(seed)
     for version in (2, 3):
         for tensor in tensors.values():
             is_changed = torch.rand(tensor.shape, generator=generator) < density**3
             tensor.add_(torch.where(is_changed, torch.randn(tensor.shape, generator=generator), 0).to(dtype))
         plan = replace(plan_for(tensors, tracks_changes=True, base_version=version - 1), version=version)
-        sent, [(_, receipt)] = transfer(plan, tensors, into=own, kept=kept)
+        sent, [(_, receipt)] = transfer(plan, tensors, into=own, sent_weights=sent_weights)
         assert all(bits(own[name]) == bits(tensor) for name, tensor in tensors.items())
         assert receipt == sent
 
 
 def test_few_changes_are_a_short_stream() -> None:
     tensors = random_tensors([(300, 300)], torch.bfloat16)
-    own, kept = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, SentWeights()
-    whole, _ = transfer(plan_for(tensors, tracks_changes=True), tensors, into=own, kept=kept)
+    own, sent_weights = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, SentWeights()
+    whole, _ = transfer(plan_for(tensors, tracks_changes=True), tensors, into=own, sent_weights=sent_weights)
     tensors["layer.0"][:, :3] += 1
     plan = replace(plan_for(tensors, tracks_changes=True, base_version=1), version=2)
-    changes, _ = transfer(plan, tensors, into=own, kept=kept)
+    changes, _ = transfer(plan, tensors, into=own, sent_weights=sent_weights)
     assert torch.equal(own["layer.0"], tensors["layer.0"])
     assert changes.n_bytes == whole.n_bytes
     assert changes.n_sent < whole.n_sent / 30
@@ -213,19 +217,19 @@ def test_few_changes_are_a_short_stream() -> None:
 
 def test_changes_on_other_weights_are_noticed() -> None:
     tensors = random_tensors([(30, 30)], torch.float32)
-    own, kept = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, SentWeights()
-    transfer(plan_for(tensors, tracks_changes=True), tensors, into=own, kept=kept)
+    own, sent_weights = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, SentWeights()
+    transfer(plan_for(tensors, tracks_changes=True), tensors, into=own, sent_weights=sent_weights)
     own["layer.0"][7, 7] += 1
     plan = replace(plan_for(tensors, tracks_changes=True, base_version=1), version=2)
-    sent, [(_, receipt)] = transfer(plan, tensors, into=own, kept=kept)
+    sent, [(_, receipt)] = transfer(plan, tensors, into=own, sent_weights=sent_weights)
     assert receipt.checksum != sent.checksum
 
 
 def test_changes_of_another_version_are_refused(tensors: Tensors) -> None:
-    kept = SentWeights()
+    sent_weights = SentWeights()
     plan = plan_for(tensors, tracks_changes=True, base_version=4)
     with pytest.raises(SyncError, match="changes since version 4, but the sender has kept version None"):
-        send(plan, iter(tensors.items()), kept)
+        send(plan, iter(tensors.items()), sent_weights)
 
 
 # -- failures
@@ -246,6 +250,25 @@ def test_a_missing_receiver_is_named_within_the_timeout(
         with pytest.raises(SyncError):
             present.result()
     assert time.monotonic() - begin < 5
+
+
+def test_a_receiver_that_connects_slowly_has_one_timeout_for_all_stages(tensors: Tensors) -> None:
+    plan, is_over = plan_for(tensors, timeout_s=3.0), threading.Event()
+
+    def connect_slowly() -> None:
+        endpoint = ReceiverEndpoint(replace(plan, rank=1))
+        time.sleep(2)
+        endpoint.send("here")
+        is_over.wait(20)
+        endpoint.close()
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(connect_slowly)
+        with pytest.raises(SyncError, match="engine 0 did not connect within 3 s"):
+            send(plan, iter(tensors.items()))
+        assert time.monotonic() - begin < 4.5, "the other ranks of the model would have given up"
+        is_over.set()
 
 
 def test_a_receiver_that_hangs_is_named_within_the_timeout(tensors: Tensors) -> None:
@@ -383,7 +406,7 @@ def test_the_transport_follows_the_devices(
 
 def test_memory_of_cuda_ipc_is_bounded(tensors: Tensors) -> None:
     sync = WeightSync(Model(tensors), {"engine": Model(tensors)}, SyncOptions("cuda_ipc", ipc_bytes=4096))
-    plan = asyncio.run(sync._plan(sync._sinks, 1, None))
+    plan = asyncio.run(sync._plan(sync._sinks, 1))
     assert stream_module.slot_bytes(plan) * stream_module.N_SLOTS == 4096
 
 
@@ -452,7 +475,7 @@ def test_each_rank_serves_the_receivers_on_its_gpu(
     for runner in (*senders, *threads):
         runner.join(30)
     if "GPU-2" in places:
-        assert "engine 1 is on none of the GPUs of rank 0 of the policy" in sent[0]
+        assert "engine 1 is on none of the GPUs of the sending ranks" in sent[0]
         assert sent[1] == sent[0]
         assert all(isinstance(result, SyncError) for result in results)
         return
@@ -474,15 +497,15 @@ class Model:
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
-        self.kept = SentWeights()
+        self.sent_weights = SentWeights()
         self.plans: list[SyncPlan] = []
 
     async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
         return list(specs_of(self.tensors))
 
     async def send_weights(self, plan: SyncPlan) -> Receipt:
-        kept = self.kept if plan.tracks_changes else None
-        return await asyncio.to_thread(send, plan, iter(self.tensors.items()), kept)
+        sent_weights = self.sent_weights if plan.tracks_changes else None
+        return await asyncio.to_thread(send, plan, iter(self.tensors.items()), sent_weights)
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         self.plans.append(plan)
@@ -569,5 +592,34 @@ async def test_changes_follow_a_whole_sync_and_a_failed_one_is_followed_by_a_who
     await sync.send_to("engine 0", sink, 3)
     tensors["layer.1"] += 1
     await sync(4)
-    assert [plan.base_version for plan in sink.plans] == [None, 0, 1, None, None, 3]
+    assert [plan.base_version for plan in sink.plans] == [None, 0, 1, None, None, None]
     assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+class SerialModel(Model):
+    """A source that takes one call at a time, in order."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        self.lock = asyncio.Lock()
+
+    async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
+        async with self.lock:
+            return await super().tensor_specs(kind)
+
+    async def send_weights(self, plan: SyncPlan) -> Receipt:
+        async with self.lock:
+            return await super().send_weights(plan)
+
+
+async def test_a_sync_that_begins_during_a_replacement_sends_no_changes(tensors: Tensors) -> None:
+    policy = SerialModel(tensors)
+    survivor, replacement = (Model({k: v.clone() for k, v in tensors.items()}) for _ in range(2))
+    sinks = {"engine 0": survivor, "engine 1": replacement}
+    sync = WeightSync(policy, sinks, SyncOptions("auto", sends_changes=True, timeout_s=10))
+    await sync(1)
+    tensors["layer.0"] += 1  # an update that only the replacement receives as version 1
+    await asyncio.gather(sync.send_to("engine 1", replacement, 1), sync(2))
+    assert [plan.base_version for plan in survivor.plans] == [None, None]
+    for sink in sinks.values():
+        assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in tensors.items())

@@ -22,6 +22,7 @@ from skyrl_train.entrypoints.main_base import main
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines import http
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
+from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.sglang.engine import SGLangEngine
 from skyrl_train.inference_engines.sglang.launch import launch_server, list_arguments
 from tests.cpu.inference_engines.sglang.sglang_server import SGLangServer
@@ -30,6 +31,7 @@ pytest.register_assert_rewrite("tests.contract.engine_contract")
 from tests.contract.engine_contract import ENDINGS, EngineContract, assert_agrees  # noqa: E402
 from tests.contract.engine_kit import EngineKit, Listener  # noqa: E402
 
+UPDATE = "/update_weights_from_disk"
 COMMAND = (sys.executable, str(Path(__file__).parent / "sglang_server.py"))
 
 
@@ -154,6 +156,20 @@ async def test_weights_that_the_server_refuses(engine_kit: EngineKit) -> None:
         await engine_kit.sync(engine, 1)
 
 
+async def test_engines_share_a_folder_for_new_weights(
+    engine_kit: EngineKit, start_server: Callable[..., SGLangServer]
+) -> None:
+    servers = [start_server(), start_server()]
+    engines = [engine_kit.new(start=lambda server=server: server) for server in servers]
+    engine_kit.add_noise()
+    await engine_kit.sync(EngineClient(engines), 1)
+    folders = [body["model_path"] for server in servers for path, body in server.calls if path == UPDATE]
+    assert len(set(folders)) == len(servers), "the first engine deletes the files that the second one loads"
+    for engine in engines:
+        request = engine_kit.request(10, 20)
+        assert_agrees(engine_kit, request, (await engine.generate([request]))[0])
+
+
 def test_a_run_trains_with_two_servers_and_waits_for_one_that_is_started_again(
     start_server: Callable[..., SGLangServer],
     catch_run: list[str],
@@ -164,6 +180,8 @@ def test_a_run_trains_with_two_servers_and_waits_for_one_that_is_started_again(
     monkeypatch.setattr(entrypoint, "RECONNECT_INTERVAL_S", 0.1)
     first, second = servers = [start_server(), start_server()]
     log = tmp_path / "skyrl/test_run/metrics.jsonl"
+    leftover = log.with_name("engine_weights") / "version_1_of_a_killed_run"
+    leftover.mkdir(parents=True)
 
     def restart() -> None:
         while not log.exists() or len(log.read_text().splitlines()) < 2:
@@ -182,11 +200,9 @@ def test_a_run_trains_with_two_servers_and_waits_for_one_that_is_started_again(
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert max(row["policy/rollout_train_logprobs_abs_diff_max"] for row in rows[1:]) < 1e-4
     assert "Engine 1 of 2 was lost and is replaced" in caplog.text
-    versions = [
-        [body["weight_version"] for path, body in server.calls if path == "/update_weights_from_disk"]
-        for server in servers
-    ]
+    versions = [[body["weight_version"] for path, body in server.calls if path == UPDATE] for server in servers]
     assert versions == [["0", "1"], ["0", "1", "2"], ["1", "2"]]
+    assert not list(leftover.parent.iterdir())
 
 
 def test_no_server_is_an_error(tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""A group of ranks after a failed weight sync."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from distributed.rank_groups import load_group, spec
+from transformers import PreTrainedModel
+from workers.worker_batches import config, policy_objective
+
+from skyrl_train.errors import EngineLostError
+from skyrl_train.launch.process import ProcessRank
+from skyrl_train.launch.rank_host import RankHost
+from skyrl_train.types.specs import World
+from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, rendezvous
+from skyrl_train.weight_sync import stream as stream_module
+from skyrl_train.weight_sync.sync import free_port
+
+N_RANKS = 2
+PLACE: ContextVar[str] = ContextVar("place")
+"""The GPU of a receiver."""
+
+
+def serve(connection: Connection, world: World, address: str) -> None:
+    """Serve a rank whose slots are on the CPU, where only receivers in the place `GPU-<rank>` can open them."""
+    stream_module.stream_device = lambda plan: torch.device("cpu")
+    stream_module.memory_place = lambda device: f"GPU-{world.rank}"
+    rendezvous.LINGER_S = 0.5
+    RankHost(world, address, 1).serve(connection)
+
+
+@pytest.fixture
+async def ranks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[ProcessRank]]:
+    """Two ranks that share their memory as on two GPUs."""
+    monkeypatch.setattr(stream_module, "stream_device", lambda plan: torch.device("cpu"))
+    monkeypatch.setattr(stream_module, "memory_place", lambda device: PLACE.get())
+    context = multiprocessing.get_context("spawn")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    started = []
+    for rank in range(N_RANKS):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, World(rank, N_RANKS), address), daemon=True)
+        process.start()
+        theirs.close()
+        started.append(ProcessRank(rank, ours, process))
+    yield started
+    for started_rank in started:
+        await started_rank.close()
+
+
+class Sink:
+    """A receiver in this process that can be lost after its first tensor."""
+
+    n_weight_copies = 1
+
+    def __init__(self, place: str, *, is_lost: bool = False) -> None:
+        self.place = place
+        self.is_lost = is_lost
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        PLACE.set(self.place)
+        return await asyncio.to_thread(self._receive, plan)
+
+    def _receive(self, plan: SyncPlan) -> Receipt:
+        receiver = Receiver(plan)
+        for name, tensor in receiver:
+            self.tensors[name] = tensor.clone()
+            if self.is_lost:
+                raise EngineLostError("engine process 4711 was killed")
+        return receiver.receipt
+
+
+@pytest.mark.parametrize(("place", "is_lost"), [("GPU-0", True), ("GPU-7", False)])
+async def test_each_rank_sends_again_after_a_receiver_was_replaced(
+    place: str, is_lost: bool, ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel
+) -> None:
+    cfg, lost = config().trainer, Sink(place, is_lost=is_lost)
+    group = await load_group(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    sinks = {"engine 0": lost, "engine 1": Sink("GPU-1")}
+    sync = WeightSync(group, sinks, SyncOptions("cuda_ipc", ipc_bytes=1 << 16, timeout_s=60))
+    n_failures = 0
+
+    async def replace_lost() -> bool:
+        nonlocal n_failures
+        n_failures += 1
+        lost.place, lost.is_lost = "GPU-0", False
+        return True
+
+    sync.recover = replace_lost
+    metrics = (await sync(1)).numbers()
+    assert n_failures == 1
+    assert metrics["sync/verified_copies"] == len(sinks)
+    for sink in sinks.values():
+        assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in tiny_model.named_parameters())
+    assert await group.is_finite()
