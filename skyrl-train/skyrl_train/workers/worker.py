@@ -180,7 +180,7 @@ class Worker:
         """
         self.finish_save()
         state, lora, rank = self._state, self._spec.lora, self._strategy.world.rank
-        files = {f"rng_{rank}.pt": to_bytes(random_state())}
+        files = {f"rng_{rank}.pt": to_bytes(random_state(self._strategy.world.device))}
         if rank == 0 and state.scheduler is not None:
             files[SCHEDULE] = to_bytes(state.scheduler.state_dict())
         adapter = None
@@ -211,7 +211,7 @@ class Worker:
         return self._saving is None or self._saving.done()
 
     def finish_save(self) -> OSError | None:
-        """Wait until the last save, if there is one, is on disk. Return its failure, after which training may go on."""
+        """Wait for the last save, if any. Return an OSError if it failed; training may continue."""
         if self._saving is None:
             return None
         saving, self._saving = self._saving, None
@@ -235,28 +235,31 @@ class Worker:
             self._strategy.load(self._state, folder)
             rng = folder / f"rng_{self._strategy.world.rank}.pt"
             if rng.exists():  # the saving run may have had fewer ranks
-                set_random_state(torch.load(rng, weights_only=True))
+                set_random_state(torch.load(rng, weights_only=True), self._strategy.world.device)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"cannot resume the {self._spec.role} from {folder}: {_root_cause(error)}; it must hold a complete "
                 "checkpoint of the same model, written by this version"
             ) from error
 
-    def export(self, folder: Path) -> None:
-        """Write a plain Hugging Face folder, or the adapter in peft's format; OSError if the file system refuses."""
+    def export(self, folder: Path) -> OSError | None:
+        """Write a plain Hugging Face folder, or the adapter in peft's format. Return an OSError if the file system
+        refuses; training may continue, because every collective comes before the first file.
+        """
         lora = self._spec.lora
         is_merged = lora is None or lora.config.merge_on_export
+        adapter = None if lora is None else self._adapter_strategy.copy_adapter(self.module)
         try:
             if is_merged:
                 self._strategy.export(self.module, folder)
-            if lora is not None:
-                self._adapter_strategy.export_adapter(
-                    self.module, lora, folder / ADAPTER_FOLDER if is_merged else folder
-                )
-        except SafetensorError as error:
-            raise OSError(f"the {self._spec.role} could not be written: {error}") from error
-        if self._strategy.world.rank == 0:
-            self._spec.save_tokenizer(str(folder))
+            if self._strategy.world.rank == 0:
+                if lora is not None and adapter is not None:
+                    adapter_folder = folder / ADAPTER_FOLDER if is_merged else folder
+                    save_adapter(self.module.hf_model, adapter, lora.base_path, adapter_folder)
+                self._spec.save_tokenizer(str(folder))
+        except (OSError, SafetensorError) as error:
+            return OSError(f"the {self._spec.role} could not be written: {error}")
+        return None
 
     def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
         """Return the tensors that `send_weights` sends, in order."""
