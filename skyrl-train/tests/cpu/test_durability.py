@@ -27,6 +27,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.learner import Learner
 from skyrl_train.trainer import Step, Trainer
 from skyrl_train.types import TrainingBatch
+from skyrl_train.workers.worker import Worker
 
 TRAIN_FOLDER = Path(__file__).parents[2]
 
@@ -391,6 +392,20 @@ def test_a_run_that_uses_one_folder_for_all_of_its_files_is_not_refused(catch_ru
     folders = [f"trainer.ckpt_path={tmp_path}/link", f"trainer.export_path={tmp_path}/skyrl/../skyrl/test_run"]
     with BasePPOExp(parse_cli([*catch_run, *folders, "trainer.hf_save_interval=1"])).running():
         assert json.loads((tmp_path / "skyrl/test_run/.lock").read_text())["pid"] == os.getpid()
+
+
+def test_an_error_that_is_not_of_the_disk_ends_the_run_in_the_step_that_is_saved(
+    catch_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Worker, folder: Path) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(Worker, "begin_save", fail)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        BasePPOExp(parse_cli([*catch_run, "trainer.ckpt_interval=1", "trainer.eval_interval=-1"])).run()
+    rows = [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
+    assert "storage/alerts" not in rows[-1]
 
 
 def test_a_stop_requested_after_the_checkpoint_of_a_step_saves_the_step(catch_run: list[str], tmp_path: Path) -> None:
