@@ -111,7 +111,7 @@ class Callback:
         """Called after each step, once the engines have its weights."""
 
     async def before_checkpoint(self, run: Run) -> None:
-        """Called before a checkpoint becomes the one to resume from, which does not repeat the steps before it."""
+        """Called before a checkpoint is committed. A resumed run does not repeat its steps, so flush their data now."""
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
         """Called once the checkpoint at `path` is complete and is the one to resume from.

@@ -103,7 +103,7 @@ class TrainingRun(ABC):
         self._callbacks = callbacks
         self.gauges: dict[str, float] = {}
         self._saving: asyncio.Task[None] | None = None
-        self._disk_wait_s = 0.0  # what training may still wait for this checkpoint
+        self._disk_wait_s = 0.0  # seconds that training may still wait for this checkpoint
         trainer: RunConfig = cfg.trainer
         self.remote = open_remote(trainer.remote_url(cfg.trainer.policy.model.path))
         keeps_one = self.remote is not None and trainer.max_ckpts_to_keep < 0
@@ -224,6 +224,8 @@ class TrainingRun(ABC):
         is_ready = await self._wait_for_disk(self._saving, copying.begun)
         if is_ready or not copying.begun.cancel():  # it may have begun meanwhile
             await asyncio.wait([self._saving, copying.ended], return_when=asyncio.FIRST_COMPLETED)
+            if not copying.ended.done():
+                await self._finish_save()
 
     async def _wait_for_disk(self, *awaited: asyncio.Future[None]) -> bool:
         """Wait for one of the futures; False, with an alert, after `trainer.ckpt_timeout_seconds` for a checkpoint."""
@@ -345,7 +347,7 @@ class TrainingRun(ABC):
         await self.check_weights(self.global_step)
         try:
             await write_complete(folder, self.models.export)
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             raise CheckpointError(
                 f"cannot export step {self.global_step} to {folder}: {error}. Free disk space, or set "
                 f"trainer.export_path to a larger disk; the same command then {self.checkpoints.describe_rerun()}"

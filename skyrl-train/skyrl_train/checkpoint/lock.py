@@ -17,11 +17,13 @@ LOCK_FILE = ".lock"
 
 
 @contextmanager
-def folder_lock(folder: Path, fix: str) -> Iterator[None]:
+def folder_lock(folder: Path, fix: str, run: Path | None = None) -> Iterator[None]:
     """Lock a folder for this process within the context. The system releases the lock of a process that dies.
 
+    `run` is the folder of the run that uses it, if that is another one.
+
     Raises:
-        ConfigError: another process holds it; the message names its pid and host, and ends with `fix`.
+        ConfigError: another process holds it; the message names its pid, host and run, and ends with `fix`.
     """
     make_folder(folder)
     with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:
@@ -30,7 +32,8 @@ def folder_lock(folder: Path, fix: str) -> Iterator[None]:
         except BlockingIOError as error:
             raise ConfigError(f"{folder} is in use by {_holder(folder / LOCK_FILE)}; {fix}") from error
         file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+        holder = {"pid": os.getpid(), "host": socket.gethostname()}
+        file.write(json.dumps(holder if run is None else holder | {"run": str(run.absolute())}))
         file.flush()
         yield
 
@@ -38,6 +41,7 @@ def folder_lock(folder: Path, fix: str) -> Iterator[None]:
 def _holder(lock: Path) -> str:
     try:
         holder = json.loads(lock.read_text(encoding="utf-8"))
-        return f"process {holder['pid']} on {holder['host']}"
+        run = f", which runs {holder['run']}" if "run" in holder else ""
+        return f"process {holder['pid']} on {holder['host']}{run}"
     except (OSError, ValueError, KeyError):  # the other process has not written its name yet
         return "another process"

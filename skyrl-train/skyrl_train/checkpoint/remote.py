@@ -235,7 +235,10 @@ class RemoteCheckpoints:
         return files is not None and all(sizes.get(name) == saved.n_bytes for name, saved in files.items())
 
     def latest_step(self) -> int | None:
-        """Return the newest complete checkpoint that does not belong to an abandoned future; None if there is none."""
+        """Return the newest complete checkpoint up to the pointer's step; later ones were superseded by a resumed run.
+
+        None if there is none.
+        """
         pointer = (self.folder.read(POINTER) or b"").strip()
         newest = int(pointer) if pointer.isdigit() else None
         steps = (step for step in reversed(self.steps()) if newest is None or step <= newest)
@@ -320,13 +323,13 @@ class RemoteCheckpoints:
 def upload_files(source: Path, target: RemoteFolder) -> int:
     """Upload the files below a local folder that are not there with their size; return the bytes."""
     paths = {path.relative_to(source).as_posix(): path for path in sorted(source.rglob("*")) if path.is_file()}
-    there = target.sizes()
+    remote_sizes = target.sizes()
     sent = {
         name: target.upload_file(path, name).n_bytes
         for name, path in paths.items()
-        if there.get(name) != path.stat().st_size
+        if remote_sizes.get(name) != path.stat().st_size
     }
-    there = target.sizes()
-    if short := [name for name, n_bytes in sent.items() if there.get(name) != n_bytes]:
-        raise OSError(f"{(target / short[0]).url} has {there.get(short[0], 0):,} bytes after the upload")
+    remote_sizes = target.sizes()
+    if short := [name for name, n_bytes in sent.items() if remote_sizes.get(name) != n_bytes]:
+        raise OSError(f"{(target / short[0]).url} has {remote_sizes.get(short[0], 0):,} bytes after the upload")
     return sum(sent.values())

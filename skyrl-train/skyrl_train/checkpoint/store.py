@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
-from skyrl_train.checkpoint.durable import disk_error, make_folder, replace_text, sync, sync_tree
+from skyrl_train.checkpoint.durable import make_folder, replace_text, sync, sync_tree
 from skyrl_train.checkpoint.manifest import find_damage, write_manifest
 from skyrl_train.errors import CheckpointError
 
@@ -68,9 +68,9 @@ class CheckpointStore:
             await asyncio.to_thread(self._make_room, expected_bytes)
             target = await write_complete(self._folder(step), write_with_manifest)
             await asyncio.to_thread(replace_text, self.path / POINTER, f"{step}\n")
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             raise CheckpointError(
-                f"cannot save the checkpoint of step {step} in {self.path}: {disk_error(error)}. Free disk space, or "
+                f"cannot save the checkpoint of step {step} in {self.path}: {error}. Free disk space, or "
                 f"move {self.path} to a larger disk and set trainer.ckpt_path to it; the same command then "
                 f"{self.describe_rerun()}"
             ) from error

@@ -122,6 +122,10 @@ class GeneratorConfig(Section):
     Ray, where they are on different GPUs of the policy, or on GPUs of their own with
     `trainer.placement.colocate_all=false`; or several servers."""
 
+    engine_start_timeout_seconds: Annotated[float, Gt(0), Le(1e6)] = 600.0
+    """Maximum time that an engine in another process may take to load its model, also one that replaces a lost engine,
+    and that a lost server of `remote_inference_engine_urls` may take to return."""
+
     inference_engine_tensor_parallel_size: Count = 1
     """Number of GPUs that share each layer of an engine of vLLM or SGLang. All GPUs of an engine are on one node."""
 

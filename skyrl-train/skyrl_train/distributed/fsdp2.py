@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.distributed.hugging_face import HuggingFaceStrategy
-from skyrl_train.distributed.strategy import all_finite_on_ranks, local_part, set_timeout
+from skyrl_train.distributed.strategy import all_finite_on_ranks, local_part, new_save_group, set_timeout
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types.specs import ModelSpec, World
@@ -33,8 +33,7 @@ class FSDP2Strategy(HuggingFaceStrategy):
 
     def __init__(self, world: World, timeout: timedelta) -> None:
         """Let ranks of the same group wait for each other in a collective for at most `timeout`."""
-        # checkpoints are written in the background, beside collectives of the training step, so they need another group
-        super().__init__(world, save_group=dist.new_group(backend="gloo"))
+        super().__init__(world, save_group=new_save_group())
         self._device = torch.device(world.device)
         self._timeout = timeout
         self._sequence_groups: dict[int, dist.ProcessGroup] = {}  # this rank's, by their size

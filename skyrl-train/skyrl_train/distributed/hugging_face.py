@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +28,6 @@ from skyrl_train.models.lora import (
     change_norm,
     merged_names,
     merged_tensors,
-    save_adapter,
     trained_parameters,
 )
 from skyrl_train.models.prefix_sharing import tree_attention
@@ -37,7 +35,7 @@ from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Scores, TrainingBatch
-from skyrl_train.types.specs import LoraSpec, ModelSpec, SyncKind, TensorSpec
+from skyrl_train.types.specs import ModelSpec, SyncKind, TensorSpec
 
 T = TypeVar("T")
 
@@ -140,12 +138,6 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
     def copy_adapter(self, module: ScoringModule) -> dict[str, torch.Tensor]:
         """Copy the tensors of the adapter to host memory. Gathering them is collective."""
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.full_tensors(module, "adapter")}
-
-    def export_adapter(self, module: ScoringModule, lora: LoraSpec, folder: Path) -> None:
-        """Write the adapter in peft's format."""
-        tensors = self.copy_adapter(module)
-        if self.world.rank == 0:
-            save_adapter(module.hf_model, tensors, lora.base_path, folder)
 
     @torch.no_grad()
     def load_tensors(self, module: ScoringModule, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

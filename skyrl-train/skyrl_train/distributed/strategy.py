@@ -37,6 +37,9 @@ SCHEDULE = "schedule.pt"
 METADATA = ".metadata"
 """File that DCP writes once every rank has written its part."""
 
+SAVE_TIMEOUT = timedelta(days=1)
+"""Time that ranks wait for each other's disks in a checkpoint, while training continues."""
+
 
 @dataclass(slots=True)
 class TrainState(Generic[M]):
@@ -114,8 +117,8 @@ class DistributedStrategy(ABC, Generic[M]):
 
     @abstractmethod
     def _state_dict(self, state: TrainState[M], *, with_moments: bool) -> dict[str, Any]:
-        """Return the weights as `model`, and if asked the optimizer as `optimizer`, by parameter name. Tensors share
-        memory with the state, or are copies.
+        """Return the weights as `model` and, with `with_moments`, the optimizer state as `optimizer`, by parameter
+        name. Tensors share memory with the state, or are copies.
         """
 
     @abstractmethod
@@ -152,14 +155,20 @@ class DistributedStrategy(ABC, Generic[M]):
             state.scheduler.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
 
     def export(self, module: M, folder: Path) -> None:
-        """Write a plain Hugging Face folder."""
+        """Write a plain Hugging Face folder. Only the first rank writes, and no other waits for its disk."""
         tensors = {}
         for name, tensor in self.full_tensors(module):  # gathered one by one; the first rank keeps them
             if self.world.rank == 0:
                 tensors[name] = tensor.cpu()
         if self.world.rank == 0:
             module.hf_model.save_pretrained(folder, state_dict=tensors)
-        dist.barrier()
+
+
+def new_save_group() -> dist.ProcessGroup:
+    """Return another group of all ranks, which writes checkpoints beside the collectives of the training step."""
+    group = dist.new_group(backend="gloo")
+    _set_pg_timeout(SAVE_TIMEOUT, group)
+    return group
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:

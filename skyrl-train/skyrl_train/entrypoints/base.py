@@ -9,7 +9,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from skyrl_train.checkpoint import DISK_ERRORS, CheckpointStore, folder_lock
+from skyrl_train.checkpoint import DISK_ERRORS, CheckpointStore, folder_lock, make_folder
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.entrypoints.command import log_to_console
 from skyrl_train.entrypoints.preflight import find_unusable_folders
@@ -75,16 +75,12 @@ class Experiment(ABC):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Lock the run folder, log to it, set the seeds and start the compute thread."""
+        """Lock the folders of the run, log to its own, set the seeds and start the compute thread."""
         log_to_console()
         disable_progress_bar()  # transformers shows one for each file
-        folder, ckpt_path = self.run_folder.path, Path(self.cfg.trainer.ckpt_path)
         with (
             self._disk_errors(),
-            folder_lock(folder, "wait until it ends, or give this run another trainer.run_name"),
-            folder_lock(ckpt_path, "wait until it ends, or set another trainer.ckpt_path")
-            if not ckpt_path.is_relative_to(folder)
-            else nullcontext(),
+            self._folder_locks(),
             log_to_file(self.run_folder.train_log),
             collect_rarely(),
             compute_thread() as self._compute,
@@ -93,6 +89,24 @@ class Experiment(ABC):
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.manual_seed(seed)
+            yield
+
+    @contextmanager
+    def _folder_locks(self) -> Iterator[None]:
+        """Lock each folder in which another run would remove incomplete checkpoints or exports of this one."""
+        trainer, run = self.cfg.trainer, self.run_folder.path
+        folders = {"ckpt_path": Path(trainer.ckpt_path)}
+        if trainer.hf_save_interval > 0:
+            folders["export_path"] = Path(trainer.export_path)
+        with ExitStack() as stack:
+            stack.enter_context(folder_lock(run, "wait until it ends, or give this run another trainer.run_name"))
+            locked = [run]
+            for name, folder in folders.items():
+                make_folder(folder)
+                if not any(folder.samefile(other) for other in locked):
+                    fix = f"wait until it ends, or set another trainer.{name}"
+                    stack.enter_context(folder_lock(folder, fix, run))
+                    locked.append(folder)
             yield
 
     @contextmanager

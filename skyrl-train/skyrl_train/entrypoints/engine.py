@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +29,7 @@ from skyrl_train.weight_sync.base import Transport
 
 logger = logging.getLogger(__name__)
 
-RECONNECT_TIMEOUT_S, RECONNECT_INTERVAL_S = 600.0, 2.0
+RECONNECT_INTERVAL_S = 2.0
 
 FLOAT32_TOLERANCE, BF16_TOLERANCE = 1e-3, 0.1  # nats
 
@@ -84,6 +86,8 @@ def _new_vllm_engine(
     executor: ThreadPoolExecutor | None,
 ) -> InferenceEngine:
     """Create vLLM in this process if it has a thread to share, else in separate processes."""
+    ready_timeout_s = math.ceil(cfg.generator.engine_start_timeout_seconds)
+    os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(ready_timeout_s)  # vLLM reads it when it is imported
     from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
     from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 
@@ -132,7 +136,7 @@ def _new_sglang_engine(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, mem
         "disable_cuda_graph": generator.enforce_eager,
         **_engine_init_kwargs(cfg),
     }
-    address, end_server = launch_server(options)
+    address, end_server = launch_server(options, generator.engine_start_timeout_seconds)
     try:
         return SGLangEngine(address, path, tokenizer, _weight_folder(cfg), end_server)
     except BaseException:
@@ -142,7 +146,7 @@ def _new_sglang_engine(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, mem
 
 def _connect_servers(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> EngineClient:
     """Connect to the servers that other programs have started; wait for one that is started again."""
-    urls = cfg.generator.remote_inference_engine_urls
+    urls, timeout_s = cfg.generator.remote_inference_engine_urls, cfg.generator.engine_start_timeout_seconds
 
     def connect(index: int) -> InferenceEngine:
         if cfg.generator.backend == "sglang":
@@ -154,13 +158,16 @@ def _connect_servers(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> En
         return VLLMServerEngine(urls[index], tokenizer)
 
     async def reconnect(index: int) -> InferenceEngine:
-        deadline = time.monotonic() + RECONNECT_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 return await asyncio.to_thread(connect, index)
-            except EngineError:
+            except EngineError as error:
                 if time.monotonic() > deadline:
-                    raise
+                    raise EngineError(
+                        f"{error} (it was lost, and did not return in {timeout_s:g} s; raise "
+                        "generator.engine_start_timeout_seconds if it needs more time)"
+                    ) from error
             await asyncio.sleep(RECONNECT_INTERVAL_S)
 
     return EngineClient([connect(index) for index in range(len(urls))], reconnect)

@@ -121,7 +121,7 @@ class BasePPOExp(Experiment):
             if launcher is None or not self.cfg.generator.run_engines_locally:
                 engine = self._make_engine(model)
             else:
-                engine = await launcher.start_engine(self._make_engine)
+                engine = await launcher.start_engine(self._make_engine, self.cfg.generator.engine_start_timeout_seconds)
             stack.push_async_callback(engine.close)
             generator = self.get_generator(self.cfg, self.tokenizer, engine)
             stack.push_async_callback(generator.close)

@@ -113,6 +113,10 @@ COPIED = ("env_metrics", "reward_components", "timing", "n_attempts")
 """Lists of a `GeneratorOutput` whose entries are fields of a `Trajectory`."""
 
 
+EMPTY_RESPONSE = "empty_response", "the response is empty and cannot carry a reward"
+"""Stop reason and error of a trajectory without a token for its reward."""
+
+
 class GeneratorInterface:
     """A player of rollouts. Implement `generate`, on SkyRL's parallel lists, or `rollout`; each defaults to the other.
 
@@ -169,7 +173,9 @@ async def play(
 def _sanitize(trajectory: Trajectory) -> Trajectory:
     """Return a trajectory whose texts and metrics can be written, and whose reward fits the trainer's tensors."""
     error, stop_reason = trajectory.error, trajectory.stop_reason
-    if error is None and not is_reward(trajectory.total_reward):
+    if error is None and not trajectory.response_ids:
+        stop_reason, error = EMPTY_RESPONSE
+    elif error is None and not is_reward(trajectory.total_reward):
         error = f"its reward is {trajectory.total_reward:g}; it must be finite and of magnitude <= {MAX_REWARD:.0e}"
         stop_reason = "env_error"
     return replace(
@@ -305,7 +311,8 @@ def to_generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
 def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> list[Trajectory]:
     """Convert parallel lists to trajectories, with the IDs of the input.
 
-    A `generate` may shorten responses: turns and `sampling_logprobs` that no longer fit are dropped.
+    A `generate` may shorten responses: turns and `sampling_logprobs` that no longer fit are dropped. A reward for an
+    empty response makes the trajectory invalid.
 
     Raises:
         DataError: lists have different lengths, or answer other requests.
@@ -324,14 +331,18 @@ def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> lis
     trajectories = []
     for request, start, end in zip(requests, [0, *ends], ends, strict=False):
         last = end - 1
-        stop_reason, is_valid = output["stop_reasons"][last], output["rewards"][last] is not None
+        stop_reason, error = output["stop_reasons"][last], None
+        if output["rewards"][last] is None:
+            error = _at(output.get("error"), last) or stop_reason
+        elif any(not output["response_ids"][i] and output["rewards"][i] for i in range(start, end)):
+            stop_reason, error = EMPTY_RESPONSE
         trajectory = Trajectory(
             id=request.id,
             env_class=request.row.env_class or "unknown",
             data_source=request.row.data_source,
             segments=tuple(_segment(output, request, i) for i in range(start, end)),
             stop_reason=stop_reason,
-            error=None if is_valid else _at(output.get("error"), last) or stop_reason,
+            error=error,
             env_extras=request.row.env_extras,
             **{name: output[name][last] for name in COPIED if output.get(name) is not None},  # type: ignore[literal-required]
         )

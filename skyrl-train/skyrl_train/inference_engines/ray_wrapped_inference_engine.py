@@ -21,6 +21,7 @@ from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_toke
 
 ANSWER_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 300.0
+START_TIMEOUT_KEY = "generator.engine_start_timeout_seconds"
 
 RayWrappedInferenceEngine = RemoteEngine
 """The driver's end of an engine in an actor."""
@@ -65,12 +66,17 @@ def start_engine_actor(options: dict[str, Any]) -> Any:
 
 
 async def connect_engine(
-    actor: Any, make_engine: Callable[[], InferenceEngine], *, n_processes: int, visible_devices: str = ""
+    actor: Any,
+    make_engine: Callable[[], InferenceEngine],
+    start_timeout_s: float,
+    *,
+    n_processes: int,
+    visible_devices: str = "",
 ) -> RayWrappedInferenceEngine:
     """Make an engine in an actor, and return the engine, whose `close` ends the actor.
 
     Raises:
-        EngineError: the actor ended before the engine was ready, or found no place on the cluster.
+        EngineError: the actor ended or found no place on the cluster, or its engine was not ready in `start_timeout_s`.
         Exception: any error of `make_engine`.
     """
     token = new_token()
@@ -85,7 +91,12 @@ async def connect_engine(
                 return f"{name} was killed or crashed"
             return f"{name} closed the connection"
 
-        return await asyncio.to_thread(connect, address, token, _make, describe_end, lambda: ray.kill(actor))
+        return await asyncio.to_thread(
+            connect,
+            *(address, token, _make, describe_end, lambda: ray.kill(actor)),
+            start_timeout_s=start_timeout_s,
+            start_timeout_name=START_TIMEOUT_KEY,
+        )
     except RayError as error:
         raise EngineError(f"the engine's process could not start: {error}") from error
     except TimeoutError as error:

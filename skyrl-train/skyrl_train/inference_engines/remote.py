@@ -59,6 +59,7 @@ def connect(
     end_process: Callable[[], None] | None = None,
     *,
     start_timeout_s: float = 600.0,
+    start_timeout_name: str = "start_timeout_s",
 ) -> RemoteEngine:
     """Connect to `serve`, let it make an engine, and return the engine once it is ready. Blocks.
 
@@ -67,6 +68,7 @@ def connect(
             the other process shares.
         describe_end: Returns the name of the other process and its exit status, for error messages. May block.
         end_process: Called by `RemoteEngine.close`, e.g. to end the other process. May block.
+        start_timeout_name: The setting of `start_timeout_s`, for error messages.
 
     Raises:
         EngineError: the token is wrong, the process ended, or the engine was not ready in time.
@@ -74,7 +76,9 @@ def connect(
     """
     names = ("info", "n_weight_copies")
     sock, (info, n_weight_copies) = open_connection(
-        address, token, make_engine, names, describe_end, start_timeout_s=start_timeout_s
+        *(address, token, make_engine, names, describe_end),
+        start_timeout_s=start_timeout_s,
+        start_timeout_name=start_timeout_name,
     )
     return RemoteEngine(sock, info, n_weight_copies, describe_end, end_process)
 
@@ -87,6 +91,7 @@ def open_connection(
     describe_end: Callable[[], str],
     *,
     start_timeout_s: float,
+    start_timeout_name: str = "start_timeout_s",
 ) -> tuple[socket.socket, tuple[Any, ...]]:
     """Let `serve` make an object; return the connection to it, and the attributes of these `names`. Blocks.
 
@@ -104,7 +109,9 @@ def open_connection(
             sock.sendall(token + start)
             ((_, kind, value),) = receive_blocking(sock)
         except TimeoutError as error:
-            raise EngineError(f"the engine was not ready in {start_timeout_s:g} s; raise the start timeout") from error
+            raise EngineError(
+                f"the engine was not ready in {start_timeout_s:g} s; raise {start_timeout_name}"
+            ) from error
         except (OSError, EOFError) as error:
             raise EngineError(f"{describe_end()} before the engine was ready; its own messages are above") from error
         if kind == "error":

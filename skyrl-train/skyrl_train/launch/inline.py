@@ -36,7 +36,9 @@ class InlineLauncher:
             self.policy = rank.worker.module.hf_model
         return group
 
-    async def start_engine(self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine]) -> InferenceEngine:
+    async def start_engine(
+        self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine], start_timeout_s: float
+    ) -> InferenceEngine:
         return make_engine(self.policy)
 
     def bytes_beside_engine(self, n_bytes: int) -> int:

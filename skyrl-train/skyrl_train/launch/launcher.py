@@ -41,8 +41,14 @@ class Launcher(ModelLauncher, Protocol):
     policy: PreTrainedModel | None
     """The loaded policy, if it is in this process: an engine may generate with its tensors."""
 
-    async def start_engine(self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine]) -> InferenceEngine:
-        """Return a new engine: `make_engine(policy)`, called in the process of the engine."""
+    async def start_engine(
+        self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine], start_timeout_s: float
+    ) -> InferenceEngine:
+        """Return a new engine: `make_engine(policy)`, called in the process of the engine.
+
+        Raises:
+            EngineError: another process ended, or its engine was not ready in `start_timeout_s`.
+        """
         ...
 
     def bytes_beside_engine(self, n_bytes: int) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed import DistributedStrategy, FSDP2Strategy, SingleStrategy
 from skyrl_train.errors import ConfigError, WorkerError, picklable_error
@@ -49,35 +48,34 @@ class RankHost:
         """
         try:
             if method == "load":
-                self._load(*args)
+                spec, objective = args
+                self._workers[spec.role] = Worker(spec, self._get_strategy(spec), objective)
                 return True, None
             return True, getattr(self._workers[role], method)(*args)
         except Exception as error:  # noqa: BLE001, handed to the driver
             return False, picklable_error(error, WorkerError)
 
-    def _load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        self._workers[spec.role] = Worker(spec, self._strategy(spec), objective)
-
-    def _strategy(self, spec: ModelSpec) -> DistributedStrategy[Any]:
+    def _get_strategy(self, spec: ModelSpec) -> DistributedStrategy[Any]:
         """Return the strategy of a model. The first models of several ranks create their process groups together."""
-        if spec.megatron not in self._strategies:
-            self._strategies[spec.megatron] = self._new_strategy(spec.megatron)
-        return self._strategies[spec.megatron]
-
-    def _new_strategy(self, megatron: MegatronConfig | None) -> DistributedStrategy[Any]:
-        if self._world.size == 1:
-            return SingleStrategy(self._world)
-        if megatron is None:
-            return FSDP2Strategy(self._world, COLLECTIVE_TIMEOUT)
-        try:
-            from skyrl_train.distributed.megatron import MegatronStrategy
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"trainer.strategy=megatron needs Megatron-Core on every node ({error}); run pip install -c "
-                "constraints.txt -e './skyrl-train[mcore]' in a clone of the repository there, or set "
-                "trainer.strategy=fsdp2"
-            ) from error
-        return MegatronStrategy(self._world, megatron, COLLECTIVE_TIMEOUT)
+        megatron = spec.megatron
+        if megatron not in self._strategies:
+            strategy: DistributedStrategy[Any]
+            if self._world.size == 1:
+                strategy = SingleStrategy(self._world)
+            elif megatron is None:
+                strategy = FSDP2Strategy(self._world, COLLECTIVE_TIMEOUT)
+            else:
+                try:
+                    from skyrl_train.distributed.megatron import MegatronStrategy
+                except ModuleNotFoundError as error:
+                    raise ConfigError(
+                        f"trainer.strategy=megatron needs Megatron-Core on every node ({error}); run pip install -c "
+                        "constraints.txt -e './skyrl-train[mcore]' in a clone of the repository there, or set "
+                        "trainer.strategy=fsdp2"
+                    ) from error
+                strategy = MegatronStrategy(self._world, megatron, COLLECTIVE_TIMEOUT)
+            self._strategies[megatron] = strategy
+        return self._strategies[megatron]
 
     def serve(self, connection: Connection) -> None:
         """Carry out the calls of `ConnectedRank`s until they close the connection, and close."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ CAUSE_TIMEOUT_S = 2.0
 """Seconds that other ranks of a failed call may take to fail as well."""
 
 SAVE_POLL_S = 0.05
-"""Seconds between two looks at a save in progress."""
+"""Polling interval of a save in progress, in seconds."""
 
 
 class WorkerGroup:
@@ -143,9 +143,7 @@ class WorkerGroup:
         """
         while not await asyncio.to_thread((folder / METADATA).exists):
             if not self._lock.locked() and all(await self._call("is_written")):
-                for failure in await self._call("finish_save"):
-                    if failure is not None:
-                        raise failure
+                _raise_first(await self._call("finish_save"))
                 return
             await asyncio.sleep(SAVE_POLL_S)
 
@@ -154,8 +152,8 @@ class WorkerGroup:
         await self._call("load_state", folder)
 
     async def export(self, folder: Path) -> None:
-        """Write a plain Hugging Face folder."""
-        await self._call("export", folder)
+        """Write a plain Hugging Face folder; OSError if the file system refuses, and training may continue."""
+        _raise_first(await self._call("export", folder))
 
     async def tensor_specs(self, kind: SyncKind = "full") -> list[TensorSpec]:
         """Return the tensors of the model, or of its adapter."""
@@ -224,6 +222,13 @@ class WorkerGroup:
                 if cause is error:
                     raise
                 raise cause from cause.__cause__
+
+
+def _raise_first(failures: Iterable[OSError | None]) -> None:
+    """Raise the first failure, if any."""
+    for failure in failures:
+        if failure is not None:
+            raise failure
 
 
 async def _all_finish(calls: Sequence[asyncio.Future[Any]]) -> bool:

@@ -9,19 +9,27 @@ import numpy as np
 import torch
 
 
-def random_state() -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and PyTorch's global generators, which environments may use."""
+def random_state(device: str = "cpu") -> dict[str, Any]:
+    """Return the state of Python's, NumPy's and PyTorch's global generators, which environments may use, and of the
+    generator of `device`, e.g. "cuda:1".
+    """
     name, keys, *rest = np.random.get_state(legacy=True)
     numpy_state = (name, np.asarray(keys).tolist(), *rest)
     state = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if torch.device(device).type == "cuda" else {})
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    """Restore what `random_state` returned."""
+def set_random_state(state: dict[str, Any], device: str = "cpu") -> None:
+    """Restore what `random_state` returned, on a device that may have another index.
+
+    Old checkpoints have the states of all GPUs that the saving process saw.
+    """
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if "cuda" in state and torch.device(device).type == "cuda":
+        saved = state["cuda"]
+        if isinstance(saved, list):
+            saved = saved[min(torch.device(device).index or 0, len(saved) - 1)]
+        torch.cuda.set_rng_state(saved, device)

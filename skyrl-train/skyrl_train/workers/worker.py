@@ -181,7 +181,7 @@ class Worker:
         """
         self.finish_save()
         state, lora, rank = self._state, self._spec.lora, self._strategy.world.rank
-        files = {f"rng_{rank}.pt": to_bytes(random_state())}
+        files = {f"rng_{rank}.pt": to_bytes(random_state(self._strategy.world.device))}
         if rank == 0 and state.scheduler is not None:
             files[SCHEDULE] = to_bytes(state.scheduler.state_dict())
         adapter = None
@@ -212,7 +212,7 @@ class Worker:
         return self._saving is None or self._saving.done()
 
     def finish_save(self) -> OSError | None:
-        """Wait until the last save, if there is one, is on disk. Return its failure, after which training may go on."""
+        """Wait for the last save, if any. Return an OSError if it failed; training may continue."""
         if self._saving is None:
             return None
         saving, self._saving = self._saving, None
@@ -237,7 +237,7 @@ class Worker:
             self._follow_schedule()
             rng = folder / f"rng_{self._strategy.world.rank}.pt"
             if rng.exists():  # the saving run may have had fewer ranks
-                set_random_state(torch.load(rng, weights_only=True))
+                set_random_state(torch.load(rng, weights_only=True), self._strategy.world.device)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"cannot resume the {self._spec.role} from {folder}: {_root_cause(error)}; it must hold a complete "
@@ -245,34 +245,40 @@ class Worker:
             ) from error
 
     def _follow_schedule(self) -> None:
-        """Set the learning rate of the loaded step, which differs from the loaded one if the schedule has changed."""
+        """Set the learning rate of the loaded step, which differs from the saved one if the schedule has changed.
+
+        A checkpoint that was written before the first update has no state of the optimizer, and thus no learning rate.
+        """
         optimizer, scheduler = self._state.optimizer, self._state.scheduler
         if optimizer is None or scheduler is None:
             return
         (group,) = optimizer.param_groups
         ((base, scale),) = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        loaded, group["lr"] = float(group["lr"]), base * scale(scheduler.last_epoch)
-        if group["lr"] != loaded and self._strategy.world.rank == 0:
+        saved, group["lr"] = float(scheduler.get_last_lr()[0]), base * scale(scheduler.last_epoch)
+        if group["lr"] != saved and self._strategy.world.rank == 0:
             logger.warning(
                 "The learning rate of the %s is %g, not the %g of the checkpoint: the schedule has changed",
-                *(self._spec.role, group["lr"], loaded),
+                *(self._spec.role, group["lr"], saved),
             )
 
-    def export(self, folder: Path) -> None:
-        """Write a plain Hugging Face folder, or the adapter in peft's format; OSError if the file system refuses."""
+    def export(self, folder: Path) -> OSError | None:
+        """Write a plain Hugging Face folder, or the adapter in peft's format. Return an OSError if the file system
+        refuses; training may continue, because every collective comes before the first file.
+        """
         lora = self._spec.lora
         is_merged = lora is None or lora.config.merge_on_export
+        adapter = None if lora is None else self._adapter_strategy.copy_adapter(self.module)
         try:
             if is_merged:
                 self._strategy.export(self.module, folder)
-            if lora is not None:
-                self._adapter_strategy.export_adapter(
-                    self.module, lora, folder / ADAPTER_FOLDER if is_merged else folder
-                )
-        except SafetensorError as error:
-            raise OSError(f"the {self._spec.role} could not be written: {error}") from error
-        if self._strategy.world.rank == 0:
-            self._spec.save_tokenizer(str(folder))
+            if self._strategy.world.rank == 0:
+                if lora is not None and adapter is not None:
+                    adapter_folder = folder / ADAPTER_FOLDER if is_merged else folder
+                    save_adapter(self.module.hf_model, adapter, lora.base_path, adapter_folder)
+                self._spec.save_tokenizer(str(folder))
+        except (OSError, SafetensorError) as error:
+            return OSError(f"the {self._spec.role} could not be written: {error}")
+        return None
 
     def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
         """Return the tensors that `send_weights` sends, in order."""

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.learner import Learner
 from skyrl_train.trainer import Step, Trainer
 from skyrl_train.types import TrainingBatch
+from skyrl_train.workers.worker import Worker
 
 TRAIN_FOLDER = Path(__file__).parents[2]
 
@@ -97,7 +99,7 @@ def test_a_diverged_run_ends_with_its_own_status_and_keeps_what_is_finite(
     assert sorted(path.name for path in folder.glob("ckpts/.global_step_*")) == []
     assert sorted(path.name for path in folder.glob("ckpts/global_step_*")) == (["global_step_1"] if is_saved else [])
     is_exported = "trainer.hf_save_interval=1" in overrides
-    assert [path.name for path in folder.glob("export/*")] == (["global_step_1"] if is_exported else [])
+    assert [path.name for path in folder.glob("export/global_step_*")] == (["global_step_1"] if is_exported else [])
     if is_saved:
         main(command)
         assert pointed_step(folder) == 2, "without the fault, the run resumes from the finite checkpoint"
@@ -111,7 +113,7 @@ def test_a_learning_rate_of_1000_ends_the_run_in_its_first_step(
     assert stop.value.code == 3
     message = "in step 1, the policy has diverged with trainer.policy.optimizer_config.lr=1000: the gradient of"
     assert message in capsys.readouterr().err
-    assert not list((tmp_path / "skyrl/test_run/ckpts").iterdir())
+    assert [path.name for path in (tmp_path / "skyrl/test_run/ckpts").iterdir()] == [".lock"]
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_offered_one_resumes(
@@ -305,7 +307,7 @@ def test_an_interrupted_export_is_absent_and_written_on_resume(
     assert not (folder / "export/global_step_2").exists()
     monkeypatch.setattr(Learner, "export", export)
     train("trainer.hf_save_interval=2")
-    assert {path.name for path in (folder / "export").iterdir()} == {"global_step_2"}
+    assert {path.name for path in (folder / "export").iterdir()} == {".lock", "global_step_2"}
     assert (folder / "export/global_step_2/policy/model.safetensors").stat().st_size > 10_000
 
 
@@ -348,6 +350,62 @@ def test_a_run_locks_its_folder_while_it_trains(catch_run: list[str], tmp_path: 
         Experiment(parse_cli(catch_run)).run()
     assert "is in use by process" in error_messages[0]
     assert "give this run another trainer.run_name" in error_messages[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "overrides"),
+    [("ckpt_path", "ckpts", []), ("export_path", "export", ["trainer.hf_save_interval=1"])],
+)
+@pytest.mark.parametrize("output_dir", [".", "absolute"])
+@pytest.mark.parametrize("is_default", [True, False])
+def test_a_folder_of_checkpoints_or_exports_belongs_to_one_run(
+    catch_run: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    name: str,
+    overrides: list[str],
+    output_dir: str,
+    is_default: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "skyrl/first" / name if is_default else tmp_path / "shared"
+    output_dir = output_dir if output_dir == "." else str(tmp_path)
+    common = [*catch_run, f"trainer.output_dir={output_dir}", *overrides]
+    first = [*common, "trainer.run_name=first", *([] if is_default else [f"trainer.{key}=shared"])]
+    second = [*common, "trainer.run_name=second", f"trainer.{key}={path}"]
+    holder = re.escape(f"{path} is in use by process {os.getpid()} on {socket.gethostname()}")
+    message = rf"{holder}, which runs {tmp_path}/skyrl/first; wait until it ends, or set another trainer\.{key}$"
+    with (
+        BasePPOExp(parse_cli(first)).running(),
+        pytest.raises(ConfigError, match=message),
+        BasePPOExp(parse_cli(second)).running(),
+    ):
+        pytest.fail("two runs use one folder")
+    with BasePPOExp(parse_cli(second)).running():
+        pass
+
+
+def test_a_run_that_uses_one_folder_for_all_of_its_files_is_not_refused(catch_run: list[str], tmp_path: Path) -> None:
+    (tmp_path / "skyrl/test_run").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "skyrl/test_run")
+    folders = [f"trainer.ckpt_path={tmp_path}/link", f"trainer.export_path={tmp_path}/skyrl/../skyrl/test_run"]
+    with BasePPOExp(parse_cli([*catch_run, *folders, "trainer.hf_save_interval=1"])).running():
+        assert json.loads((tmp_path / "skyrl/test_run/.lock").read_text())["pid"] == os.getpid()
+
+
+def test_an_error_that_is_not_of_the_disk_ends_the_run_in_the_step_that_is_saved(
+    catch_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Worker, folder: Path) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(Worker, "begin_save", fail)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        BasePPOExp(parse_cli([*catch_run, "trainer.ckpt_interval=1", "trainer.eval_interval=-1"])).run()
+    rows = [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
+    assert "storage/alerts" not in rows[-1]
 
 
 def test_a_stop_requested_after_the_checkpoint_of_a_step_saves_the_step(catch_run: list[str], tmp_path: Path) -> None:

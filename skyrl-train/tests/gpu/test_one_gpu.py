@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.entrypoints import main_base
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.workers.random_state import random_state, set_random_state
 
 pytest.register_assert_rewrite("tests.contract.engine_contract")
 from tests.contract.engine_contract import EngineContract  # noqa: E402
@@ -75,3 +76,16 @@ def test_a_run_trains_and_samples_with_the_trained_weights(
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
         assert row["policy/rollout_train_logprobs_abs_diff_mean"] < (0.05 if bf16 else 1e-3)
         assert row["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_generator_of_the_gpu_continues_after_a_round_trip_through_a_file(tmp_path: Path, is_old: bool) -> None:
+    state = random_state("cuda")
+    if is_old:  # of a process that saw two GPUs
+        state["cuda"] = [state["cuda"], torch.zeros_like(state["cuda"])]
+    torch.save(state, tmp_path / "rng.pt")
+    expected = torch.randn(3, device="cuda")
+    assert not torch.equal(torch.randn(3, device="cuda"), expected)
+    set_random_state(torch.load(tmp_path / "rng.pt", weights_only=True), "cuda")
+    assert torch.equal(torch.randn(3, device="cuda"), expected)
+    assert "cuda" not in random_state()

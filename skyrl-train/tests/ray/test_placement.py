@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from ray.cluster_utils import Cluster
 from transformers import PreTrainedModel
 
 from skyrl_train.config.trainer import PlacementConfig
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import load_engine
 from skyrl_train.launch.launcher import started
@@ -56,12 +57,26 @@ async def test_an_engine_sees_its_own_gpus(
     start_cluster(*n_gpus, has_gpus=True)
     launcher = RayLauncher(config, [], None, n_engines=n_engines, engine_size=engine_size)
     async with started(launcher):
-        engine = await launcher.start_engine(partial(start_and_record, tmp_path, tiny_model_path))
+        engine = await launcher.start_engine(partial(start_and_record, tmp_path, tiny_model_path), 120)
         await engine.close()
     found = [set(file.read_text().split(",")) for file in tmp_path.iterdir()]
     assert [len(gpus) for gpus in found] == [engine_size] * n_engines
     if len(n_gpus) == 1:  # otherwise, both nodes number their GPUs from 0
         assert not set.intersection(*found)
+
+
+def start_slowly(_: PreTrainedModel | None) -> InferenceEngine:
+    time.sleep(60)
+    raise AssertionError("the start timeout has passed")
+
+
+async def test_an_engine_that_exceeds_its_start_timeout_names_the_key(start_cluster: Callable[..., Cluster]) -> None:
+    start_cluster(1, has_gpus=True)
+    launcher = RayLauncher(placement(colocate_all=True, n_nodes=1, n_per_node=1), [], None, n_engines=1)
+    message = r"the engine was not ready in 0\.5 s; raise generator\.engine_start_timeout_seconds$"
+    async with started(launcher):
+        with pytest.raises(EngineError, match=message):
+            await launcher.start_engine(start_slowly, 0.5)
 
 
 def test_an_engine_larger_than_every_node_is_refused(start_cluster: Callable[..., Cluster]) -> None:

@@ -29,6 +29,7 @@ from skyrl_train.distributed.strategy import (
     all_finite_on_ranks,
     gather,
     local_part,
+    new_save_group,
     set_timeout,
 )
 from skyrl_train.errors import ConfigError
@@ -52,8 +53,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
 
     def __init__(self, world: World, config: MegatronConfig, timeout: timedelta) -> None:
         """Let ranks of the same group wait for each other in a collective for at most `timeout`."""
-        # checkpoints are written in the background, beside collectives of the training step, so they need another group
-        super().__init__(world, save_group=dist.new_group(backend="gloo"))
+        super().__init__(world, save_group=new_save_group())
         self._config = config
         self._device = torch.device(world.device)
         if self._device.type == "cpu":

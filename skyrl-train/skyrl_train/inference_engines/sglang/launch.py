@@ -18,7 +18,6 @@ from skyrl_train.weight_sync.sync import free_port
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 20.0
 POLL_S = 0.5
 OWN_OPTIONS = {"host": "127.0.0.1", "skip_tokenizer_init": True, "enable_memory_saver": True}
@@ -26,8 +25,8 @@ OWN_OPTIONS = {"host": "127.0.0.1", "skip_tokenizer_init": True, "enable_memory_
 
 def launch_server(
     options: Mapping[str, Any],
+    start_timeout_s: float,
     command: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server"),
-    start_timeout_s: float = START_TIMEOUT_S,
 ) -> tuple[str, Callable[[], None]]:
     """Start a server on this machine, and wait until it is healthy; return its address, and a function that ends it.
 
@@ -62,7 +61,10 @@ def launch_server(
                 call_server(f"http://{address}", "GET", "/health")
                 return address, end
             if time.monotonic() > deadline:
-                raise EngineError(f"SGLang was not ready in {start_timeout_s:g} s; its own messages are above")
+                raise EngineError(
+                    f"SGLang was not ready in {start_timeout_s:g} s; its own messages are above. If it is still "
+                    "loading, raise generator.engine_start_timeout_seconds"
+                )
             time.sleep(POLL_S)
     except BaseException:
         end()

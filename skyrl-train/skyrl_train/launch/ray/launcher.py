@@ -123,13 +123,16 @@ class RayLauncher:
         self._groups[group] = ranks[0]
         return group
 
-    async def start_engine(self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine]) -> InferenceEngine:
+    async def start_engine(
+        self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine], start_timeout_s: float
+    ) -> InferenceEngine:
         n_per_node = math.ceil(self._n_engines * self._engine_size / self._reservation.n_cluster_nodes)
 
         async def connect(index: int) -> InferenceEngine:
             return await connect_engine(
                 self._engines[index],
                 partial(make_engine, None),
+                start_timeout_s,
                 n_processes=self._n_processes_per_node(n_per_node),
                 visible_devices=await find_visible_devices(self._engine_devices(index)),
             )

@@ -258,6 +258,8 @@ LIMITS = [
     ("generator.n_samples_per_prompt", 0),
     ("generator.max_turns", 0),
     ("generator.num_inference_engines", 0),
+    ("generator.engine_start_timeout_seconds", 0.0),
+    ("generator.engine_start_timeout_seconds", 1e7),
     ("generator.weight_sync_backend", "delta"),
     ("generator.weight_sync_check", "always"),
     ("generator.weight_sync_timeout_seconds", 0.0),

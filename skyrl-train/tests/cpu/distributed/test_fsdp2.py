@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
@@ -220,6 +222,35 @@ async def test_an_export_is_a_plain_hugging_face_folder(
     exported = load_model(str(tmp_path / "export"), dtype=torch.float32, device=torch.device("cpu"))
     for name, tensor in tiny_model.state_dict().items():
         assert torch.equal(exported.state_dict()[name], tensor), name
+
+
+async def test_no_rank_waits_for_the_disk_of_an_export(
+    ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
+) -> None:
+    cfg = config().trainer
+    await load_group(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    os.mkfifo(tmp_path / "config.json")
+    first, *others = (asyncio.create_task(rank.call("export", tmp_path)) for rank in ranks)
+    try:
+        assert await asyncio.wait_for(asyncio.gather(*others), 60) == [None] * len(others)
+        assert not first.done()
+    finally:
+        await asyncio.to_thread((tmp_path / "config.json").read_bytes)  # lets the first rank open the pipe
+        assert await first is None
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 4, "merge_on_export": True}, {"rank": 4}], ids=str)
+async def test_a_disk_that_refuses_an_export_leaves_the_group_usable(
+    ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path, lora: dict[str, Any]
+) -> None:
+    cfg = config(policy={"model": {"lora": lora}}).trainer
+    group = await load_group(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(OSError, match=r"the policy could not be written: .*config\.json"):
+        await group.export(tmp_path)
+    await group.export(tmp_path / "elsewhere")
+    await group.update(as_batch(random_trajectories(2, 3, 400, seed=1), config()))
 
 
 async def test_weights_are_synchronized_from_sharded_ranks_to_another_group(

@@ -194,5 +194,5 @@ def test_runs_that_are_killed_again_and_again_end_like_an_uninterrupted_one(
     for row in metrics(output_dir):
         assert row == reference[row["step"]], f"seed {seed}"
     left = {entry.name for entry in (folder / "ckpts").iterdir()}
-    assert left == {f"global_step_{n_steps}", POINTER}, f"nothing is left behind, seed {seed}"
+    assert left == {f"global_step_{n_steps}", POINTER, ".lock"}, f"nothing is left behind, seed {seed}"
     assert all(remote.is_complete(step) for step in range(1, n_steps + 1))

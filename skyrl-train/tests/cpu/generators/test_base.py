@@ -125,6 +125,33 @@ def test_the_input_view_has_the_fields_of_skyrl() -> None:
     }
 
 
+@pytest.mark.parametrize("reward", [1.0, 0.0, []])
+async def test_a_reward_for_an_empty_response_is_invalid(reward: float | list[float]) -> None:
+    class Silent(GeneratorInterface):
+        async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+            return two_answers(
+                response_ids=[[], [5]], loss_masks=[[], [1]], rollout_logprobs=[[], [-1.0]], rewards=[reward, 0.5]
+            )
+
+    first, second = await play(Silent(), [request("a"), request("b")], SAMPLING, BatchMetadata(3, "train"))
+    assert (first.stop_reason, first.is_valid) == ("empty_response", False)
+    assert first.error == "the response is empty and cannot carry a reward"
+    assert second.rewards == [0.5]
+
+
+@pytest.mark.parametrize(("reward", "is_valid"), [(1.0, False), (0.0, True), ([], True)])
+def test_an_earlier_empty_response_is_valid_without_a_reward(reward: float | list[float], is_valid: bool) -> None:
+    answers = to_generator_output([make_trajectory("a", [0.5])] * 2)
+    input_batch = to_generator_input([request("a")], SAMPLING, BatchMetadata(3, "train"))
+    changes = {"response_ids": [[], [5]], "loss_masks": [[], [1]], "rollout_logprobs": None, "rewards": [reward, 0.5]}
+    (trajectory,) = to_trajectories(
+        GeneratorOutput(**(answers | changes | {"is_last_step": [False, True]})),  # type: ignore[typeddict-item]
+        input_batch,
+    )
+    assert trajectory.is_valid == is_valid
+    assert trajectory.stop_reason == ("stop" if is_valid else "empty_response")
+
+
 @pytest.mark.parametrize("reward", [1, 1.0, True])
 def test_a_single_reward_is_put_on_the_last_token(reward: float) -> None:
     first, second = to_trajectories(two_answers(rewards=[reward, None]), two_prompts())

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from distributed.rank_groups import spec
+from torch.distributed import distributed_c10d
+from workers.worker_batches import config
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed import FSDP2Strategy
@@ -36,3 +42,25 @@ def test_all_groups_of_ranks_have_the_same_timeout(tmp_path: Path) -> None:
     for rank in range(4):
         timeouts = (tmp_path / f"rank_{rank}").read_text().split()
         assert timeouts == [str(COLLECTIVE_TIMEOUT.total_seconds())] * 7
+
+
+def save_on_a_stalled_disk(rank: int, folder: Path, path: Path) -> None:
+    """Save while the disk of rank 1 responds after torch's timeout for new groups, then save again."""
+    distributed_c10d.default_pg_timeout = timedelta(seconds=3)
+    host = RankHost(World(rank, 2), f"file://{folder / 'store'}", 1)
+    results = [host.call("policy", "load", (spec("policy", path, config().trainer), None))]
+    for name in ("stalled", "next"):
+        results.append(host.call("policy", "begin_save", (folder / name,)))
+        if name == "stalled" and rank == 1:
+            time.sleep(5)
+            (folder / name / "rng_1.pt").read_bytes()  # lets the writer open the pipe
+        results.append(host.call("policy", "finish_save", ()))
+    assert results == [(True, None)] * 5
+    host.close()
+
+
+def test_ranks_wait_for_a_stalled_disk_and_save_again(tmp_path: Path, tiny_model_path: Path) -> None:
+    (tmp_path / "stalled").mkdir()
+    os.mkfifo(tmp_path / "stalled/rng_1.pt")
+    mp.spawn(save_on_a_stalled_disk, (tmp_path, tiny_model_path), nprocs=2)
+    assert all((tmp_path / name / ".metadata").exists() for name in ("stalled", "next"))

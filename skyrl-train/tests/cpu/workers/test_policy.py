@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,22 @@ def test_save_and_load_continue_bit_for_bit(
     second.load(tmp_path / "policy")
     for batch in batches[2:]:
         assert first.update(batch) == second.update(batch)
+    for name, tensor in first.model.state_dict().items():
+        assert torch.equal(tensor, second.model.state_dict()[name]), name
+
+
+def test_a_run_that_has_not_learned_yet_resumes_with_the_learning_rate_of_its_schedule(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    schedule = {"policy": {"optimizer_config": {"scheduler": "linear", "lr": 1e-3, "num_warmup_steps": 4}}}
+    batch = as_batch(random_trajectories(2, 3, len(tiny_tokenizer), seed=1), config())
+    first = make_worker(policy, tiny_tokenizer, **schedule)
+    for _ in range(2):  # without a gradient, only the schedule advances
+        first.update(replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)))
+    first.save(tmp_path / "policy")
+    second = make_worker(perturbed(policy, 0.1, seed=9), tiny_tokenizer, **schedule)
+    second.load(tmp_path / "policy")
+    assert first.update(batch)["policy/policy_lr"] == second.update(batch)["policy/policy_lr"] == 5e-4
     for name, tensor in first.model.state_dict().items():
         assert torch.equal(tensor, second.model.state_dict()[name]), name
 

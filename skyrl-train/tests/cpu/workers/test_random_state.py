@@ -45,3 +45,24 @@ def test_reading_the_state_does_not_change_it() -> None:
     assert random_state()["python"] == expected["python"]
     assert random_state()["numpy"] == expected["numpy"]
     assert torch.equal(random_state()["torch"], expected["torch"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "device", "restored"),
+    [
+        (torch.tensor([7]), "cuda", 7),
+        (torch.tensor([7]), "cuda:3", 7),
+        ([torch.tensor([7]), torch.tensor([8])], "cuda", 7),
+        ([torch.tensor([7]), torch.tensor([8])], "cuda:1", 8),
+        ([torch.tensor([7]), torch.tensor([8])], "cuda:3", 8),
+        ([torch.tensor([7]), torch.tensor([8])], "cpu", None),
+    ],
+)
+def test_only_the_generator_of_the_own_gpu_is_restored(
+    saved: torch.Tensor | list[torch.Tensor], device: str, restored: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list is that of an old checkpoint, of a process that saw two GPUs. tests/gpu restores a real generator."""
+    calls: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: calls.append((state.item(), device)))
+    set_random_state(random_state() | {"cuda": saved}, device)
+    assert calls == ([] if restored is None else [(restored, device)])

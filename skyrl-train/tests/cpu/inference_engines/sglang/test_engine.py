@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skyrl_train.config import load_config
 from skyrl_train.entrypoints import engine as entrypoint
 from skyrl_train.entrypoints.main_base import main
 from skyrl_train.errors import EngineError
@@ -205,6 +206,31 @@ def test_a_run_trains_with_two_servers_and_waits_for_one_that_is_started_again(
     assert not list(leftover.parent.iterdir())
 
 
+async def test_a_lost_server_has_as_long_as_configured_to_return(
+    start_server: Callable[..., SGLangServer],
+    tiny_model_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(entrypoint, "RECONNECT_INTERVAL_S", 0.1)
+    server = start_server()
+    generator = {
+        "backend": "sglang",
+        "run_engines_locally": False,
+        "remote_inference_engine_urls": [server.address],
+        "engine_start_timeout_seconds": 0.3,
+    }
+    trainer = {"output_dir": str(tmp_path), "policy": {"model": {"path": str(tiny_model_path)}}}
+    cfg = load_config({"trainer": trainer, "generator": generator})
+    engine = entrypoint.new_engine(cfg, None, tiny_tokenizer, 0, None)
+    server.close()
+    message = r"did not return in 0\.3 s; raise generator\.engine_start_timeout_seconds"
+    with pytest.raises(EngineError, match=message):
+        await engine.generate([EngineRequest([5, 6, 7], SamplingParams(4), seed=0)])
+    await engine.close()
+
+
 def test_no_server_is_an_error(tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"no server answers at http://127.0.0.1:1/server_info: .*start it"):
         SGLangEngine("127.0.0.1:1", str(tiny_model_path), tiny_tokenizer, tmp_path)
@@ -225,7 +251,7 @@ async def test_a_launched_server_ends_with_its_engine(
     tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     children = psutil.Process().children()
-    address, end_server = await asyncio.to_thread(launch_server, {"model_path": str(tiny_model_path)}, COMMAND, 60.0)
+    address, end_server = await asyncio.to_thread(launch_server, {"model_path": str(tiny_model_path)}, 60.0, COMMAND)
     engine = SGLangEngine(address, str(tiny_model_path), tiny_tokenizer, tmp_path, end_server)
     (result,) = await engine.generate([EngineRequest([5, 6, 7], SamplingParams(4, ignore_eos=True), seed=0)])
     assert len(result.token_ids) == 4
@@ -235,6 +261,9 @@ async def test_a_launched_server_ends_with_its_engine(
 
 def test_a_server_that_cannot_start_is_an_error() -> None:
     with pytest.raises(EngineError, match=r"SGLang ended with exit status \d+ before it was ready"):
-        launch_server({"model_path": "/no/such/folder"}, COMMAND, 60.0)
+        launch_server({"model_path": "/no/such/folder"}, 60.0, COMMAND)
     with pytest.raises(EngineError, match=r"engine_init_kwargs\.port is set by the engine itself"):
-        launch_server({"model_path": "x", "port": 1}, COMMAND)
+        launch_server({"model_path": "x", "port": 1}, 60.0, COMMAND)
+    message = r"SGLang was not ready in 0\.1 s; .* raise generator\.engine_start_timeout_seconds"
+    with pytest.raises(EngineError, match=message):
+        launch_server({"model_path": "x"}, 0.1, (sys.executable, "-c", "import time; time.sleep(60)"))
