@@ -282,7 +282,7 @@ def _translate_option(option: Override, program: VerlProgram) -> str | None:
         return None
     if key == "hydra.run.dir":
         logger.warning("%s is read as trainer.output_dir=%s", key, show(value))
-        return f"trainer.output_dir={option.input_line.partition('=')[2]}"  # with its quotes
+        return f"trainer.output_dir={str(option.input_line).partition('=')[2]}"  # with its quotes
     if key == "trainer.resume_mode" and isinstance(value, str) and value in RESUME_MODES:
         logger.warning("%s=%s is read as %s=%s", key, value, key, RESUME_MODES[value])
         return f"{key}={RESUME_MODES[value]}"
