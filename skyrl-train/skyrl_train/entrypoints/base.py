@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 class Experiment(ABC):
     """One run in its folder. Subclasses override `_run`."""
+
+    trains: ClassVar[bool] = True
+    """True for a run that reads the training data and writes checkpoints."""
 
     def __init__(self, cfg: Any) -> None:
         """Create the run folder; ConfigError lists every folder that cannot be written."""
@@ -95,8 +98,8 @@ class Experiment(ABC):
     def _folder_locks(self) -> Iterator[None]:
         """Lock each folder in which another run would remove incomplete checkpoints or exports of this one."""
         trainer, run = self.cfg.trainer, self.run_folder.path
-        folders = {"ckpt_path": Path(trainer.ckpt_path)}
-        if trainer.hf_save_interval > 0:
+        folders = {"ckpt_path": Path(trainer.ckpt_path)} if self.trains else {}
+        if self.trains and trainer.hf_save_interval > 0:
             folders["export_path"] = Path(trainer.export_path)
         with ExitStack() as stack:
             stack.enter_context(folder_lock(run, "wait until it ends, or give this run another trainer.run_name"))

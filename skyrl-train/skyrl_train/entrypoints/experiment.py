@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -88,9 +88,6 @@ class BasePPOExp(Experiment):
 
     trainer_class: type[Trainer] = Trainer
     """Set this to a subclass of `Trainer` to change a stage of the training step."""
-
-    trains: ClassVar[bool] = True
-    """True for a run that reads the training data."""
 
     def __init__(self, cfg: SkyRLConfig | DictConfig, *, data_is_checked: bool = False) -> None:
         """Check the configuration and create the run folder; ConfigError lists every problem.

@@ -274,7 +274,6 @@ MISTAKES = [
     (["data.val_data=/nowhere.jsonl"], "data.val_data=/nowhere.jsonl: the file /nowhere.jsonl does not exist"),
     (["data.train_data=[]"], "data.train_data=[] leaves nothing to train on"),
     (["data.response_key=reply"], "row 0 of"),
-    (["optim.lr=1e-4"], "optim.lr=0.0001 means trainer.policy.optimizer_config.lr=0.0001, but"),
     (["trainer.policy.model.path=/nowhere"], "there is no such folder"),
 ]
 
