@@ -42,8 +42,8 @@ from skyrl_train.workers.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 
-OF_OPTIMIZER = tuple(f".optimizer_config.{name}" for name in ("lr", "adam_betas", "weight_decay"))
-"""Ends of the keys that a resumed run takes from its checkpoint."""
+SAVED_SETTINGS = tuple(f".optimizer_config.{name}" for name in ("lr", "adam_betas", "weight_decay"))
+"""Ends of the keys whose values a resumed run takes from its checkpoint."""
 
 
 class Position(Protocol):
@@ -378,7 +378,7 @@ class TrainingRun(ABC):
         self.global_step = state["global_step"]
         logger.info("Resumed from %s", folder)
         for line in changed_settings(yaml.safe_load(state["config"]), self.cfg.model_dump(mode="json")):
-            if line.partition(":")[0].endswith(OF_OPTIMIZER):
+            if line.partition(":")[0].endswith(SAVED_SETTINGS):
                 logger.warning("%s has no effect: the optimizer has the settings of its checkpoint", line)
             else:
                 logger.warning("Changed since the checkpoint: %s", line)

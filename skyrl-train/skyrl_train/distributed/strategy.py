@@ -38,7 +38,7 @@ METADATA = ".metadata"
 """File that DCP writes once every rank has written its part."""
 
 SAVE_TIMEOUT = timedelta(days=1)
-"""Time that ranks wait for each other's disks in a checkpoint, while training continues."""
+"""Maximum time that ranks wait for each other's disks in a checkpoint, while training continues."""
 
 
 @dataclass(slots=True)

@@ -56,7 +56,7 @@ class Torchrun:
         return cls(*(int(environ[name]) for name in names))
 
     def check(self, placement: RunPlacementConfig) -> None:
-        """Raise ConfigError if the configuration has other processes than these."""
+        """Raise ConfigError if the configuration sets other numbers of processes than torchrun has started."""
         n_nodes = self.size // self.n_per_node
         if placement.launcher != "auto":
             raise ConfigError(
