@@ -21,8 +21,8 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.root import REWARD_FUNCTION_ENV
 from skyrl_train.dataset.files import clean_row
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.dataset.rows import check_row
-from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.dataset.rows import TaskRow, check_row
+from skyrl_train.errors import ConfigError, DataError, InvalidRow
 from skyrl_train.types import PromptRow
 
 N_CHECKED_ROWS = 4
@@ -51,6 +51,7 @@ class CustomDataset(PromptDataset):
         """
         self._cfg = cfg.data.custom_cls
         self.is_checked = False
+        self._is_drawn = split == "train"
         self._plays_function = cfg.custom_reward_function.path is not None
         path, name = str(self._cfg.path), str(self._cfg.name)
         self._name = f"{name} of {path}"
@@ -104,6 +105,18 @@ class CustomDataset(PromptDataset):
         return self._length
 
     def __getitem__(self, index: int) -> PromptRow:
+        """Return a row; DataError if it cannot be used, of training data InvalidRow."""
+        if not self._is_drawn:
+            return self._read(index)
+        try:
+            row = self._read(index)
+            if self.check_drawn is not None:
+                self.check_drawn(TaskRow(self.location(index), row.env_class, row.env_extras))
+        except DataError as error:
+            raise InvalidRow(str(error)) from error
+        return row
+
+    def _read(self, index: int) -> PromptRow:
         location = self.location(index)
         try:
             row = self._dataset[index]
@@ -126,4 +139,4 @@ class CustomDataset(PromptDataset):
 
     def checked_rows(self) -> Iterator[tuple[str, PromptRow]]:
         """Yield the location and the content of the first rows."""
-        return ((self.location(index), self[index]) for index in range(min(N_CHECKED_ROWS, self._length)))
+        return ((self.location(index), self._read(index)) for index in range(min(N_CHECKED_ROWS, self._length)))

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from skyrl_train.checkpoint import DISK_ERRORS, CheckpointStore, folder_lock, make_folder
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.entrypoints.command import log_to_console
-from skyrl_train.entrypoints.preflight import find_unusable_folders
+from skyrl_train.entrypoints.preflight import find_unusable_folders, saved_folders
 from skyrl_train.entrypoints.runtime import collect_rarely, on_first_interrupt
 from skyrl_train.errors import ConfigError, StorageError
 from skyrl_train.launch.inline import InlineLauncher
@@ -44,7 +44,7 @@ class Experiment(ABC):
     def __init__(self, cfg: Any) -> None:
         """Create the run folder; ConfigError lists every folder that cannot be written."""
         self.cfg = cfg
-        raise_problems(find_unusable_folders(self.cfg))
+        raise_problems(find_unusable_folders(self.cfg.trainer, trains=self.trains))
         self.run_folder = RunFolder.create(
             self.cfg.trainer.output_dir, self.cfg.trainer.project_name, self.cfg.trainer.run_name
         )
@@ -97,18 +97,15 @@ class Experiment(ABC):
     @contextmanager
     def _folder_locks(self) -> Iterator[None]:
         """Lock each folder in which another run would remove incomplete checkpoints or exports of this one."""
-        trainer, run = self.cfg.trainer, self.run_folder.path
-        folders = {"ckpt_path": Path(trainer.ckpt_path)} if self.trains else {}
-        if self.trains and trainer.hf_save_interval > 0:
-            folders["export_path"] = Path(trainer.export_path)
+        run = self.run_folder.path
         with ExitStack() as stack:
             stack.enter_context(folder_lock(run, "wait until it ends, or give this run another trainer.run_name"))
             locked = [run]
-            for name, folder in folders.items():
+            for key, path in saved_folders(self.cfg.trainer, trains=self.trains).items():
+                folder = Path(path)
                 make_folder(folder)
                 if not any(folder.samefile(other) for other in locked):
-                    fix = f"wait until it ends, or set another trainer.{name}"
-                    stack.enter_context(folder_lock(folder, fix, run))
+                    stack.enter_context(folder_lock(folder, f"wait until it ends, or set another {key}", run))
                     locked.append(folder)
             yield
 
@@ -141,7 +138,8 @@ class Experiment(ABC):
             names = [name for name in trainer.wandb_environment if name in os.environ]
             config["environment_variables"] = {name: os.environ[name] for name in names}
         folder, ckpt_path = self.run_folder.path, Path(trainer.ckpt_path).resolve()
-        id_dir = folder if ckpt_path.is_relative_to(folder) else ckpt_path
+        is_elsewhere = self.trains and not ckpt_path.is_relative_to(folder)
+        id_dir = ckpt_path if is_elsewhere else folder  # a run with another run folder may resume the checkpoints
         return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, folder, id_dir)
 
     def new_launcher(

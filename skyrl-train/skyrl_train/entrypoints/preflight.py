@@ -48,7 +48,7 @@ MAX_SUBPATH = 300
 def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     """Yield a sentence for each file, folder or function that a training run, or else an evaluation, would not find."""
     trainer = cfg.trainer
-    yield from find_unusable_folders(cfg)
+    yield from find_unusable_folders(trainer, trains=trains)
     if trains:
         for look_up, name in (
             (advantage_estimator, trainer.algorithm.advantage_estimator),
@@ -80,7 +80,7 @@ def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
     """Yield a sentence for each file or folder that a run on fixed data would not find, and for lengths that the model
     does not have.
     """
-    yield from find_unusable_folders(cfg)
+    yield from find_unusable_folders(cfg.trainer, trains=True)
     yield from _find_missing_data("data.train_data", cfg.data.train_data)
     yield from _find_missing_data("data.val_data", cfg.data.val_data)
     path = cfg.data.chat_template
@@ -136,19 +136,21 @@ def check_answers(cfg: SupervisedConfig) -> None:
             pass
 
 
-def find_unusable_folders(cfg: SkyRLConfig | SupervisedConfig) -> Iterator[str]:
+def saved_folders(trainer: RunConfig, *, trains: bool) -> dict[str, str]:
+    """Return the folders of checkpoints and exports that a run writes into, by their keys; an evaluation has none."""
+    names = ["ckpt_path", *(["export_path"] if trainer.hf_save_interval > 0 else [])] if trains else []
+    return {f"trainer.{name}": getattr(trainer, name) for name in names}
+
+
+def find_unusable_folders(trainer: RunConfig, *, trains: bool) -> Iterator[str]:
     """Yield a sentence for each folder that the run would write into and cannot. Creates nothing."""
-    trainer = cfg.trainer
     if fault := find_folder_fault(trainer.run_dir):
         yield (
             f"the run folder {show(trainer.run_dir)} cannot be written: {fault}; set trainer.output_dir, "
             "trainer.project_name and trainer.run_name, of which it consists, to a folder that you may write into"
         )
         return  # the other folders may be below it
-    folders = {"trainer.ckpt_path": trainer.ckpt_path}
-    if trainer.hf_save_interval > 0:
-        folders["trainer.export_path"] = trainer.export_path
-    for key, folder in folders.items():
+    for key, folder in saved_folders(trainer, trains=trains).items():
         if fault := find_folder_fault(folder):
             yield f"{key}={show(folder)} cannot be written: {fault}; set it to a folder that you may write into"
 

@@ -239,7 +239,7 @@ def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = Non
     tree = PrefixTree(rows, model.device)
     try:
         states = tree_hidden_states(model, tree, group).float()
-    except ConfigError:
+    except (ConfigError, torch.OutOfMemoryError):
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError) as error:
         return f"it fails with shared prefixes: {error}"

@@ -62,7 +62,7 @@ class WorkerGroup:
 
     async def load(self) -> None:
         """Load the model on every rank; ConfigError if its path holds none."""
-        await asyncio.gather(*(rank.load(self._spec, self._objective) for rank in self._ranks))
+        await self._gather(rank.load(self._spec, self._objective) for rank in self._ranks)
         self._shares_prefixes = (await self._call("shares_prefixes"))[0]
         self._max_tokens = self._spec.sequence_parallel_size * (await self._call("max_tokens_per_micro_batch"))[0]
 
@@ -207,21 +207,25 @@ class WorkerGroup:
                 raise WorkerError(
                     f"the {self._spec.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
                 ) from self._broken_by
-            calls = [
-                asyncio.ensure_future(rank.call(method, *first, *args))
+            return await self._gather(
+                rank.call(method, *first, *args)
                 for rank, first in zip(self._ranks, first_args or [()] * len(self._ranks), strict=True)
-            ]
-            if len(calls) == 1:
-                return [await calls[0]]
-            try:
-                return await asyncio.gather(*calls)
-            except Exception as error:
-                if isinstance(error, SyncError) and await _all_finish(calls):
-                    raise  # a receiver failed, and no rank waits for another one
-                self._broken_by = cause = await _find_cause(error, calls)
-                if cause is error:
-                    raise
-                raise cause from cause.__cause__
+            )
+
+    async def _gather(self, calls_of_ranks: Iterable[Awaitable[Any]]) -> list[Any]:
+        """Return the result of each rank. The failure of one of several ranks breaks the group."""
+        calls = [asyncio.ensure_future(call) for call in calls_of_ranks]
+        if len(calls) == 1:
+            return [await calls[0]]
+        try:
+            return await asyncio.gather(*calls)
+        except Exception as error:
+            if isinstance(error, SyncError) and await _all_finish(calls):
+                raise  # a receiver failed, and no rank waits for another one
+            self._broken_by = cause = await _find_cause(error, calls)
+            if cause is error:
+                raise
+            raise cause from cause.__cause__
 
 
 def _raise_first(failures: Iterable[OSError | None]) -> None:

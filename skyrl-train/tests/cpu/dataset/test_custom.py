@@ -28,12 +28,13 @@ class Sums:
     def __getitem__(self, index):
         if index == self.options.get("bad"):
             raise RuntimeError("no such sum")
+        unknown = {"env_class": "kaboom"} if index == self.options.get("unknown") else {}
         return {
             "raw_prompt": [{"role": "user", "content": f"{index} + 1"}],
             "data_source": "sums",
             "reward_model": {"style": "rule", "ground_truth": str(index + 1)},
             "input_ids": object(),
-        } | dict(self.options.get("columns", {}))
+        } | dict(self.options.get("columns", {})) | unknown
 
 
 class Splits(Sums):
@@ -136,6 +137,19 @@ def test_a_run_with_a_class_and_a_function(catch_run: list[str], file: str, tmp_
     assert first["eval/sums/avg_score"] > 0
     assert [step["generate/n_invalid"] for step in steps] == [0, 0]
     assert 1 <= steps[0]["environment/reward_function/truth"] <= 8
+
+
+def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
+    catch_run: list[str], file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = [argument for argument in run(catch_run, file) if "reward_function" not in argument]
+    options = ["n=16", "bad=9", "unknown=11", "columns={env_class: gsm8k, reward_spec: {ground_truth: 3}}"]
+    main([*arguments, *(f"+data.custom_cls.config.{option}" for option in options), "trainer.eval_interval=-1"])
+    assert "Skipped: row 9 of Sums" in caplog.text
+    assert "Skipped: row 11 of Sums" in caplog.text
+    assert "env_class=kaboom" in caplog.text
+    last = metrics(tmp_path)[-1]
+    assert (last["step"], last["data/n_skipped"], last.get("generate/n_invalid", 0)) == (4, 2, 0)
 
 
 def test_errors_of_a_function_are_counted_and_are_no_rewards(catch_run: list[str], file: str, tmp_path: Path) -> None:

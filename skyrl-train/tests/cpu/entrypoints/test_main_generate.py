@@ -65,6 +65,15 @@ def test_missing_prompts_are_refused(arguments: list[str], capsys: pytest.Captur
     assert "data.val_data=[] leaves nothing to evaluate" in capsys.readouterr().err
 
 
+def test_folders_of_checkpoints_and_exports_are_not_used(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()  # no folder can be created below it, even by root
+    folders = [f"trainer.{name}={tmp_path}/file/{name}" for name in ("ckpt_path", "export_path")]
+    main_generate.main([*arguments, *folders, "trainer.hf_save_interval=1"])
+    assert "eval/all/avg_score" in capsys.readouterr().out
+
+
 def test_help_shows_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
     main_generate.main(["--help"])
     printed = capsys.readouterr().out

@@ -137,3 +137,14 @@ def test_a_model_that_refuses_the_tree_computes_each_row() -> None:
 
     model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
     assert "unexpected keyword argument" in (find_sharing_fault(model) or "")
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_model() -> None:
+    model = make_model(CONFIGS["llama"])
+
+    def exhaust(module: torch.nn.Module, inputs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.base_model.register_forward_pre_hook(exhaust)
+    with pytest.raises(torch.OutOfMemoryError):
+        find_sharing_fault(model)

@@ -86,13 +86,14 @@ _RUNS = """
 import sys
 from pathlib import Path
 from skyrl_train.config.cli import parse_cli
+from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
 from skyrl_train.entrypoints.experiment import BasePPOExp
 from skyrl_train.errors import ConfigError
 root = Path(sys.argv[1])
-def start(outputs, checkpoints):
+def start(outputs, checkpoints, kind=BasePPOExp):
     options = ["trainer.logger=wandb", "trainer.project_name=p", "trainer.run_name=run"]
     paths = [f"trainer.output_dir={root}/{outputs}", f"trainer.ckpt_path={root}/{checkpoints}"]
-    experiment = BasePPOExp(parse_cli([*options, *paths]))
+    experiment = kind(parse_cli([*options, *paths]))
     with experiment.running(), experiment.get_tracker():
         if outputs == "first":
             try:
@@ -109,6 +110,8 @@ for outputs, checkpoints, folder in (
 ):
     start(outputs, checkpoints)
     print((root / folder / "wandb_run_id.txt").read_text())
+start("evaluation", "sft", EvalOnlyEntrypoint)
+print((root / "sft/wandb_run_id.txt").read_text(), (root / "evaluation/p/run/wandb_run_id.txt").read_text())
 """
 
 
@@ -116,6 +119,6 @@ def test_the_wandb_run_is_that_of_the_checkpoints(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environ |= {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
     output = subprocess.check_output([sys.executable, "-c", _RUNS, str(tmp_path)], env=environ, text=True, timeout=120)
-    first, second, *others = output.split()
-    assert first == second
-    assert len({first, *others}) == 3
+    first, second, *others, after_evaluation, evaluation = output.split()
+    assert first == second == after_evaluation
+    assert len({first, *others, evaluation}) == 4

@@ -1,23 +1,30 @@
-"""A group of ranks after a failed weight sync."""
+"""Groups of ranks of which one fails."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from distributed.rank_groups import load_group, spec
 from transformers import PreTrainedModel
 from workers.worker_batches import config, policy_objective
 
-from skyrl_train.errors import EngineLostError
+from skyrl_train.errors import EngineLostError, WorkerError
 from skyrl_train.launch.process import ProcessRank
 from skyrl_train.launch.rank_host import RankHost
+from skyrl_train.models import scoring_module
 from skyrl_train.types.specs import World
 from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, rendezvous
 from skyrl_train.weight_sync import stream as stream_module
@@ -36,11 +43,24 @@ def serve(connection: Connection, world: World, address: str) -> None:
     RankHost(world, address, 1).serve(connection)
 
 
-@pytest.fixture
-async def ranks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[ProcessRank]]:
-    """Two ranks that share their memory as on two GPUs."""
-    monkeypatch.setattr(stream_module, "stream_device", lambda plan: torch.device("cpu"))
-    monkeypatch.setattr(stream_module, "memory_place", lambda device: PLACE.get())
+def serve_until_probe(connection: Connection, world: World, address: str) -> None:
+    """Serve a rank; rank 1 leaves the process group and then ends while the model is probed."""
+
+    def end(*_: object) -> None:
+        for tcp in psutil.Process().net_connections("tcp"):
+            if tcp.raddr:
+                socket.socket(fileno=os.dup(tcp.fd)).shutdown(socket.SHUT_RDWR)
+        time.sleep(1)
+        os._exit(3)
+
+    if world.rank == 1:
+        scoring_module.find_sharing_fault = end  # type: ignore[assignment]
+    RankHost(world, address, 1).serve(connection)
+
+
+@asynccontextmanager
+async def start_ranks(serve: Callable[[Connection, World, str], None]) -> AsyncIterator[list[ProcessRank]]:
+    """Start ranks in processes that run `serve`."""
     context = multiprocessing.get_context("spawn")
     address = f"tcp://127.0.0.1:{free_port()}"
     started = []
@@ -50,9 +70,20 @@ async def ranks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[ProcessRa
         process.start()
         theirs.close()
         started.append(ProcessRank(rank, ours, process))
-    yield started
-    for started_rank in started:
-        await started_rank.close()
+    try:
+        yield started
+    finally:
+        for started_rank in started:
+            await started_rank.close()
+
+
+@pytest.fixture
+async def ranks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[ProcessRank]]:
+    """Two ranks that share their memory as on two GPUs."""
+    monkeypatch.setattr(stream_module, "stream_device", lambda plan: torch.device("cpu"))
+    monkeypatch.setattr(stream_module, "memory_place", lambda device: PLACE.get())
+    async with start_ranks(serve) as started:
+        yield started
 
 
 class Sink:
@@ -101,3 +132,11 @@ async def test_each_rank_sends_again_after_a_receiver_was_replaced(
     for sink in sinks.values():
         assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in tiny_model.named_parameters())
     assert await group.is_finite()
+
+
+async def test_a_rank_that_ends_while_the_model_is_probed_is_named(tiny_model_path: Path) -> None:
+    cfg = config().trainer
+    divided = replace(spec("policy", tiny_model_path, cfg), sequence_parallel_size=N_RANKS)
+    async with start_ranks(serve_until_probe) as ranks:
+        with pytest.raises(WorkerError, match=r"rank 1 \(process \d+\) ended with exit status 3 during load"):
+            await load_group(ranks, divided, policy_objective(cfg))
