@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_train.config.aliases import ALIASES, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, Alias
 from skyrl_train.config.base import is_open, value_at
 from skyrl_train.config.problems import FIELDS, Fields, leaves, show
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Positions = Mapping[str, int]
 """Where each key was last set or deleted: 0 is a configuration file, n the n-th override of a command line."""
@@ -63,41 +65,37 @@ def apply_aliases(
     """
     problems: list[str] = []
     settings: dict[str, list[_Setting]] = {}
-    for old, alias in aliases.items():
-        found, value = _pop(tree, old.split("."))
-        if not found:
-            continue
+    for old, alias, value in _pop_all(tree, aliases):
         if alias.only_if is not None:
             problems += _resolve(tree, alias.only_if, settings.pop(alias.only_if, []))
             if _get(tree, alias.only_if, fields) is not True:
                 logger.warning("%s=%s is not read: %s is not true", old, show(value), alias.only_if)
                 continue
-        for key, new_value in alias.readings(value):
-            for leaf, leaf_value in _leaves(key, new_value, fields):
-                spelling = old + leaf.removeprefix(key)
-                text = f"{spelling}={show(value if leaf == key else leaf_value)}"
-                setting = _Setting(text, leaf_value, (positions or {}).get(spelling, 0), alias)
-                settings.setdefault(leaf, _own_settings(tree, leaf, fields, positions)).append(setting)
+        for key, setting in _read_alias(old, alias, value, fields, positions or {}):
+            settings.setdefault(key, _own_settings(tree, key, fields, positions)).append(setting)
     for key, of_key in settings.items():
         problems += _resolve(tree, key, of_key)
-    for old, reason in without_effect.items():
-        found, value = _pop(tree, old.split("."))
-        if found:
-            logger.warning("%s=%s has no effect: %s", old, show(value), reason)
-    for old, (accepted, reason) in UNSUPPORTED.items():
-        found, value = _pop(tree, old.split("."))
-        if found and value not in accepted:
+    for old, reason, value in _pop_all(tree, without_effect):
+        logger.warning("%s=%s has no effect: %s", old, show(value), reason)
+    for old, (accepted, reason), value in _pop_all(tree, UNSUPPORTED):
+        if value not in accepted:
             problems.append(f"{old}={show(value)}: {reason}; remove the key")
     return problems
 
 
-def _leaves(key: str, value: Any, fields: Fields) -> Iterator[tuple[str, Any]]:
-    """Yield the keys that a value sets: the key, or those of the user's own below it."""
-    if is_open(fields[key]) and isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from leaves(inner, f"{key}.{name}")
-    else:
-        yield key, value
+def _read_alias(
+    old: str, alias: Alias, value: Any, fields: Fields, positions: Positions
+) -> Iterator[tuple[str, _Setting]]:
+    """Yield the keys that an alias sets, each with its setting; a section of the user's own is set key by key."""
+    for key, new_value in alias.readings(value):
+        if is_open(fields[key]) and isinstance(new_value, Mapping):
+            inner = [leaf for name, below in new_value.items() for leaf in leaves(below, f"{key}.{name}")]
+        else:
+            inner = [(key, new_value)]
+        for leaf, leaf_value in inner:
+            spelling = old + leaf.removeprefix(key)
+            text = f"{spelling}={show(value if leaf == key else leaf_value)}"
+            yield leaf, _Setting(text, leaf_value, positions.get(spelling, 0), alias)
 
 
 def _own_settings(tree: Any, key: str, fields: Fields, positions: Positions | None) -> list[_Setting]:
@@ -135,6 +133,14 @@ def _resolve(tree: dict[str, Any], key: str, settings: list[_Setting]) -> Iterat
             logger.warning("%s is read as %s=%s", setting.text, key, show(setting.value))
     if winner.alias is not None:
         _put(tree, key.split("."), winner.value)
+
+
+def _pop_all(tree: dict[str, Any], table: Mapping[str, T]) -> Iterator[tuple[str, T, Any]]:
+    """Remove the keys of a table from nested dicts; yield each with its entry and its value."""
+    for key, entry in table.items():
+        found, value = _pop(tree, key.split("."))
+        if found:
+            yield key, entry, value
 
 
 def _pop(tree: dict[str, Any], path: list[str]) -> tuple[bool, Any]:
