@@ -137,6 +137,13 @@ def test_variables_and_overrides_are_read(recipes: Recipes) -> None:
     assert cfg["trainer"]["ckpt_interval"] == 7
 
 
+def test_a_model_may_be_a_folder_below_home_with_a_slash_at_its_end(recipes: Recipes) -> None:
+    home = recipes.root / "train"
+    cfg = settings(recipes, "lgc-v2-RL-GRPO-trainer.sh", AGENT_MODEL_REPO_ID="~/models/org/other/", HOME=str(home))
+    assert cfg["trainer"]["policy"]["model"]["path"] == f"{home}/models/org/other"
+    assert cfg["trainer"]["run_name"].startswith("other-20")
+
+
 def test_a_line_says_what_an_option_became(recipes: Recipes) -> None:
     result = recipes.run("openspiel-ppo-trainer.sh", "--print-config", LAYERED_SUMMON="1")
     assert "actor_rollout_ref.rollout.n=12 is read as generator.n_samples_per_prompt=12" in result.stderr
