@@ -132,7 +132,8 @@ format_option() {
     printf "%s='%s'" "$1" "$(printf '%s' "$2" | LC_ALL=C sed "$escape")"
 }
 
-# Set MODEL and MODEL_NAME: the folder AGENT_MODEL_REPO_ID, or that model of the Hub, downloaded into train/models/.
+# Set MODEL and MODEL_NAME: the folder AGENT_MODEL_REPO_ID, or that model of the Hub, downloaded into train/models/ if a
+# run starts.
 choose_model() {
     local repo=${AGENT_MODEL_REPO_ID:-rhuanmatias/trained-top-sn120}
     repo=${repo%/}
@@ -145,7 +146,7 @@ choose_model() {
         die "HF_TOKEN is not set, which the download of $repo needs; add HF_TOKEN=<token> to $ROOT/.env, or set" \
             "AGENT_MODEL_REPO_ID to the folder of a model"
     fi
-    if [ "$DRY_RUN" = 1 ]; then
+    if [ "$STARTS_RUN" = 0 ]; then
         MODEL=$repo
         return 0
     fi
