@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from functools import reduce
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -157,7 +157,9 @@ def from_validation_error(error: ValidationError, tree: Mapping[str, Any], field
     sentences: dict[str, str] = {}
     for item in error.errors(include_url=False, include_input=False, include_context=False):
         if item["type"] == "extra_forbidden":
-            key, value = ".".join(map(str, item["loc"])), reduce(getitem, item["loc"], tree)
+            key, value = ".".join(map(str, item["loc"])), cast(Any, tree)
+            for name in item["loc"]:
+                value = value[name]
             if any("." in str(name) for name in item["loc"]):
                 sentences[key] = _dotted_name(key, value)
             else:

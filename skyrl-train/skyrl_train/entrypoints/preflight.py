@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -31,6 +32,7 @@ from skyrl_train.dataset.demonstrations import read_answers
 from skyrl_train.dataset.files import Rows, find_fault, local_path
 from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
+from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT, find_long_sync
 
 WEIGHTS = (
     "model.safetensors",
@@ -74,6 +76,17 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
         for role in ("policy", "critic", *(("ref",) if reads_ref else ())):
             section = getattr(trainer, role)
             yield from _find_indivisible_model(role, section, section.model.path, trainer)
+        yield from _find_long_sync(cfg)
+
+
+def _find_long_sync(cfg: SkyRLConfig) -> Iterator[str]:
+    """Yield a sentence if ranks that this process starts would give up before a weight sync does.
+
+    Those on a running Ray cluster, which has its own environment, are checked when they join.
+    """
+    starts_cluster = os.environ.get("RAY_ADDRESS", "local") == "local"
+    if starts_cluster and math.prod(cfg.trainer.placement.size("policy")) > 1:
+        yield from find_long_sync(cfg.generator.weight_sync_timeout_seconds, COLLECTIVE_TIMEOUT)
 
 
 def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:

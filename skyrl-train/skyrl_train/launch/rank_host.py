@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,10 +14,9 @@ from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed import DistributedStrategy, FSDP2Strategy, SingleStrategy
 from skyrl_train.errors import ConfigError, WorkerError, picklable_error
 from skyrl_train.launch.numa import bind_to_gpu
+from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT
 from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.workers.worker import Worker
-
-COLLECTIVE_TIMEOUT = timedelta(seconds=int(os.environ.get("SKYRL_WORKER_NCCL_TIMEOUT_IN_S", "600")))
 
 
 class RankHost:

@@ -19,7 +19,6 @@ from skyrl_train.entrypoints.experiment import BasePPOExp
 from skyrl_train.errors import ConfigError, SyncError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import HFEngine
-from skyrl_train.launch.ray.launcher import check_sync_timeout
 from skyrl_train.weight_sync import Receipt, SyncPlan
 from tests.processes import find_descendants
 
@@ -90,7 +89,6 @@ def test_a_timeout_that_ranks_would_not_wait_for_is_refused(
         r"SKYRL_WORKER_NCCL_TIMEOUT_IN_S=61 where",
     ):
         BasePPOExp(cfg).run()
-    check_sync_timeout(30, 60)
 
 
 def test_two_engines_train_like_one_process_and_a_killed_one_is_replaced(

@@ -15,15 +15,16 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import Objective
+from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.config.trainer import PlacementConfig
-from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import connect_engine, start_engine_actor
 from skyrl_train.launch.ray.cluster import connect
 from skyrl_train.launch.ray.placement import Device, Request, Reservation, find_visible_devices
 from skyrl_train.launch.ray.ranks import RayRank
+from skyrl_train.launch.timeouts import find_long_sync
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, World
 from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync, transport_between
 from skyrl_train.workers.group import WorkerGroup
@@ -31,9 +32,6 @@ from skyrl_train.workers.group import WorkerGroup
 logger = logging.getLogger(__name__)
 
 ENGINE = "engine"
-
-SYNC_MARGIN_S = 30.0
-"""Seconds in which the first rank of the policy reports a failed weight sync, while the others wait for it."""
 
 REASONS = {
     "auto": ("shared memory, and gloo between nodes", "the cluster has no GPUs"),
@@ -115,9 +113,9 @@ class RayLauncher:
         ranks = self._ranks[spec.role]
         _, n_per_node = self._placement.size(spec.role)
         address, n_processes = await ranks[0].find_address(), self._n_processes_per_node(n_per_node)
-        timeouts_s = await asyncio.gather(*(rank.join(address, n_processes) for rank in ranks))
+        timeouts = await asyncio.gather(*(rank.join(address, n_processes) for rank in ranks))
         if spec.role == "policy" and len(ranks) > 1 and self._sync is not None:
-            check_sync_timeout(self._sync.timeout_s, min(timeouts_s))
+            raise_problems(find_long_sync(self._sync.timeout_s, min(timeouts)))
         group = WorkerGroup(spec, ranks, objective)
         await group.load()
         self._groups[group] = ranks[0]
@@ -185,17 +183,6 @@ class RayLauncher:
     def _disconnect(self) -> None:
         if self._has_connected:
             ray.shutdown()
-
-
-def check_sync_timeout(timeout_s: float, collective_timeout_s: float) -> None:
-    """Raise ConfigError if ranks of the policy would give up before a weight sync does, without naming its receiver."""
-    if timeout_s + SYNC_MARGIN_S > collective_timeout_s:
-        raise ConfigError(
-            f"generator.weight_sync_timeout_seconds={timeout_s:g} must be at least {SYNC_MARGIN_S:g} s less than "
-            f"SKYRL_WORKER_NCCL_TIMEOUT_IN_S={collective_timeout_s:g}, because the ranks of the policy wait for the "
-            "first one, which waits for the engines; lower generator.weight_sync_timeout_seconds, or set "
-            f"SKYRL_WORKER_NCCL_TIMEOUT_IN_S={timeout_s + SYNC_MARGIN_S:g} where the ranks start"
-        )
 
 
 def list_requests(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from contextlib import suppress
+from datetime import timedelta
 from pickle import PicklingError
 from typing import Any
 
@@ -15,8 +16,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.errors import WorkerError
-from skyrl_train.launch.rank_host import COLLECTIVE_TIMEOUT, RankHost
+from skyrl_train.launch.rank_host import RankHost
 from skyrl_train.launch.ray.placement import Device
+from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT
 from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.weight_sync.sync import free_port
 
@@ -42,14 +44,14 @@ class RankActor:
         host = ray.util.get_node_ip_address()
         return f"{host}:{free_port(host)}"
 
-    def join(self, world: World, address: str, n_processes: int) -> float:
+    def join(self, world: World, address: str, n_processes: int) -> timedelta:
         """Join the process group of the model's ranks, on a node where `n_processes` compute at once.
 
         Returns:
-            The seconds for which this rank waits for others in a collective.
+            The time for which this rank waits for others in a collective.
         """
         self._host = RankHost(world, f"tcp://{address}", max(1, (os.cpu_count() or 1) // n_processes))
-        return COLLECTIVE_TIMEOUT.total_seconds()
+        return COLLECTIVE_TIMEOUT
 
     def call(self, role: Role, method: str, *args: Any) -> tuple[bool, Any]:
         """Call a method of the worker, as `RankHost.call` does."""
@@ -72,15 +74,15 @@ class RayRank:
         self._name = f"rank {world.rank} of the {role}"
         self._actor: Any = ray.remote(RankActor).options(**device.options()).remote(world.rank == 0)
 
-    async def join(self, address: str, n_processes: int) -> float:
+    async def join(self, address: str, n_processes: int) -> timedelta:
         """Join the process group of the model at `address`, on a node where `n_processes` compute at once.
 
         Returns:
-            The seconds for which this rank waits for others in a collective.
+            The time for which this rank waits for others in a collective.
         """
         self._name += f" ({await self._ask('describe')})"
-        timeout_s: float = await self._ask("join", self._world, address, n_processes)
-        return timeout_s
+        timeout: timedelta = await self._ask("join", self._world, address, n_processes)
+        return timeout
 
     async def find_address(self) -> str:
         """Return a free "host:port" of the rank's node."""
