@@ -24,6 +24,8 @@ TRAIN = Path(__file__).parents[1] / "train"
 SCRIPTS = [*sorted(TRAIN.glob("scripts/*.sh")), TRAIN / "docker_run_verl.sh"]
 TRAINERS = ["lgc-v2-SFT-trainer.sh", "lgc-v2-GRPO-trainer.sh", "lgc-v2-RL-GRPO-trainer.sh", "openspiel-ppo-trainer.sh"]
 
+CHOOSE_MODEL = 'read_arguments; choose_model >&2; printf "%s\\0" "$MODEL"'
+
 
 @pytest.fixture(scope="module", autouse=True)
 def parquet(recipes: Recipes) -> None:
@@ -135,6 +137,13 @@ def test_variables_and_overrides_are_read(recipes: Recipes) -> None:
     assert (cfg["trainer"]["strategy"], cfg["generator"]["backend"]) == ("fsdp2", "hf")
     assert (cfg["trainer"]["project_name"], cfg["trainer"]["run_name"]) == ("mine", "first")
     assert cfg["trainer"]["ckpt_interval"] == 7
+
+
+def test_a_model_may_be_a_folder_below_home_with_a_slash_at_its_end(recipes: Recipes) -> None:
+    home = recipes.root / "train"
+    cfg = settings(recipes, "lgc-v2-RL-GRPO-trainer.sh", AGENT_MODEL_REPO_ID="~/models/org/other/", HOME=str(home))
+    assert cfg["trainer"]["policy"]["model"]["path"] == f"{home}/models/org/other"
+    assert cfg["trainer"]["run_name"].startswith("other-20")
 
 
 def test_a_line_says_what_an_option_became(recipes: Recipes) -> None:
@@ -383,13 +392,14 @@ def test_a_model_is_downloaded_whole_and_once(recipes: Recipes, tmp_path: Path) 
     folder = recipes.root / "train/models/org/new"
     variables = {"AGENT_MODEL_REPO_ID": "org/new", "HF_TOKEN": "secret", "LOG": str(tmp_path / "log")}
     variables["PATH"] = os.pathsep.join([str(hf.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-    failed = recipes.run("lgc-v2-SFT-trainer.sh", "--print-config", **variables, STATUS="1")
+    cfg = settings(recipes, "lgc-v2-SFT-trainer.sh", **variables)
+    assert cfg["trainer"]["policy"]["model"]["path"] == "org/new"  # nothing is downloaded without a run
+    failed = recipes.run("lgc-v2-SFT-trainer.sh", **variables, STATUS="1")
     assert failed.returncode == 1
     assert "org/new could not be downloaded; rerun to resume" in failed.stderr
     assert not folder.exists()
     for _ in range(2):
-        cfg = settings(recipes, "lgc-v2-SFT-trainer.sh", **variables, STATUS="0")
-        assert cfg["trainer"]["policy"]["model"]["path"] == str(folder)
+        assert call(recipes, CHOOSE_MODEL, **variables, STATUS="0") == [str(folder)]
     assert (tmp_path / "log").read_text() == f"secret download org/new --local-dir {folder}.partial\n" * 2
 
 
@@ -404,8 +414,7 @@ def test_a_model_that_two_recipes_download_is_used_by_both(status: str, recipes:
     folder = recipes.root / f"train/models/org/shared-{status}"
     path = os.pathsep.join([str(hf.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     variables = {"AGENT_MODEL_REPO_ID": f"org/{folder.name}", "HF_TOKEN": "secret", "PATH": path}
-    cfg = settings(recipes, "lgc-v2-SFT-trainer.sh", **variables)
-    assert cfg["trainer"]["policy"]["model"]["path"] == str(folder)
+    assert call(recipes, CHOOSE_MODEL, **variables) == [str(folder)]
     assert {file.name for file in folder.iterdir()} == {
         file.name for file in (recipes.root / "train/models/org/other").iterdir()
     }

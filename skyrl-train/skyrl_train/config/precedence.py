@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_train.config.aliases import ALIASES, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, Alias
 from skyrl_train.config.base import is_open, value_at
 from skyrl_train.config.problems import FIELDS, Fields, leaves, show
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Positions = Mapping[str, int]
 """Where each key was last set or deleted: 0 is a configuration file, n the n-th override of a command line."""
@@ -27,21 +29,25 @@ class _Setting:
     alias: Alias | None = None
     """None: the key itself was set or deleted."""
 
-    def winner(self, other: _Setting) -> _Setting | None:
-        """Return the one of two settings that wins, None if they contradict each other.
+    @property
+    def is_broad(self) -> bool:
+        """True for an alias that sets other keys too."""
+        return self.alias is not None and bool(self.alias.also)
 
-        The last one wins, except among aliases: one that sets a single key wins over one that sets several, and options
-        of different meanings contradict each other.
+    def contradicts(self, other: _Setting) -> bool:
+        """Return True if the values differ and neither setting overrides the other.
+
+        Settings of one file have no order, and options of different meanings do not override each other. An alias that
+        sets a single key overrides one that sets several.
         """
-        later = max(self, other, key=lambda setting: setting.position)
         if self.value == other.value:
-            return later
+            return False
         if self.alias is not None and other.alias is not None:
-            if bool(self.alias.also) != bool(other.alias.also):
-                return other if self.alias.also else self
+            if self.is_broad != other.is_broad:
+                return False
             if not (self.alias.is_synonym and other.alias.is_synonym):
-                return None
-        return None if self.position == other.position else later
+                return True
+        return self.position == other.position
 
 
 def apply_aliases(
@@ -58,72 +64,83 @@ def apply_aliases(
     composed configuration has a value for every key.
     """
     problems: list[str] = []
-    settings: dict[str, _Setting] = {}
-    for old, alias in aliases.items():
-        found, value = _pop(tree, old.split("."))
-        if not found:
-            continue
-        if alias.only_if is not None and _get(tree, alias.only_if, fields) is not True:
-            logger.warning("%s=%s is not read: %s is not true", old, show(value), alias.only_if)
-            continue
-        for key, new_value in alias.readings(value):
-            for leaf, leaf_value in _leaves(key, new_value, fields):
-                spelling = old + leaf.removeprefix(key)
-                text = f"{spelling}={show(value if leaf == key else leaf_value)}"
-                setting = _Setting(text, leaf_value, (positions or {}).get(spelling, 0), alias)
-                rival = settings.get(leaf) or _find_setting(tree, leaf, fields, positions)
-                problems += _resolve(tree, leaf, setting, rival, settings)
-    for old, reason in without_effect.items():
-        found, value = _pop(tree, old.split("."))
-        if found:
-            logger.warning("%s=%s has no effect: %s", old, show(value), reason)
-    for old, (accepted, reason) in UNSUPPORTED.items():
-        found, value = _pop(tree, old.split("."))
-        if found and value not in accepted:
+    settings: dict[str, list[_Setting]] = {}
+    for old, alias, value in _pop_all(tree, aliases):
+        if alias.only_if is not None:
+            problems += _resolve(tree, alias.only_if, settings.pop(alias.only_if, []))
+            if _get(tree, alias.only_if, fields) is not True:
+                logger.warning("%s=%s is not read: %s is not true", old, show(value), alias.only_if)
+                continue
+        for key, setting in _read_alias(old, alias, value, fields, positions or {}):
+            settings.setdefault(key, _own_settings(tree, key, fields, positions)).append(setting)
+    for key, of_key in settings.items():
+        problems += _resolve(tree, key, of_key)
+    for old, reason, value in _pop_all(tree, without_effect):
+        logger.warning("%s=%s has no effect: %s", old, show(value), reason)
+    for old, (accepted, reason), value in _pop_all(tree, UNSUPPORTED):
+        if value not in accepted:
             problems.append(f"{old}={show(value)}: {reason}; remove the key")
     return problems
 
 
-def _leaves(key: str, value: Any, fields: Fields) -> Iterator[tuple[str, Any]]:
-    """Yield the keys that a value sets: the key, or those of the user's own below it."""
-    if is_open(fields[key]) and isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from leaves(inner, f"{key}.{name}")
-    else:
-        yield key, value
+def _read_alias(
+    old: str, alias: Alias, value: Any, fields: Fields, positions: Positions
+) -> Iterator[tuple[str, _Setting]]:
+    """Yield the keys that an alias sets, each with its setting; a section of the user's own is set key by key."""
+    for key, new_value in alias.readings(value):
+        if is_open(fields[key]) and isinstance(new_value, Mapping):
+            inner = [leaf for name, below in new_value.items() for leaf in leaves(below, f"{key}.{name}")]
+        else:
+            inner = [(key, new_value)]
+        for leaf, leaf_value in inner:
+            spelling = old + leaf.removeprefix(key)
+            text = f"{spelling}={show(value if leaf == key else leaf_value)}"
+            yield leaf, _Setting(text, leaf_value, positions.get(spelling, 0), alias)
 
 
-def _find_setting(tree: Any, key: str, fields: Fields, positions: Positions | None) -> _Setting | None:
-    """Return how a key was set or deleted in its own spelling, None if it was not."""
+def _own_settings(tree: Any, key: str, fields: Fields, positions: Positions | None) -> list[_Setting]:
+    """Return how a key was set or deleted in its own spelling; nothing if it was not."""
     try:
         value = value_at(tree, key)
         text = f"{key}={show(value)}"
     except KeyError:
         value, text = _default(key, fields), f"~{key}"
     if positions is None:
-        return None if value == _default(key, fields) else _Setting(text, value, 0)
-    return _Setting(text, value, positions[key]) if key in positions else None
+        return [] if value == _default(key, fields) else [_Setting(text, value, 0)]
+    return [_Setting(text, value, positions[key])] if key in positions else []
 
 
-def _resolve(
-    tree: dict[str, Any], key: str, setting: _Setting, rival: _Setting | None, settings: dict[str, _Setting]
-) -> Iterator[str]:
-    """Record which of two settings of a key wins, and set the key to it; yield a sentence if neither does."""
-    winner = setting if rival is None else setting.winner(rival)
-    if rival is not None and winner is None:
-        yield (
-            f"{setting.text} means {key}={show(setting.value)}, but {rival.text} was set too; remove one of them"
-            + ("" if setting.position == rival.position else f", or end the command with {key}=<value>")
-        )
+def _resolve(tree: dict[str, Any], key: str, settings: list[_Setting]) -> Iterator[str]:
+    """Set a key to the last of its settings; yield a sentence for each one that contradicts it.
+
+    A broad alias counts only if no narrow one sets the key.
+    """
+    if not settings:
         return
-    assert winner is not None
-    settings[key] = winner
-    if rival is not None and rival.value != setting.value:
-        loser = rival if winner is setting else setting
-        logger.warning("%s is overridden by %s", loser.text, winner.text)
-    if winner.value == setting.value:
-        logger.warning("%s is read as %s=%s", setting.text, key, show(setting.value))
-        _put(tree, key.split("."), setting.value)
+    narrow = [setting for setting in settings if not setting.is_broad]
+    candidates = narrow if any(setting.alias is not None for setting in narrow) else settings
+    winner = max(candidates, key=lambda setting: setting.position)
+    for setting in settings:
+        if setting.contradicts(winner):
+            first, second = sorted((setting, winner), key=settings.index)
+            fix = "" if first.position == second.position else f", or end the command with {key}=<value>"
+            yield (
+                f"{second.text} means {key}={show(second.value)}, but {first.text} was set too; remove one of them{fix}"
+            )
+        elif setting.value != winner.value:
+            logger.warning("%s is overridden by %s", setting.text, winner.text)
+        elif setting.alias is not None:
+            logger.warning("%s is read as %s=%s", setting.text, key, show(setting.value))
+    if winner.alias is not None:
+        _put(tree, key.split("."), winner.value)
+
+
+def _pop_all(tree: dict[str, Any], table: Mapping[str, T]) -> Iterator[tuple[str, T, Any]]:
+    """Remove the keys of a table from nested dicts; yield each with its entry and its value."""
+    for key, entry in table.items():
+        found, value = _pop(tree, key.split("."))
+        if found:
+            yield key, entry, value
 
 
 def _pop(tree: dict[str, Any], path: list[str]) -> tuple[bool, Any]:

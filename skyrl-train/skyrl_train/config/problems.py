@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from functools import reduce
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -130,6 +130,13 @@ def unknown_key(key: str, value: object, fields: Fields = FIELDS) -> str:
     return f"{key}={show(value)}: there is no key {key}; {did_you_mean(key, fields)}"
 
 
+def _dotted_name(key: str, value: object) -> str:
+    """Return the sentence for a key that a file or a mapping writes with dots instead of nested sections."""
+    section, *names = key.split(".")
+    nested = f"{section}: {''.join(f'{{{name}: ' for name in names)}{show(value)}{'}' * len(names)}"
+    return f"{key}={show(value)}: names in files and mappings have no dots; nest the sections: {nested}"
+
+
 def did_you_mean(key: str, fields: Fields = FIELDS) -> str:
     """Return the clause that suggests the nearest keys for an unknown one."""
     suggestions = nearest_keys(key, fields)
@@ -150,10 +157,13 @@ def from_validation_error(error: ValidationError, tree: Mapping[str, Any], field
     sentences: dict[str, str] = {}
     for item in error.errors(include_url=False, include_input=False, include_context=False):
         if item["type"] == "extra_forbidden":
-            key = ".".join(str(name) for name in item["loc"])
-            sentences.update(
-                (leaf, unknown_key(leaf, value, fields)) for leaf, value in leaves(value_at(tree, key), key)
-            )
+            key, value = ".".join(map(str, item["loc"])), cast(Any, tree)
+            for name in item["loc"]:
+                value = value[name]
+            if any("." in str(name) for name in item["loc"]):
+                sentences[key] = _dotted_name(key, value)
+            else:
+                sentences.update((leaf, unknown_key(leaf, inner, fields)) for leaf, inner in leaves(value, key))
             continue
         known = _longest_known(item["loc"], fields)
         below = [str(name) for name in item["loc"][known.count(".") + 1 :]]

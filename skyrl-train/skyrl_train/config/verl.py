@@ -244,21 +244,25 @@ def translate(argv: Sequence[str], program: VerlProgram) -> list[str]:
         ConfigError: it lists every option that cannot be parsed or honoured.
     """
     overrides: list[str] = []
-    problems: list[str] = []
+    problems: dict[str, str] = {}  # by option: the last value counts
     keys: set[str] = set()
     for text in argv:
         if not is_override(text):
             overrides.append(text)  # reported when the overrides are parsed
             continue
+        key = text
         try:
-            translated = _translate_option(parse_override(text), program)
+            option = parse_override(text)
+            key = option.key_or_group
+            translated = _translate_option(option, program)
         except ConfigError as error:
-            problems.append(str(error))
+            problems[key] = str(error)
             continue
+        problems.pop(key, None)
         if translated is not None:
             overrides.append(translated)
             keys |= changed_keys(parse_override(translated), program.schema.fields)
-    raise_problems(problems)
+    raise_problems(problems.values())
     for alias in (alias for key, alias in program.schema.aliases.items() if key in keys):
         keys |= {alias.key, *alias.also}
     if "trainer.policy.optimizer_config.num_warmup_steps" in keys:

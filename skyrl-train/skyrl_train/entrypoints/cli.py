@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skyrl_train.entrypoints.command import as_command, parse_cli
+from skyrl_train.entrypoints.command import as_command, importing_torch, parse_cli
 from skyrl_train.entrypoints.merge import merge
 from skyrl_train.entrypoints.report import report
 
@@ -251,11 +251,13 @@ def _start_rl(
 
         typer.echo(describe_plan(cfg))
     elif trains:
-        from skyrl_train.entrypoints.experiment import BasePPOExp
+        with importing_torch():
+            from skyrl_train.entrypoints.experiment import BasePPOExp
 
         BasePPOExp(cfg, data_is_checked=data_is_checked).run()
     else:
-        from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
+        with importing_torch():
+            from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
 
         EvalOnlyEntrypoint(cfg, data_is_checked=data_is_checked).run()
 
@@ -291,7 +293,9 @@ def _start_supervised(
         typer.echo(describe_supervised_plan(cfg))
     else:
         *_, module, name = SUPERVISED[command]
-        getattr(import_module(module), name)(cfg).run()
+        with importing_torch():
+            experiment = getattr(import_module(module), name)
+        experiment(cfg).run()
 
 
 def _ends_with_config(cfg: Section, missing: Iterable[str], print_config: bool) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -48,6 +50,23 @@ def as_command(function: Callable[Parameters, None]) -> Callable[Parameters, Non
         run_command(lambda: function(*args, **kwargs))
 
     return run
+
+
+@contextmanager
+def importing_torch() -> Iterator[None]:
+    """Import modules that import PyTorch and transformers, a fifth faster, because nothing is garbage-collected.
+
+    Later collections pass over all objects that exist by then.
+    """
+    if "transformers" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def _run_on_ranks(command: Callable[[], None]) -> None:

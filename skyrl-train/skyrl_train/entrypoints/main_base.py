@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config import config_dir
 from skyrl_train.entrypoints import cli
-from skyrl_train.entrypoints.command import parse_cli, run_command, validate_cfg
+from skyrl_train.entrypoints.command import importing_torch, parse_cli, run_command, validate_cfg
 
 if TYPE_CHECKING:
     from skyrl_train.entrypoints.experiment import BasePPOExp
@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def __getattr__(name: str) -> Any:
     if name != "BasePPOExp":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from skyrl_train.entrypoints.experiment import BasePPOExp
+    with importing_torch():
+        from skyrl_train.entrypoints.experiment import BasePPOExp
 
     return BasePPOExp
 

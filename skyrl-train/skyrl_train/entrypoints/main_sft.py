@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.entrypoints import cli
+from skyrl_train.entrypoints.command import importing_torch
 
 if TYPE_CHECKING:
     from skyrl_train.entrypoints.sft import SFTExp
@@ -27,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def __getattr__(name: str) -> Any:
     if name != "SFTExp":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from skyrl_train.entrypoints.sft import SFTExp
+    with importing_torch():
+        from skyrl_train.entrypoints.sft import SFTExp
 
     return SFTExp
 

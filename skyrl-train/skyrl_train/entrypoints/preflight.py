@@ -79,6 +79,16 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
         yield from _find_long_sync(cfg)
 
 
+def _find_long_sync(cfg: SkyRLConfig) -> Iterator[str]:
+    """Yield a sentence if ranks that this process starts would give up before a weight sync does.
+
+    Those on a running Ray cluster, which has its own environment, are checked when they join.
+    """
+    starts_cluster = os.environ.get("RAY_ADDRESS", "local") == "local"
+    if starts_cluster and math.prod(cfg.trainer.placement.size("policy")) > 1:
+        yield from find_long_sync(cfg.generator.weight_sync_timeout_seconds, COLLECTIVE_TIMEOUT)
+
+
 def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
     """Yield a sentence for each file or folder that a run on fixed data would not find, and for lengths that the model
     does not have.
@@ -212,16 +222,6 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
     )
     check_environments(tasks, cfg.environment, cfg.generator.max_turns, is_complete=is_local and is_complete)
     return is_local
-
-
-def _find_long_sync(cfg: SkyRLConfig) -> Iterator[str]:
-    """Yield a sentence if ranks would give up before a weight sync does.
-
-    Ranks on a cluster that exists have an environment of their own; the launcher checks them when they join.
-    """
-    starts_cluster = os.environ.get("RAY_ADDRESS", "local") == "local"
-    if starts_cluster and math.prod(cfg.trainer.placement.size("policy")) > 1:
-        yield from find_long_sync(cfg.generator.weight_sync_timeout_seconds, COLLECTIVE_TIMEOUT)
 
 
 def _find_missing_data(key: str, sources: list[str]) -> Iterator[str]:

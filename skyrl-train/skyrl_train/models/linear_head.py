@@ -1,4 +1,4 @@
-"""Scores of chosen tokens from a linear head, block by block: logits never leave the processor's cache."""
+"""Scores of chosen tokens from a linear head, computed in blocks of logits that fit in the processor's caches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from torch.autograd.function import once_differentiable
 
 from skyrl_train.types import TokenScores
 
-CPU_BLOCK = (2048, 256)
-"""Positions and tokens of the vocabulary in a block: 2 MiB of logits, which stay in the caches of the cores."""
+CPU_BLOCK = (2048, 1024)
+"""Positions and tokens of the vocabulary in a block: 8 MiB of logits, which stay in the last-level cache."""
 GPU_BLOCK = (8192, 4096)
 """The block on a GPU, where few large operations are fastest: 128 MiB of logits."""
+MAX_SAVED_BYTES = 1 << 30
+"""Maximum size of the exponentials that a forward pass on a CPU saves for the backward pass, which recomputes the rest.
+
+On a GPU, where memory is scarcer than arithmetic, none are saved."""
 
 
 def linear_head_scores(
@@ -29,18 +33,16 @@ def linear_head_scores(
 ) -> TokenScores:
     """Return the scores (N,) of `token_ids` under softmax(scale · (hidden · weightᵀ + bias)), in float32.
 
-    `hidden` is (N, H), `weight` (V, H), `bias` (V,). The backward pass computes the logits again; the gradients are
-    exact. Memory is two blocks of logits. Only `entropy_grad` makes entropies differentiable. Σπ² is 0 where gradients
-    are recorded, since only scores before an update are read.
+    `hidden` is (N, H), `weight` (V, H), `bias` (V,). The gradients are exact. Memory is two blocks of logits, and on a
+    CPU up to `MAX_SAVED_BYTES` between the passes. Only `entropy_grad` makes entropies differentiable. Σπ² is 0 where
+    gradients are recorded, since only scores before an update are read.
 
     With `group`, whose ranks divide the vocabulary, `weight` and `bias` are those of this rank's tokens, and
     `token_ids` count from the first of them: other ranks have the ids outside of [0, V). Scores are those of the whole
     vocabulary on every rank; the gradient of `hidden` is this rank's share of it.
     """
-    with_sum_pi_squared = not torch.is_grad_enabled()
-    return TokenScores(
-        *_LinearHeadScores.apply(hidden, weight, bias, token_ids, scale, entropy_grad, with_sum_pi_squared, group)
-    )
+    is_update = torch.is_grad_enabled()
+    return TokenScores(*_LinearHeadScores.apply(hidden, weight, bias, token_ids, scale, entropy_grad, is_update, group))
 
 
 class _LinearHeadScores(torch.autograd.Function):
@@ -55,7 +57,7 @@ class _LinearHeadScores(torch.autograd.Function):
         token_ids: torch.Tensor,
         scale: float,
         entropy_grad: bool,
-        with_sum_pi_squared: bool,
+        is_update: bool,
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         lowest = torch.finfo(torch.float32).min
@@ -63,8 +65,12 @@ class _LinearHeadScores(torch.autograd.Function):
         chosen = torch.zeros_like(highest)
         # Over the tokens so far, with z = logit - highest: Σ e^z, Σ z · e^z, Σ e^2z.
         total, moment, squares = (torch.zeros_like(highest) for _ in range(3))
-        scratch = hidden.new_empty(0, dtype=torch.float32)
-        for rows, tokens, logits in _blocks(hidden, weight, bias, scale):
+        scratch = torch.empty_like(highest[:0])
+        can_save = is_update and not entropy_grad and hidden.device.type == "cpu"
+        n_saved_tokens = MAX_SAVED_BYTES // (4 * max(len(hidden), 1)) if can_save else 0
+        saved = []  # e^z and `highest` of each block of these tokens
+        for rows, tokens, buffer in _blocks(hidden, weight):
+            logits = _compute_logits(hidden, weight, bias, scale, rows, tokens, out=buffer)
             is_inside, columns = _find(token_ids[rows], tokens)
             chosen[rows] = torch.where(is_inside, logits.gather(1, columns)[:, 0], chosen[rows])
 
@@ -73,12 +79,16 @@ class _LinearHeadScores(torch.autograd.Function):
             shrink = shift.exp()
             highest[rows] = new_highest
             logits.sub_(new_highest[:, None])
-            if len(scratch) < logits.numel():  # the first block is the largest
-                scratch = torch.empty_like(logits).flatten()
-            powers = torch.exp(logits, out=scratch[: logits.numel()].view_as(logits))
+            if tokens.stop <= n_saved_tokens:
+                powers = torch.exp(logits)
+                saved += [powers, new_highest]
+            else:
+                if len(scratch) < logits.numel():
+                    scratch = torch.empty_like(logits).flatten()
+                powers = torch.exp(logits, out=scratch[: logits.numel()].view_as(logits))
             moment[rows] = shrink * (moment[rows] + shift * total[rows]) + logits.mul_(powers).sum(dim=1)
             total[rows] = shrink * total[rows] + powers.sum(dim=1)
-            if with_sum_pi_squared:
+            if not is_update:
                 squares[rows] = shrink.square() * squares[rows] + powers.square_().sum(dim=1)
         if group is not None:
             own_highest = highest.clone()
@@ -91,7 +101,7 @@ class _LinearHeadScores(torch.autograd.Function):
         log_total = total.log()
         entropy = log_total - moment / total
         log_normalizer = highest + log_total
-        ctx.save_for_backward(hidden, weight, bias, token_ids, log_normalizer, entropy)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, log_normalizer, entropy, *saved)
         ctx.scale = scale
         sum_pi_squared = squares / total.square()
         ctx.mark_non_differentiable(sum_pi_squared, *(() if entropy_grad else (entropy,)))
@@ -103,22 +113,30 @@ class _LinearHeadScores(torch.autograd.Function):
     def backward(
         ctx: Any, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, token_ids, log_normalizer, entropy = ctx.saved_tensors
+        hidden, weight, bias, token_ids, log_normalizer, entropy, *saved = ctx.saved_tensors
         if logprob_grad is None:
             logprob_grad = torch.zeros_like(log_normalizer)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden_grad = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for rows, tokens, logits in _blocks(hidden, weight, bias, ctx.scale):
+        saved_blocks = zip(saved[::2], saved[1::2], strict=True)
+        for rows, tokens, buffer in _blocks(hidden, weight):
             # ∂ log π(y) / ∂ logits = [y] - π, and ∂ H / ∂ logits = -π · (log π + H)
-            logprobs = logits.sub_(log_normalizer[rows, None])
-            if entropy_grad is None:
-                grad = logprobs.exp_().mul_(-logprob_grad[rows, None])
+            if block := next(saved_blocks, None):
+                powers, highest = block
+                shrink = (highest - log_normalizer[rows]).exp()
+                grad = torch.mul(powers, (-shrink * logprob_grad[rows])[:, None], out=buffer)
             else:
-                probs = logprobs.exp()
-                by_entropy = entropy_grad[rows, None]
-                grad = logprobs.add_(entropy[rows, None]).mul_(-by_entropy).sub_(logprob_grad[rows, None]).mul_(probs)
+                logits = _compute_logits(hidden, weight, bias, ctx.scale, rows, tokens, out=buffer)
+                logprobs = logits.sub_(log_normalizer[rows, None])
+                if entropy_grad is None:
+                    grad = logprobs.exp_().mul_(-logprob_grad[rows, None])
+                else:
+                    probs = logprobs.exp()
+                    by_entropy = entropy_grad[rows, None]
+                    logprobs.add_(entropy[rows, None]).mul_(-by_entropy)
+                    grad = logprobs.sub_(logprob_grad[rows, None]).mul_(probs)
             is_inside, columns = _find(token_ids[rows], tokens)
             grad.scatter_add_(1, columns, torch.where(is_inside, logprob_grad[rows], 0.0)[:, None])
             if hidden_grad is not None:
@@ -131,26 +149,33 @@ class _LinearHeadScores(torch.autograd.Function):
         return (*(None if grad is None else grad.to(of.dtype) for grad, of in gradients), *(None,) * 5)
 
 
-def _blocks(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float
-) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yield positions, tokens and their float32 logits (n, v), which the caller may overwrite."""
+def _blocks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Yield positions, tokens and a buffer (n, v) for their logits, which all blocks share."""
     n_positions, n_tokens = len(hidden), len(weight)
     row_step, token_step = CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK
     buffer = torch.empty(min(row_step, n_positions) * min(token_step, n_tokens), device=hidden.device)
     for start in range(0, n_tokens, token_step):
         tokens = slice(start, min(start + token_step, n_tokens))
-        block_weight = weight[tokens].float()
         for row in range(0, n_positions, row_step):
             rows = slice(row, min(row + row_step, n_positions))
             shape = (rows.stop - rows.start, tokens.stop - tokens.start)
-            logits = buffer[: shape[0] * shape[1]].view(shape)
-            torch.mm(hidden[rows].float(), block_weight.T, out=logits)
-            if bias is not None:
-                logits.add_(bias[tokens].float())
-            if scale != 1:
-                logits.mul_(scale)
-            yield rows, tokens, logits
+            yield rows, tokens, buffer[: shape[0] * shape[1]].view(shape)
+
+
+def _compute_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    rows: slice,
+    tokens: slice,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Write the float32 logits (n, v) of a block to `out`, and return it."""
+    torch.mm(hidden[rows].float(), weight[tokens].float().T, out=out)
+    if bias is not None:
+        out.add_(bias[tokens].float())
+    return out if scale == 1 else out.mul_(scale)
 
 
 def _find(token_ids: torch.Tensor, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from markupsafe import Markup, escape
-from matplotlib.ticker import MaxNLocator
 
 from skyrl_train.report.series import Series, format_value, is_share
 
@@ -122,6 +121,8 @@ def _text(style: str, x: float, y: float, anchor: str, text: str) -> Markup:
 
 
 def _ticks(low: float, high: float, *, integer: bool = False) -> list[float]:
+    from matplotlib.ticker import MaxNLocator  # imported here, so that a run starts without matplotlib
+
     low, high = _widen(low, high)
     locator = MaxNLocator(nbins=4, integer=integer, steps=[1, 2, 2.5, 5, 10])
     return [0.0 if abs(tick) < 1e-12 * (high - low) else float(tick) for tick in locator.tick_values(low, high)]

@@ -1,17 +1,17 @@
-"""Learning curves as PNG, for one run or several."""
+"""Learning curves as PNG, for one run or several; importing this module does not import matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from typing import TYPE_CHECKING
 
 from skyrl_train.errors import DataError
 from skyrl_train.report.series import MetricRows, Series, format_name, format_value, is_share, read_series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLORS = ("#2f6fde", "#e0742c", "#2a9d6f", "#9a55c8", "#c83e5d", "#7a7a7a")
 _INK, _QUIET, _GRID = "#1d2430", "#6a7383", "#e6e9ee"
@@ -75,6 +75,9 @@ def _describe_origin(metric: str) -> str:
 
 
 def _canvas(title: str, subtitle: str, metric: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     figure = Figure(figsize=(8, 4.8), dpi=160, facecolor="white")
     axes = figure.add_axes((0.12, 0.12, 0.84, 0.70))
     figure.text(0.03, 0.94, title, fontsize=14, fontweight="bold", color=_INK, va="center")
@@ -99,6 +102,9 @@ def _draw(
 
 
 def _finish(figure: Figure, axes: Axes, baselines: Mapping[str, float], metric: str, output: Path) -> Path:
+    from matplotlib.patheffects import withStroke
+    from matplotlib.ticker import PercentFormatter
+
     if is_share(metric):
         axes.set_ylim(-0.03, 1.06)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))

@@ -34,10 +34,11 @@ from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.types import Segment, Trajectory, TrajectoryID
 
 ROOT = Path(__file__).parents[3]
-EXTENDING = ROOT / "docs/guides/extending.md"
 ALGORITHMS = ROOT / "docs/reference/algorithms.md"
 GUIDES = ROOT / "docs/guides"
 ENVIRONMENTS, DATASETS = GUIDES / "environments.md", GUIDES / "datasets.md"
+EXTENDING, CUSTOM_ALGORITHMS = GUIDES / "extending.md", GUIDES / "custom-algorithms.md"
+REWARDS = GUIDES / "reward-functions.md"
 INCLUDED, OTHERS = GUIDES / "included-environments.md", GUIDES / "other-ecosystems.md"
 OTHER_KEYS = ("coming-from-skyrl", "preferences", "sft", "tinker")  # guides that name keys of other configurations
 REGISTRIES: tuple[Registry, ...] = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES)
@@ -65,9 +66,8 @@ def registered() -> Iterator[list[str]]:
     """Run the examples that register something; return the names of the estimators and losses."""
     register_catch()
     before = [set(registry.list_available()) for registry in REGISTRIES]
-    for code in python_blocks(EXTENDING):
-        if "register_" in code:
-            exec(code, {})
+    for code in [*python_blocks(CUSTOM_ALGORITHMS), *python_blocks(REWARDS)]:
+        exec(code, {})
     added = [set(registry.list_available()) - names for registry, names in zip(REGISTRIES, before, strict=True)]
     yield [name for names in added for name in sorted(names)]
     del REWARD_FUNCTIONS["brevity"], REWARD_FUNCTIONS["polite"]
@@ -218,7 +218,7 @@ def test_the_asynchronous_environment_of_the_page_passes_the_checkup(server_url:
 def test_the_judge_of_the_page_scores_samples(server_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_URL", server_url)
     names: dict[str, Any] = {}
-    (code,) = [code for code in python_blocks(EXTENDING) if "judge(" in code]
+    (code,) = [code for code in python_blocks(REWARDS) if "judge(" in code]
     try:
         exec(code.replace("timeout_s=60", "timeout_s=60, n_retries=0"), names)
         function = REWARD_FUNCTIONS["polite"].function

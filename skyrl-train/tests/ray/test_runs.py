@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -20,6 +19,7 @@ from ray_runs import N_STEPS, assert_same_run, metrics, weights
 from skyrl_train.entrypoints import main_generate
 from skyrl_train.entrypoints.main_base import main
 from skyrl_train.launch.ray.placement import Request, Reservation
+from tests.processes import find_descendants
 
 TRAIN_FOLDER = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)  # each process imports PyTorch, and a test has up to 12
@@ -153,8 +153,7 @@ def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
         deadline = time.monotonic() + 200
         while not (folder / "ckpts/global_step_2").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        children = psutil.Process(process.pid).children(recursive=True)
-        ranks = [child for child in children if "RankActor" in " ".join(child.cmdline())]
+        ranks = list(find_descendants("RankActor", process.pid))
         assert len(ranks) == 6, "two of the policy, two of the critic, two of the reference"
         ranks[1].kill()
         _, messages = process.communicate(timeout=100)

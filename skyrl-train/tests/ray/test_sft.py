@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from ray.cluster_utils import Cluster
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from sft_runs import metrics, overrides, write_rows
 
 from skyrl_train.entrypoints.cli import main
+from tests.processes import find_descendants
 
 TRAIN_FOLDER = Path(__file__).parents[2]
 SETTINGS = ["trainer.policy.optimizer_config.lr=1e-4", "trainer.ckpt_interval=1"]
@@ -80,8 +80,7 @@ def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
         deadline = time.monotonic() + 200
         while not (tmp_path / "killed/skyrl/test_run/ckpts/global_step_1").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        children = psutil.Process(process.pid).children(recursive=True)
-        ranks = [child for child in children if "RankActor" in " ".join(child.cmdline())]
+        ranks = list(find_descendants("RankActor", process.pid))
         assert len(ranks) == n_ranks
         ranks[-1].kill()
         _, messages = process.communicate(timeout=100)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
@@ -21,6 +20,7 @@ from skyrl_train.errors import ConfigError, SyncError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.weight_sync import Receipt, SyncPlan
+from tests.processes import find_descendants
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -102,8 +102,7 @@ def test_two_engines_train_like_one_process_and_a_killed_one_is_replaced(
         log = inline.parent / "two/metrics.jsonl"
         while not log.exists() or len(log.read_text().splitlines()) < 2:
             time.sleep(0.02)
-        children = psutil.Process().children(recursive=True)  # the cluster's processes among them
-        engine = next(child for child in children if "EngineActor" in " ".join(child.cmdline()))
+        engine = next(find_descendants("EngineActor"))
         killed.append(engine.pid)
         engine.kill()
 

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -19,6 +18,7 @@ from skyrl_train.errors import EngineLostError
 from skyrl_train.inference_engines.vllm.async_engine import PARALLEL_SIZES, AsyncVLLMEngine
 from tests.contract.engine_contract import assert_agrees
 from tests.contract.engine_kit import EngineKit, Listener
+from tests.processes import find_descendants
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -68,8 +68,7 @@ async def test_a_killed_worker_ends_the_sync_and_the_engine(
     kit = EngineKit(lambda: engine, copy.deepcopy(tiny_model), tiny_tokenizer, 1e-4, 32, transport="auto")
     try:
         await engine.generate([kit.request(8, 2)])
-        children = psutil.Process().children(recursive=True)
-        next(child for child in children if "Worker_TP1" in " ".join([child.name(), *child.cmdline()])).kill()
+        next(find_descendants("Worker_TP1")).kill()
         async with asyncio.timeout(60):
             with pytest.raises(EngineLostError, match="a worker of vLLM ended during skyrl_receive_weights"):
                 await kit.sync(engine, 1)

@@ -7,11 +7,11 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 
 from skyrl_train.entrypoints import main_base, main_generate
+from tests.processes import find_descendants
 
 
 @pytest.fixture
@@ -59,8 +59,7 @@ def test_ranks_and_two_vllm_engines_in_actors_train_like_one_process_though_one_
     def kill_an_engine() -> None:
         while not log.exists() or len(log.read_text().splitlines()) < 2:
             time.sleep(0.02)
-        children = psutil.Process().children(recursive=True)  # the cluster's processes among them
-        next(child for child in children if "EngineCore" in " ".join([child.name(), *child.cmdline()])).kill()
+        next(find_descendants("EngineCore")).kill()
 
     killer = threading.Thread(target=kill_an_engine, daemon=True)
     killer.start()

@@ -217,7 +217,7 @@ def test_unsupported_requests(backend: JaxBackend, sampler: VllmSampler, tmp_pat
     with pytest.raises(UserError, match="samples from adapters only"):
         exported(sampler, backend, tmp_path, "whole")
     nobody = VllmSampler("http://127.0.0.1:9", "EMPTY", tmp_path, SECONDS)
-    with pytest.raises(TinkerError, match=r"the external server at http://127\.0\.0\.1:9 fails"):
+    with pytest.raises(TinkerError, match=r"the external server at http://127\.0\.0\.1:9 failed"):
         sample(nobody, (scored(), exported(nobody, backend, tmp_path)))
     nobody.close()
 

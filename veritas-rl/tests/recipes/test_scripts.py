@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -36,6 +37,18 @@ def test_the_tiny_form_runs(script: str, variables: dict[str, str], recipes: Rec
         target = recipes.root / variables.get("TARGET_DIR", "train/merged_model_tiny")
         assert (target / "lora_adapter/adapter_model.safetensors").is_file()
         assert (target / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("script", ["lgc-v2-SFT-trainer.sh", "merge.sh"])
+def test_two_tiny_forms_run_at_once(script: str, recipes: Recipes) -> None:
+    """One shell sources both, so that they have the same `$$`."""
+    for name in ("models/tiny-sft", "parquet_tiny"):
+        shutil.rmtree(recipes.root / "train" / name, ignore_errors=True)
+    command = f". train/scripts/{script} --tiny"
+    lines = f"{command} & first=$!\n{command} & second=$!\nwait $first; echo $?; wait $second; echo $?"
+    result = recipes.shell(["bash", "-c", lines])
+    assert result.stdout.splitlines()[-2:] == ["0", "0"], result.stderr
+    assert not [path for path in (recipes.root / "train").glob("**/*.??????") if path.is_dir()]
 
 
 def test_sglang_plays_the_rollouts(recipes: Recipes, tmp_path: Path) -> None:

@@ -112,10 +112,15 @@ is_on() {
     esac
 }
 
-# Print a path that is relative to the caller's folder, or else to veritas-rl/, as an absolute one.
+# Succeed if a Python package is installed.
+is_installed() { python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1"; }
+
+# Print a path that is relative to the caller's folder, or else to veritas-rl/, as an absolute one. No shell expands the
+# home folder in .env.
 absolute() {
     case $1 in
     /*) printf '%s' "$1" ;;
+    '~/'*) printf '%s' "$HOME/${1#'~/'}" ;;
     *) if [ -e "$CALLER/$1" ]; then printf '%s' "$CALLER/$1"; else printf '%s' "$ROOT/$1"; fi ;;
     esac
 }
@@ -127,9 +132,11 @@ format_option() {
     printf "%s='%s'" "$1" "$(printf '%s' "$2" | LC_ALL=C sed "$escape")"
 }
 
-# Set MODEL and MODEL_NAME: the folder AGENT_MODEL_REPO_ID, or that model of the Hub, downloaded into train/models/.
+# Set MODEL and MODEL_NAME: the folder AGENT_MODEL_REPO_ID, or that model of the Hub, downloaded into train/models/ if a
+# run starts.
 choose_model() {
     local repo=${AGENT_MODEL_REPO_ID:-rhuanmatias/trained-top-sn120}
+    repo=${repo%/}
     MODEL_NAME=${repo##*/}
     MODEL=$(absolute "$repo")
     if [ -d "$MODEL" ]; then return 0; fi
@@ -139,7 +146,7 @@ choose_model() {
         die "HF_TOKEN is not set, which the download of $repo needs; add HF_TOKEN=<token> to $ROOT/.env, or set" \
             "AGENT_MODEL_REPO_ID to the folder of a model"
     fi
-    if [ "$DRY_RUN" = 1 ]; then
+    if [ "$STARTS_RUN" = 0 ]; then
         MODEL=$repo
         return 0
     fi
@@ -173,7 +180,7 @@ name_run() {
     WANDB_DIR=$(absolute "${WANDB_DIR:-$ROOT/train/artifacts/wandb/$WANDB_PROJECT-$1-${TIME%-*}}")
     export WANDB_PROJECT WANDB_DIR
     LOGGER='[console,wandb]'
-    if ! python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("wandb") is None)'; then
+    if ! is_installed wandb; then
         LOGGER='[console,tensorboard]'
         say "wandb is not installed: metrics go to TensorBoard; pip install wandb, and rerun"
     elif [ -z "${WANDB_MODE:-}" ] && { [ "$TINY" = 1 ] || [ -z "${WANDB_API_KEY:-}" ]; }; then
@@ -201,7 +208,7 @@ choose_backend() {
     BACKEND=vllm
     if [ "$TINY" = 1 ]; then
         BACKEND=hf
-    elif ! python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then
+    elif ! is_installed vllm; then
         BACKEND=hf
         say "vLLM is not installed: ROLLOUT_BACKEND=hf, the embedded engine"
     fi
@@ -238,25 +245,30 @@ publish() {
     fi
 }
 
+# Set WORK to a new folder beside a path, on the same file system. Two scripts that one shell sources have the same $$.
+make_work_folder() {
+    mkdir -p "${1%/*}" || exit
+    WORK=$(mktemp -d "$1.XXXXXX") || exit
+}
+
 # Set MODEL to a tiny model that writes answers of the right format, but to other tasks. Arguments: its name, a task
 # family, and the family's options as JSON.
 make_tiny_model() {
-    local folder=$ROOT/train/models/$1 work
+    local folder=$ROOT/train/models/$1
     MODEL_NAME=$1
     MODEL=$folder
     if [ -d "$folder" ]; then return 0; fi
-    work=$folder.$$
-    mkdir -p "$work"
-    run python train/tools/write_attempts.py --env "$2" --adapter-config "$3" --output "$work/attempts.jsonl"
-    run skyrl tiny "$work/random" --data "$work/attempts.jsonl"
-    run skyrl sft "$(format_option data.train_data "$work/attempts.jsonl")" \
-        "$(format_option trainer.policy.model.path "$work/random")" \
+    make_work_folder "$folder"
+    run python train/tools/write_attempts.py --env "$2" --adapter-config "$3" --output "$WORK/attempts.jsonl"
+    run skyrl tiny "$WORK/random" --data "$WORK/attempts.jsonl"
+    run skyrl sft "$(format_option data.train_data "$WORK/attempts.jsonl")" \
+        "$(format_option trainer.policy.model.path "$WORK/random")" \
         trainer.epochs=2 trainer.train_batch_size=16 trainer.policy.optimizer_config.lr=3e-3 \
         trainer.ckpt_interval=-1 trainer.hf_save_interval=100000 trainer.logger=jsonl \
         trainer.project_name=warm trainer.run_name=up \
-        "$(format_option trainer.output_dir "$work")" "$(format_option trainer.export_path "$work/export")"
-    publish "$work"/export/global_step_*/policy "$folder"
-    rm -rf "$work"
+        "$(format_option trainer.output_dir "$WORK")" "$(format_option trainer.export_path "$WORK/export")"
+    publish "$WORK"/export/global_step_*/policy "$folder"
+    rm -rf "$WORK"
 }
 
 # Merge the newest checkpoint of CHECKPOINT_BASE, or that of GLOBAL_STEP, into TARGET_DIR. With --tiny, train a tiny model
@@ -277,9 +289,12 @@ merge_actor() {
         base=$(mktemp -d "$ROOT/train/artifacts/RL/checkpoints/tiny-merge-XXXXXX") || exit
         run env WANDB_EXP="${base##*/}" bash train/scripts/openspiel-ppo-trainer.sh --tiny \
             trainer.total_training_steps=2 trainer.save_freq=2 trainer.test_freq=-1
+        make_work_folder "$target"
+        run skyrl merge checkpoint "$base" "$WORK/merged" ${OVERRIDES[@]+"${OVERRIDES[@]}"}
         [ -n "${TARGET_DIR:-}" ] || rm -rf "$target" # from an earlier --tiny
-        run skyrl merge checkpoint "$base" "$target" ${OVERRIDES[@]+"${OVERRIDES[@]}"}
-        rm -rf "$base"
+        publish "$WORK/merged" "$target"
+        rm -rf "$WORK" "$base"
+        say "merged into $target"
         return 0
     fi
     base=$(absolute "${CHECKPOINT_BASE:-$ROOT/train/artifacts/RL/checkpoints}")

@@ -26,16 +26,23 @@
         gpu_count=${gpu_count:-1}
         train_batch_size=8 micro_batch_size=4 max_length=512 total_epochs=2 model_dtype=fp32 lr=3e-3
         save_freq=5 test_freq=5
-        run python -m data_processing.generate_dataset --env lgc-v2 --task-types operation --num-samples 50 \
-            --output "$dataset_path/tasks.jsonl"
-        run python -m data_processing.convert_to_parquet --input "$dataset_path/tasks.jsonl" --format sft \
-            --out-dir "$dataset_path"
         MODEL_NAME=tiny-sft
         MODEL=$ROOT/train/models/$MODEL_NAME
-        [ -d "$MODEL" ] || {
-            run skyrl tiny "$MODEL.$$" --data "$dataset_path/train.parquet"
-            publish "$MODEL.$$" "$MODEL"
-        }
+        if [ ! -d "$dataset_path" ]; then
+            make_work_folder "$dataset_path"
+            run python -m data_processing.generate_dataset --env lgc-v2 --task-types operation --num-samples 50 \
+                --output "$WORK/tasks.jsonl"
+            run python -m data_processing.convert_to_parquet --input "$WORK/tasks.jsonl" --format sft \
+                --out-dir "$WORK/parquet"
+            publish "$WORK/parquet" "$dataset_path"
+            rm -rf "$WORK"
+        fi
+        if [ ! -d "$MODEL" ]; then
+            make_work_folder "$MODEL"
+            run skyrl tiny "$WORK/model" --data "$dataset_path/train.parquet"
+            publish "$WORK/model" "$MODEL"
+            rm -rf "$WORK"
+        fi
     else
         choose_model
         [ -f "$dataset_path/train.parquet" ] || die "$dataset_path/train.parquet does not exist; write it with" \

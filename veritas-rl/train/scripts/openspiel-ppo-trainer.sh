@@ -21,7 +21,7 @@
     total_training_steps=10 save_freq=50 test_freq=50
     TASKS=()
 
-    if ! python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("pyspiel") is None)'; then
+    if ! is_installed pyspiel; then
         try python -m pip install 'open_spiel>=2' || die "open_spiel could not be installed; install it from source:" \
             "https://github.com/google-deepmind/open_spiel#installation"
     fi

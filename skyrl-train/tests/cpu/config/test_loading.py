@@ -274,3 +274,18 @@ def test_the_default_configuration_logs_no_warnings(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         load_config()
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ({"trainer.total_epochs": 3}, "trainer.total_epochs=3: .* nest the sections: trainer: {total_epochs: 3}"),
+        (
+            {"trainer": {"algorithm.eps_clip_low": 0.3}},
+            "trainer.algorithm.eps_clip_low=0.3: .*: trainer: {algorithm: {eps_clip_low: 0.3}}",
+        ),
+    ],
+)
+def test_names_with_dots_are_refused(source: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{sentence}$"):
+        load_config(source)

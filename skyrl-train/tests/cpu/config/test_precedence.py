@@ -49,6 +49,16 @@ KL = f"algorithm.use_kl_in_reward=true {ACTOR}.use_kl_loss=false"
         (f"{ACTOR}.clip_ratio_high=0.28 {ACTOR}.clip_ratio=0.3", f"{ALGORITHM}.eps_clip_high", 0.28),
         (f"{ACTOR}.clip_ratio=0.2 {ACTOR}.clip_ratio_high=0.28", f"{ALGORITHM}.eps_clip_high", 0.28),
         (
+            f"{ACTOR}.clip_ratio_high=0.28 {ALGORITHM}.eps_clip_high=0.25 {ACTOR}.clip_ratio=0.3",
+            f"{ALGORITHM}.eps_clip_high",
+            0.25,
+        ),
+        (
+            f"{ALGORITHM}.eps_clip_high=0.25 {ACTOR}.clip_ratio_high=0.28 {ACTOR}.clip_ratio=0.3",
+            f"{ALGORITHM}.eps_clip_high",
+            0.28,
+        ),
+        (
             f"{KL} algorithm.kl_ctrl.kl_coef=0.1 {ACTOR}.kl_loss_coef=0.2 {ALGORITHM}.kl_loss_coef=0.3",
             f"{ALGORITHM}.kl_loss_coef",
             0.3,
@@ -130,6 +140,14 @@ def test_options_of_verl_with_different_meanings_do_not_override_each_other(
     message = str(caught.value)
     assert message.startswith(f"{second} means {key}=")
     assert message.endswith(f"but {first} was set too; remove one of them, or end the command with {key}=<value>")
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_key_between_options_of_different_meanings_does_not_hide_that_they_differ(is_reversed: bool) -> None:
+    options = ["algorithm.kl_ctrl.kl_coef=0.1", f"{ACTOR}.kl_loss_coef=0.2"]
+    first, last = reversed(options) if is_reversed else options
+    with pytest.raises(ConfigError, match=rf"end the command with {ALGORITHM}\.kl_loss_coef=<value>"):
+        parse_cli([*KL.split(), first, f"{ALGORITHM}.kl_loss_coef=0.3", last])
 
 
 @pytest.mark.parametrize("source", ["mapping", "composed"])

@@ -121,6 +121,14 @@ def test_all_refusals_are_listed_at_once() -> None:
     assert message.startswith("2 problems in the configuration:")
 
 
+def test_an_option_that_is_refused_can_be_overridden() -> None:
+    _, overrides = read_command(["main_ppo", "trainer.critic_warmup=10", "trainer.critic_warmup=0"])
+    assert not any("critic_warmup" in text for text in overrides)
+    for last in ("trainer.critic_warmup=10", "~trainer.critic_warmup"):
+        with pytest.raises(ConfigError, match=r"trainer\.critic_warmup"):
+            parse(read_command(["main_ppo", "trainer.critic_warmup=0", last])[1], MAIN_PPO.schema)
+
+
 def test_a_command_without_a_program_is_refused() -> None:
     with pytest.raises(ConfigError, match="names none of verl's programs main_ppo, fsdp_sft_trainer"):
         read_command(["main_eval", "data.path=x"])

@@ -43,8 +43,17 @@ from tests.contract.engine_kit import EngineKit, Listener, sync_weights  # noqa:
 MakeEngine = Callable[[], InferenceEngine]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def temporary_folder() -> Iterator[Path]:
+    """A private folder for temporary files, so that concurrent tests do not appear in `Leftovers`."""
+    with tempfile.TemporaryDirectory(prefix="skyrl-") as folder, pytest.MonkeyPatch.context() as patches:
+        patches.setenv("TMPDIR", folder)
+        patches.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
 @pytest.fixture(scope="module")
-def engine_process() -> Iterator[ServerProcess]:
+def engine_process(temporary_folder: Path) -> Iterator[ServerProcess]:
     """An engine process shared by the tests of this module; each connection has its own engine."""
     process = ServerProcess(n_threads=1)
     yield process
@@ -187,8 +196,8 @@ async def test_calls_to_a_killed_process_fail_at_once_and_another_engine_samples
     assert result.token_ids[: len(received)] == received
 
 
-async def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
-    folders = set(Path(tempfile.gettempdir()).glob("skyrl-engine-*"))
+async def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path, temporary_folder: Path) -> None:
+    folders = set(temporary_folder.iterdir())
     code = (
         "import time; from skyrl_train.inference_engines.process import ServerProcess\n"
         "if __name__ == '__main__': print(ServerProcess().pid, flush=True); time.sleep(60)"
@@ -203,7 +212,7 @@ async def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     await driver.wait()
     with suppress(psutil.NoSuchProcess):
         await asyncio.to_thread(process.wait, 20)
-    assert set(Path(tempfile.gettempdir()).glob("skyrl-engine-*")) == folders
+    assert set(temporary_folder.iterdir()) == folders
 
 
 # -- start and end

@@ -19,6 +19,12 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(linear_head, "CPU_BLOCK", request.param)
 
 
+@pytest.fixture(params=[0, 13, VOCABULARY], ids="{}_saved_tokens".format)
+def n_saved_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exponentials of no token, of some and of all are saved for the backward pass."""
+    monkeypatch.setattr(linear_head, "MAX_SAVED_BYTES", 4 * N * request.param)
+
+
 def inputs(dtype: torch.dtype = torch.float32, spread: float = 3.0) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, HIDDEN, generator=generator) * spread
@@ -43,7 +49,9 @@ def naive(
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("entropy_grad", [True, False])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 40.0])
-def test_values_and_gradients(block: None, has_bias: bool, entropy_grad: bool, spread: float) -> None:
+def test_values_and_gradients(
+    block: None, n_saved_tokens: None, has_bias: bool, entropy_grad: bool, spread: float
+) -> None:
     *leaves, token_ids = inputs(spread=spread)
     if not has_bias:
         leaves[2] = None

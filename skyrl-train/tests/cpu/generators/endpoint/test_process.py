@@ -9,7 +9,6 @@ import time
 from dataclasses import replace
 
 import httpx
-import psutil
 import pytest
 from generators.endpoint.conftest import SAMPLING, AgentStage, catch_requests, new_client
 
@@ -18,12 +17,9 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import BatchMetadata
 from skyrl_train.generators.endpoint.process import EndpointProcess
 from skyrl_train.types import PromptRow
+from tests.processes import find_descendants
 
 TRAIN = BatchMetadata(1, "train")
-
-
-def endpoint_processes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
 
 
 async def test_trajectories_equal_those_of_an_endpoint_in_the_event_loop(agent_stage: AgentStage) -> None:
@@ -35,9 +31,9 @@ async def test_trajectories_equal_those_of_an_endpoint_in_the_event_loop(agent_s
         assert (t.rewards, t.stop_reason, t.env_metrics) == (other.rewards, other.stop_reason, other.env_metrics)
         assert t.logprobs == pytest.approx(other.logprobs, abs=1e-5)
         assert t.timing["generate"] > 0
-    assert len(endpoint_processes()) == 1
+    assert len(list(find_descendants("spawn_main"))) == 1
     await generator.close()
-    assert endpoint_processes() == []
+    assert list(find_descendants("spawn_main")) == []
 
 
 async def test_clients_do_not_wait_for_the_event_loop_of_the_trainer(agent_stage: AgentStage) -> None:
@@ -65,7 +61,7 @@ async def test_a_crash_of_the_process_costs_its_rollouts_and_another_one_serves_
 
     async def kills(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
         if not killed:
-            (process,) = endpoint_processes()
+            (process,) = list(find_descendants("spawn_main"))
             os.kill(process.pid, signal.SIGKILL)
             killed.append(process.pid)
         async with new_client(base_url) as client:
@@ -111,5 +107,5 @@ async def test_an_address_that_is_taken_is_refused(agent_stage: AgentStage) -> N
     second = EndpointProcess(agent_stage.engine, agent_stage.generator(play_catch)._make_service)
     with pytest.raises(ConfigError, match=rf"the endpoint cannot listen on 127\.0\.0\.1:{port}"):
         await second.start(port=port)
-    assert len(endpoint_processes()) == 1
+    assert len(list(find_descendants("spawn_main"))) == 1
     await endpoint.close()
