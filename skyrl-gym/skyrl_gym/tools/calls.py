@@ -57,12 +57,19 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     return calls
 
 
-def parse_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool call of a chat message with its arguments as an object, as chat templates expect them.
+def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a chat message whose tool calls have their arguments as objects, as chat templates expect them.
 
     APIs and data sets often hold arguments as JSON text. Text that is not a JSON object is left as it is.
     """
-    function = call.get("function", call)
+    copy = dict(message)
+    if isinstance(calls := copy.get("tool_calls"), list):
+        copy["tool_calls"] = [_parse_arguments(call) for call in calls]
+    return copy
+
+
+def _parse_arguments(call: Any) -> Any:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:

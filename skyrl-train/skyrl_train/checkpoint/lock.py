@@ -23,14 +23,21 @@ def folder_lock(folder: Path, fix: str, run: Path | None = None) -> Iterator[Non
     `run` is the folder of the run that uses it, if that is another one.
 
     Raises:
-        ConfigError: another process holds it; the message names its pid, host and run, and ends with `fix`.
+        ConfigError: another process holds it; the message names its pid, host and run, and ends with `fix`. Or the lock
+            belongs to another user.
     """
     make_folder(folder)
-    with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:
+    lock = folder / LOCK_FILE
+    if lock.exists() and not os.access(lock, os.W_OK):
+        raise ConfigError(
+            f"{lock} cannot be written by this user; it was created by {_holder(lock)}: remove it if no run uses the "
+            "folder, or give this run other folders"
+        )
+    with open(lock, "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"{folder} is in use by {_holder(folder / LOCK_FILE)}; {fix}") from error
+            raise ConfigError(f"{folder} is in use by {_holder(lock)}; {fix}") from error
         file.truncate(0)
         holder = {"pid": os.getpid(), "host": socket.gethostname()}
         file.write(json.dumps(holder if run is None else holder | {"run": str(run.absolute())}))

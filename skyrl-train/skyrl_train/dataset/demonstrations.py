@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from skyrl_gym.runtime.validation import is_conversation
-from skyrl_gym.tools.calls import parse_arguments
+from skyrl_gym.tools.calls import for_template
 from skyrl_train.config.preferences import PreferenceDataConfig
 from skyrl_train.config.sft import SFTDataConfig, SupervisedDataConfig
 from skyrl_train.dataset.files import Row, Rows, quote
@@ -186,9 +186,7 @@ def _check_messages(value: Any, location: str, key: str, negation: str = "not") 
                 f"{location}: message {index} of {key} lacks a role or a content: {quote(message)}; write "
                 '{"role": "user", "content": "…"}'
             )
-        if message.get("tool_calls"):
-            message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
-        messages.append(message)
+        messages.append(for_template(message))
     return messages
 
 

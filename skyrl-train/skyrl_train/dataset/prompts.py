@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.runtime.text import describe_error
+from skyrl_gym.tools.calls import for_template
 from skyrl_train.dataset.files import ROWS_AT_ONCE, Row, Rows
 from skyrl_train.dataset.rows import TaskRow, read_prompt_rows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
@@ -158,7 +159,7 @@ def _render(
     """Render prompts, each with its location for messages, with the assistant's header."""
 
     def render(conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-        copies = [[dict(message) for message in conversation] for conversation in conversations]
+        copies = [[for_template(message) for message in conversation] for conversation in conversations]
         return list(map(str, tokenizer.apply_chat_template(copies, tokenize=False, add_generation_prompt=True)))
 
     try:

@@ -184,7 +184,7 @@ def _weight_folder(cfg: SkyRLConfig) -> Path:
 
 
 def delete_weight_files(cfg: SkyRLConfig) -> None:
-    """Delete weights that a run of this folder has left because it was killed during a weight sync."""
+    """Delete weights that were left in this run folder because the run or an engine was killed during a weight sync."""
     shutil.rmtree(_weight_folder(cfg), ignore_errors=True)
 
 

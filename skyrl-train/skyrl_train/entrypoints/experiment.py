@@ -114,6 +114,7 @@ class BasePPOExp(Experiment):
         """
         delete_weight_files(self.cfg)
         async with AsyncExitStack() as stack:
+            stack.callback(delete_weight_files, self.cfg)  # of engines that were killed
             launcher = self._launcher
             if launcher is None or not self.cfg.generator.run_engines_locally:
                 engine = self._make_engine(model)

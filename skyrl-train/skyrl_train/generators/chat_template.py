@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.runtime.text import describe_error
+from skyrl_gym.tools.calls import for_template
 from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.errors import ConfigError
 
@@ -90,7 +91,7 @@ class ChatEncoder:
     def conversation_ids(self, messages: Messages) -> tuple[list[int], list[int]]:
         """Return the tokens of a conversation, and a mask: 1 in the template's generation blocks."""
         encoded: Any = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            [for_template(message) for message in messages],
             chat_template=self._template,
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -131,7 +132,7 @@ class ChatEncoder:
     def _render(self, messages: Messages) -> str:
         return str(
             self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [for_template(message) for message in messages],
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=True,

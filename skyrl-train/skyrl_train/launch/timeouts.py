@@ -6,7 +6,17 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=int(os.environ.get("SKYRL_WORKER_NCCL_TIMEOUT_IN_S", "600")))
+from skyrl_train.errors import ConfigError
+
+
+def _read_collective_timeout() -> timedelta:
+    text = os.environ.get("SKYRL_WORKER_NCCL_TIMEOUT_IN_S", "600")
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError(f"SKYRL_WORKER_NCCL_TIMEOUT_IN_S={text} must be a number of seconds above 0, such as 600")
+    return timedelta(seconds=int(text))
+
+
+COLLECTIVE_TIMEOUT = _read_collective_timeout()
 """Maximum time that a rank in this process waits for others in a collective."""
 
 SYNC_MARGIN_S = 30.0

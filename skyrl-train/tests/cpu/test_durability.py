@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -328,6 +329,19 @@ def test_a_second_process_on_a_run_folder_is_refused_with_the_pid_of_the_first(t
         first.wait()
     with folder_lock(tmp_path, "wait for it"):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] != first.pid, "a crash releases the lock"
+
+
+def test_a_lock_of_another_user_is_named() -> None:
+    script = (
+        "import os, sys; from pathlib import Path; from skyrl_train.checkpoint import folder_lock\n"
+        "os.getuid() or os.setuid(65534)\n"
+        "with folder_lock(Path(sys.argv[1]), ''): pass"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        Path(folder, ".lock").touch(0o444)
+        done = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=False)
+    assert f"{folder}/.lock cannot be written by this user; it was created by another process" in done.stderr
 
 
 def test_a_run_locks_its_folder_while_it_trains(catch_run: list[str], tmp_path: Path) -> None:

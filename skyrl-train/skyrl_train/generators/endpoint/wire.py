@@ -14,8 +14,6 @@ from typing import Annotated, Any, NoReturn
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from skyrl_gym.tools.calls import parse_arguments
-
 NonEmpty = Annotated[str, MinLen(1)]
 TokenId = Annotated[int, Ge(0)]
 Count = Annotated[int, Ge(1)]
@@ -104,13 +102,13 @@ class ChatMessage(WireModel):
     reasoning_content: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message for the chat template: text, tool calls with parsed arguments, and no empty fields."""
+        """Return the message for the chat template: text, tool calls, and no empty fields."""
         message: dict[str, Any] = {"role": self.role, "content": self._text()}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if value := getattr(self, name):
                 message[name] = value
         if self.tool_calls:
-            message["tool_calls"] = [parse_arguments(call) for call in self.tool_calls]
+            message["tool_calls"] = self.tool_calls
         return message
 
     def _text(self) -> str:

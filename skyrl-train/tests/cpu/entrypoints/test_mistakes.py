@@ -51,10 +51,6 @@ MISTAKES: dict[str, list[str]] = {
     "trainer.policy.sequence_parallel_size=3 trainer.placement.policy_num_gpus_per_node=3": [
         "trainer.policy.sequence_parallel_size=3 must divide the 4 attention heads of model; try trainer.policy.",
     ],
-    "generator.weight_sync_timeout_seconds=571 trainer.placement.policy_num_gpus_per_node=2": [
-        "weight_sync_timeout_seconds=571 must be at least 30 s less than SKYRL_WORKER_NCCL_TIMEOUT_IN_S=600",
-        "set SKYRL_WORKER_NCCL_TIMEOUT_IN_S=601 where the ranks start",
-    ],
     "trainer.resume_mode=from_path": ["needs trainer.resume_path=null to be a folder"],
     "data.train_data=[]": ["data.train_data=[] leaves nothing to train on"],
     "data.train_data=[missing.jsonl]": ["data.train_data=missing.jsonl: the file missing.jsonl does not exist"],

@@ -1,14 +1,21 @@
-"""Weight syncs that must end before the ranks of the policy give up."""
+"""The time for which ranks wait for each other."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+import os
+import subprocess
+import sys
 
 import pytest
 
-from skyrl_train.launch.timeouts import find_long_sync
 
-
-@pytest.mark.parametrize(("timeout_s", "n_problems"), [(30.0, 0), (30.5, 1), (300.0, 1)])
-def test_a_sync_that_takes_longer_than_the_ranks_wait_is_a_problem(timeout_s: float, n_problems: int) -> None:
-    assert len(list(find_long_sync(timeout_s, timedelta(seconds=60)))) == n_problems
+@pytest.mark.parametrize("text", ["10m", "0", "-1", ""])
+def test_a_timeout_that_is_no_number_of_seconds_is_named(text: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import skyrl_train.launch.timeouts"],
+        env={**os.environ, "SKYRL_WORKER_NCCL_TIMEOUT_IN_S": text},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"ConfigError: SKYRL_WORKER_NCCL_TIMEOUT_IN_S={text} must be a number of seconds above 0" in done.stderr

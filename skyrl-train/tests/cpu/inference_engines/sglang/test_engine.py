@@ -203,7 +203,7 @@ def test_a_run_trains_with_two_servers_and_waits_for_one_that_is_started_again(
     assert "Engine 1 of 2 was lost and is replaced" in caplog.text
     versions = [[body["weight_version"] for path, body in server.calls if path == UPDATE] for server in servers]
     assert versions == [["0", "1"], ["0", "1", "2"], ["1", "2"]]
-    assert not list(leftover.parent.iterdir())
+    assert not leftover.parent.exists()
 
 
 async def test_a_lost_server_has_as_long_as_configured_to_return(
