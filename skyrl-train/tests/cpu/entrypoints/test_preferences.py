@@ -104,7 +104,7 @@ def test_the_loss_of_dpo_is_that_of_the_formula_for_any_micro_batch(
     exported = tmp_path / "out/skyrl/test_run/export/global_step_1/policy"
     expected = naive_dpo(exported, tiny_model_path, data / "val.jsonl", loss, smoothing)
     assert expected["margin"] != pytest.approx(0, abs=1e-3)
-    assert {name: first[f"val/{name}"] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert {name: first[f"val/{name}"] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize(
