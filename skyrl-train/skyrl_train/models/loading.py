@@ -256,7 +256,7 @@ def _prepare(
         module.to(device)
     if device is None or device.type == "cpu":
         fuse_operations(model)
-    narrow_last_layer(model)
+        narrow_last_layer(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     role = {POLICY_PATH: "policy", REF_PATH: "reference", CRITIC_PATH: "critic"}.get(key, "model")
