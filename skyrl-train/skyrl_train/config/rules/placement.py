@@ -70,8 +70,8 @@ def ray_is_installed(cfg: Section) -> Iterator[str]:
         ranks = " × ".join(map(str, placement.size("policy")))
         yield (
             f"trainer.placement.launcher={placement.launcher} with {ranks} ranks of the policy needs Ray, which is not "
-            "installed; run pip install -c constraints.txt -e './skyrl-train[ray]' in your clone of the repository, or "
-            "train in one process with trainer.placement.launcher=inline"
+            "installed; run pip install -c constraints.txt -e './skyrl-train[ray]' in your clone of the repository (uv "
+            "sync and uv run: add --extra ray), or train in one process with trainer.placement.launcher=inline"
         )
 
 
@@ -80,7 +80,8 @@ def megatron_is_installed(cfg: Section) -> Iterator[str]:
     if value_at(cfg, "trainer.strategy") == "megatron" and find_spec("megatron") is None:
         yield (
             "trainer.strategy=megatron needs Megatron-Core, which is not installed; run pip install -c constraints.txt "
-            "-e './skyrl-train[mcore]' in your clone of the repository, or set trainer.strategy=fsdp2"
+            "-e './skyrl-train[mcore]' in your clone of the repository (uv sync and uv run: add --extra mcore), or set "
+            "trainer.strategy=fsdp2"
         )
 
 
