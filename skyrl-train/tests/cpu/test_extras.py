@@ -34,7 +34,7 @@ def test_megatron_comes_with_ray() -> None:
 
 
 def test_extras_that_are_named_exist() -> None:
-    texts = [path for path in ROOT.glob("docs/**/*.md")] + [*ROOT.glob("skyrl-train/skyrl_train/**/*.py")]
+    texts = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("skyrl-train/skyrl_train/**/*.py")]
     source = "\n".join(path.read_text(encoding="utf-8") for path in texts)
     named = {name for names in re.findall(r"skyrl-train\[([\w,]+)\]", source) for name in names.split(",")}
     named |= set(re.findall(r"--extra (\w+)", source))
