@@ -36,6 +36,7 @@ from skyrl_train.config.rules.engine import (
     engine_has_its_options,
     engine_is_installed,
     engines_have_devices,
+    engines_use_all_devices,
     input_length_covers_prompts,
     sampling_is_unusual,
     sampling_lengths_are_ordered,
@@ -118,6 +119,7 @@ WARNINGS: tuple[Rule, ...] = (
     adapters_are_on,
     resume_path_is_read,
     training_data_is_read_once,
+    engines_use_all_devices,
     sampling_is_unusual,
     coefficients_are_unusual,
 )

@@ -590,6 +590,18 @@ PROBLEMS += [
 
 DOUBTS: list[Case] = [
     (
+        ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=4", *TWO_GPUS],
+        "generator.num_inference_engines=1 leaves 6 of the 2 × 4 GPUs of the policy (nodes × GPUs) idle during "
+        "rollouts; set generator.num_inference_engines=4",
+        [
+            ["trainer.placement.policy_num_gpus_per_node=4", "generator.num_inference_engines=4"],
+            ["trainer.placement.policy_num_gpus_per_node=2", *TWO_GPUS],
+            ["trainer.placement.policy_num_gpus_per_node=3", *TWO_GPUS],
+            ["trainer.placement.policy_num_gpus_per_node=4", "trainer.placement.colocate_all=false"],
+            ["trainer.placement.policy_num_gpus_per_node=4", *REMOTE],
+        ],
+    ),
+    (
         ["generator.eval_n_samples_per_prompt=8"],
         "generator.eval_n_samples_per_prompt=8 samples the same greedy reply 8 times, because "
         "generator.eval_sampling_params.temperature=0.0; try generator.eval_sampling_params.temperature=1.0, or "
