@@ -19,7 +19,7 @@ from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
 from skyrl_train.algorithms.objectives import Objective, PolicyObjective, ValueObjective
 from skyrl_train.algorithms.registry import AdvantageEstimator
-from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS, reads_reference
+from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS, loads_reference, reads_reference
 from skyrl_train.callbacks import (
     Callback,
     Checkpointing,
@@ -279,7 +279,7 @@ class BasePPOExp(Experiment):
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
         roles: list[Role] = ["policy"]
         roles += ["critic"] if cfg.critic.model.path is not None else []
-        roles += ["ref"] if reads_reference(cfg.algorithm) and not cfg.policy_is_reference else []
+        roles += ["ref"] if loads_reference(self.cfg) else []
         async with self.launching(roles) as launcher:
             learner = await self._load_models(launcher, estimator, objective, total_steps)
             self._reserved_bytes = launcher.bytes_beside_engine(await learner.checkpoint_bytes())
