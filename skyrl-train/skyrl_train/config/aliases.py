@@ -46,6 +46,7 @@ class Alias:
 
 MODELS = ("policy", "critic", "ref")
 ROPE = ("rope_scaling", "rope_theta")
+ENGINE_SECTIONS = ("generator", "generator.inference_engine")
 
 SKYRL = {
     "generator.inference_engine.backend": Alias("generator.backend"),
@@ -244,8 +245,21 @@ MEMORY_WITHOUT_EFFECT = {
 SKYRL_WITHOUT_EFFECT = {
     **MEMORY_WITHOUT_EFFECT,
     "trainer.algorithm.value_head_prefix": "the critic's value head is always called `score`",
-    "generator.vllm_v1_disable_multiproc": "the launcher decides which process vLLM runs in",
-    "generator.fully_sharded_loras": "vLLM receives the weights with the adapter merged into them",
+    **{
+        f"{section}.{name}": reason
+        for section in ENGINE_SECTIONS
+        for name, reason in {
+            "vllm_v1_disable_multiproc": "the launcher decides which process vLLM runs in",
+            "fully_sharded_loras": "vLLM receives the weights with the adapter merged into them",
+            "override_existing_update_group": "each weight sync opens connections of its own",
+            "use_cache_salt": "cached keys and values are dropped when the weights change",
+            "model_name": "AgentGenerator(model_name=…) names the model of the HTTP endpoint",
+            "http_endpoint_host": "AgentGenerator(host=…) sets the address of the HTTP endpoint",
+            "http_endpoint_port": "AgentGenerator(port=…) sets the port of the HTTP endpoint",
+        }.items()
+    },
+    "data.dataloader.num_workers": "the trainer reads the rows when it draws them",
+    "data.dataloader.persistent_workers": "the trainer reads the rows when it draws them",
     "trainer.policy.model.lora.lora_sync_path": "adapters reach the engine without a file",
     "trainer.policy.model.lora.max_loras": "a run has one adapter",
     "trainer.policy.model.lora.max_cpu_loras": "a run has one adapter",
@@ -270,6 +284,10 @@ _MODEL_CONFIG = (
 )
 _TRAJECTORIES = "set trainer.dump_trajectories=true, which writes all training trajectories"
 _MIXTURE = "set data.mixture.min_per_batch, the minimum number of prompts of each data source in a batch"
+_EXPERTS = (
+    (1,),
+    "mixtures of experts in vLLM cannot receive new weights; for SGLang, set generator.engine_init_kwargs.ep_size",
+)
 
 _FSDP: dict[str, tuple[tuple[Any, ...], str]] = {
     "mixed_precision.reduce_dtype": (("fp32",), "gradients are always added up in float32"),
@@ -295,6 +313,28 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     },
     **{f"trainer.{role}.model_config_kwargs": (({}, None), _MODEL_CONFIG) for role in MODELS},
     **{f"{section}.{name}": ((None,), _MODEL_CONFIG) for section in ("trainer", "generator") for name in ROPE},
+    **{
+        f"{section}.{name}": entry
+        for section in ENGINE_SECTIONS
+        for name, entry in {
+            "model_dtype": (
+                ("bfloat16",),
+                "vLLM and SGLang compute in bfloat16 on a GPU with trainer.bf16=true, else in the type of the policy; "
+                "set generator.engine_init_kwargs.dtype for another type",
+            ),
+            "enable_http_endpoint": (
+                (False,),
+                "agents get an HTTP endpoint from AgentGenerator, which get_generator of your experiment returns: "
+                "docs/guides/endpoint.md",
+            ),
+        }.items()
+    },
+    "generator.inference_engine_expert_parallel_size": _EXPERTS,
+    "generator.inference_engine.expert_parallel_size": _EXPERTS,
+    "generator.inference_engine.external_proxy_url": (
+        (None,),
+        "name each server in generator.remote_inference_engine_urls",
+    ),
     "trainer.disable_fast_tokenizer": ((False,), "the tokenizer is always that of tokenizer.json"),
     "trainer.policy.use_torch_compile": ((False,), "training runs without torch.compile"),
     "trainer.policy.record_memory": (

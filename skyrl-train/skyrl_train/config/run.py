@@ -65,8 +65,7 @@ class RunPlacementConfig(Section):
         """True if the run takes several processes, on a Ray cluster."""
         if self.launcher != "auto":
             return self.launcher == "ray"
-        counts = (getattr(self, name) for name in type(self).model_fields if "_num_" in name)
-        return not self.shares_devices or any(count not in (1, None) for count in counts)  # None before `load_config`
+        return not self.shares_devices or self.size("policy") != (1, 1)
 
 
 class RunConfig(Section):

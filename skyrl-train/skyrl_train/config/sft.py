@@ -26,6 +26,7 @@ from skyrl_train.config.rules.data import training_data_is_read_once, training_h
 from skyrl_train.config.rules.placement import (
     launcher_starts_every_process,
     megatron_has_its_models,
+    megatron_has_ranks,
     megatron_is_installed,
     ray_is_installed,
     sharding_fits_ranks,
@@ -261,7 +262,13 @@ SUPERVISED_RULES = (
 
 SUPERVISED_MACHINE_RULES = (ray_is_installed, megatron_is_installed, sharding_fits_ranks, wandb_can_start)
 
-SUPERVISED_WARNINGS = (adapters_are_on, resume_path_is_read, training_data_is_read_once, validation_is_held_out)
+SUPERVISED_WARNINGS = (
+    adapters_are_on,
+    resume_path_is_read,
+    training_data_is_read_once,
+    validation_is_held_out,
+    megatron_has_ranks,
+)
 
 SFT = Schema(
     root=SFTConfig,

@@ -210,6 +210,8 @@ PROCESSES = {
 }
 """The keys of a launcher's options."""
 
+ENGINES, ENGINE_SIZE = "generator.num_inference_engines", "generator.inference_engine_tensor_parallel_size"
+
 
 def read_command(words: Sequence[str]) -> tuple[VerlProgram, list[str]]:
     """Return the program and its overrides in this configuration.
@@ -268,10 +270,26 @@ def translate(argv: Sequence[str], program: VerlProgram) -> list[str]:
     if "trainer.policy.optimizer_config.num_warmup_steps" in keys:
         keys.add("trainer.policy.optimizer_config.warmup_ratio")  # either sets the warm-up
     of_critic = program.critic_defaults if "trainer.critic.model.path" in keys else {}
-    defaults = [f"{key}={show(value)}" for key, value in {**program.defaults, **of_critic}.items() if key not in keys]
+    all_defaults = {**program.defaults, **of_critic, **_count_engines(overrides, program.schema)}
+    defaults = [f"{key}={show(value)}" for key, value in all_defaults.items() if key not in keys]
     if defaults:
         logger.warning("defaults of verl: %s", " ".join(defaults))
     return [*defaults, *overrides]
+
+
+def _count_engines(overrides: Sequence[str], schema: Schema[Any]) -> dict[str, int]:
+    """Return the number of engines as an override: those of verl are on all GPUs. Return none for a single GPU."""
+    if ENGINES not in schema.fields:
+        return {}
+    values: dict[str, Any] = {}
+    for option in map(parse_override, filter(is_override, overrides)):
+        key = option.key_or_group
+        values[schema.aliases[key].key if key in schema.aliases else key] = option.value()
+    n_nodes, n_per_node, size = (values.get(key, 1) for key in (*PROCESSES.values(), ENGINE_SIZE))
+    if not all(isinstance(n, int) and n > 0 for n in (n_nodes, n_per_node, size)):
+        return {}  # refused with their types
+    n_engines = n_nodes * (n_per_node // size)
+    return {ENGINES: n_engines} if n_engines > 1 else {}
 
 
 def _translate_option(option: Override, program: VerlProgram) -> str | None:

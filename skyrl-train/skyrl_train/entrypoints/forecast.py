@@ -12,7 +12,7 @@ from typing import Literal
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
-from skyrl_train.algorithms.rules import reads_reference
+from skyrl_train.algorithms.rules import loads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
 from skyrl_train.config.sft import SFTTrainerConfig
@@ -76,7 +76,7 @@ def plan_models(cfg: SkyRLConfig) -> list[PlannedModel]:
     models = [plan_trained_model("policy", trainer.policy.model, trainer.seed)]
     if trainer.critic.model.path is not None:
         models.append(plan_trained_model("critic", trainer.critic.model, trainer.seed))
-    if reads_reference(trainer.algorithm) and not trainer.policy_is_reference:
+    if loads_reference(cfg):
         models.append(plan_reference(trainer.ref.model.path, trainer.policy.model))
     return models
 

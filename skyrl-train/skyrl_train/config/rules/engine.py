@@ -126,6 +126,19 @@ def engines_have_devices(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
+def engines_use_all_devices(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of GPUs of the policy that no engine uses."""
+    generator, placement = cfg.generator, cfg.trainer.placement
+    n_nodes, n_per_node = placement.size("policy")
+    n_engines, n_fitting = generator.n_local_engines, n_nodes * (n_per_node // generator.n_devices_per_engine)
+    if placement.uses_ray and placement.colocate_all and 0 < n_engines < n_fitting:
+        n_idle = n_nodes * n_per_node - n_engines * generator.n_devices_per_engine
+        yield (
+            f"generator.num_inference_engines={n_engines} leaves {n_idle} of the {n_nodes} × {n_per_node} GPUs of the "
+            f"policy (nodes × GPUs) idle during rollouts; set generator.num_inference_engines={n_fitting}"
+        )
+
+
 def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse an engine on more devices than it can use."""
     generator, placement = cfg.generator, cfg.trainer.placement

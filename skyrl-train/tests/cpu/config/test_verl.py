@@ -186,6 +186,26 @@ def test_the_last_of_several_options_wins(launcher: str, options: str, key: str,
     assert value_at(parse(overrides, program.schema), key) == value
 
 
+@pytest.mark.parametrize(
+    ("options", "n_engines"),
+    [
+        (["trainer.nnodes=2", "trainer.n_gpus_per_node=4"], 8),
+        (["trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"], 2),
+        (["trainer.n_gpus_per_node=8", "generator.num_inference_engines=3"], 3),
+        (["trainer.n_gpus_per_node=8", "trainer.n_gpus_per_node=1"], 1),
+    ],
+)
+def test_engines_take_all_gpus(options: list[str], n_engines: int) -> None:
+    _, overrides = read_command([*RECIPE.split(), *options])
+    numbers = [text.partition("=")[2] for text in overrides if text.startswith("generator.num_inference_engines=")]
+    assert numbers == ([] if n_engines == 1 else [str(n_engines)])
+
+
+@pytest.mark.parametrize("option", ["trainer.n_gpus_per_node=many", "~trainer.nnodes", "trainer.n_gpus_per_node=0"])
+def test_a_number_of_gpus_that_is_none_is_left_to_its_own_error(option: str) -> None:
+    assert not [text for text in read_command([*RECIPE.split(), option])[1] if "num_inference_engines" in text]
+
+
 def test_a_key_that_cannot_be_deleted_is_named_without_the_rest_of_the_command_line() -> None:
     program, overrides = read_command([*RECIPE.split(), "~trainer.balance_batch"])
     with pytest.raises(ConfigError) as caught:
