@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.error import InvalidSpec
+from skyrl_train.absent import EXPERIMENT_METHODS, refuse_overrides
 from skyrl_train.algorithms import advantage_estimator, required_inputs
 from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
@@ -101,6 +102,11 @@ class BasePPOExp(Experiment):
         super().__init__(self.cfg)
         self._reserved_bytes = 0  # for gradients and optimizer state
         self._launcher: Launcher | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise ConfigError for a subclass that overrides a method of SkyRL that would never be called."""
+        super().__init_subclass__(**kwargs)
+        refuse_overrides(cls, EXPERIMENT_METHODS)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes need to load models and make the engine."""
@@ -270,11 +276,13 @@ class BasePPOExp(Experiment):
             self._reserved_bytes = launcher.bytes_beside_engine(n_bytes)
             async with self.playing(launcher.policy) as (engine, generator):
                 with self.get_tracker() as tracker:
+                    skyrl_trainer = self._skyrl_trainer(tracker, train_dataset, eval_dataset, engine, generator)
                     source = LockstepRollouts(
                         self.cfg,
                         generator,
                         prompts,
                         with_greedy_rewards=bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS),
+                        punishes_overlong=skyrl_trainer is None or not skyrl_trainer.postprocesses,
                     )
                     parts: dict[str, Any] = {
                         "source": source,
@@ -284,15 +292,38 @@ class BasePPOExp(Experiment):
                         "pad_token_id": self.tokenizer.pad_token_id,
                         "callbacks": [*curriculum, *self.get_callbacks(eval_dataset, generator, tracker)],
                     }
-                    trainer: Trainer
-                    if self._replaces("get_trainer"):
-                        trainer = skyrl_trainer = self.get_trainer(
-                            self.cfg, tracker, self.tokenizer, train_dataset, eval_dataset, engine, generator, None
-                        )
-                        skyrl_trainer.attach(**parts)
+                    if skyrl_trainer is None:
+                        await train(self.trainer_class(self.cfg, **parts))
                     else:
-                        trainer = self.trainer_class(self.cfg, **parts)
-                    await train(trainer)
+                        skyrl_trainer.attach(**parts)
+                        await train(skyrl_trainer)
+
+    def _skyrl_trainer(
+        self,
+        tracker: Tracking,
+        train_dataset: PromptDataset,
+        eval_dataset: PromptDataset | None,
+        engine: InferenceEngine,
+        generator: GeneratorInterface,
+    ) -> RayPPOTrainer | None:
+        """Return the trainer of a user's `get_trainer`, None without one; ConfigError if it is no `RayPPOTrainer`."""
+        if not self._replaces("get_trainer"):
+            return None
+        trainer = self.get_trainer(
+            self.cfg, tracker, self.tokenizer, train_dataset, eval_dataset, engine, generator, None
+        )
+        if not isinstance(trainer, RayPPOTrainer):
+            raise ConfigError(
+                f"{type(self).__name__}.get_trainer returned a {type(trainer).__name__}; return a subclass of "
+                "skyrl_train.trainer.RayPPOTrainer, or set trainer_class to a subclass of Trainer"
+            )
+        if trainer.postprocesses and (buffer := self.cfg.trainer.algorithm.overlong_buffer_len) is not None:
+            logger.info(
+                "trainer.algorithm.overlong_buffer_len=%d is left to %s.postprocess_generator_output, and not applied "
+                "before it",
+                *(buffer, type(trainer).__name__),
+            )
+        return trainer
 
     @asynccontextmanager
     async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:

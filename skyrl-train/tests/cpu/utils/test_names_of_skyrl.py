@@ -6,10 +6,6 @@ from importlib import import_module
 
 import pytest
 
-from skyrl_train.config import SkyRLConfig
-from skyrl_train.errors import ConfigError
-from skyrl_train.trainer import REPLACED_METHODS, RayPPOTrainer, Trainer
-
 NAMES = {
     "skyrl_train.dataset": ["PromptDataset"],
     "skyrl_train.dataset.preprocess": ["convert_prompts_responses_to_batch_tensors"],
@@ -33,15 +29,3 @@ NAMES = {
 def test_names_that_scripts_import_exist(module: str) -> None:
     for name in NAMES[module]:
         assert callable(getattr(import_module(module), name)) or name == "config_dir" or name.endswith("Registry")
-
-
-@pytest.mark.parametrize("name", sorted(REPLACED_METHODS))
-def test_an_override_that_would_never_be_called_is_refused(name: str) -> None:
-    custom = type("DAPOTrainer", (RayPPOTrainer,), {name: lambda self: None})
-    with pytest.raises(ConfigError, match=rf"DAPOTrainer\.{name} would never be called; override "):
-        custom(SkyRLConfig(), None, None, None, None, None, None)
-
-
-def test_stages_to_override_instead_exist() -> None:
-    stages = [stage for stage in REPLACED_METHODS.values() if " " not in stage]
-    assert all(callable(getattr(Trainer, stage)) for stage in stages)
