@@ -41,11 +41,27 @@ EXPERIMENT_METHODS = {
 }
 
 
+CLIENT_METHODS = {
+    "chat_completion": "use generate, or an AgentGenerator",
+    "completion": "use generate, or an AgentGenerator",
+    "pause_generation": "use pause",
+    "resume_generation": "use resume",
+}
+"""Methods of `InferenceEngineClient`."""
+
+
 def refuse_overrides(cls: type, absent: Mapping[str, str]) -> None:
     """Raise ConfigError for a class that defines one of the `absent` methods, which would never be called."""
     for name, instead in absent.items():
         if hasattr(cls, name):
             raise ConfigError(
-                f"{cls.__name__}.{name} would never be called; {instead} instead "
-                "(docs/guides/coming-from-skyrl.md#overridden-methods)"
+                f"{cls.__name__}.{name} would never be called; {instead} instead (docs/guides/coming-from-skyrl.md)"
             )
+
+
+def describe_missing(owner: object, name: str, absent: Mapping[str, str]) -> str:
+    """Return the message of an AttributeError, with what to do instead if the name is one of `absent`."""
+    message = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    if name in absent:
+        message += f", which SkyRL has; {absent[name]} instead (docs/guides/coming-from-skyrl.md)"
+    return message

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from skyrl_train.absent import TRAINER_ATTRIBUTES, TRAINER_METHODS, refuse_overrides
+from skyrl_train.absent import TRAINER_ATTRIBUTES, TRAINER_METHODS, describe_missing, refuse_overrides
 from skyrl_train.callbacks import Evaluation
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import DataError
@@ -60,10 +60,7 @@ class RayPPOTrainer(Trainer):
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError; the message says what to do instead of using an attribute of SkyRL's trainer."""
-        message = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if instead := (TRAINER_METHODS | TRAINER_ATTRIBUTES).get(name):
-            message += f", which SkyRL has; {instead} instead (docs/guides/coming-from-skyrl.md#overridden-methods)"
-        raise AttributeError(message)
+        raise AttributeError(describe_missing(self, name, TRAINER_METHODS | TRAINER_ATTRIBUTES))
 
     def attach(self, **parts: Any) -> None:
         """Add what the constructor of `Trainer` takes beside the configuration."""

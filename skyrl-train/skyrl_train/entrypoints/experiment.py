@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig
@@ -59,6 +59,7 @@ from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.generators.source import LockstepRollouts
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.launch.launcher import Launcher, started
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import Learner
@@ -127,9 +128,16 @@ class BasePPOExp(Experiment):
             else:
                 engine = await launcher.start_engine(self._make_engine, self.cfg.generator.engine_start_timeout_seconds)
             stack.push_async_callback(engine.close)
-            generator = self.get_generator(self.cfg, self.tokenizer, engine)
+            client = self._skyrl_client(engine) if self._replaces("get_generator") else engine
+            generator = self.get_generator(self.cfg, self.tokenizer, client)
             stack.push_async_callback(generator.close)
             yield engine, generator
+
+    def _skyrl_client(self, engine: InferenceEngine) -> InferenceEngine:
+        """Return the engine with SkyRL's interface beside its own."""
+        return cast(
+            InferenceEngine, InferenceEngineClient(engine, self.tokenizer, self.cfg.generator, self.cfg.trainer.seed)
+        )
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -309,8 +317,9 @@ class BasePPOExp(Experiment):
         """Return the trainer of a user's `get_trainer`, None without one; ConfigError if it is no `RayPPOTrainer`."""
         if not self._replaces("get_trainer"):
             return None
+        client = self._skyrl_client(engine)
         trainer = self.get_trainer(
-            self.cfg, tracker, self.tokenizer, train_dataset, eval_dataset, engine, generator, None
+            self.cfg, tracker, self.tokenizer, train_dataset, eval_dataset, client, generator, None
         )
         if not isinstance(trainer, RayPPOTrainer):
             raise ConfigError(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NotRequired, TypedDict, TypeVar
 
@@ -15,7 +14,8 @@ from skyrl_gym.runtime.text import clean_text, to_facts
 from skyrl_gym.runtime.validation import MAX_REWARD, is_reward
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import DataError
-from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.inference_engines.base import SamplingParams, hash_seed
+from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
 from skyrl_train.types import (
     DrawnPrompt,
     Message,
@@ -44,11 +44,6 @@ class BatchMetadata:
 def request_seed(run_seed: int, id: TrajectoryID, turn: int) -> int:
     """Return the seed of one turn of a rollout. Training steps, batching and retries do not change it."""
     return hash_seed(f"{run_seed}/{id.phase}/{id.draw}/{id.instance_id}/{id.repetition_id}/{turn}")
-
-
-def hash_seed(identity: str) -> int:
-    """Return the 64-bit hash of a string as a seed."""
-    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +128,7 @@ class GeneratorInterface:
         sampling = to_sampling(input_batch.get("sampling_params"), getattr(self, "generator_cfg", None))
         metadata = input_batch.get("batch_metadata") or BatchMetadata(0, "train")
         trajectories = await self.rollout(to_requests(input_batch), sampling, metadata)
-        return to_generator_output(trajectories, with_totals=self.returns_totals)
+        return to_generator_output(trajectories, with_totals=_has_totals(getattr(self, "generator_cfg", None)))
 
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
@@ -144,14 +139,10 @@ class GeneratorInterface:
 
     @property
     def returns_totals(self) -> bool:
-        """Rewards in the lists are one number for each response, as `generate` returned them last.
-
-        Before, they are if `generator.batched` is set and episodes have one turn, as in SkyRL.
-        """
-        if self._returned_totals is not None:
-            return self._returned_totals
-        cfg = getattr(self, "generator_cfg", None)
-        return cfg is not None and cfg.batched and cfg.max_turns == 1
+        """The last answer of `generate` had one reward for each response, or the first one will."""
+        if self._returned_totals is None:
+            return _has_totals(getattr(self, "generator_cfg", None))
+        return self._returned_totals
 
     def take_metrics(self) -> dict[str, float]:
         """Return the `rollout_metrics` of `generate` since the last call of this method, averaged."""
@@ -160,6 +151,11 @@ class GeneratorInterface:
 
     async def close(self) -> None:
         """Release all resources."""
+
+
+def _has_totals(cfg: GeneratorConfig | None) -> bool:
+    """Return True if lists have one reward for each response, as SkyRL's do with `generator.batched`: one turn each."""
+    return cfg is not None and cfg.batched and cfg.max_turns == 1
 
 
 async def play(
@@ -242,59 +238,6 @@ def to_requests(input_batch: GeneratorInput) -> list[RolloutRequest]:
     all_extras = input_batch.get("env_extras") or [{} for _ in prompts]
     rows = zip(ids, prompts, env_classes, all_extras, strict=True)
     return [RolloutRequest(id, PromptRow(id.instance_id, prompt, env, extras)) for id, prompt, env, extras in rows]
-
-
-ALIASES = {"max_tokens": "max_new_tokens", "max_generate_length": "max_new_tokens", "min_tokens": "min_new_tokens"}
-"""Sampling parameters under the names of SkyRL and vLLM, and our names."""
-
-IGNORED = {
-    "logprobs": (None, 0, 1),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (True,),
-    "no_stop_trim": (True,),
-}
-"""Sampling parameters of SkyRL that cannot be changed, and the values that are accepted."""
-
-
-def to_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
-    """Convert sampling parameters to a dict with vLLM's names, as SkyRL passes them to generators."""
-    not_copied = {"max_new_tokens", "min_new_tokens", "n_top_logprobs", "with_raw_logprobs"}  # renamed, or not SkyRL's
-    return {
-        **{name: value for name, value in asdict(sampling).items() if name not in not_copied},
-        "max_tokens": sampling.max_new_tokens,
-        "min_tokens": sampling.min_new_tokens,
-        "stop": list(sampling.stop) or None,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "logprobs": 0,
-        "skip_special_tokens": True,
-        "include_stop_str_in_output": True,
-    }
-
-
-def to_sampling(params: Mapping[str, Any] | None, cfg: GeneratorConfig | None) -> SamplingParams:
-    """Convert sampling parameters under the names of SkyRL or vLLM; None takes those of the configuration.
-
-    Raises:
-        DataError: a parameter is unknown, or neither source limits the number of tokens.
-    """
-    configured = None if cfg is None else SamplingParams.from_config(cfg.sampling_params)
-    if params is None and configured is not None:
-        return configured
-    known = {field.name for field in fields(SamplingParams)}
-    converted: dict[str, Any] = {} if configured is None else {"max_new_tokens": configured.max_new_tokens}
-    for name, value in (params or {}).items():
-        if name in IGNORED and value in IGNORED[name]:
-            continue
-        our_name = ALIASES.get(name, name)
-        if our_name not in known:
-            raise DataError(f"sampling_params has {name}={value!r}, which no engine here supports; remove it")
-        if value is not None:
-            converted[our_name] = value
-    for name in converted.keys() & {"stop", "stop_token_ids"}:
-        converted[name] = (converted[name],) if isinstance(converted[name], str) else tuple(converted[name])
-    if "max_new_tokens" not in converted:
-        raise DataError("sampling_params has no max_tokens, and the generator has no configuration to take it from")
-    return SamplingParams(**converted)
 
 
 def to_generator_output(trajectories: Sequence[Trajectory], *, with_totals: bool = False) -> GeneratorOutput:

@@ -28,8 +28,6 @@ from skyrl_train.generators.base import (
     to_generator_input,
     to_generator_output,
     to_requests,
-    to_sampling,
-    to_sampling_params,
     to_trajectories,
 )
 from skyrl_train.inference_engines.base import SamplingParams
@@ -244,45 +242,7 @@ def test_fields_that_no_longer_fit_a_shortened_response_are_dropped() -> None:
     assert len(second.turns) == 1
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [SAMPLING, SamplingParams(9, min_new_tokens=2, top_k=5, stop_token_ids=(1, 2), ignore_eos=True, min_p=0.5)],
-)
-def test_sampling_parameters_survive_a_round_trip_through_the_names_of_skyrl(sampling: SamplingParams) -> None:
-    assert to_sampling(to_sampling_params(sampling), None) == sampling
-
-
 CONFIGURED = load_config({"generator": {"sampling_params": {"max_generate_length": 7, "top_p": 0.5}}}).generator
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        (None, SamplingParams(7, top_p=0.5)),
-        ({"max_tokens": 3, "stop": "END"}, SamplingParams(3, stop=("END",))),
-        ({"max_generate_length": 3, "stop": ["A", "B"], "logprobs": 1}, SamplingParams(3, stop=("A", "B"))),
-        ({"max_new_tokens": 3, "min_tokens": 1, "stop": None, "no_stop_trim": True}, SamplingParams(3, 1)),
-        ({"temperature": 0.0}, SamplingParams(7, temperature=0.0)),
-    ],
-)
-def test_sampling_parameters_are_read_under_any_of_their_names(
-    params: dict[str, Any] | None, expected: SamplingParams
-) -> None:
-    assert to_sampling(params, CONFIGURED) == expected
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"max_tokens": 3, "temprature": 0.5}, "temprature=0.5, which no engine here supports"),
-        ({"max_tokens": 3, "skip_special_tokens": False}, "skip_special_tokens=False"),
-        ({"temperature": 0.5}, "no max_tokens"),
-        (None, "no max_tokens"),
-    ],
-)
-def test_other_sampling_parameters_are_refused(params: dict[str, Any] | None, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        to_sampling(params, None)
 
 
 class RecordingGenerator(GeneratorInterface):
