@@ -144,7 +144,7 @@ class BasePPOExp(Experiment):
         """The tokenizer of `get_tokenizer`."""
         return self.get_tokenizer()
 
-    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+    def get_tokenizer(self, padding_side: str = "left") -> PreTrainedTokenizerBase:
         """Load the policy's tokenizer, with the chat template of the engine's options, or `generator.chat_template` if
         it has none.
         """
@@ -152,6 +152,7 @@ class BasePPOExp(Experiment):
         path = cfg.engine_init_kwargs.get("chat_template")
         template = custom_chat_template(cfg.chat_template)
         tokenizer = load_tokenizer(self.cfg.trainer.policy.model.path, chat_template=template)
+        tokenizer.padding_side = padding_side
         if path is not None:
             tokenizer.chat_template = read_chat_template(str(path), "generator.engine_init_kwargs.chat_template")
         return tokenizer

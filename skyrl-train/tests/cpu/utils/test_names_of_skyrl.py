@@ -76,4 +76,3 @@ def test_other_names_are_listed_as_absent(module: str) -> None:
 def test_other_modules_are_listed_as_absent(module: str) -> None:
     assert find_spec(f"skyrl_train.{module}") is None
     assert module in GUIDE.read_text(encoding="utf-8")
-
