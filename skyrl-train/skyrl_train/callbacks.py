@@ -10,7 +10,7 @@ import logging
 import shlex
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -154,16 +154,22 @@ class Evaluation(Callback):
         self._generator = generator
         self._run_folder = run_folder
         self._chat = chat
+        self.replacement: Callable[[], Awaitable[dict[str, float]]] | None = None
+        """Evaluates in place of `measure`: `eval` of a trainer that overrides it."""
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         is_first = report.global_step == 0 and run.cfg.trainer.eval_before_train
         if not is_first and not is_due(run.cfg.trainer.eval_interval, report):
             return
         with report.timer("eval"):
-            metrics, trajectories = await evaluate(self._dataset, self._generator, run.cfg, report.global_step)
-        report.metrics |= metrics
+            report.metrics |= await (self.measure(run) if self.replacement is None else self.replacement())
+
+    async def measure(self, run: Run) -> dict[str, float]:
+        """Return the metrics of the current weights; write the trajectories into the run folder if configured."""
+        metrics, trajectories = await evaluate(self._dataset, self._generator, run.cfg, run.global_step)
         if run.cfg.trainer.dump_eval_results:
-            dump_evaluation(self._run_folder.evals(report.global_step), trajectories, metrics, self._chat)
+            dump_evaluation(self._run_folder.evals(run.global_step), trajectories, metrics, self._chat)
+        return metrics
 
 
 class Logging(Callback):

@@ -6,13 +6,18 @@ alone are in `skyrl_train.config.rules`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from skyrl_train.algorithms.contract import check_advantage_estimator, estimator_traits, resolve_policy_loss
 from skyrl_train.algorithms.inputs import INPUTS, readable_inputs, required_inputs
-from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, EstimatorTraits, LossTraits
+from skyrl_train.algorithms.registry import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    EstimatorTraits,
+    LossTraits,
+    is_built_in,
+)
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.problems import FIELDS, Rule, show
 from skyrl_train.config.root import SkyRLConfig
@@ -39,7 +44,7 @@ def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
         functions.required, functions.readable = required_inputs(estimator), readable_inputs(estimator)
         functions.estimator = ADVANTAGE_ESTIMATORS.traits(config.advantage_estimator)
         try:
-            if not _is_built_in(estimator):
+            if not is_built_in(estimator):  # tests check those, and PyTorch need not be loaded for them
                 check_advantage_estimator(estimator, config)
                 functions.estimator = estimator_traits(config)
         except ConfigError as error:
@@ -47,16 +52,11 @@ def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
     if config.policy_loss_type in POLICY_LOSSES.list_available():
         functions.loss = POLICY_LOSSES.traits(config.policy_loss_type)
         try:
-            if not _is_built_in(POLICY_LOSSES.get(config.policy_loss_type)):
+            if not is_built_in(POLICY_LOSSES.get(config.policy_loss_type)):
                 resolve_policy_loss(config)
         except ConfigError as error:
             problems.append(str(error))
     return functions, problems
-
-
-def _is_built_in(function: Callable[..., Any]) -> bool:
-    """Return True for a function of this package: tests check its contract, and PyTorch need not be loaded for it."""
-    return (getattr(function, "__module__", None) or "").startswith("skyrl_train.")
 
 
 def reads_reference(config: AlgorithmConfig) -> bool:
