@@ -93,6 +93,7 @@ def _read_launcher(words: Sequence[str], program: VerlProgram) -> Iterator[str]:
         return
     starts_ranks = program is FSDP_SFT_TRAINER
     if starts_ranks:
+        logger.warning("torchrun is read as trainer.placement.launcher=torchrun")
         yield "trainer.placement.launcher=torchrun"
     for flag in _split_torchrun_flags(words):
         text = " ".join(flag)
