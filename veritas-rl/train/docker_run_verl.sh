@@ -44,7 +44,8 @@
         IMAGE=skyrl-veritas
         extras=ray,wandb
         if [ "$has_gpu" = 1 ]; then extras+=,vllm; fi
-        start docker build -t "$IMAGE" --build-arg "EXTRAS=${EXTRAS:-$extras}" -f "$ROOT/train/Dockerfile" "$ROOT/.."
+        start docker build -t "$IMAGE" --build-arg "EXTRAS=${EXTRAS:-$extras}" --build-arg PIP_EXTRA_INDEX_URL \
+            -f "$ROOT/train/Dockerfile" "$ROOT/.."
     fi
     options=(--rm --init --shm-size=16g --ipc=host --network=host -v "$ROOT:/workspace/veritas-rl" -w /workspace/veritas-rl)
     if [ -t 0 ] && [ -t 1 ]; then options+=(-it); fi
