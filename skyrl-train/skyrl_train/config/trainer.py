@@ -103,8 +103,9 @@ class TrainerConfig(RunConfig):
     """Write every training trajectory under `trajectories/` in the run folder."""
 
     log_verl_metrics: bool = False
-    """Log the metrics of a step under the names of recipes for verl, too: `train/policy_loss`, `train/reward`,
-    `rollout/throughput`, … `skyrl verl main_ppo` sets this."""
+    """Log the metrics of a step under the names of verl, too: `actor/pg_loss`, `critic/score/mean`,
+    `response_length/mean`, …, and under those of recipes for it, such as `train/reward`. `skyrl verl main_ppo` sets
+    this."""
 
     @property
     def policy_is_reference(self) -> bool:
