@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 from abc import ABC, abstractmethod
@@ -180,10 +181,16 @@ class Experiment(ABC):
         Raises:
             ConfigError: as `new_launcher`, or `trainer.placement` asks for other processes than those of torchrun.
         """
-        torchrun = Torchrun.find()
-        if torchrun is None or torchrun.size == 1:
+        torchrun, placement = Torchrun.find(), self.cfg.trainer.placement
+        if not placement.uses_torchrun and (torchrun is None or torchrun.size == 1):
             return self.new_launcher(roles)
-        torchrun.check(self.cfg.trainer.placement)
+        if torchrun is None:
+            n_ranks = math.prod(placement.size("policy"))
+            raise ConfigError(
+                f"trainer.placement.launcher=torchrun takes {n_ranks} processes, and torchrun has not started this "
+                "one; start your script with torchrun, or set trainer.placement.launcher=ray"
+            )
+        torchrun.check(placement)
         assert self._compute is not None, "running() comes first"
         return TorchrunLauncher(self._compute, torchrun)
 

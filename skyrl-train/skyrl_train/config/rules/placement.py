@@ -99,10 +99,13 @@ def ray_is_installed(cfg: Section) -> Iterator[str]:
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     if placement.uses_ray and find_spec("ray") is None:
         ranks = " × ".join(map(str, placement.size("policy")))
+        is_supervised = type(placement) is RunPlacementConfig
+        other = "start the ranks with" if is_supervised else "train in one process with"
         yield (
             f"trainer.placement.launcher={placement.launcher} with {ranks} ranks of the policy needs Ray, which is not "
             "installed; run pip install -c constraints.txt -e './skyrl-train[ray]' in your clone of the repository (uv "
-            "sync and uv run: add --extra ray), or train in one process with trainer.placement.launcher=inline"
+            f"sync and uv run: add --extra ray), or {other} "
+            f"trainer.placement.launcher={'torchrun' if is_supervised else 'inline'}"
         )
 
 
