@@ -6,14 +6,17 @@ vLLM mixes the class that `worker_extension_cls`, or `vllm serve … --worker-ex
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_pp_group
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from skyrl_train.errors import EngineError, SyncError
@@ -88,7 +91,7 @@ def load_weights(model: Any, config: VllmConfig, weights: Iterable[tuple[str, to
         EngineError: the model has parameters that were not sent.
     """
     names = {name for name, _ in model.named_parameters()}
-    with set_current_vllm_config(config):
+    with set_current_vllm_config(config), _packing_experts(model):
         initialize_layerwise_reload(model)
         try:
             loaded: set[str] = model.load_weights(weights)
@@ -102,6 +105,23 @@ def load_weights(model: Any, config: VllmConfig, weights: Iterable[tuple[str, to
             f"the policy has no tensor for {min(missing)} and {len(missing) - 1} other parameters of vLLM's model; "
             "they would keep old values, so use generator.backend=hf for this architecture"
         )
+
+
+@contextmanager
+def _packing_experts(model: Any) -> Iterator[None]:
+    """Let vLLM pack the weights of experts that are loaded within: on a CPU, it does so only for a layer without a
+    kernel.
+    """
+    experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    methods = [layer.quant_method for layer in experts if current_platform.is_cpu()]
+    kernels = [method.moe_kernel for method in methods]
+    for method in methods:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in zip(methods, kernels, strict=True):
+            method.moe_kernel = method.moe_kernel or kernel  # a failed sync may not have reached the layer
 
 
 def read_facts(config: VllmConfig, eos_token_id: int | None) -> Facts:
