@@ -188,6 +188,11 @@ def delete_weight_files(cfg: SkyRLConfig) -> None:
     shutil.rmtree(_weight_folder(cfg), ignore_errors=True)
 
 
+def receiving_servers(cfg: GeneratorConfig) -> list[str]:
+    """Return the addresses of the servers that receive weights themselves. Those of SGLang read files."""
+    return cfg.remote_inference_engine_urls if cfg.backend == "vllm" and not cfg.run_engines_locally else []
+
+
 def sync_options(cfg: GeneratorConfig) -> SyncOptions:
     """Return the settings of weight syncs to other processes."""
     transport: Transport = "shared_memory" if cfg.weight_sync_backend == "shm" else cfg.weight_sync_backend

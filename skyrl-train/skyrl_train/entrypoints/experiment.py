@@ -46,6 +46,7 @@ from skyrl_train.entrypoints.engine import (
     delete_weight_files,
     needs_model,
     new_engine,
+    receiving_servers,
     sync_kind,
     sync_options,
     sync_tolerance,
@@ -303,6 +304,7 @@ class BasePPOExp(Experiment):
             sync_options(generator),
             n_engines=generator.n_local_engines,
             engine_size=generator.n_devices_per_engine,
+            servers=receiving_servers(generator),
         )
         try:
             async with started(launcher) as self._launcher:

@@ -204,7 +204,8 @@ class WeightSync:
     async def _plan(self, sinks: Mapping[str, WeightSink], version: int) -> SyncPlan:
         options = self._options
         if options.transport == "shared":
-            return SyncPlan(version, "shared", f"sync-{id(self)}-{version}", kind=self._kind)
+            address = f"sync-{id(self)}-{version}"
+            return SyncPlan(version, "shared", address, timeout_s=options.timeout_s, kind=self._kind)
         names = ["rank 0 of the model"]
         for name, sink in sinks.items():
             n = sink.n_weight_copies

@@ -115,7 +115,7 @@ async def test_requests_of_other_clients_are_answered(
     assert answer["choices"][0]["token_ids"] == engine_kit.greedy([5, 6, 7], 4)
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
 async def test_weights_of_this_process_reach_the_server(engine_kit: EngineKit, transport: Transport) -> None:
     engine = engine_kit.new()
     engine_kit.add_noise()
@@ -124,6 +124,8 @@ async def test_weights_of_this_process_reach_the_server(engine_kit: EngineKit, t
     (result,) = await engine.generate([request])
     assert result.weight_spans == ((7, 8),)
     assert_agrees(engine_kit, request, result)
+    with pytest.raises(EngineError, match="transport=shared cannot reach the server at http"):
+        await sync_weights(engine, engine_kit.model.named_parameters, 8, "shared")
 
 
 async def test_a_server_that_is_not_ours_is_refused_with_its_command(
@@ -154,3 +156,4 @@ def test_a_run_trains_with_a_server(catch_run: list[str], tmp_path: Path, start_
     for row in rows[1:]:
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
         assert row["environment/avg_steps"] == 5
+    assert all(row["sync/megabytes"] > 0.5 and row["sync/verified_copies"] == 1 for row in rows)

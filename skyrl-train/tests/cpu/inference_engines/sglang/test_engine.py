@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from fastapi.responses import JSONResponse
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.config import load_config
@@ -26,11 +27,12 @@ from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.sglang.engine import SGLangEngine
 from skyrl_train.inference_engines.sglang.launch import launch_server, list_arguments
+from skyrl_train.weight_sync import SyncOptions, WeightSync
 from tests.cpu.inference_engines.sglang.sglang_server import SGLangServer
 
 pytest.register_assert_rewrite("tests.contract.engine_contract")
 from tests.contract.engine_contract import ENDINGS, EngineContract, assert_agrees  # noqa: E402
-from tests.contract.engine_kit import EngineKit, Listener  # noqa: E402
+from tests.contract.engine_kit import EngineKit, Listener, TensorSource  # noqa: E402
 
 UPDATE = "/update_weights_from_disk"
 COMMAND = (sys.executable, str(Path(__file__).parent / "sglang_server.py"))
@@ -169,6 +171,25 @@ async def test_engines_share_a_folder_for_new_weights(
     for engine in engines:
         request = engine_kit.request(10, 20)
         assert_agrees(engine_kit, request, (await engine.generate([request]))[0])
+
+
+class SlowServer(SGLangServer):
+    """A server that takes a second to load weights."""
+
+    async def _update_weights_from_disk(self, body: dict[str, Any]) -> JSONResponse:
+        await asyncio.sleep(1)
+        return await super()._update_weights_from_disk(body)
+
+
+async def test_a_server_has_as_long_as_configured_to_load_weights(engine_kit: EngineKit, tiny_model_path: Path) -> None:
+    server = SlowServer(tiny_model_path)
+    engine = engine_kit.new(lambda: server)
+    source = TensorSource(engine_kit.model.named_parameters)
+    await WeightSync(source, {"the engine": engine}, SyncOptions(timeout_s=60))(1)
+    message = r"It had 0\.5 s to load new weights; raise generator\.weight_sync_timeout_seconds"
+    with pytest.raises(EngineError, match=message):
+        await WeightSync(source, {"the engine": engine}, SyncOptions(timeout_s=0.5))(2)
+    server.close()
 
 
 def test_a_run_trains_with_two_servers_and_waits_for_one_that_is_started_again(
