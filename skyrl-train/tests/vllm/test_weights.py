@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
     GPT2Config,
@@ -30,7 +29,7 @@ from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 from skyrl_train.models.loading import load_model
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.weight_sync.base import Transport
-from tests.contract.engine_kit import EngineKit, NamedTensors, TensorSource, sync_weights
+from tests.contract.engine_kit import EngineKit, NamedTensors, TensorSource, distance, sync_weights
 
 NewEngine = Callable[..., VLLMEngine]
 SaveModel = Callable[[PretrainedConfig], Path]
@@ -70,28 +69,6 @@ ARCHITECTURES = {
     "olmoe": OlmoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2),
     "gpt2": GPT2Config(vocab_size=488, n_embd=64, n_layer=2, n_head=2, n_positions=256, initializer_range=0.2),
 }
-
-
-async def distance(engine: VLLMEngine, kit: EngineKit) -> float:
-    """Return the maximum difference between the log-probs of the engine and of the trainer."""
-    request = kit.request(40, 20, temperature=0.8, ignore_eos=True)
-    (result,) = await engine.generate([request])
-    expected = kit.trainer_logprobs(request, result)
-    return max(abs(a - b) for a, b in zip(result.logprobs or [], expected, strict=True))
-
-
-@pytest.fixture
-def save_model(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> SaveModel:
-    """Return a function that saves a model of a given configuration."""
-
-    def save(config: PretrainedConfig) -> Path:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-        tiny_tokenizer.save_pretrained(tmp_path)
-        return tmp_path
-
-    return save
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

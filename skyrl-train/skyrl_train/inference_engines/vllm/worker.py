@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed import get_pp_group
+from vllm.distributed import get_pp_group, get_world_group
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -23,7 +24,7 @@ from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.inference_engines.vllm.sampler import PositionSampler
 from skyrl_train.inference_engines.vllm.wire import Facts, decode_plan
-from skyrl_train.weight_sync import Receiver
+from skyrl_train.weight_sync import MirroredReceiver, WeightMirror
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,6 +36,7 @@ class WorkerExtension:
     """Methods of every worker of vLLM."""
 
     model_runner: Any
+    device: torch.device
     rank: int
     vllm_config: VllmConfig
 
@@ -65,14 +67,17 @@ class WorkerExtension:
                 batch_size=runner.max_num_tokens, dtype=self.vllm_config.model_config.dtype, device=runner.device
             )
 
+    @cached_property
+    def _weight_mirror(self) -> WeightMirror:
+        return WeightMirror(get_world_group(), self.device)
+
     def skyrl_receive_weights(self, plan: Mapping[str, Any]) -> dict[str, Any]:
         """Receive weights by an encoded plan, whose rank is that of the first worker; return a receipt, or an error."""
         parallel = self.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
         try:
-            receiver = Receiver(decode_plan(plan, rank))
-            own = ((name, tensor.clone()) for name, tensor in receiver)  # vLLM keeps those of a layer until it has all
-            load_weights(self.model_runner.get_model(), self.vllm_config, own)
+            receiver = MirroredReceiver(decode_plan(plan, rank), self._weight_mirror)
+            load_weights(self.model_runner.get_model(), self.vllm_config, receiver)
             return {"receipt": list(receiver.receipt)}
         except SyncError as error:
             return {"sync_error": str(error)}
