@@ -95,6 +95,10 @@ bench-loop: .venv/.runtime ## measure the overhead of the agent loop; writes ben
 bench-sync: .venv/.runtime ## send 2.5 GB of weights through shared memory and gloo; writes benchmarks/sync/results.md
 	@$(BENCH)/sync/transports.py $(ARGS)
 
+.PHONY: bench-changes
+bench-changes: .venv/.runtime ## count the bytes of weight syncs of changes and adapters; writes benchmarks/sync/changes.md
+	@$(BENCH)/sync/changes.py $(ARGS)
+
 .PHONY: bench-tx
 bench-tx: .venv/.dev ## compare the Tinker server with peft and transformers; writes benchmarks/tx/throughput.md
 	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/tx/throughput.py $(ARGS)

@@ -26,9 +26,9 @@ from skyrl_train.models.lora import (
     adapter_disabled,
     add_adapter,
     change_norm,
+    frozen_tensors,
     merged_names,
-    merged_tensors,
-    trained_parameters,
+    sync_tensors,
 )
 from skyrl_train.models.prefix_sharing import tree_attention
 from skyrl_train.models.scoring_module import ScoringModule
@@ -115,21 +115,15 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
 
     def tensor_specs(self, module: ScoringModule, kind: SyncKind = "full") -> list[TensorSpec]:
         model = module.hf_model
-        named = merged_names(model) if kind == "full" else trained_parameters(model).items()
-        return [TensorSpec(name, tuple(p.shape), p.dtype) for name, p in named]
+        named = merged_names(model) if kind == "full" else sync_tensors(model, kind, lambda shard: shard)
+        return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named]
 
     def full_tensors(self, module: ScoringModule, kind: SyncKind = "full") -> Iterator[tuple[str, torch.Tensor]]:
-        if kind == "full":
-            yield from merged_tensors(module.hf_model, gather)
-        else:
-            for name, parameter in trained_parameters(module.hf_model).items():
-                yield name, gather(parameter.detach())
+        return sync_tensors(module.hf_model, kind, gather)
 
     def frozen_tensors(self, module: ScoringModule) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every frozen tensor of a model with an adapter, gathered on every rank."""
-        for name, parameter in merged_names(module.hf_model):
-            if not parameter.requires_grad:
-                yield name, gather(parameter.detach())
+        return frozen_tensors(module.hf_model, gather)
 
     def adapter_norm(self, module: ScoringModule) -> float:
         """Return the Frobenius norm of the change that the adapter makes to the weights."""

@@ -103,13 +103,11 @@ class DistributedStrategy(ABC, Generic[M]):
 
     @abstractmethod
     def tensor_specs(self, module: M, kind: SyncKind = "full") -> list[TensorSpec]:
-        """Return the tensors of the model or of its adapter, in the order of `full_tensors`."""
+        """Return the tensors of a weight sync, in the order of `full_tensors`."""
 
     @abstractmethod
     def full_tensors(self, module: M, kind: SyncKind = "full") -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor of the model under its Hugging Face name, with the adapter merged into it, or every tensor
-        of the adapter. Each is gathered on every rank.
-        """
+        """Yield the tensors of a weight sync, gathered on every rank. Those of the model have Hugging Face names."""
 
     @abstractmethod
     def load_tensors(self, module: M, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

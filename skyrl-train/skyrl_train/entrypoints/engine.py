@@ -74,8 +74,10 @@ def needs_model(cfg: SkyRLConfig) -> bool:
 
 
 def sync_kind(cfg: SkyRLConfig) -> SyncKind:
-    """Return the kind of weight sync: the embedded engine computes with the adapter itself."""
-    return "adapter" if cfg.trainer.policy.model.lora.is_used and needs_model(cfg) else "full"
+    """Return the kind of weight sync: the embedded engine computes with the adapter itself, others merge it."""
+    if not cfg.trainer.policy.model.lora.is_used:
+        return "full"
+    return "adapter" if needs_model(cfg) else "factors"
 
 
 def _new_vllm_engine(

@@ -150,10 +150,13 @@ def test_a_run_trains_with_a_server(catch_run: list[str], tmp_path: Path, start_
         "generator.run_engines_locally=false",
         f"generator.remote_inference_engine_urls=['{start_server().url}']",
     ]
-    main_base.main([*catch_run, *server, "trainer.policy.optimizer_config.lr=0.001"])
+    adapter = ["trainer.policy.model.lora.rank=4", "trainer.policy.optimizer_config.lr=0.01"]
+    main_base.main([*catch_run, *server, *adapter])
     rows = [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
         assert row["environment/avg_steps"] == 5
-    assert all(row["sync/megabytes"] > 0.5 and row["sync/verified_copies"] == 1 for row in rows)
+        assert row["sync/megabytes"] < 0.4 * rows[0]["sync/megabytes"], "only the adapter is sent"
+    assert rows[0]["sync/megabytes"] > 0.5
+    assert all(row["sync/verified_copies"] == 1 for row in rows)

@@ -25,7 +25,7 @@ from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
 from skyrl_train.inference_engines.stepped import MemoryPart
-from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
+from skyrl_train.weight_sync import MirroredReceiver, Receipt, Receiver, SyncPlan, WeightMirror
 
 SHARD_BYTES = 1 << 30
 MAX_FLUSH_S = 30.0
@@ -79,6 +79,7 @@ class SGLangEngine(HTTPEngine):
         self.info = EngineInfo(n_context, min(n_context, int(facts.get("max_total_num_tokens") or n_context)))
         self._model_path = model_path
         self._weight_folder = weight_folder
+        self._weight_mirror = WeightMirror()
         self._end_server = end_server
         self._can_sleep = bool(facts.get("enable_memory_saver"))
 
@@ -142,7 +143,7 @@ class SGLangEngine(HTTPEngine):
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
         folder = self._weight_folder / f"version_{plan.version}_{uuid4().hex}"  # other engines write this version, too
-        receiver = Receiver(plan)
+        receiver = MirroredReceiver(plan, self._weight_mirror)
         try:
             await asyncio.to_thread(write_model, folder, self._model_path, receiver)
             await self._flush_cache()

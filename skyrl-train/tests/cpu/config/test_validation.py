@@ -212,13 +212,10 @@ PROBLEMS: list[Case] = [
         ["generator.weight_sync_delta=true"],
         "generator.weight_sync_delta=true sends changes to another process, and this run has one; set "
         "generator.weight_sync_delta=false, or trainer.placement.launcher=ray",
-        [["generator.weight_sync_delta=true", "trainer.placement.launcher=ray"]],
-    ),
-    (
-        ["generator.weight_sync_delta=true", "trainer.placement.launcher=ray", "generator.backend=vllm"],
-        "generator.weight_sync_delta=true: generator.backend=vllm holds the weights in another layout and cannot apply "
-        "changes; set generator.weight_sync_delta=false, or generator.backend=hf",
-        [["generator.weight_sync_delta=true", "trainer.placement.launcher=ray", "generator.backend=hf"]],
+        [
+            ["generator.weight_sync_delta=true", "trainer.placement.launcher=ray"],
+            [*REMOTE, "generator.weight_sync_delta=true"],
+        ],
     ),
     (
         ["generator.engine_init_kwargs.block_size=32"],

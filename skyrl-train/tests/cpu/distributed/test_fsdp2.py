@@ -37,6 +37,7 @@ from skyrl_train.models.loading import load_model, load_reward_model
 from skyrl_train.types import DrawnPrompt
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.workers.group import WorkerGroup
+from tests.contract.engine_kit import MirroredSink
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
@@ -404,6 +405,23 @@ async def test_an_adapter_learns_after_the_reference_was_scored_without_it(
     await WeightSync(group, {"merged": merged_group}, SyncOptions("auto", timeout_s=60))(1)
     merged = await merged_group.score(batches[0])
     torch.testing.assert_close(merged["logprobs"], scores[1]["logprobs"], rtol=0, atol=2e-5)
+
+
+async def test_the_base_and_factors_of_an_adapter_make_the_merged_weights(
+    ranks: list[ProcessRank], tiny_model_path: Path
+) -> None:
+    cfg = config(policy=LORA).trainer
+    group = await load_group(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    sinks, options = [MirroredSink(), MirroredSink()], SyncOptions("auto", timeout_s=30)
+    merged = WeightSync(group, {"merged": sinks[0]}, options)
+    factors = WeightSync(group, {"factors": sinks[1]}, options, kind="factors")
+    for version in range(2):
+        await group.update(as_batch(random_trajectories(2, 3, 400, version), config()))
+        n_megabytes = [(await sync(version)).numbers()["sync/megabytes"] for sync in (merged, factors)]
+        assert sinks[0].tensors.keys() == sinks[1].tensors.keys()
+        assert all(torch.equal(sinks[1].tensors[name], tensor) for name, tensor in sinks[0].tensors.items())
+    assert sinks[1].kinds == ["base_and_factors", "factors"]
+    assert n_megabytes[1] < 0.3 * n_megabytes[0]
 
 
 async def test_a_float32_adapter_on_a_bfloat16_model(ranks: list[ProcessRank], tiny_model_path: Path) -> None:
