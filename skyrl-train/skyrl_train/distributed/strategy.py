@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.lr_scheduler import LambdaLR
 
+from skyrl_train.models.precision import save_model
 from skyrl_train.models.scoring_module import Scorer
 from skyrl_train.types import Scores, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, SyncKind, TensorSpec, World
@@ -107,7 +108,9 @@ class DistributedStrategy(ABC, Generic[M]):
 
     @abstractmethod
     def full_tensors(self, module: M, kind: SyncKind = "full") -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a weight sync, gathered on every rank. Those of the model have Hugging Face names."""
+        """Yield the tensors of a weight sync in the type of exports, gathered on every rank. Those of the model have
+        Hugging Face names.
+        """
 
     @abstractmethod
     def load_tensors(self, module: M, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -159,7 +162,7 @@ class DistributedStrategy(ABC, Generic[M]):
             if self.world.rank == 0:
                 tensors[name] = tensor.cpu()
         if self.world.rank == 0:
-            module.hf_model.save_pretrained(folder, state_dict=tensors)
+            save_model(module.hf_model, folder, tensors)
 
 
 def new_save_group() -> dist.ProcessGroup:

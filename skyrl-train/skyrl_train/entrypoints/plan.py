@@ -100,7 +100,8 @@ def _format_plan(lines: Iterable[tuple[str, str]]) -> str:
 
 def _describe_model(model: PlannedModel) -> Iterator[tuple[str, str]]:
     size = f"{model.n_parameters:,} parameters" if model.n_parameters else "size unknown before the download"
-    yield model.role, f"{model.path} · {size} · {model.dtype}"
+    is_widened = model.dtype != "float32" and model.lora is None and model.role != "reference"
+    yield model.role, f"{model.path} · {size} · {model.dtype}{', trained in float32' if is_widened else ''}"
     if model.lora is not None:
         lora = model.lora
         kind = f"rank {lora.rank}, alpha {lora.alpha}" if lora.lora_path is None else f"of {lora.lora_path}"

@@ -109,6 +109,11 @@ class ModelSpec:
     max_rows_train: int | None = None
 
     @property
+    def trains_all_weights(self) -> bool:
+        """True if the weights of the model are trained, not only an adapter."""
+        return self.optimizer is not None and self.lora is None
+
+    @property
     def section(self) -> str:
         """The section of the model in the configuration, for error messages."""
         return f"trainer.{'policy' if self.role == 'reward' else self.role}"

@@ -334,6 +334,40 @@ async def test_blocks_compute_in_bfloat16_and_gradients_add_up_in_float32(
     assert (rounded != rounded.bfloat16()).float().mean() > 0.5, "the sum over ranks was rounded to bfloat16"
 
 
+async def test_weights_loaded_in_bfloat16_are_trained_in_float32(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """The files are float32: each rank rounds its part of them. A step of 2e-6 changes few bfloat16 numbers."""
+    cfg = config(policy={"optimizer_config": {"lr": 2e-6}}).trainer
+    load = partial(load_model, str(tiny_model_path), dtype=torch.bfloat16, device=torch.device("cpu"))
+    rounded, objective = replace(spec("policy", tiny_model_path, cfg), load=load), policy_objective(cfg)
+    batch = off_policy_batch(tiny_model, 400, seed=21)
+    await compare(ranks, rounded, objective, batch, tmp_path)
+
+    results = []
+    for name, group_ranks in (("single", [single_rank()]), ("sharded", ranks)):
+        group = await load_group(group_ranks, rounded, objective)
+        await group.load_state(tmp_path / ("sharded" if name == "single" else "single"))  # saved by the others
+        await group.update(batch)
+        reader = single_rank()
+        copy = await load_group([reader], rounded, objective)
+        await copy.load_state(await save(group, tmp_path / name / "again"))
+        results.append({key: p.detach().clone() for key, p in reader.worker.module.hf_model.named_parameters()})
+        assert {tensor.dtype for tensor in await group.tensor_specs()} == {torch.bfloat16}
+        await group.export(tmp_path / name / "export")
+        exported = load_file(tmp_path / name / "export/model.safetensors")
+        assert all(torch.equal(exported[key], value.bfloat16()) for key, value in results[-1].items())
+        assert AutoConfig.from_pretrained(tmp_path / name / "export").dtype == torch.bfloat16
+        await WeightSync(group, {"copy": copy}, SyncOptions("gloo", timeout_s=60))(1)
+        synced = reader.worker.module.hf_model.named_parameters()
+        assert all(torch.equal(value, exported[key].float()) for key, value in synced)
+    assert largest_difference(*results) < 1e-7
+    start = {name: parameter.bfloat16().float() for name, parameter in tiny_model.named_parameters()}
+    steps = torch.cat([(results[0][name] - values).flatten() for name, values in start.items()])
+    assert (steps != 0).float().mean() > 0.7, "the embeddings of some tokens have no gradient"
+    assert steps.abs().max() < 5e-6
+
+
 LORA = {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-3}}
 
 
