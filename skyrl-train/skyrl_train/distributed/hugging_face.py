@@ -122,9 +122,12 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         dtypes = module.export_dtypes
         return [TensorSpec(name, tuple(tensor.shape), dtypes.get(name, tensor.dtype)) for name, tensor in named]
 
-    def full_tensors(self, module: ScoringModule, kind: SyncKind = "full") -> Iterator[tuple[str, torch.Tensor]]:
+    def full_tensors(
+        self, module: ScoringModule, kind: SyncKind = "full", *, as_exported: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        dtypes = module.export_dtypes if as_exported else {}
         for name, tensor in sync_tensors(module.hf_model, kind, gather):
-            yield name, tensor.to(module.export_dtypes.get(name, tensor.dtype))
+            yield name, tensor.to(dtypes.get(name, tensor.dtype))
 
     def frozen_tensors(self, module: ScoringModule) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every frozen tensor of a model with an adapter, gathered on every rank."""

@@ -107,9 +107,12 @@ class DistributedStrategy(ABC, Generic[M]):
         """Return the tensors of a weight sync, in the order of `full_tensors`."""
 
     @abstractmethod
-    def full_tensors(self, module: M, kind: SyncKind = "full") -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a weight sync in the type of exports, gathered on every rank. Those of the model have
-        Hugging Face names.
+    def full_tensors(
+        self, module: M, kind: SyncKind = "full", *, as_exported: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a weight sync, gathered on every rank, in the type of exports or in that of training.
+
+        Those of the model have Hugging Face names.
         """
 
     @abstractmethod

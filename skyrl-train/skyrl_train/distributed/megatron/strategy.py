@@ -197,7 +197,10 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             for name, p in module.hf_model.named_parameters()
         ]
 
-    def full_tensors(self, module: MegatronScorer, kind: SyncKind = "full") -> Iterator[tuple[str, torch.Tensor]]:
+    def full_tensors(
+        self, module: MegatronScorer, kind: SyncKind = "full", *, as_exported: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        assert as_exported, "ranks share no memory with an engine"
         pipeline = self._groups.pp
         for spec in self.tensor_specs(module, kind):
             owner = module.find_stage(spec.name)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from skyrl_train.config.cli import parse_cli
 from skyrl_train.entrypoints.experiment import BasePPOExp
 from skyrl_train.errors import SyncError
+from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.hf import load_engine
 from skyrl_train.inference_engines.process import ServerProcess
@@ -55,6 +56,25 @@ class Served(BasePPOExp):
             max_cache_bytes=1 << 26,
         )
         return self.client([ServerProcess(n_threads=1).connect(make_engine, is_owner=True)])
+
+
+class Observed(BasePPOExp):
+    """A run that keeps the model of its engine."""
+
+    def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
+        self.model = model
+        return super().get_engine(model)
+
+
+def test_a_sync_does_not_round_the_weights_that_the_engine_shares(catch_run: list[str]) -> None:
+    run = Observed(
+        parse_cli([*catch_run, "trainer.policy.model.dtype=bfloat16", "trainer.policy.optimizer_config.lr=1e-5"])
+    )
+    run.run()
+    assert run.model is not None
+    weights = torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
+    assert weights.dtype == torch.float32
+    assert (weights != weights.bfloat16()).float().mean() > 0.5
 
 
 def rows(tmp_path: Path) -> list[dict[str, Any]]:
