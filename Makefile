@@ -200,7 +200,7 @@ COMPILE = echo torch==2.13.0 | $(BIN)/uv pip compile --quiet --constraint - --ex
 	skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml
 define WRITE_LOCK
 	{ echo "# The lock: every version, for Linux and Python 3.11. Written by make lock; do not edit."; \
-	  grep -vE '^(cuda-|nvidia-|triton=|#)' .venv/lock.txt | sed -E 's/\+[a-z0-9.]+$$//'; } > $(1)
+	  grep -vE '^(cuda-|nvidia-[^m]|triton=|#)' .venv/lock.txt | sed -E 's/\+[a-z0-9.]+$$//'; } > $(1)
 endef
 
 .PHONY: lock

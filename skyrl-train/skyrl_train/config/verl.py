@@ -57,7 +57,7 @@ def read_command(words: Sequence[str]) -> tuple[VerlProgram, list[str]]:
     Logs a line for each option, and for the command that would start the program.
 
     Raises:
-        ConfigError: the words name no program, or it lists every option that cannot be honoured.
+        ConfigError: the words name no program, or it lists every option that cannot be honored.
     """
     position = _find_program(words)
     program = PROGRAMS[_last_name(words[position])]
@@ -186,7 +186,7 @@ def _read_settings(overrides: Sequence[Override], program: VerlProgram) -> Setti
 
 
 def _translate_option(option: Override, options: Mapping[str, object], program: VerlProgram) -> list[str]:
-    """Return the overrides of an option, none if it has no effect; ConfigError if it cannot be honoured."""
+    """Return the overrides of an option, none if it has no effect; ConfigError if it cannot be honored."""
     key, value = option.key_or_group, option.value()
     if option.is_delete():
         return [str(option.input_line)]
@@ -271,7 +271,7 @@ def _read_interval(threshold: object, lower: object) -> tuple[float, float]:
 
 
 def _find_problem(key: str, value: object, program: VerlProgram) -> str | None:
-    """Return a sentence if an option of verl cannot be honoured, with what to do instead."""
+    """Return a sentence if an option of verl cannot be honored, with what to do instead."""
     option = f"{key}={show(value)}"
     if (fix := _look_up(key, program.refused)) is not None:
         return None if _is_off(value) else f"{option} is not supported; {fix}"

@@ -5,6 +5,7 @@ Options with such a key are in the alias tables.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ class VerlProgram:
     """Our keys with the defaults of verl, where others would change what is computed."""
     fixed: Mapping[str, Fixed]
     refused: Mapping[str, str]
-    """Options that cannot be honoured, each with what to do instead. Null and false are accepted."""
+    """Options that cannot be honored, each with what to do instead. Null and false are accepted."""
     conditional: Mapping[str, Conditional]
     combined: tuple[str, ...] = ()
     """Options and sections whose meaning depends on that of others."""
@@ -87,10 +88,7 @@ def _count_engines(settings: Settings) -> int:
             *(f"{engine}_{name}_parallel_size" for name in ("tensor", "pipeline", "data")),
         )
     )
-    size = 1
-    for factor in sizes:
-        size *= factor
-    return n_nodes * (n_gpus // size)
+    return n_nodes * (n_gpus // math.prod(sizes))
 
 
 def _as_count(value: object) -> int:

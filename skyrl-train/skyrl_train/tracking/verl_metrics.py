@@ -89,17 +89,15 @@ def _describe_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, floa
     """Return means and extremes of scores and lengths, and the fraction of truncated responses."""
     if not trajectories:
         return {}
-    values = {
+    values: dict[str, list[float]] = {
         "critic/score": [t.total_reward for t in trajectories],
         "response_length": [t.n_response_tokens for t in trajectories],
         "prompt_length": [len(t.segments[0].prompt_ids) for t in trajectories],
     }
-    summaries = {"mean": statistics.fmean, "max": max, "min": min}
-    described = {
-        f"{name}/{kind}": float(summarize(numbers))
-        for name, numbers in values.items()
-        for kind, summarize in summaries.items()
-    }
+    described: dict[str, float] = {}
+    for name, numbers in values.items():
+        summary = {"mean": statistics.fmean(numbers), "max": max(numbers), "min": min(numbers)}
+        described |= {f"{name}/{kind}": float(value) for kind, value in summary.items()}
     truncated = [t.last_stop_reason == "length" for t in trajectories]
     return {**described, "response_length/clip_ratio": statistics.fmean(truncated)}
 

@@ -99,7 +99,7 @@ def ray_is_installed(cfg: Section) -> Iterator[str]:
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     if placement.uses_ray and find_spec("ray") is None:
         ranks = " × ".join(map(str, placement.size("policy")))
-        is_supervised = type(placement) is RunPlacementConfig
+        is_supervised = not isinstance(cfg, SkyRLConfig)
         other = "start the ranks with" if is_supervised else "train in one process with"
         yield (
             f"trainer.placement.launcher={placement.launcher} with {ranks} ranks of the policy needs Ray, which is not "
