@@ -75,6 +75,10 @@ bench-catch: .venv/.runtime ## train on Catch with three seeds and both reward m
 bench-lora: .venv/.runtime ## train on Catch with all weights and with an adapter; writes benchmarks/catch/lora.md
 	@$(BENCH)/catch/lora.py --output_dir ../outputs/bench-lora $(ARGS)
 
+.PHONY: bench-veritas
+bench-veritas: .venv/.dev ## train the OpenSpiel recipe with a tiny model, and fail below 95% legal moves; writes benchmarks/veritas/openspiel.md
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/veritas/openspiel.sh $(ARGS)
+
 .PHONY: bench-algorithms
 bench-algorithms: .venv/.runtime ## train on Catch with every algorithm; writes benchmarks/algorithms/results.md (ARGS='--only rloo')
 	@$(BENCH)/algorithms/compare.py --output_dir ../outputs/bench-algorithms $(ARGS)
@@ -90,6 +94,10 @@ bench-loop: .venv/.runtime ## measure the overhead of the agent loop; writes ben
 .PHONY: bench-sync
 bench-sync: .venv/.runtime ## send 2.5 GB of weights through shared memory and gloo; writes benchmarks/sync/results.md
 	@$(BENCH)/sync/transports.py $(ARGS)
+
+.PHONY: bench-changes
+bench-changes: .venv/.runtime ## count the bytes of weight syncs of changes and adapters; writes benchmarks/sync/changes.md
+	@$(BENCH)/sync/changes.py $(ARGS)
 
 .PHONY: bench-tx
 bench-tx: .venv/.dev ## compare the Tinker server with peft and transformers; writes benchmarks/tx/throughput.md
@@ -124,7 +132,7 @@ test-ray: .venv/.dev ## train on Ray clusters of several nodes, simulated on thi
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-train/tests/ray $(ARGS)
 
 .PHONY: test-recipes
-test-recipes: .venv/.dev ## train with every script of veritas-rl in its --tiny form
+test-recipes: .venv/.dev ## train with the scripts of veritas-rl in their --tiny form, with further settings
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q veritas-rl/tests/recipes $(ARGS)
 
 .PHONY: test-s3

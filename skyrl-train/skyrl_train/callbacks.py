@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, step_of
-from skyrl_train.config import to_yaml
+from skyrl_train.config import SkyRLConfig, to_yaml
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -192,9 +192,8 @@ class Logging(Callback):
         if report.trajectories:
             n_tokens = sum(t.n_tokens for t in report.trajectories)
             report.metrics["trainer/tokens_per_second"] = n_tokens / report.metrics["timing/step"]
-            if run.cfg.trainer.log_verl_metrics:
-                n_sampled = sum(turn.end - turn.start for t in report.trajectories for turn in t.turns)
-                report.metrics |= verl_metrics(report.metrics, report.global_step, n_sampled)
+        if isinstance(run.cfg, SkyRLConfig) and run.cfg.trainer.log_verl_metrics:
+            report.metrics |= verl_metrics(report.metrics, report.trajectories, report.global_step, run.cfg)
         if report.metrics:
             try:
                 self._tracking.log(report.metrics, report.global_step)

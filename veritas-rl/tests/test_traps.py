@@ -163,20 +163,37 @@ def test_t13_validation_tasks_are_few_and_not_trained(env: str) -> None:
     assert not trained & {prompt(validation, index) for index in range(len(validation))}
 
 
-def test_t14_metrics_have_the_names_of_the_recipes(recipes: Recipes, tmp_path: Path) -> None:
+VERL_METRICS = """
+actor/pg_loss actor/kl_loss actor/kl_coef actor/entropy actor/pg_clipfrac actor/pg_clipfrac_lower actor/grad_norm actor/lr
+critic/score/mean critic/score/max critic/score/min critic/rewards/mean critic/advantages/mean
+response_length/mean response_length/max response_length/min response_length/clip_ratio
+prompt_length/mean prompt_length/max prompt_length/min rollout_corr/k3_kl
+timing_s/step timing_s/gen timing_s/adv timing_s/update_actor timing_s/update_weights timing_s/testing
+timing_per_token_ms/gen timing_per_token_ms/adv timing_per_token_ms/update_actor
+perf/total_num_tokens perf/time_per_step perf/throughput perf/cpu_memory_used_gb training/global_step
+val-core/operation/reward/mean@1
+train/policy_loss train/kl_loss train/reward train/advantage train/entropy train/learning_rate train/global_step
+rollout/throughput system/memory_usage
+""".split()
+
+
+def test_t14_metrics_have_the_names_of_verl_and_of_the_recipes(recipes: Recipes, tmp_path: Path) -> None:
     options = ["algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={recipes.root / MODEL}"]
     options += [f"data.custom_cls.path={TOOLS}/dataset-manager.py", "data.custom_cls.name=LGCV2DynamicDataset"]
-    options += ["+data.custom_cls.config.task_types=[operation]", f"trainer.output_dir={tmp_path}"]
+    options += ["+data.custom_cls.config.task_types=[operation]", "+data.custom_cls.config.num_val_tasks=2"]
     options += [f"custom_reward_function.path={TOOLS}/reward-manager.py", "trainer.logger=jsonl", "trainer.seed=1"]
     options += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.save_freq=-1"]
     options += ["actor_rollout_ref.rollout.n=2", "data.max_response_length=4", "data.max_prompt_length=2000"]
     options += ["trainer.total_training_steps=1", "trainer.experiment_name=run", "trainer.project_name=p"]
-    options += ["actor_rollout_ref.actor.use_kl_loss=True"]
+    options += ["actor_rollout_ref.actor.use_kl_loss=True", "trainer.test_freq=1", f"trainer.output_dir={tmp_path}"]
     assert skyrl(["verl", "main_ppo", *options]) == 0
-    row = json.loads((tmp_path / "p/run/metrics.jsonl").read_text().splitlines()[-1])
-    for name in ("policy_loss", "kl_loss", "reward", "advantage", "entropy", "learning_rate", "global_step"):
-        assert f"train/{name}" in row
-    assert row["train/policy_loss"] == row["policy/policy_loss"]
-    assert row["rollout/throughput"] > 0
-    assert row["system/memory_usage"] > 0
+    before, row = map(json.loads, (tmp_path / "p/run/metrics.jsonl").read_text().splitlines())
+    assert [name for name in VERL_METRICS if name not in row] == []
+    assert before["val-core/operation/reward/mean@1"] == before["eval/operation/avg_score"]
+    assert row["actor/pg_loss"] == row["train/policy_loss"] == row["policy/policy_loss"]
+    assert row["response_length/mean"] == row["generate/avg_num_tokens"] <= row["response_length/max"] == 4
+    assert row["critic/score/mean"] == row["reward/avg_raw_reward"]
+    assert row["response_length/clip_ratio"] > 0
+    assert row["perf/total_num_tokens"] == pytest.approx(row["perf/throughput"] * row["perf/time_per_step"])
+    assert row["perf/total_num_tokens"] == 4 * (row["response_length/mean"] + row["prompt_length/mean"])
     assert not load_config().trainer.log_verl_metrics

@@ -22,6 +22,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.problems import FIELDS, Rule, show
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.rules.algorithm import group_filters
+from skyrl_train.config.rules.placement import find_other_size, find_unused_size
 from skyrl_train.errors import ConfigError
 
 
@@ -64,6 +65,11 @@ def reads_reference(config: AlgorithmConfig) -> bool:
     if config.compares_with_reference or name not in ADVANTAGE_ESTIMATORS.list_available():
         return config.compares_with_reference
     return "ref_log_probs" in required_inputs(ADVANTAGE_ESTIMATORS.get(name))
+
+
+def loads_reference(cfg: SkyRLConfig) -> bool:
+    """Return True if the reference is a model of its own."""
+    return reads_reference(cfg.trainer.algorithm) and not cfg.trainer.policy_is_reference
 
 
 def functions_fit_the_run(cfg: SkyRLConfig) -> Iterator[str]:
@@ -192,5 +198,19 @@ def _loss_is_used_as_intended(cfg: SkyRLConfig, traits: LossTraits) -> Iterator[
             )
 
 
-ALGORITHM_RULES: tuple[Rule, ...] = (functions_fit_the_run,)
-ALGORITHM_WARNINGS: tuple[Rule, ...] = (functions_are_used_as_intended,)
+def reference_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a reference that shares the GPUs of the policy but has another number of them."""
+    if loads_reference(cfg):
+        yield from find_other_size(cfg.trainer.placement, "ref")
+
+
+def reference_is_placed_if_there_is_one(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of GPUs for a reference that is not loaded."""
+    if not loads_reference(cfg):
+        is_read = reads_reference(cfg.trainer.algorithm)
+        reason = "the reference is the policy without its adapter" if is_read else "the run has no reference"
+        yield from find_unused_size(cfg.trainer.placement, "ref", reason)
+
+
+ALGORITHM_RULES: tuple[Rule, ...] = (functions_fit_the_run, reference_has_the_size_of_its_devices)
+ALGORITHM_WARNINGS: tuple[Rule, ...] = (functions_are_used_as_intended, reference_is_placed_if_there_is_one)

@@ -20,7 +20,7 @@ from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
 from skyrl_train.algorithms.objectives import Objective, PolicyObjective, ValueObjective
 from skyrl_train.algorithms.registry import AdvantageEstimator
-from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS, reads_reference
+from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS, loads_reference, reads_reference
 from skyrl_train.callbacks import (
     Callback,
     Checkpointing,
@@ -30,7 +30,9 @@ from skyrl_train.callbacks import (
     Export,
     Logging,
     Reporting,
+    Run,
     SavedConfig,
+    StepReport,
     TrajectoryDump,
 )
 from skyrl_train.config import SkyRLConfig
@@ -47,6 +49,7 @@ from skyrl_train.entrypoints.engine import (
     delete_weight_files,
     needs_model,
     new_engine,
+    receiving_servers,
     sync_kind,
     sync_options,
     sync_tolerance,
@@ -85,6 +88,19 @@ from skyrl_train.workers.weight_check import CheckedSync
 logger = logging.getLogger(__name__)
 
 
+class _AllocatedMemory(Callback):
+    """Ends the reservation of memory for gradients and moments: an engine that replaces another one after the first
+    update finds them allocated.
+    """
+
+    def __init__(self, experiment: BasePPOExp) -> None:
+        self._experiment = experiment
+
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        if report.trajectories:
+            self._experiment._reserved_bytes = 0
+
+
 class BasePPOExp(Experiment):
     """One training run, assembled from its configuration."""
 
@@ -101,7 +117,7 @@ class BasePPOExp(Experiment):
         for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
             logger.warning(sentence)
         super().__init__(self.cfg)
-        self._reserved_bytes = 0  # for gradients and optimizer state
+        self._reserved_bytes = 0  # for gradients and optimizer state, which the first update allocates
         self._launcher: Launcher | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -278,11 +294,10 @@ class BasePPOExp(Experiment):
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
         roles: list[Role] = ["policy"]
         roles += ["critic"] if cfg.critic.model.path is not None else []
-        roles += ["ref"] if reads_reference(cfg.algorithm) and not cfg.policy_is_reference else []
+        roles += ["ref"] if loads_reference(self.cfg) else []
         async with self.launching(roles) as launcher:
             learner = await self._load_models(launcher, estimator, objective, total_steps)
-            n_bytes = await learner.checkpoint_bytes()  # gradients and moments, allocated by the first update
-            self._reserved_bytes = launcher.bytes_beside_engine(n_bytes)
+            self._reserved_bytes = launcher.bytes_beside_engine(await learner.checkpoint_bytes())
             async with self.playing(launcher.policy) as (engine, generator):
                 with self.get_tracker() as tracker:
                     skyrl_trainer = self._skyrl_trainer(tracker, train_dataset, eval_dataset, engine, generator)
@@ -299,7 +314,11 @@ class BasePPOExp(Experiment):
                         "sync_engines": self._engine_sync(launcher, learner.policy, engine),
                         "total_steps": total_steps,
                         "pad_token_id": self.tokenizer.pad_token_id,
-                        "callbacks": [*curriculum, *self.get_callbacks(eval_dataset, generator, tracker)],
+                        "callbacks": [
+                            _AllocatedMemory(self),
+                            *curriculum,
+                            *self.get_callbacks(eval_dataset, generator, tracker),
+                        ],
                     }
                     if skyrl_trainer is None:
                         await train(self.trainer_class(self.cfg, **parts))
@@ -344,6 +363,7 @@ class BasePPOExp(Experiment):
             sync_options(generator),
             n_engines=generator.n_local_engines,
             engine_size=generator.n_devices_per_engine,
+            servers=receiving_servers(generator),
         )
         try:
             async with started(launcher) as self._launcher:

@@ -114,8 +114,9 @@ class WeightSync:
     ) -> None:
         """Connect the source to its sinks, by name. `transport="shared"` requires them in one process.
 
-        `find_address` returns a free "host:port" of the source's rank 0, which is on this machine by default. Sinks
-        without the source's adapter need a sync of the kind `full`; others share or load its base.
+        `find_address` returns a free "host:port" of the source's rank 0, which is on this machine by default. If the
+        source has an adapter, sinks that have it as well take the kind `adapter`, sinks with a `WeightMirror`
+        `factors`, and others `full`. Factors are preceded by the base where sinks do not hold it.
         """
         self._source = source
         self._sinks = dict(sinks)
@@ -134,7 +135,7 @@ class WeightSync:
             EngineError: a sink refused, e.g. because it is asleep.
         """
         try:
-            receipt = await self._send(self._sinks, version, sends_changes=self._options.sends_changes)
+            receipt = await self._send(self._sinks, version, is_update=True)
         except (EngineError, SyncError):
             if self.recover is None or not await self.recover():
                 raise
@@ -157,10 +158,12 @@ class WeightSync:
         finally:
             self._version = None  # a sync that ends meanwhile sets it
 
-    async def _send(self, sinks: Mapping[str, WeightSink], version: int, *, sends_changes: bool = False) -> Receipt:
-        plan = await self._plan(sinks, version)
-        if sends_changes:  # read now: another sink may have been replaced while the plan was made
-            plan = replace(plan, base_version=self._version)
+    async def _send(self, sinks: Mapping[str, WeightSink], version: int, *, is_update: bool = False) -> Receipt:
+        """Send all weights or, for an update, what the sinks do not hold yet."""
+        held = self._version if is_update else None
+        plan = await self._plan(sinks, version, held)
+        if held is not None and self._version is None:  # a sink was replaced while the plan was made
+            plan = await self._plan(sinks, version)
         self._version = None  # until all sinks hold the new one
         first, plans = 1, {}
         for name, sink in sinks.items():
@@ -201,10 +204,15 @@ class WeightSync:
                 )
         return sent
 
-    async def _plan(self, sinks: Mapping[str, WeightSink], version: int) -> SyncPlan:
+    async def _plan(self, sinks: Mapping[str, WeightSink], version: int, held: int | None = None) -> SyncPlan:
+        """Plan a sync to sinks that hold the version `held`."""
         options = self._options
+        needs_base = self._kind == "factors" and (held is None or options.transport == "shared")
+        kind: SyncKind = "base_and_factors" if needs_base else self._kind
         if options.transport == "shared":
-            return SyncPlan(version, "shared", f"sync-{id(self)}-{version}", kind=self._kind)
+            address = f"sync-{id(self)}-{version}"
+            return SyncPlan(version, "shared", address, timeout_s=options.timeout_s, kind=kind)
+        sends_changes = options.sends_changes and self._kind != "factors"  # almost all values of an adapter change
         names = ["rank 0 of the model"]
         for name, sink in sinks.items():
             n = sink.n_weight_copies
@@ -213,13 +221,14 @@ class WeightSync:
             version,
             options.transport,
             await self._find_address(),
-            chunked(await self._source.tensor_specs(self._kind), options.chunk_bytes),
+            chunked(await self._source.tensor_specs(kind), options.chunk_bytes),
             n_receivers=len(names) - 1,
             timeout_s=options.timeout_s,
-            kind=self._kind,
+            kind=kind,
             chunk_bytes=options.ipc_bytes // N_SLOTS if options.transport == "cuda_ipc" else options.chunk_bytes,
             has_checksum=options.has_checksum,
-            tracks_changes=options.sends_changes,
+            tracks_changes=sends_changes,
+            base_version=held if sends_changes else None,
             names=tuple(names),
         )
 
