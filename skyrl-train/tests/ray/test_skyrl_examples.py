@@ -243,8 +243,8 @@ def test_a_trainer_of_dapo(launch: Launch, tmp_path: Path) -> None:
         "trainer.algorithm.clip_ratio_c=10.0",
         "trainer.algorithm.eps_clip_high=0.28",
         "trainer.algorithm.loss_reduction=token_mean",
-        "trainer.algorithm.overlong_buffer_len=2",
-        "trainer.algorithm.overlong_buffer_penalty_factor=1.0",
+        "+trainer.algorithm.overlong_buffer_len=2",
+        "+trainer.algorithm.overlong_buffer_penalty_factor=1.0",
     ]
     steps = launch(["main_dapo.py"], SCORED, *dapo, *REWARD)
     for step in steps:
