@@ -243,8 +243,8 @@ def test_a_trainer_of_dapo(launch: Launch, tmp_path: Path) -> None:
         "trainer.algorithm.clip_ratio_c=10.0",
         "trainer.algorithm.eps_clip_high=0.28",
         "trainer.algorithm.loss_reduction=token_mean",
-        "trainer.algorithm.overlong_buffer_len=2",
-        "trainer.algorithm.overlong_buffer_penalty_factor=1.0",
+        "+trainer.algorithm.overlong_buffer_len=2",
+        "+trainer.algorithm.overlong_buffer_penalty_factor=1.0",
     ]
     steps = launch(["main_dapo.py"], SCORED, *dapo, *REWARD)
     for step in steps:
@@ -261,6 +261,14 @@ def test_multiply_with_an_environment_that_its_task_registers(launch: Launch) ->
     turns = ["generator.max_turns=2", "generator.batched=false", "generator.max_input_length=400"]
     steps = launch(["-m", "examples.multiply.main_multiply"], row, *turns, folder=TRAIN_FOLDER)
     assert [step["environment/steps"] for step in steps] == [2, 2]
+
+
+def test_the_task_of_the_package(launch: Launch, tmp_path: Path) -> None:
+    before, _, after = LOSS.partition("@ray.remote")
+    script = before.replace("import BasePPOExp, config_dir,", "import config_dir, skyrl_entrypoint,")
+    (tmp_path / "main.py").write_text(script + after[after.index("@hydra.main") :])
+    steps = launch(["main.py"], SCORED, "trainer.algorithm.policy_loss_type=reinforce", *REWARD)
+    assert all(step["policy/grad_norm"] > 0 for step in steps)
 
 
 OWN_ENVIRONMENT = """

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.absent import CLIENT_METHODS, EXPERIMENT_METHODS, TRAINER_METHODS
+
 GUIDE = Path(__file__).parents[4] / "docs/guides/coming-from-skyrl.md"
 
 NAMES = {
@@ -76,3 +78,8 @@ def test_other_names_are_listed_as_absent(module: str) -> None:
 def test_other_modules_are_listed_as_absent(module: str) -> None:
     assert find_spec(f"skyrl_train.{module}") is None
     assert module in GUIDE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(CLIENT_METHODS | EXPERIMENT_METHODS | TRAINER_METHODS))
+def test_methods_without_a_counterpart_are_in_the_guide(name: str) -> None:
+    assert f"`{name}`" in GUIDE.read_text(encoding="utf-8")
