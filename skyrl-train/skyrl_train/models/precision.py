@@ -1,4 +1,4 @@
-"""Types of weights: those that are trained are float32, whatever the type that they are loaded and exported in."""
+"""Types of weights: trained ones are at least float32, whatever the type that they are loaded and exported in."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from transformers import PreTrainedModel
 
 
 def train_in_float32(model: PreTrainedModel, *, is_empty: bool) -> dict[str, torch.dtype]:
-    """Make all parameters of a model float32, in place, and return the types that others had, by name.
+    """Make parameters of shorter types float32, in place, and return the types that they had, by name.
 
     A step of AdamW changes a weight by about the learning rate. A bfloat16 weight has 8 significant bits, so most steps
     would leave it as it is. With `is_empty`, values are not copied, because they are written later.
     """
     dtype, dtypes = model.dtype, {}
     for name, parameter in model.named_parameters():
-        if parameter.dtype != torch.float32:
+        if parameter.dtype.itemsize < torch.float32.itemsize:
             dtypes[name] = parameter.dtype
             values = parameter.detach()
             parameter.data = torch.empty_like(values, dtype=torch.float32) if is_empty else values.float()
