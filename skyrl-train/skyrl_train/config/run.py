@@ -42,7 +42,7 @@ class RunPlacementConfig(Section):
     launcher: Literal["auto", "inline", "ray"] = "auto"
     """`inline` runs everything in one process. `ray` runs each rank, and the engine if there is one, in a process of a
     Ray cluster: the one at `$RAY_ADDRESS`, the one that `ray start` began on this machine, or a new one. `auto` takes
-    `ray` if a key below asks for more than one process. Supervised fine-tuning also runs under `torchrun`, whose
+    `ray` if the run needs more than one process. Supervised fine-tuning also runs under `torchrun`, whose
     processes are then the ranks."""
 
     policy_num_nodes: Count = 1
