@@ -322,7 +322,8 @@ _TRAJECTORIES = "set trainer.dump_trajectories=true, which writes all training t
 _MIXTURE = "set data.mixture.min_per_batch, the minimum number of prompts of each data source in a batch"
 _EXPERTS = (
     (1,),
-    "mixtures of experts in vLLM cannot receive new weights; for SGLang, set generator.engine_init_kwargs.ep_size",
+    "engines have their own options; set generator.engine_init_kwargs.enable_expert_parallel=true for vLLM, or "
+    "generator.engine_init_kwargs.ep_size for SGLang",
 )
 
 _FSDP: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -89,8 +89,8 @@ logger = logging.getLogger(__name__)
 
 
 class _AllocatedMemory(Callback):
-    """Ends the reservation of memory for gradients and moments: an engine that replaces another one after the first
-    update finds them allocated.
+    """A callback that ends the reservation of memory for gradients and moments: an engine that replaces another one
+    after the first update finds them allocated.
     """
 
     def __init__(self, experiment: BasePPOExp) -> None:

@@ -27,9 +27,9 @@ class RankHost:
         torch.set_num_threads(n_threads)
         device = torch.device(world.device)
         if device.type == "cuda":
-            if device.index is not None:  # on Ray, the process sees one GPU
+            if device.index is not None:
                 torch.cuda.set_device(device)
-            bind_to_gpu(torch.cuda.current_device())
+            bind_to_gpu(torch.cuda.current_device())  # without an index, the only GPU that the process sees
         self._world = world
         self._workers: dict[Role, Worker] = {}
         self._strategies: dict[MegatronConfig | None, DistributedStrategy[Any]] = {}

@@ -18,7 +18,6 @@ from skyrl_train.config.root import SkyRLConfig
 
 MODES_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 
-
 WITHOUT_EFFECT = {
     "generator.async_engine": "engines are always asynchronous",
     "trainer.flash_attn": "attention is always PyTorch's SDPA, which uses a flash kernel on a GPU where it can",
