@@ -245,7 +245,7 @@ SKYRL_WITHOUT_EFFECT = {
     **MEMORY_WITHOUT_EFFECT,
     "trainer.algorithm.value_head_prefix": "the critic's value head is always called `score`",
     "generator.vllm_v1_disable_multiproc": "the launcher decides which process vLLM runs in",
-    "generator.fully_sharded_loras": "vLLM receives the weights with the adapter merged into them",
+    "generator.fully_sharded_loras": "vLLM merges the adapter into its weights",
     "trainer.policy.model.lora.lora_sync_path": "adapters reach the engine without a file",
     "trainer.policy.model.lora.max_loras": "a run has one adapter",
     "trainer.policy.model.lora.max_cpu_loras": "a run has one adapter",
