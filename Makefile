@@ -157,6 +157,11 @@ test-vllm: .venv/.dev $(VLLM)/.ready ## test the vLLM engine on the CPU build of
 	  $(VLLM)/bin/python -m pytest -q skyrl-train/tests/vllm $(ARGS)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-tx/tests/vllm_server $(ARGS)
 
+.PHONY: test-vllm-short
+test-vllm-short: $(VLLM)/.ready ## train with the CPU build of vLLM, as CI does for every change (separate environment)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR \
+	  $(VLLM)/bin/python -m pytest -q skyrl-train/tests/vllm/test_learn.py skyrl-train/tests/vllm/test_run.py $(ARGS)
+
 .PHONY: mutate
 mutate: .venv/.dev ## inject faults into the algorithms and count the detected ones (ARGS='--only learner --max 20')
 	@OMP_NUM_THREADS=1 $(BIN)/python skyrl-train/tests/mutation/mutate.py $(ARGS)

@@ -286,7 +286,7 @@ SKYRL_WITHOUT_EFFECT = {
         for section in ENGINE_SECTIONS
         for name, reason in {
             "vllm_v1_disable_multiproc": "the launcher decides which process vLLM runs in",
-            "fully_sharded_loras": "vLLM receives the weights with the adapter merged into them",
+            "fully_sharded_loras": "vLLM merges the adapter into its weights",
             "override_existing_update_group": "each weight sync opens connections of its own",
             "use_cache_salt": "cached keys and values are dropped when the weights change",
             "model_name": "AgentGenerator(model_name=…) names the model of the HTTP endpoint",

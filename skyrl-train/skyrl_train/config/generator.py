@@ -160,7 +160,7 @@ class GeneratorConfig(Section):
 
     weight_sync_delta: bool = False
     """Send only the values that changed since the last weight sync, where that is shorter. The policy's first rank
-    keeps a copy of the weights."""
+    keeps a copy of the weights, and so do engines of vLLM and SGLang."""
 
     weight_sync_timeout_seconds: Annotated[float, Gt(0)] = 300.0
     """Maximum time that a process may keep a weight sync waiting. If the policy has several ranks, it must be at least

@@ -354,7 +354,7 @@ def _check_layers(model: PreTrainedModel, lora: LoraSpec) -> None:
     layers = _layers(model)
     for path, layer in layers.items():
         if isinstance(layer, ParamWrapper):
-            linear = {path.rpartition(".")[2] for path, layer in layers.items() if not isinstance(layer, ParamWrapper)}
+            linear = {p.rpartition(".")[2] for p, other in layers.items() if not isinstance(other, ParamWrapper)}
             raise ConfigError(
                 f"{_source(lora)}: {path} of a mixture of experts is not a linear module, and only those can have an "
                 f"adapter; set {lora.key}.target_modules=[{','.join(sorted(linear))}]"

@@ -46,6 +46,7 @@ class WeightMirror:
         self.device = device or torch.device("cpu")
         self._peers = peers
         self._specs: list[TensorSpec] = []
+        self._version: int | None = None  # that all tensors belong to
         self.tensors: dict[str, torch.Tensor] = {}
 
     def prepare(self, plan: SyncPlan) -> dict[str, torch.Tensor]:
@@ -54,18 +55,23 @@ class WeightMirror:
         Raises:
             SyncError: the plan continues from weights that were not received.
         """
-        if plan.transport == "shared" or (plan.kind == "full" and not plan.tracks_changes):
-            self._specs, self.tensors = [], {}
-        elif plan.kind == "factors":
-            held = set(self._specs)
-            if missing := [spec.name for spec in plan.specs if spec not in held]:
+        held, self._version = self._version, None
+        if plan.kind == "factors" or plan.base_version is not None:
+            is_held = held is not None and plan.base_version in (None, held)
+            if not is_held or not set(plan.specs) <= set(self._specs):
                 raise SyncError(
-                    f"weight sync {plan.version} sends an adapter, but {plan.name(plan.rank)} holds no {missing[0]}; "
-                    "send the base first"
+                    f"weight sync {plan.version} does not send all weights, but {plan.name(plan.rank)} does not hold "
+                    "the others; send all of them first"
                 )
+        elif plan.transport == "shared" or (plan.kind == "full" and not plan.tracks_changes):
+            self._specs, self.tensors = [], {}
         elif plan.specs != self._specs:
             self._specs, self.tensors = plan.specs, self._allocate(plan.specs)
         return self.tensors
+
+    def complete(self, version: int) -> None:
+        """Mark the tensors as those of a version."""
+        self._version = version
 
     def _allocate(self, specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
         """Return tensors in one block of memory."""
@@ -102,6 +108,7 @@ class MirroredReceiver(Receiver):
             for name, tensor in self._mirror.tensors.items():
                 if not is_factor(name):
                     yield name, self._merge(name, tensor, factors)
+        self._mirror.complete(self._plan.version)
 
     def _merge(self, name: str, tensor: torch.Tensor, factors: dict[str, torch.Tensor]) -> torch.Tensor:
         if name + LEFT not in factors:

@@ -22,6 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from skyrl_train.config.policy import LoraConfig
 from skyrl_train.inference_engines.base import (
     EngineRequest,
     EngineResult,
@@ -30,8 +31,8 @@ from skyrl_train.inference_engines.base import (
     TokenChunk,
 )
 from skyrl_train.models.logprobs import response_logprobs
-from skyrl_train.models.lora import sync_tensors
-from skyrl_train.types.specs import SyncKind, TensorSpec
+from skyrl_train.models.lora import add_adapter, sync_tensors, trained_parameters
+from skyrl_train.types.specs import LoraSpec, SyncKind, TensorSpec
 from skyrl_train.weight_sync import (
     MirroredReceiver,
     Receipt,
@@ -215,6 +216,20 @@ class TensorSource:
         """Send the tensors as planned; a broadcast blocks until they are received."""
         tensors = ((name, tensor.detach()) for name, tensor in self.named_tensors())
         return await asyncio.to_thread(send, plan, tensors, self.sent_weights if plan.tracks_changes else None)
+
+
+def add_random_adapter(model: PreTrainedModel, **settings: Any) -> None:
+    """Add an adapter that changes the model."""
+    add_adapter(model, LoraSpec(LoraConfig(**settings), "trainer.policy.model.lora", "base"))
+    change_adapter(model, 0)
+
+
+def change_adapter(model: PreTrainedModel, version: int) -> None:
+    """Give the adapter random values, which depend on the version."""
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for parameter in trained_parameters(model).values():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.entrypoints import main_base
 from skyrl_train.errors import EngineLostError
 from skyrl_train.inference_engines.vllm.async_engine import PARALLEL_SIZES, AsyncVLLMEngine
+from skyrl_train.weight_sync import SyncOptions, WeightSync
 from tests.contract.engine_contract import assert_agrees
-from tests.contract.engine_kit import EngineKit, Listener
+from tests.contract.engine_kit import (
+    SYNC_TIMEOUT_S,
+    AdapterSource,
+    EngineKit,
+    Listener,
+    add_random_adapter,
+    change_adapter,
+    distance,
+)
 from tests.processes import find_descendants
 
 pytestmark = pytest.mark.timeout(600)
@@ -53,6 +62,13 @@ async def test_two_workers_sample_with_the_policys_weights_after_each_update(
         await engine.resume()
         result = await listener.result()
         assert [span.version for span in result.weight_spans] == [5, 9]
+        add_random_adapter(kit.model, rank=2)
+        options = SyncOptions("auto", timeout_s=SYNC_TIMEOUT_S)
+        sync = WeightSync(AdapterSource(kit.model), {"the engine": engine}, options, kind="factors")
+        for version in (10, 11):
+            change_adapter(kit.model, version)
+            assert (await sync(version)).numbers()["sync/verified_copies"] == 2
+            assert await distance(engine, kit) < 1e-4
     finally:
         await engine.close()
 

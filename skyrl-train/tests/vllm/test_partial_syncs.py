@@ -11,16 +11,21 @@ import pytest
 import torch
 from transformers import GPT2Config, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3MoeConfig
 
-from skyrl_train.config.policy import LoraConfig
 from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 from skyrl_train.models.loading import load_model
-from skyrl_train.models.lora import add_adapter, trained_parameters
-from skyrl_train.types.specs import LoraSpec
+from skyrl_train.models.lora import trained_parameters
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.weight_sync.base import Transport
 from skyrl_train.weight_sync.shared_memory import NAME
-from tests.contract.engine_kit import AdapterSource, EngineKit, TensorSource, distance
+from tests.contract.engine_kit import (
+    AdapterSource,
+    EngineKit,
+    TensorSource,
+    add_random_adapter,
+    change_adapter,
+    distance,
+)
 from tests.processes import find_descendants
 
 pytestmark = pytest.mark.timeout(600)
@@ -28,18 +33,6 @@ pytestmark = pytest.mark.timeout(600)
 NewEngine = Callable[..., VLLMEngine]
 SaveModel = Callable[[PretrainedConfig], Path]
 CPU = torch.device("cpu")
-
-
-def add_random_adapter(model: PreTrainedModel, **settings: Any) -> None:
-    add_adapter(model, LoraSpec(LoraConfig(**settings), "trainer.policy.model.lora", "base"))
-    change_adapter(model, 0)
-
-
-def change_adapter(model: PreTrainedModel, version: int) -> None:
-    generator = torch.Generator().manual_seed(version)
-    with torch.no_grad():
-        for parameter in trained_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
 def adapter_megabytes(model: PreTrainedModel) -> float:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import ray
+from transformers import PretrainedConfig, Qwen3MoeConfig
 
 from skyrl_train.entrypoints import main_base, main_generate
 from tests.processes import find_descendants
+
+SaveModel = Callable[[PretrainedConfig], Path]
 
 
 @pytest.fixture
@@ -37,6 +41,29 @@ def test_training_updates_the_weights_of_vllm_after_each_step(run: list[str], tm
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
         assert row["policy/grad_norm"] > 0
         assert row["environment/avg_steps"] == 5
+
+
+def test_a_mixture_of_experts_trains(run: list[str], tmp_path: Path, save_model: SaveModel) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        max_position_embeddings=1024,
+    )
+    main_base.main([*run, f"trainer.policy.model.path='{save_model(config)}'"])
+    rows = metrics(tmp_path / "skyrl/test_run")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["sync/logprob_gap"] < 1e-3
+        assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
+        assert row["policy/grad_norm"] > 0
 
 
 @pytest.mark.timeout(600)

@@ -13,25 +13,16 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from skyrl_train.config.policy import LoraConfig
 from skyrl_train.errors import SyncError
-from skyrl_train.models.lora import add_adapter, sync_tensors, trained_parameters
-from skyrl_train.types.specs import LoraSpec
+from skyrl_train.models.lora import sync_tensors, trained_parameters
 from skyrl_train.weight_sync import SyncOptions, WeightMirror, WeightSync
 from skyrl_train.weight_sync.base import Transport
 from skyrl_train.weight_sync.mirror import allocate_host_memory
 from skyrl_train.weight_sync.shared_memory import NAME
 from skyrl_train.weight_sync.sync import free_port
-from tests.contract.engine_kit import AdapterSource, MirroredSink, TensorSource
+from tests.contract.engine_kit import AdapterSource, MirroredSink, TensorSource, add_random_adapter, change_adapter
 
 pytestmark = pytest.mark.usefixtures("frozen_objects")
-
-
-def change_adapter(model: PreTrainedModel, version: int) -> None:
-    generator = torch.Generator().manual_seed(version)
-    with torch.no_grad():
-        for parameter in trained_parameters(model).values():
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
 def assert_holds(engine: MirroredSink, model: PreTrainedModel) -> None:
@@ -43,7 +34,7 @@ def assert_holds(engine: MirroredSink, model: PreTrainedModel) -> None:
 @pytest.fixture
 def policy(tiny_model: PreTrainedModel) -> PreTrainedModel:
     model = copy.deepcopy(tiny_model).bfloat16()
-    add_adapter(model, LoraSpec(LoraConfig(rank=2, alpha=3), "trainer.policy.model.lora", "base"))
+    add_random_adapter(model, rank=2, alpha=3)
     return model
 
 
@@ -83,7 +74,7 @@ async def test_a_new_engine_and_all_after_a_failure_receive_the_base(policy: Pre
     await sync(1)
     engines["engine 1"].mirror = WeightMirror()
     with pytest.raises(
-        SyncError, match=r"weight sync 2 sends an adapter, but engine 1 holds no .*; send the base first"
+        SyncError, match="weight sync 2 does not send all weights, but engine 1 does not hold the others"
     ):
         await sync(2)
     await sync(3)
@@ -104,6 +95,19 @@ async def test_changes_are_applied_to_what_was_sent_before(tiny_model: PreTraine
             assert torch.equal(engine.tensors[name], parameter)
             parameter.detach().view(-1)[version::100] += 1
     assert max(megabytes[1:]) < 0.1 * megabytes[0]
+
+
+async def test_changes_since_another_version_are_refused(tiny_model: PreTrainedModel) -> None:
+    engine, source = MirroredSink(), TensorSource(tiny_model.named_parameters)
+    options = SyncOptions("auto", timeout_s=10, sends_changes=True)
+    sync = WeightSync(source, {"engine 0": engine}, options)
+    await sync(0)
+    await WeightSync(source, {"engine 0": engine}, options)(7)
+    source.sent_weights.complete(0)
+    with pytest.raises(
+        SyncError, match="weight sync 1 does not send all weights, but engine 0 does not hold the others"
+    ):
+        await sync(1)
 
 
 async def test_whole_weights_leave_no_copy_behind(tiny_model: PreTrainedModel) -> None:
@@ -151,7 +155,7 @@ def test_peers_share_one_block_of_memory() -> None:
         process.start()
     try:
         for ours, _ in pipes:
-            assert ours.poll(60)
+            assert ours.poll(200)
             assert ours.recv() == ([10, 11, 0], 1000, False)
     finally:
         for process in processes:

@@ -19,7 +19,6 @@ from fastapi.responses import JSONResponse
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.config import load_config
-from skyrl_train.config.policy import LoraConfig
 from skyrl_train.entrypoints import engine as entrypoint
 from skyrl_train.entrypoints.main_base import main
 from skyrl_train.errors import EngineError
@@ -28,14 +27,20 @@ from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.sglang.engine import SGLangEngine
 from skyrl_train.inference_engines.sglang.launch import launch_server, list_arguments
-from skyrl_train.models.lora import add_adapter, trained_parameters
-from skyrl_train.types.specs import LoraSpec
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from tests.cpu.inference_engines.sglang.sglang_server import SGLangServer
 
 pytest.register_assert_rewrite("tests.contract.engine_contract")
 from tests.contract.engine_contract import ENDINGS, EngineContract, assert_agrees  # noqa: E402
-from tests.contract.engine_kit import AdapterSource, EngineKit, Listener, TensorSource, distance  # noqa: E402
+from tests.contract.engine_kit import (  # noqa: E402
+    AdapterSource,
+    EngineKit,
+    Listener,
+    TensorSource,
+    add_random_adapter,
+    change_adapter,
+    distance,
+)
 
 UPDATE = "/update_weights_from_disk"
 COMMAND = (sys.executable, str(Path(__file__).parent / "sglang_server.py"))
@@ -169,11 +174,10 @@ async def test_the_server_gets_whole_weights_though_only_an_adapter_or_changes_a
         model.lm_head.weight.detach()[version::10] += 0.5
         changes = (await sync(version)).numbers()
         assert await distance(engine, engine_kit) < engine_kit.tolerance
-    add_adapter(model, LoraSpec(LoraConfig(rank=2), "trainer.policy.model.lora", "base"))
+    add_random_adapter(model, rank=2)
     sync = WeightSync(AdapterSource(model), {"the engine": engine}, SyncOptions("auto", timeout_s=20), kind="factors")
     for version in range(2, 4):
-        for parameter in trained_parameters(model).values():
-            parameter.detach().add_(0.1)
+        change_adapter(model, version)
         assert await distance(engine, engine_kit) > 1e-2
         factors = (await sync(version)).numbers()
         assert await distance(engine, engine_kit) < 1e-4
