@@ -239,7 +239,21 @@ def _find_missing_models(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     if trains and reads_reference(trainer.algorithm) and trainer.ref.model.path != trainer.policy.model.path:
         yield from _find_missing_model("trainer.ref.model.path", trainer.ref.model.path)
     if cfg.generator.reward_model.path is not None:
-        yield from _find_missing_model("generator.reward_model.path", cfg.generator.reward_model.path)
+        yield from _find_missing_reward_model(cfg.generator.reward_model.path)
+
+
+def _find_missing_reward_model(path: str) -> Iterator[str]:
+    """Yield a sentence for each missing file of a reward model, or of an adapter of one and its base."""
+    key, (config, weights) = f"generator.reward_model.path={show(path)}", (Path(path) / name for name in ADAPTER_FILES)
+    if not config.is_file():
+        yield from _find_missing_model("generator.reward_model.path", path)
+        return
+    if not weights.is_file():
+        yield f"{key}: the folder has {config.name} and no {weights.name}; use one with an adapter of peft"
+    settings = _parse_json(config)
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    if isinstance(base, str):
+        yield from _find_missing_model(f"{key} is an adapter of base_model_name_or_path", base)
 
 
 def _find_missing_interpreter(cfg: SkyRLConfig) -> Iterator[str]:
