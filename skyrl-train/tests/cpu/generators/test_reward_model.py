@@ -51,7 +51,7 @@ def test_rewards_are_those_of_transformers(
     rows.append([*rows[0], tiny_tokenizer.eos_token_id])
     rows.append([*rows[0], *[tiny_tokenizer.pad_token_id] * 2])  # a policy may sample the pad token
     expected = [transformers_reward(reward_model_path, row) for row in rows]
-    assert RewardModel(cfg, tiny_tokenizer).score(rows) == pytest.approx(expected, abs=1e-5)
+    assert RewardModel(cfg, tiny_tokenizer).score(rows) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert expected[5] == pytest.approx(expected[0], abs=1e-5) != expected[4]
 
 
