@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -50,16 +50,15 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """The safetensors files of a model, open for reading."""
+    """The safetensors files of a model. A file is mapped into memory while one of its tensors is read."""
 
     folder: Path
     specs: list[TensorSpec]
     read: Callable[[str], torch.Tensor]
 
 
-@contextmanager
-def open_model(path: str) -> Iterator[OpenModel]:
-    """Open the weights of a model in a folder or on the Hub.
+def open_model(path: str, *, local_files_only: bool = False) -> OpenModel:
+    """Open the weights of a model in a folder or on the Hub, or with `local_files_only` in the Hub's cache.
 
     Raises:
         ConfigError: there is no such model, or it has no safetensors files.
@@ -67,30 +66,35 @@ def open_model(path: str) -> Iterator[OpenModel]:
     folder = Path(path)
     if not folder.is_dir():
         try:
-            folder = Path(
-                snapshot_download(path, allow_patterns=["*.safetensors", *(f"*{s}" for s in COPIED_SUFFIXES)])
-            )
+            patterns = ["*.safetensors", *(f"*{suffix}" for suffix in COPIED_SUFFIXES)]
+            folder = Path(snapshot_download(path, allow_patterns=patterns, local_files_only=local_files_only))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"there is no model {path}: {reason}; use a folder, or a name on the Hub") from error
-    with ExitStack() as files:
-        specs, file_of = [], {}
-        for file in sorted(folder.glob("*.safetensors")):
-            if file.name == "adapter_model.safetensors":
-                continue
-            try:
-                opened: Any = files.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{file} cannot be read: {error}; save the model again") from error
-            for name in opened.keys():  # noqa: SIM118, not a mapping
-                entry = opened.get_slice(name)
-                specs.append(TensorSpec(name, tuple(entry.get_shape()), DTYPES[entry.get_dtype()]))
-                file_of[name] = opened
-        if not specs or not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{path} has no {'config.json' if specs else '*.safetensors'}; save the model with save_pretrained"
-            )
-        yield OpenModel(folder, specs, lambda name: file_of[name].get_tensor(name))
+    specs: list[TensorSpec] = []
+    file_of: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        if file.name == "adapter_model.safetensors":
+            continue
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118, not a mapping
+                    entry = tensors.get_slice(name)
+                    specs.append(TensorSpec(name, tuple(entry.get_shape()), DTYPES[entry.get_dtype()]))
+                    file_of[name] = file
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}; save the model again") from error
+    if not specs or not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{path} has no {'config.json' if specs else '*.safetensors'}; save the model with save_pretrained"
+        )
+
+    def read(name: str) -> torch.Tensor:
+        with safe_open(file_of[name], framework="pt") as tensors:
+            tensor: torch.Tensor = tensors.get_tensor(name)
+        return tensor
+
+    return OpenModel(folder, specs, read)
 
 
 @contextmanager

@@ -96,10 +96,10 @@ class RewardModelConfig(Section):
     """A reward model that scores finished rollouts, as the component `reward_model` of their reward."""
 
     path: Text | None = None
-    """A model for sequence classification with one label and the policy's tokenizer, e.g. an export of `skyrl reward`;
-    null scores nothing. Its score is added to the environment's reward, times `reward_weights.reward_model`. The
-    environment `reply` has no reward of its own. The model computes in the process of the generator, on its first GPU
-    if it has one."""
+    """A model for sequence classification with one label and the policy's tokenizer, or an adapter of one, e.g. an
+    export of `skyrl reward`; null scores nothing. Its score is added to the environment's reward, times
+    `reward_weights.reward_model`. The environment `reply` has no reward of its own. The model computes in the process
+    of the generator, on its first GPU if it has one."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights."""

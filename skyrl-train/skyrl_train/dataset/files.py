@@ -306,6 +306,15 @@ def count_rows(source: str) -> int | None:
         raise DataError(f"cannot read dataset file {path}: {error}") from error
 
 
+def check_row_count(n_rows: int, batch_size: int) -> None:
+    """Raise DataError if the training data does not fill one batch."""
+    if n_rows < batch_size:
+        raise DataError(
+            f"data.train_data has {n_rows} usable rows, fewer than trainer.train_batch_size={batch_size}; lower the "
+            "batch size or add data"
+        )
+
+
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
     """Write one JSON object per line; the file appears when it is complete."""
     partial = path.with_name(path.name + ".partial")

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from skyrl_train.dataset.files import check_row_count
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.types import DrawnPrompt
 
@@ -61,11 +62,7 @@ class PromptOrder(ABC, Generic[R]):
 
     def __init__(self, dataset: Dataset[R], batch_size: int, seed: int) -> None:
         """Start at the first row; DataError if the dataset does not fill one batch."""
-        if len(dataset) < batch_size:
-            raise DataError(
-                f"data.train_data has {len(dataset)} usable rows, fewer than trainer.train_batch_size="
-                f"{batch_size}; lower the batch size or add data"
-            )
+        check_row_count(len(dataset), batch_size)
         self._dataset = dataset
         self._batch_size = batch_size
         self._seed = seed

@@ -2,6 +2,6 @@
 
 from skyrl_train.distributed.fsdp2 import FSDP2Strategy
 from skyrl_train.distributed.single import SingleStrategy
-from skyrl_train.distributed.strategy import METADATA, DistributedStrategy, TrainState
+from skyrl_train.distributed.strategy import BASE_MODEL, METADATA, DistributedStrategy, TrainState
 
-__all__ = ["METADATA", "DistributedStrategy", "FSDP2Strategy", "SingleStrategy", "TrainState"]
+__all__ = ["BASE_MODEL", "METADATA", "DistributedStrategy", "FSDP2Strategy", "SingleStrategy", "TrainState"]

@@ -38,6 +38,9 @@ SCHEDULE = "schedule.pt"
 METADATA = ".metadata"
 """File that DCP writes once every rank has written its part."""
 
+BASE_MODEL = "base_model.txt"
+"""File with the model that a run started from, unless it trains an adapter, which names its base."""
+
 SAVE_TIMEOUT = timedelta(days=1)
 """Maximum time that ranks wait for each other's disks in a checkpoint, while training continues."""
 

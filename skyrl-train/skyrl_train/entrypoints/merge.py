@@ -20,10 +20,13 @@ merge = typer.Typer(help="Merge an adapter, a checkpoint or several models into 
 Target = Annotated[Path, typer.Argument(metavar="TARGET_DIR", help="Folder to write; it must not exist.")]
 Base = Annotated[
     str | None,
-    typer.Option(metavar="MODEL", help="Base model of the adapter, a folder or a Hub name, if not the one it names."),
+    typer.Option(metavar="MODEL", help="Model that training started from, if not the one that is named there."),
 ]
 MergedType = Annotated[
-    str, typer.Option(metavar="TYPE", help="Type of the weights: auto (as stored), float32, bfloat16 or float16.")
+    str,
+    typer.Option(
+        metavar="TYPE", help="Type of the weights: auto (as exported or stored), float32, bfloat16 or float16."
+    ),
 ]
 
 
@@ -49,9 +52,13 @@ def merge_checkpoint(
     role: Annotated[
         str, typer.Option(metavar="ROLE", help="The model of the checkpoint: policy, critic or reward.")
     ] = "policy",
+    allow_unchanged: Annotated[
+        bool, typer.Option("--allow-unchanged", help="Accept a checkpoint with the weights that the run started from.")
+    ] = False,
 ) -> None:
     """Write a model of a training checkpoint, saved by any number of ranks, as one folder."""
-    _print_report(_load_merging(dtype=dtype, role=role).merge_checkpoint(checkpoint, target, base, dtype, role))
+    merging = _load_merging(dtype=dtype, role=role)
+    _print_report(merging.merge_checkpoint(checkpoint, target, base, dtype, role, allow_unchanged=allow_unchanged))
 
 
 @merge.command("average")
@@ -83,8 +90,8 @@ def _load_merging(**options: str) -> Any:
 
 
 def _print_report(report: MergeReport) -> None:
-    changed = f", {report.n_changed:,} of them changed" if report.n_changed else ""
+    changed = "not compared with the base" if report.n_changed is None else f"{report.n_changed:,} of them changed"
     typer.echo(
-        f"{report.folder}: {report.n_tensors:,} tensors{changed}; the logits are those of the sources up to "
+        f"{report.folder}: {report.n_tensors:,} tensors, {changed}; the logits are those of the sources up to "
         f"{report.logit_gap:.1g} of their norm"
     )

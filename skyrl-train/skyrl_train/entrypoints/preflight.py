@@ -29,7 +29,7 @@ from skyrl_train.config.problems import show
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.sft import SupervisedConfig
 from skyrl_train.dataset.demonstrations import read_answers
-from skyrl_train.dataset.files import Rows, find_fault, local_path
+from skyrl_train.dataset.files import Rows, check_row_count, find_fault, local_path
 from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT, find_long_sync
@@ -134,18 +134,22 @@ def _find_template_fault(path: Path) -> str | None:
 
 
 def check_answers(cfg: SupervisedConfig) -> None:
-    """Check the rows of all data files; DataError if one cannot be read or has no answer to train on.
+    """Check the rows of all data files. Of training data with more than `data.max_checked_rows` rows, check a sample.
 
-    Of training data with more than `data.max_checked_rows` rows, check a sample.
+    Raises:
+        DataError: a row cannot be read or has no answer to train on, or the training data does not fill a batch.
     """
     data = cfg.data
     for sources, max_rows in (
         (data.train_data, data.max_checked_rows),
         (data.val_data if cfg.trainer.eval_interval > 0 else [], None),
     ):
-        rows = Rows([source for source in sources if local_path(source) is not None])
+        files = [source for source in sources if local_path(source) is not None]
+        rows = Rows(files)
         for _ in read_answers(rows, rows.sample(max_rows), data):
             pass
+        if sources is data.train_data and files == sources:
+            check_row_count(len(rows), cfg.trainer.train_batch_size)
 
 
 def saved_folders(trainer: RunConfig, *, trains: bool) -> dict[str, str]:
@@ -201,16 +205,18 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
 
     Raises:
         ConfigError: an environment does not exist, or its settings are invalid.
-        DataError: a file cannot be read, or a row is invalid.
+        DataError: a file cannot be read, a row is invalid, or the training data does not fill a batch.
     """
     if cfg.data.custom_cls.path is not None:
         return False
     parts = [(cfg.data.train_data, cfg.data.max_checked_rows)] if trains else []
     parts += [(cfg.data.val_data, None)] if not trains or cfg.trainer.eval_interval > 0 else []
     is_local, is_complete, checked = True, True, []
+    n_rows: list[int | None] = []  # of each part, None if some are on the Hub
     for sources, max_rows in parts:
         files = [source for source in sources if local_path(source) is not None]
         rows = Rows(files)
+        n_rows.append(len(rows) if files == sources else None)
         sample = rows.sample(max_rows)
         checked.append(read_prompt_rows(rows, sample))
         is_local = is_local and files == sources
@@ -220,6 +226,8 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
         for location, row in chain.from_iterable(checked)
     )
     check_environments(tasks, cfg.environment, cfg.generator.max_turns, is_complete=is_local and is_complete)
+    if trains and n_rows[0] is not None:
+        check_row_count(n_rows[0], cfg.trainer.train_batch_size)
     return is_local
 
 
@@ -238,7 +246,21 @@ def _find_missing_models(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     if trains and reads_reference(trainer.algorithm) and trainer.ref.model.path != trainer.policy.model.path:
         yield from _find_missing_model("trainer.ref.model.path", trainer.ref.model.path)
     if cfg.generator.reward_model.path is not None:
-        yield from _find_missing_model("generator.reward_model.path", cfg.generator.reward_model.path)
+        yield from _find_missing_reward_model(cfg.generator.reward_model.path)
+
+
+def _find_missing_reward_model(path: str) -> Iterator[str]:
+    """Yield a sentence for each missing file of a reward model, or of an adapter of one and its base."""
+    key, (config, weights) = f"generator.reward_model.path={show(path)}", (Path(path) / name for name in ADAPTER_FILES)
+    if not config.is_file():
+        yield from _find_missing_model("generator.reward_model.path", path)
+        return
+    if not weights.is_file():
+        yield f"{key}: the folder has {config.name} and no {weights.name}; use one with an adapter of peft"
+    settings = _parse_json(config)
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    if isinstance(base, str):
+        yield from _find_missing_model(f"{key} is an adapter of base_model_name_or_path", base)
 
 
 def _find_missing_interpreter(cfg: SkyRLConfig) -> Iterator[str]:

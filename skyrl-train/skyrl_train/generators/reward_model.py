@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import find_adapter_config_file
 
 from skyrl_train.config.generator import RewardModelConfig
+from skyrl_train.config.policy import LoraConfig
 from skyrl_train.dataset.supervised import build_rewarded_segment, build_supervised_batch
 from skyrl_train.distributed import SingleStrategy
+from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import check_same_vocabulary, default_device, load_reward_model
+from skyrl_train.models.lora import adapter_role, read_config
 from skyrl_train.types import DrawnPrompt
-from skyrl_train.types.specs import ModelSpec, World
+from skyrl_train.types.specs import LoraSpec, ModelSpec, World
 from skyrl_train.workers.split import join, split
 from skyrl_train.workers.worker import Worker
 
@@ -28,16 +32,25 @@ class RewardModel:
     """A model for sequence classification that reads a rollout's reward at its last token, in this process.
 
     It scores the tokens that were sampled, so that it needs the policy's tokenizer. Of a rollout whose history was
-    rewritten, it scores the last row.
+    rewritten, it scores the last row. It may be an adapter of `skyrl reward`, which is applied to its base.
     """
 
     def __init__(self, cfg: RewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Load the model; ConfigError if there is none, or if it has another tokenizer."""
         assert cfg.path is not None, f"{KEY} is not set"
         check_same_vocabulary(cfg.path, KEY, tokenizer)
-        device = default_device()
-        load = partial(load_reward_model, cfg.path, dtype=getattr(torch, cfg.dtype), device=device, key=KEY)
-        spec = ModelSpec("reward", load, tokenizer.save_pretrained, max_tokens_per_micro_batch=cfg.max_tokens_per_batch)
+        device, lora = default_device(), _find_adapter(cfg.path)
+        load = partial(
+            load_reward_model,
+            cfg.path if lora is None else lora.base_path,
+            dtype=getattr(torch, cfg.dtype),
+            device=device,
+            key=KEY,
+            pad_token_id=None if lora is None else tokenizer.pad_token_id,
+        )
+        spec = ModelSpec(
+            "reward", load, tokenizer.save_pretrained, lora=lora, max_tokens_per_micro_batch=cfg.max_tokens_per_batch
+        )
         self._worker = Worker(spec, SingleStrategy(World(device=str(device))))
         self._max_tokens = cfg.max_tokens_per_batch
         config = self._worker.module.hf_model.config
@@ -62,3 +75,22 @@ class RewardModel:
         shards, order = split(batch, 1, self._max_tokens, shares_prefixes=self._worker.shares_prefixes())
         values = join(order, [self._worker.score(shard) for shard in shards], len(batch))["values"]  # (B, 1)
         return [float(value) for value in values[:, 0]]
+
+
+def _find_adapter(path: str) -> LoraSpec | None:
+    """Return the specification of the adapter at `path`; None if there is a whole model.
+
+    Raises:
+        ConfigError: it has no reward head, or does not name its base.
+    """
+    if find_adapter_config_file(path) is None:
+        return None
+    config = read_config(path, f"{KEY}={path}")
+    if adapter_role(config) != "reward" or not config.modules_to_save:
+        raise ConfigError(f"{KEY}={path} is an adapter without a reward head; use one that `skyrl reward` has trained")
+    if config.base_model_name_or_path is None:
+        raise ConfigError(
+            f"{KEY}={path} is an adapter that does not name its base model; merge both with `skyrl merge adapter "
+            f"{path} TARGET_DIR --base MODEL`, and use TARGET_DIR"
+        )
+    return LoraSpec(LoraConfig(lora_path=path), "generator.reward_model", config.base_model_name_or_path)

@@ -88,6 +88,7 @@ def create_without_weights(
         return None
     try:
         config = AutoConfig.from_pretrained(folder, **settings)
+        config.name_or_path = path
         with no_init_weights():  # memory that is never written takes no space
             model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
         model.tie_weights()  # which is otherwise part of initializing them

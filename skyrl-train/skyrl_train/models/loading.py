@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -24,12 +26,21 @@ from skyrl_train.models.deferred import create_without_weights
 from skyrl_train.models.fused import fuse_operations
 from skyrl_train.models.last_layer import narrow_last_layer
 from skyrl_train.models.logprobs import scaled_logits
+from skyrl_train.types.specs import Role
 
 logger = logging.getLogger(__name__)
 
 POLICY_PATH = "trainer.policy.model.path"
 REF_PATH = "trainer.ref.model.path"
 CRITIC_PATH = "trainer.critic.model.path"
+
+AUTO_CLASSES: Mapping[Role, Any] = {
+    "policy": AutoModelForCausalLM,
+    "ref": AutoModelForCausalLM,
+    "critic": AutoModelForTokenClassification,
+    "reward": AutoModelForSequenceClassification,
+}
+"""Classes of the models of each role; those of critics and reward models have a head of one output."""
 
 
 def default_device() -> torch.device:
@@ -85,6 +96,16 @@ def check_same_vocabulary(path: str, key: str, tokenizer: PreTrainedTokenizerBas
             f"{key}={path} has another tokenizer than the policy: {different[0]!r} has the id "
             f"{theirs.get(different[0])} instead of {ours[different[0]]}; use a model with the policy's tokenizer"
         )
+
+
+def create_empty(path: str, role: Role, **options: Any) -> PreTrainedModel:
+    """Return the model at `path` in a role, on the meta device; `options` are those of its configuration's loading."""
+    config: PretrainedConfig = AutoConfig.from_pretrained(path, **options)
+    if role in ("critic", "reward"):
+        config.num_labels = 1
+    with torch.device("meta"):
+        model: PreTrainedModel = AUTO_CLASSES[role].from_config(config)
+    return model
 
 
 def load_model(

@@ -18,15 +18,10 @@ import peft
 import torch
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import create_empty
 from skyrl_train.models.low_rank import MatrixChange
 from skyrl_train.types.specs import LoraSpec, Role, SyncKind
 
@@ -97,10 +92,7 @@ def count_trained(path: str, lora: LoraSpec, role: Role = "policy") -> int:
     Raises:
         ConfigError: the adapter does not fit the model.
     """
-    kinds: dict[str, Any] = {"critic": AutoModelForTokenClassification, "reward": AutoModelForSequenceClassification}
-    config = AutoConfig.from_pretrained(path, local_files_only=True, **({"num_labels": 1} if role in kinds else {}))
-    with torch.device("meta"):
-        model = kinds.get(role, AutoModelForCausalLM).from_config(config)
+    model = create_empty(path, role, local_files_only=True)
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
@@ -192,27 +184,57 @@ def save_adapter(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], ba
     (folder / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def read_changes(path: str, base: str) -> tuple[dict[str, MatrixChange], set[str]]:
+@dataclass(frozen=True, slots=True)
+class TrainedHead:
+    """A tensor of the head of a critic or reward model, which the adapter's file has as a whole."""
+
+    values: torch.Tensor
+
+    def apply(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the trained values, in place of those of the base."""
+        return self.values.to(weight.dtype)
+
+
+Changes = Mapping[str, MatrixChange | TrainedHead]
+"""Changes of a model's tensors by name."""
+
+
+def adapter_role(config: peft.LoraConfig) -> Role:
+    """Return the role of the models that an adapter is for."""
+    roles: Mapping[str, Role] = {"TOKEN_CLS": "critic", "SEQ_CLS": "reward"}
+    return roles.get(config.task_type or "", "policy")
+
+
+def read_changes(path: str, base: str) -> tuple[Changes, set[str]]:
     """Return the changes that an adapter makes to the model at `base`, by the name of the tensor, and the names of the
-    model's parameters. Files may have other tensors too, such as a copy of a tied head.
+    parameters that were frozen. Files may have other tensors too, such as a copy of a tied head.
 
     Raises:
         ConfigError: the adapter cannot be read, or does not fit the model.
     """
     source = f"the adapter {path}"
     config, tensors = read_config(path, source), read_tensors(path, source)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    model, has_head = create_empty(base, adapter_role(config)), bool(config.modules_to_save)
+    if has_head and not hasattr(model, VALUE_HEAD):
+        raise ConfigError(
+            f"{source} has a head `{VALUE_HEAD}`, and its task_type={config.task_type} has none; set SEQ_CLS for a "
+            f"reward model, or TOKEN_CLS for a critic, in its {CONFIG}"
+        )
+    config.modules_to_save = None
     try:
         peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         raise ConfigError(f"{source} does not fit {base}: {error}") from error
+    if has_head:
+        model.get_submodule(VALUE_HEAD).requires_grad_(True)
     _check_tensors(model, tensors, source)
-    changes = {}
+    changes: dict[str, MatrixChange | TrainedHead] = {}
     for layer_path, layer in _layers(model).items():
         a, b = (tensors[f"{FILE_PREFIX}{layer_path}.lora_{factor}.weight"] for factor in "AB")
         changes[f"{layer_path}.weight"] = _matrix_change(layer, a, b)
-    return changes, {name for name, _ in merged_names(model)}
+    own = dict(merged_names(model))
+    changes |= {name: TrainedHead(tensors[FILE_PREFIX + name]) for name, p in own.items() if p.requires_grad}
+    return changes, {name for name, parameter in own.items() if not parameter.requires_grad}
 
 
 def _layers(model: PreTrainedModel) -> dict[str, Any]:

@@ -84,8 +84,12 @@ def lora_spec(model: PolicyModelConfig | CriticModelConfig, key: str, seed: int)
     """Return the specification of a model's adapter, whose settings are at `key`; None if it has none."""
     if model.path is None or not model.lora.is_used:
         return None
-    path = Path(model.path)
-    return LoraSpec(model.lora, key, str(path.absolute()) if path.is_dir() else model.path, seed)
+    return LoraSpec(model.lora, key, absolute(model.path), seed)
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of a folder; another name is one on the Hub."""
+    return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 @dataclass(frozen=True, slots=True)

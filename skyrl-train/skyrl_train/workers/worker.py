@@ -19,7 +19,7 @@ from transformers import get_scheduler
 
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.checkpoint import disk_error, to_bytes
-from skyrl_train.distributed import METADATA, DistributedStrategy, TrainState
+from skyrl_train.distributed import BASE_MODEL, METADATA, DistributedStrategy, TrainState
 from skyrl_train.distributed.hugging_face import HuggingFaceStrategy
 from skyrl_train.distributed.strategy import SCHEDULE
 from skyrl_train.errors import CheckpointError
@@ -27,7 +27,7 @@ from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, count_paramet
 from skyrl_train.models.memory import default_max_tokens
 from skyrl_train.threads import use_one_core
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
-from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, SyncKind, TensorSpec
+from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, SyncKind, TensorSpec, absolute
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan, send
 from skyrl_train.weight_sync.checksum import tensor_checksum
 from skyrl_train.weight_sync.transfer import SentWeights
@@ -184,7 +184,9 @@ class Worker:
         files = {f"rng_{rank}.pt": to_bytes(random_state(self._strategy.world.device))}
         if rank == 0 and state.scheduler is not None:
             files[SCHEDULE] = to_bytes(state.scheduler.state_dict())
-        adapter = None
+        adapter, base = None, self.module.hf_model.name_or_path
+        if rank == 0 and lora is None and base:
+            files[BASE_MODEL] = f"{absolute(base)}\n".encode()
         if lora is not None:
             adapter, checksum = self._adapter_strategy.copy_adapter(self.module), self._base_checksum  # on every rank
             files |= {BASE_CHECKSUM: f"{checksum}\n".encode()} if rank == 0 else {}

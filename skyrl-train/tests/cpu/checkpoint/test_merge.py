@@ -25,16 +25,18 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from workers.worker_batches import SingleRankGroup, as_batch, config, make_worker, random_trajectories
+from workers.worker_batches import SingleRankGroup, as_batch, complete, config, make_worker, random_trajectories
 
 from skyrl_train.algorithms.objectives import RewardObjective, ValueObjective
-from skyrl_train.checkpoint import merge, model_folder
+from skyrl_train.checkpoint import model_folder
 from skyrl_train.checkpoint.lock import folder_lock
 from skyrl_train.checkpoint.manifest import write_manifest
+from skyrl_train.checkpoint.merge import adapter as adapter_merge
 from skyrl_train.checkpoint.merge import average_models, merge_adapter, merge_checkpoint
 from skyrl_train.entrypoints.cli import main
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.models.loading import load_model, load_reward_model, load_value_model
+from skyrl_train.models.loading import AUTO_CLASSES, load_model, load_reward_model, load_value_model
+from skyrl_train.types.specs import Role
 
 TOKENS = torch.arange(3, 23).view(2, 10)
 TYPES = {"float32": 1e-5, "bfloat16": 1e-1}
@@ -204,6 +206,116 @@ def test_the_reward_model_of_a_checkpoint(tmp_path: Path, tiny_model_path: Path)
     torch.testing.assert_close(logits(merged), logits(model))
 
 
+def trained_head(folder: Path, base: Path, role: Role, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Save and export a critic or reward model with a random adapter and head; return the model."""
+    cpu, section = torch.device("cpu"), {"model": {"path": str(base), "lora": {"rank": 4}}}
+    if role == "critic":
+        model = load_value_model(str(base), dtype=torch.float32, device=cpu)
+        group = SingleRankGroup(role, model, tokenizer, config(critic=section).trainer, ValueObjective(0.2))
+    else:
+        pad = tokenizer.pad_token_id
+        model = load_reward_model(str(base), dtype=torch.float32, device=cpu, key="path", pad_token_id=pad)
+        group = SingleRankGroup(role, model, tokenizer, config(policy=section).trainer, RewardObjective())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    group.save(folder / "step" / role)
+    complete(group.group.export(folder / "adapter"))
+    return model
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize("role", ["critic", "reward"])
+def test_the_adapter_of_a_critic_or_reward_model_is_merged_with_its_head(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tiny_model_path: Path, role: Role, has_head: bool
+) -> None:
+    base = tmp_path / "base"
+    if has_head:  # as a base that was trained before
+        model = AUTO_CLASSES[role].from_pretrained(tiny_model_path, num_labels=1)
+        model.config.pad_token_id = tiny_tokenizer.pad_token_id
+    else:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.bfloat16)
+    model.save_pretrained(base)
+    expected = logits(trained_head(tmp_path, base, role, tiny_tokenizer))
+    checkpoint, export = tmp_path / "of the checkpoint", tmp_path / "of the export"
+    reports = [
+        merge_checkpoint(tmp_path / "step", checkpoint, role=role, dtype="float32"),
+        merge_adapter(str(tmp_path / "adapter"), export, dtype="float32"),
+    ]
+    for report in reports:
+        assert report.logit_gap < 1e-5
+        assert report.n_changed == (16 if role == "critic" else 15), "14 matrices, and the head with its bias"
+        merged = AUTO_CLASSES[role].from_pretrained(report.folder)
+        torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
+        assert merged.config.num_labels == 1
+        assert merged.config.architectures == [type(merged).__name__]
+        assert role == "critic" or merged.config.pad_token_id == tiny_tokenizer.pad_token_id
+        assert "lm_head.weight" not in load_file(report.folder / "model.safetensors")
+        assert (report.folder / "tokenizer.json").is_file()
+    rounded = merge_adapter(str(tmp_path / "adapter"), tmp_path / "rounded")
+    assert rounded.logit_gap < TYPES["float32" if has_head else "bfloat16"]
+    with pytest.raises(CheckpointError, match=r"the average of .* has the weights of"):
+        average_models([str(checkpoint), str(export)], tmp_path / "mean")
+    if has_head:
+        assert average_models([str(export), str(base)], tmp_path / "mean").logit_gap < 1e-5
+
+
+def test_an_adapter_with_a_head_that_its_kind_of_model_lacks_is_refused(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    trained_head(tmp_path, new_model(tmp_path / "base"), "reward", tiny_tokenizer)
+    file = tmp_path / "adapter/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"task_type": "CAUSAL_LM"}))
+    with pytest.raises(ConfigError, match="task_type=CAUSAL_LM has none; set SEQ_CLS for a reward model"):
+        merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged")
+
+
+def test_a_reward_model_needs_a_pad_token(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    trained_head(tmp_path, new_model(tmp_path / "base"), "reward", tiny_tokenizer)
+    for file in (tmp_path / "adapter").glob("*token*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"neither the adapter .* nor its base has a tokenizer"):
+        merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_of_an_untrained_model_is_refused(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    """Weights that were only rounded when the run started are untrained."""
+    base, section = new_model(tmp_path / "base"), {"model": {"path": str(tmp_path / "base")}}
+    model = load_model(str(base), dtype=getattr(torch, dtype), device=torch.device("cpu"))
+    make_worker(model, tiny_tokenizer, policy=section).save(tmp_path / "step/policy")
+    command = ["merge", "checkpoint", str(tmp_path / "step")]
+    assert main([*command, str(tmp_path / "merged")]) == 1
+    assert f"has the weights of {base}, which its run started from" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*merged*"))
+    assert main([*command, str(tmp_path / "merged"), "--allow-unchanged"]) == 0
+    assert "25 tensors, 0 of them changed" in capsys.readouterr().out
+    assert {str(one.dtype) for one in load_file(tmp_path / "merged/model.safetensors").values()} == {f"torch.{dtype}"}
+    base.rename(tmp_path / "moved")
+    assert main([*command, str(tmp_path / "copy")]) == 0
+    assert "25 tensors, not compared with the base" in capsys.readouterr().out
+    assert main([*command, str(tmp_path / "other"), "--base", str(tmp_path / "moved")]) == 1
+    assert f"has the weights of {tmp_path / 'moved'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("role", ["critic", "reward"])
+def test_an_untrained_head_is_no_change(tmp_path: Path, tiny_model_path: Path, role: Role) -> None:
+    cpu = torch.device("cpu")
+    if role == "critic":
+        model = load_value_model(str(tiny_model_path), dtype=torch.float32, device=cpu)
+    else:
+        model = load_reward_model(str(tiny_model_path), dtype=torch.float32, device=cpu, key="path", pad_token_id=0)
+    SingleRankGroup(role, model, None, config().trainer, None).save(tmp_path / "step" / role)
+    with pytest.raises(CheckpointError, match="nothing was trained"):
+        merge_checkpoint(tmp_path / "step" / role, tmp_path / "merged")
+    torch.nn.init.ones_(model.get_parameter("score.weight"))
+    SingleRankGroup(role, model, None, config().trainer, None).save(tmp_path / "next" / role)
+    assert merge_checkpoint(tmp_path / "next" / role, tmp_path / "merged").n_changed == 1
+
+
 PEAK = """
 import resource, sys
 from pathlib import Path
@@ -221,22 +333,29 @@ def peak_bytes(call: str) -> int:
     return int(output.split()[-1])
 
 
-@pytest.mark.parametrize("lora", [pytest.param({}, marks=pytest.mark.nightly), {"rank": 8}])
-def test_a_merge_takes_little_more_memory_than_the_model(tmp_path: Path, lora: dict[str, Any]) -> None:
-    """A checkpoint of 200 million parameters. The merged model is loaded once, for the comparison of logits."""
-    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 16_000}
+@pytest.mark.parametrize("kind", ["adapter", pytest.param("checkpoint", marks=pytest.mark.nightly), "average"])
+@pytest.mark.parametrize("n_layers", [12, pytest.param(72, marks=pytest.mark.nightly)])
+def test_a_merge_takes_little_more_memory_than_the_model(tmp_path: Path, kind: str, n_layers: int) -> None:
+    """Models of 0.2 and 1.1 billion parameters. The merged model is loaded once, for the comparison of logits."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": n_layers, "vocab_size": 16_000}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
     model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=True))
-    assert 1.8e8 < model.num_parameters() < 2.2e8
-    n_bytes = 4 * model.num_parameters()
-    if lora:
+    n_bytes, target = 4 * model.num_parameters(), f"Path({str(tmp_path / 'merged')!r})"
+    assert round(model.num_parameters() / 1e9, 1) == (0.2 if n_layers == 12 else 1.1)
+    if kind == "adapter":
         model.save_pretrained(tmp_path / "base")
-        adapter = new_adapter(tmp_path / "adapter", tmp_path / "base", rank=lora["rank"])
-        call = f"merge.merge_adapter({str(adapter)!r}, Path({str(tmp_path / 'merged')!r}))"
+        call = f"merge.merge_adapter({str(new_adapter(tmp_path / 'adapter', tmp_path / 'base', rank=8))!r}, {target})"
+    elif kind == "checkpoint":
+        model.save_pretrained(tmp_path / "base")
+        model.config.name_or_path = str(tmp_path / "base")  # which is compared with the checkpoint
+        torch.nn.init.normal_(model.get_parameter("model.norm.weight"))
+        SingleRankGroup("ref", model, None, config().trainer, None).save(tmp_path / "step/policy")
+        call = f"merge.merge_checkpoint(Path({str(tmp_path / 'step')!r}), {target})"
     else:
-        section = config().trainer
-        SingleRankGroup("ref", model, None, section, None).save(tmp_path / "step/policy")
-        call = f"merge.merge_checkpoint(Path({str(tmp_path / 'step')!r}), Path({str(tmp_path / 'merged')!r}))"
+        for name in ("one", "other"):
+            model.save_pretrained(tmp_path / name)
+            torch.nn.init.normal_(model.get_parameter("model.norm.weight"))
+        call = f"merge.average_models([{str(tmp_path / 'one')!r}, {str(tmp_path / 'other')!r}], {target})"
     del model
     assert (peak := peak_bytes(call)) < 1.3 * n_bytes, f"{peak:,} of {n_bytes:,}"
     assert (tmp_path / "merged/config.json").is_file()
@@ -269,12 +388,12 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, tiny_model: PreTrainedM
     with pytest.raises(CheckpointError, match="has no checkpoint of a critic"):
         merge_checkpoint(tmp_path / "ckpts", tmp_path / "again", role="critic")
     (step / "checksums.json").unlink()
-    with pytest.raises(ConfigError, match="--base=x is not read"):
+    with pytest.raises(ConfigError, match="there is no model x"):
         merge_checkpoint(tmp_path / "ckpts", tmp_path / "again", base="x")
 
 
 def wrong_verification(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(merge, "_apply_changes", lambda source, changes, dtype, tally: _scaled(source, tally))
+    patch.setattr(adapter_merge, "_apply_changes", lambda source, *others: _scaled(source, others[-1]))
 
 
 def _scaled(source: Any, tally: Any) -> Any:

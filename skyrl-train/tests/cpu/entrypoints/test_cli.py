@@ -91,6 +91,15 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_dry_run_refuses_data_that_does_not_fill_a_batch(
+    catch_run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = ["trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16"]
+    assert main(["train", *catch_run, *batch, "--dry-run"]) == 1
+    error = capsys.readouterr().err
+    assert "data.train_data has 8 usable rows, fewer than trainer.train_batch_size=16; lower the batch size" in error
+
+
 def test_a_plan_counts_trained_weights_in_float32(
     catch_run: list[str], tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

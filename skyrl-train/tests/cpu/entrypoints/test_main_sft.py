@@ -297,6 +297,8 @@ MISTAKES = [
     (["data.val_data=/nowhere.jsonl"], "data.val_data=/nowhere.jsonl: the file /nowhere.jsonl does not exist"),
     (["data.train_data=[]"], "data.train_data=[] leaves nothing to train on"),
     (["data.response_key=reply"], "row 0 of"),
+    (["trainer.train_batch_size=32"], "data.train_data has 11 usable rows, fewer than trainer.train_batch_size=32"),
+    (["trainer.train_batch_size=32", "--dry-run"], "has 11 usable rows, fewer than trainer.train_batch_size=32"),
     (["trainer.policy.model.path=/nowhere"], "there is no such folder"),
 ]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sft_runs import pair_overrides, write_pairs
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from skyrl_train.config.generator import RewardModelConfig
@@ -50,7 +51,7 @@ def test_rewards_are_those_of_transformers(
     rows.append([*rows[0], tiny_tokenizer.eos_token_id])
     rows.append([*rows[0], *[tiny_tokenizer.pad_token_id] * 2])  # a policy may sample the pad token
     expected = [transformers_reward(reward_model_path, row) for row in rows]
-    assert RewardModel(cfg, tiny_tokenizer).score(rows) == pytest.approx(expected, abs=1e-5)
+    assert RewardModel(cfg, tiny_tokenizer).score(rows) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert expected[5] == pytest.approx(expected[0], abs=1e-5) != expected[4]
 
 
@@ -134,6 +135,53 @@ def test_the_score_has_a_weight_beside_other_rewards(
     step = metrics(tmp_path)[-1]
     expected = 0.5 + 0.1 * step["reward/component/reward_model"]
     assert step["reward/avg_raw_reward"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_reward_model_that_was_trained_as_an_adapter(
+    tmp_path: Path, tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint is merged, the export is merged or read as an adapter: policies get the same rewards."""
+    write_pairs(tmp_path)
+    run = pair_overrides(tmp_path, tiny_model_path, tmp_path / "reward", "trainer.policy.model.lora.rank=4")
+    assert main(["reward", *run, "trainer.policy.optimizer_config.lr=1e-1"]) == 0
+    folder = tmp_path / "reward/skyrl/test_run"
+    assert main(["merge", "checkpoint", str(folder / "ckpts"), str(tmp_path / "of_checkpoint"), "--role=reward"]) == 0
+    assert "25 tensors, 15 of them changed" in capsys.readouterr().out
+    adapter = folder / "export/global_step_4/reward"
+    assert main(["merge", "adapter", str(adapter), str(tmp_path / "of_export")]) == 0
+    rewards = []
+    for path in (adapter, tmp_path / "of_checkpoint", tmp_path / "of_export"):
+        rl = overrides(tmp_path, tiny_model_path, f"generator.reward_model.path='{path}'", "trainer.eval_interval=-1")
+        assert main(["train", *rl, f"trainer.output_dir='{tmp_path}/{path.name}_rl'", "trainer.ckpt_interval=-1"]) == 0
+        rewards.append(metrics(tmp_path / f"{path.name}_rl")[-1]["reward/avg_raw_reward"])
+    assert abs(rewards[0]) > 1e-2
+    assert rewards[1:] == pytest.approx([rewards[0]] * 2, rel=1e-4)
+    rows = [[5, 6, 7, tiny_tokenizer.eos_token_id], [9, 8, 7, 6, 5]]
+    scores = RewardModel(RewardModelConfig(path=str(adapter)), tiny_tokenizer).score(rows)
+    assert scores == pytest.approx([transformers_reward(tmp_path / "of_export", row) for row in rows], abs=1e-5)
+
+
+def test_adapters_that_give_no_reward_are_refused(
+    tmp_path: Path, tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj"]}
+    file = tmp_path / "adapter/adapter_config.json"
+    file.parent.mkdir()
+    run = ["train", *overrides(tmp_path, tiny_model_path, f"generator.reward_model.path='{file.parent}'"), "--dry-run"]
+
+    def write(**changes: Any) -> RewardModelConfig:
+        file.write_text(json.dumps(settings | changes))
+        return RewardModelConfig(path=str(file.parent))
+
+    with pytest.raises(ConfigError, match="is an adapter without a reward head; use one that `skyrl reward` has"):
+        RewardModel(write(base_model_name_or_path=str(tiny_model_path)), tiny_tokenizer)
+    assert main(run) == 1
+    assert "has adapter_config.json and no adapter_model.safetensors" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is an adapter that does not name its base model; merge both with"):
+        RewardModel(write(task_type="SEQ_CLS", modules_to_save=["score"]), tiny_tokenizer)
+    write(base_model_name_or_path="/nowhere")
+    assert main(run) == 1
+    assert "is an adapter of base_model_name_or_path=/nowhere: there is no such folder" in capsys.readouterr().err
 
 
 def test_models_that_give_no_reward_are_refused(

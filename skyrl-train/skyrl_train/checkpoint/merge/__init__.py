@@ -1,0 +1,12 @@
+"""Merge models into one Hugging Face folder: an adapter into its base, a checkpoint of a run, an average of models.
+
+Tensors are read, changed and written one at a time. Before the folder gets its name, the merged model is loaded and its
+logits are compared with those of its sources. After an error, nothing is left.
+"""
+
+from skyrl_train.checkpoint.merge.adapter import merge_adapter
+from skyrl_train.checkpoint.merge.average import average_models
+from skyrl_train.checkpoint.merge.comparison import MergeReport
+from skyrl_train.checkpoint.merge.sharded import merge_checkpoint
+
+__all__ = ["MergeReport", "average_models", "merge_adapter", "merge_checkpoint"]

@@ -1,0 +1,173 @@
+"""An adapter merged into its base."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from skyrl_train.checkpoint.merge.comparison import MergeReport, compare, load_model, probe
+from skyrl_train.checkpoint.model_folder import (
+    DType,
+    OpenModel,
+    copy_settings,
+    edit_config,
+    new_folder,
+    open_model,
+    output_dtype,
+    read_dtype,
+    write_model,
+)
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.models.loading import create_empty
+from skyrl_train.models.lora import (
+    ADAPTER_FOLDER,
+    BASE_CHECKSUM,
+    Changes,
+    TrainedHead,
+    adapter_role,
+    read_changes,
+    read_config,
+)
+from skyrl_train.types.specs import Role, TensorSpec
+from skyrl_train.weight_sync.checksum import tensor_checksum
+
+
+def merge_adapter(adapter: str, target: Path, base: str | None = None, dtype: DType = "auto") -> MergeReport:
+    """Write the base model with an adapter merged into it, W + (alpha / rank) · B·A, into a new folder.
+
+    Args:
+        adapter: folder or Hub name of an adapter in peft's format.
+        target: the folder to write.
+        base: folder or Hub name of the base model; by default that in the adapter's settings.
+        dtype: type of the merged weights; by default that of the base.
+
+    Raises:
+        ConfigError: `target` exists, or the adapter does not fit the base.
+        CheckpointError: the adapter changes nothing, or the result cannot be written or has other logits.
+    """
+    return merge_into_base(adapter, target, base, dtype)
+
+
+def merge_into_base(
+    adapter: str,
+    target: Path,
+    base: str | None,
+    dtype: DType,
+    settings: Path | None = None,
+    *,
+    allow_unchanged: bool = False,
+) -> MergeReport:
+    """Merge an adapter; `settings` has the configuration and the tokenizer of its checkpoint, if it is from one."""
+    config = read_config(adapter, f"the adapter {adapter}")
+    base = base or config.base_model_name_or_path
+    if not base:
+        raise ConfigError(f"the adapter {adapter} does not name its base model; name it with --base")
+    role = adapter_role(config)
+    source = open_model(base)
+    changes, frozen = read_changes(adapter, str(source.folder))
+    specs = _merged_specs(source.specs, changes, frozen)
+    needed = changes.keys() if role == "policy" else changes.keys() | frozen
+    if missing := sorted(needed - {spec.name for spec in specs}):
+        raise ConfigError(f"{base} has no {missing[0]}, which the adapter {adapter} needs; name its base model")
+    tally = _Tally() if settings is None else _Tally(read_dtype(settings), frozen)
+    with new_folder(target) as partial:
+        copy_settings([source.folder, *([settings] if settings else [])], partial)
+        if role != "policy":
+            _describe_scores(partial, role, adapter, is_complete=settings is not None)
+        write_model(partial, specs, _apply_changes(source, specs, changes, dtype, tally), dtype)
+        if settings is not None:
+            _check_base(settings.parent, base, tally.checksum % 2**64)
+            shutil.copytree(adapter, partial / ADAPTER_FOLDER)
+        if not (tally.n_changed or allow_unchanged):
+            reason = "B·A is 0, or too small for the type" if config.lora_alpha else "its alpha is 0"
+            raise CheckpointError(
+                f"merging the adapter {adapter} would change none of the {len(specs)} tensors of {base}: "
+                f"{reason}; use an adapter that was trained, or --dtype=float32"
+            )
+
+        def probe_sources(dtype: torch.dtype) -> torch.Tensor:
+            loaded = load_model(source.folder, dtype, role, AutoConfig.from_pretrained(partial))
+            model: Any = peft.PeftModel.from_pretrained(loaded, adapter)
+            return probe(model.eval())
+
+        gap = compare(partial, probe_sources, role)
+    return MergeReport(target, len(specs), tally.n_changed, gap)
+
+
+def _merged_specs(base: Sequence[TensorSpec], changes: Changes, frozen: Collection[str]) -> list[TensorSpec]:
+    """Return the tensors of a merged model. If the adapter brings a head, that of the language model goes."""
+    heads = {
+        name: TensorSpec(name, tuple(change.values.shape), change.values.dtype)
+        for name, change in changes.items()
+        if isinstance(change, TrainedHead)
+    }
+    kept = [spec for spec in base if spec.name not in heads and (not heads or spec.name in frozen)]
+    return [*kept, *heads.values()]
+
+
+def _describe_scores(folder: Path, role: Role, adapter: str, *, is_complete: bool) -> None:
+    """Make the configuration of a base that of a critic or reward model, unless it is that of a checkpoint already."""
+    if not is_complete:
+        edit_config(folder, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+        if Path(adapter).is_dir():
+            copy_settings([Path(adapter)], folder)  # the tokenizer
+        if role == "reward":
+            edit_config(folder, pad_token_id=_find_pad_token(folder, adapter))
+    edit_config(folder, architectures=[type(create_empty(str(folder), role)).__name__])
+
+
+def _find_pad_token(folder: Path, adapter: str) -> int:
+    """Return the id of the pad token: a reward is read at the last token that is another one."""
+    if not (folder / "tokenizer_config.json").is_file():
+        raise ConfigError(
+            f"neither the adapter {adapter} nor its base has a tokenizer, whose pad token a reward model needs; copy "
+            "that of the run into the folder of the adapter"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pad_token_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return pad_token_id
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Facts about the tensors that were read and written."""
+
+    trained_dtype: torch.dtype | None = None
+    """Type in which the base was loaded, for its checksum; None for none."""
+    frozen: Collection[str] = ()
+    """Names of the tensors in the checksum."""
+    checksum: int = 0
+    n_changed: int = 0
+
+
+def _apply_changes(
+    source: OpenModel, specs: Sequence[TensorSpec], changes: Changes, dtype: DType, tally: _Tally
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a merged model: those of its base, with the changes of an adapter."""
+    names = {spec.name for spec in source.specs}
+    for spec in specs:
+        tensor = source.read(spec.name) if spec.name in names else torch.zeros(spec.shape, dtype=spec.dtype)
+        if tally.trained_dtype is not None and spec.name in tally.frozen:
+            tally.checksum += tensor_checksum(spec.name, tensor.to(tally.trained_dtype))
+        if spec.name in changes:
+            before = tensor.to(output_dtype(spec, dtype))
+            tensor = changes[spec.name].apply(tensor.float()).to(before.dtype)
+            tally.n_changed += not torch.equal(tensor, before)
+        yield spec.name, tensor
+
+
+def _check_base(checkpoint: Path, base: str, checksum: int) -> None:
+    """Raise CheckpointError if the adapter in a checkpoint was trained on other weights."""
+    expected = (checkpoint / BASE_CHECKSUM).read_text(encoding="utf-8").strip()
+    if expected != str(checksum):
+        raise CheckpointError(
+            f"the adapter in {checkpoint} was trained on other weights than those of {base} (checksum {expected}, not "
+            f"{checksum}); name its base model with --base"
+        )

@@ -1,0 +1,106 @@
+"""The weighted mean of models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from skyrl_train.checkpoint.merge.comparison import MergeReport, compare, load_model, probe
+from skyrl_train.checkpoint.model_folder import (
+    DType,
+    OpenModel,
+    copy_settings,
+    new_folder,
+    open_model,
+    output_dtype,
+    write_model,
+)
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.types.specs import Role
+
+
+def average_models(
+    sources: Sequence[str], target: Path, weights: Sequence[float] | None = None, dtype: DType = "auto"
+) -> MergeReport:
+    """Write the weighted mean of models of the same architecture into a new folder, with the settings of the first.
+
+    Args:
+        sources: two or more folders or Hub names.
+        target: the folder to write.
+        weights: one for each model, with a sum of 1; by default equal.
+        dtype: type of the merged weights; by default that of the first model.
+
+    Raises:
+        ConfigError: `target` exists, the weights do not add up to 1, or the models have different tensors.
+        CheckpointError: all models are equal, or the result cannot be written or has other logits.
+    """
+    if len(sources) < 2:
+        raise ConfigError(f"an average needs two or more models, and {len(sources)} was given; name another")
+    shares = list(weights or [1 / len(sources)] * len(sources))
+    if len(shares) != len(sources) or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+        raise ConfigError(
+            f"{len(shares)} weights with the sum {sum(shares):g} for {len(sources)} models; give one for each, and a "
+            "sum of 1"
+        )
+    models = [open_model(source) for source in sources]
+    first = models[0]
+    _check_same_tensors(sources, models)
+    role, changed = _read_role(first.folder), list[str]()
+
+    @torch.no_grad()
+    def probe_sources(dtype: torch.dtype) -> torch.Tensor:
+        loaded = load_model(first.folder, dtype, role)
+        for name, parameter in loaded.named_parameters():
+            parameter.mul_(shares[0])
+            for share, model in zip(shares[1:], models[1:], strict=True):
+                parameter.add_(model.read(name).to(dtype), alpha=share)
+        return probe(loaded)
+
+    with new_folder(target) as partial:
+        copy_settings([first.folder], partial)
+        write_model(partial, first.specs, _average(models, shares, dtype, changed), dtype)
+        if not changed:
+            raise CheckpointError(
+                f"the average of {', '.join(sources)} has the weights of {sources[0]}; use models that differ"
+            )
+        gap = compare(partial, probe_sources, role)
+    return MergeReport(target, len(first.specs), len(changed), gap)
+
+
+def _average(
+    models: Sequence[OpenModel], shares: Sequence[float], dtype: DType, changed: list[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weighted means of the tensors of several models, and note those that differ from the first model's."""
+    for spec in models[0].specs:
+        mean = models[0].read(spec.name)
+        if spec.dtype.is_floating_point:
+            before = mean.to(output_dtype(spec, dtype))
+            total = torch.zeros(spec.shape)
+            for share, model in zip(shares, models, strict=True):
+                total += share * model.read(spec.name).float()
+            mean = total.to(before.dtype)
+            changed += [] if torch.equal(mean, before) else [spec.name]
+        yield spec.name, mean
+
+
+def _read_role(folder: Path) -> Role:
+    """Return the role of a model, by the architecture in its `config.json`."""
+    architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    roles: Mapping[str, Role] = {"ForTokenClassification": "critic", "ForSequenceClassification": "reward"}
+    return next((role for suffix, role in roles.items() if architectures[0].endswith(suffix)), "policy")
+
+
+def _check_same_tensors(sources: Sequence[str], models: Sequence[OpenModel]) -> None:
+    """Raise ConfigError if models have different tensors."""
+    first, *others = ({spec.name: spec.shape for spec in model.specs} for model in models)
+    for source, shapes in zip(sources[1:], others, strict=True):
+        if different := [name for name in first | shapes if first.get(name) != shapes.get(name)]:
+            name = different[0]
+            raise ConfigError(
+                f"{name} has shape {first.get(name, 'none')} in {sources[0]}, but {shapes.get(name, 'none')} in "
+                f"{source}; average models of the same architecture"
+            )

@@ -1,0 +1,70 @@
+"""The result of a merge, and its comparison with the sources."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from skyrl_train.checkpoint.model_folder import read_dtype
+from skyrl_train.errors import CheckpointError
+from skyrl_train.models.loading import AUTO_CLASSES
+from skyrl_train.types.specs import Role
+
+N_PROBED_TOKENS = 32
+TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-4, 1e-1  # relative to the norm of the logits, in float32 and in shorter types
+
+
+@dataclass(frozen=True, slots=True)
+class MergeReport:
+    """A finished merge."""
+
+    folder: Path
+    n_tensors: int
+    n_changed: int | None
+    """Tensors that differ from those of the base, or of the first averaged model; None if the base is not here."""
+    logit_gap: float
+    """Norm of the difference between the logits of the result and of its sources, relative to that of the latter."""
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype, role: Role = "policy", config: PretrainedConfig | None = None
+) -> PreTrainedModel:
+    """Load a model in a role, in evaluation mode; `config` replaces its configuration."""
+    model: PreTrainedModel = AUTO_CLASSES[role].from_pretrained(folder, dtype=dtype, config=config)
+    return model.eval()
+
+
+@torch.no_grad()
+def probe(model: torch.nn.Module) -> torch.Tensor:
+    """Return the logits of fixed tokens, in float32."""
+    n_tokens = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    token_ids = torch.randint(n_tokens, (2, N_PROBED_TOKENS), generator=torch.Generator().manual_seed(0))
+    logits: torch.Tensor = model(input_ids=token_ids, use_cache=False).logits.float()
+    return logits
+
+
+def compare(merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], role: Role = "policy") -> float:
+    """Return the relative difference between the logits of a merged model and those of its sources.
+
+    One model is in memory at a time.
+
+    Raises:
+        CheckpointError: it is larger than rounding explains.
+    """
+    dtype = read_dtype(merged)
+    reference = probe_sources(dtype)
+    gc.collect()  # a model may be part of a reference cycle
+    model = load_model(merged, dtype, role)
+    gap = ((probe(model) - reference).norm() / reference.norm().clamp(min=1e-6)).item()
+    limit = TOLERANCE if dtype == torch.float32 else LOW_PRECISION_TOLERANCE
+    if not gap <= limit:
+        raise CheckpointError(
+            f"the merged model is wrong, and nothing was written: its logits differ from those of its sources by "
+            f"{gap:.2g} of their norm, more than {limit:g}; report this with the names of the models"
+        )
+    return gap
