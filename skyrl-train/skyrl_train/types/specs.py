@@ -15,6 +15,8 @@ from skyrl_train.lazy import torch
 Role = Literal["policy", "critic", "ref", "reward"]
 SyncKind = Literal["full", "adapter"]
 """All tensors of a model, with its adapter merged into them, or those of the adapter."""
+ModelPart = Literal["weights", "optimizer", "all"]
+"""A part of a model in memory: its weights, or its gradients and the state of its optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
