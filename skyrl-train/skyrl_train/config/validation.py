@@ -44,6 +44,7 @@ from skyrl_train.config.rules.engine import (
 )
 from skyrl_train.config.rules.placement import (
     colocated_models_have_the_same_size,
+    idle_memory_is_shared,
     launcher_starts_every_process,
     megatron_has_its_models,
     megatron_is_installed,
@@ -76,6 +77,7 @@ RULES: tuple[Rule, ...] = (
     input_length_covers_prompts,
     launcher_starts_every_process,
     colocated_models_have_the_same_size,
+    idle_memory_is_shared,
     strategy_has_its_settings,
     megatron_has_its_models,
     weights_have_a_transport,

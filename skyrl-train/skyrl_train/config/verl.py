@@ -53,7 +53,7 @@ RESUME_MODES = {"auto": "latest", "disable": "none", "resume_path": "from_path"}
 
 ALWAYS_PACKED = Fixed("passes are always packed by tokens (trainer.max_tokens_per_microbatch)")
 ALWAYS_DEFAULT_ATTENTION = Fixed("attention is PyTorch's SDPA, and the head computes trained tokens only")
-NO_OFFLOAD = Fixed("weights and optimizer stay on their device; plan memory with --dry-run")
+OFFLOADED_IF_IDLE = Fixed("trainer.placement.offload_idle decides what leaves its device between the phases of a step")
 NO_REMOTE_CODE = Fixed("models with code of their own are not supported", (False,))
 ONE_FOLDER = Fixed("checkpoints are written to trainer.default_local_dir", (None,))
 ANY_DEVICE = Fixed("a GPU is used if there is one")
@@ -106,7 +106,7 @@ MAIN_PPO = VerlProgram(
         "actor_rollout_ref.actor.use_dynamic_bsz": ALWAYS_PACKED,
         "actor_rollout_ref.actor.use_torch_compile": Fixed("training runs without torch.compile"),
         "actor_rollout_ref.actor.shuffle": Fixed("mini-batches keep the order of the prompts", (False,)),
-        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": NO_OFFLOAD,
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": OFFLOADED_IF_IDLE,
         "actor_rollout_ref.ref.strategy": Fixed("the reference is sharded as the policy is"),
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": Fixed(
             "the reference takes actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
@@ -120,7 +120,7 @@ MAIN_PPO = VerlProgram(
         "actor_rollout_ref.rollout.mode": Fixed("engines are always asynchronous", ("sync", "async")),
         "actor_rollout_ref.rollout.do_sample": Fixed("training samples its rollouts", (True,)),
         "actor_rollout_ref.rollout.ignore_eos": Fixed("rollouts end with the EOS token", (False,)),
-        "actor_rollout_ref.rollout.free_cache_engine": Fixed("the embedded engine frees its cache before an update"),
+        "actor_rollout_ref.rollout.free_cache_engine": OFFLOADED_IF_IDLE,
         "actor_rollout_ref.rollout.enable_chunked_prefill": Fixed("new prompts are always prefilled in chunks"),
         "actor_rollout_ref.rollout.enable_prefix_caching": Fixed("shared prefixes are always computed once"),
         "actor_rollout_ref.rollout.calculate_log_probs": Fixed("the engine always returns log-probs"),
@@ -131,8 +131,8 @@ MAIN_PPO = VerlProgram(
         ),
         "critic.model.tokenizer_path": Fixed("the critic shares the policy's tokenizer"),
         "critic.model.trust_remote_code": NO_REMOTE_CODE,
-        "critic.model.fsdp_config.param_offload": NO_OFFLOAD,
-        "critic.model.fsdp_config.optimizer_offload": NO_OFFLOAD,
+        "critic.model.fsdp_config.param_offload": OFFLOADED_IF_IDLE,
+        "critic.model.fsdp_config.optimizer_offload": OFFLOADED_IF_IDLE,
         "critic.strategy": Fixed("the critic is sharded as the policy is"),
         "critic.use_dynamic_bsz": ALWAYS_PACKED,
         "critic.ppo_micro_batch_size_per_gpu": Fixed(

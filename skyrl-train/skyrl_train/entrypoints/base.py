@@ -143,12 +143,19 @@ class Experiment(ABC):
         return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, folder, id_dir)
 
     def new_launcher(
-        self, roles: Sequence[Role], sync: SyncOptions | None = None, *, n_engines: int = 0, engine_size: int = 1
+        self,
+        roles: Sequence[Role],
+        sync: SyncOptions | None = None,
+        *,
+        n_engines: int = 0,
+        engine_size: int = 1,
+        offloads_idle: bool = False,
     ) -> Launcher:
         """Create the launcher of `trainer.placement`, for the models in `roles` and `n_engines` engines of
         `engine_size` devices each.
 
-        `sync` describes how weights are sent from one to another.
+        `sync` describes how weights are sent from one to another. In one process, `offloads_idle` lets models and
+        an engine with a copy of the weights leave the device while they are idle; on Ray, `trainer.placement` does.
 
         Raises:
             ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
@@ -165,7 +172,7 @@ class Experiment(ABC):
 
             return RayLauncher(placement, roles, sync, n_engines=n_engines, engine_size=engine_size)
         assert self._compute is not None, "running() comes first"
-        return InlineLauncher(self._compute)
+        return InlineLauncher(self._compute, offloads_idle=offloads_idle)
 
     def new_model_launcher(self, roles: Sequence[Role]) -> ModelLauncher:
         """Create the launcher of a run without an engine, which is that of torchrun if it has started several

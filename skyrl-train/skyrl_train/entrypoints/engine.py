@@ -65,6 +65,7 @@ def new_engine(
         max_cache_bytes=usable,
         bf16=cfg.trainer.bf16,
         executor=executor,
+        owns_model=executor is None,
     )
 
 

@@ -303,6 +303,7 @@ class BasePPOExp(Experiment):
             sync_options(generator),
             n_engines=generator.n_local_engines,
             engine_size=generator.n_devices_per_engine,
+            offloads_idle=self.cfg.offloads_idle(has_gpus=torch.cuda.is_available()),
         )
         try:
             async with started(launcher) as self._launcher:

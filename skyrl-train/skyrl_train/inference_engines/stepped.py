@@ -158,8 +158,9 @@ class SteppedEngine(ABC, Generic[S]):
         return receipt
 
     async def sleep(self) -> None:
-        if self._is_asleep:
+        if self._is_asleep and not self._has_weights:
             return
+        await self.wake_up()  # backends cannot release the weights alone
         self._check_ready()
         if n_unfinished := len(self._unfinished()):
             raise EngineError(f"the engine cannot sleep while {n_unfinished} sequences are being generated")

@@ -1,4 +1,4 @@
-"""A run in one process: one rank per model, and an engine that generates with the policy's own tensors."""
+"""A run in one process: one rank per model, and an engine that generates with the policy's own tensors, or a copy."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from transformers import PreTrainedModel
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.client import EngineClient
+from skyrl_train.launch.launcher import holding_devices
 from skyrl_train.models.loading import default_device
 from skyrl_train.types.specs import ModelSpec, SyncKind, World
 from skyrl_train.weight_sync import WeightSink, WeightSync
 from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.lease import Lease
 from skyrl_train.workers.ranks import LocalRank
 
 
 class InlineLauncher:
     """A launcher whose models compute in `executor`, which has one thread."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, *, offloads_idle: bool = False) -> None:
+        """With `offloads_idle`, models and the engine, which has a copy of the weights, leave the device while idle."""
         self._executor = executor
+        self._lease = Lease() if offloads_idle else None
         self.device = default_device()
         self.policy: PreTrainedModel | None = None
 
@@ -34,18 +39,26 @@ class InlineLauncher:
         await group.load()
         if spec.role == "policy":
             self.policy = rank.worker.module.hf_model
+        if self._lease is not None:
+            await self._lease.add_model(group)
         return group
 
     async def start_engine(
         self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine], start_timeout_s: float
     ) -> InferenceEngine:
-        return make_engine(self.policy)
+        engine = make_engine(self.policy)
+        if self._lease is None:
+            return engine
+        client = EngineClient([engine], enter=self._lease.enter_engine)
+        self._lease.add_engine(client)
+        return client
 
     def bytes_beside_engine(self, n_bytes: int) -> int:
-        return n_bytes
+        return 0 if self._lease is not None and self.device.type == "cuda" else n_bytes
 
     def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
-        return WeightSync(source, sinks, kind=kind)
+        return WeightSync(source, sinks, kind=kind, holding_devices=holding_devices(self._lease, sinks))
 
     async def close(self) -> None:
-        pass
+        if self._lease is not None:
+            await self._lease.close()

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -111,17 +112,20 @@ class WeightSync:
         *,
         find_address: Callable[[], Awaitable[str]] | None = None,
         kind: SyncKind = "full",
+        holding_devices: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         """Connect the source to its sinks, by name. `transport="shared"` requires them in one process.
 
         `find_address` returns a free "host:port" of the source's rank 0, which is on this machine by default. Sinks
-        without the source's adapter need a sync of the kind `full`; others share or load its base.
+        without the source's adapter need a sync of the kind `full`; others share or load its base. A sync runs inside
+        `holding_devices()`, which brings the weights of source and sinks to devices that they share with others.
         """
         self._source = source
         self._sinks = dict(sinks)
         self._options = options
         self._find_address = find_address or _local_address
         self._kind: SyncKind = kind
+        self._holding_devices = holding_devices
         self.recover: Callable[[], Awaitable[bool]] | None = None
         """Called after a failed sync to replace lost sinks; if it returns True, the weights are sent once more."""
         self._version: int | None = None  # that every sink holds
@@ -133,18 +137,23 @@ class WeightSync:
             SyncError: a sink received different bytes, or none in time.
             EngineError: a sink refused, e.g. because it is asleep.
         """
-        try:
-            receipt = await self._send(self._sinks, version, sends_changes=self._options.sends_changes)
-        except (EngineError, SyncError):
-            if self.recover is None or not await self.recover():
-                raise
-            receipt = await self._send(self._sinks, version)
+        async with self._holding_devices():
+            receipt = await self._send_to_all(version)
         self._version = version
         if self._options.transport == "shared":
             return Metrics()
         n_copies = sum(sink.n_weight_copies for sink in self._sinks.values())
         verified = {"sync/verified_copies": n_copies} if self._options.has_checksum else {}
         return Metrics.of({"sync/megabytes": receipt.n_sent / 1e6, **verified})
+
+    async def _send_to_all(self, version: int) -> Receipt:
+        """Send the weights to every sink. After a failure, lost sinks are replaced, and all weights sent once more."""
+        try:
+            return await self._send(self._sinks, version, sends_changes=self._options.sends_changes)
+        except (EngineError, SyncError):
+            if self.recover is None or not await self.recover():
+                raise
+            return await self._send(self._sinks, version)
 
     async def send_to(self, name: str, sink: WeightSink, version: int) -> None:
         """Send all weights, as those of `version`, to a sink that replaces another one of this name.

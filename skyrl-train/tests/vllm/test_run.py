@@ -27,8 +27,11 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_training_updates_the_weights_of_vllm_after_each_step(run: list[str], tmp_path: Path) -> None:
-    main_base.main(run)
+@pytest.mark.parametrize("offload_idle", ["auto", "true"])
+def test_training_updates_the_weights_of_vllm_after_each_step(
+    offload_idle: str, run: list[str], tmp_path: Path
+) -> None:
+    main_base.main([*run, f"trainer.placement.offload_idle={offload_idle}"])
     folder = tmp_path / "skyrl/test_run"
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -64,6 +67,7 @@ def test_ranks_and_two_vllm_engines_in_actors_train_like_one_process_though_one_
     killer = threading.Thread(target=kill_an_engine, daemon=True)
     killer.start()
     engines = ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"]
+    engines += ["trainer.placement.offload_idle=true"]
     try:
         main_base.main([*run, *engines, "trainer.run_name=ray"])
     finally:

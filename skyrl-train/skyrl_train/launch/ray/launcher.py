@@ -21,6 +21,7 @@ from skyrl_train.config.trainer import PlacementConfig
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import connect_engine, start_engine_actor
+from skyrl_train.launch.launcher import holding_devices
 from skyrl_train.launch.ray.cluster import connect
 from skyrl_train.launch.ray.placement import Device, Request, Reservation, find_visible_devices
 from skyrl_train.launch.ray.ranks import RayRank
@@ -28,6 +29,7 @@ from skyrl_train.launch.timeouts import find_long_sync
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, World
 from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync, transport_between
 from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.lease import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,9 @@ class RayLauncher:
         except BaseException:
             self._disconnect()
             raise
-        self.device = torch.device("cuda" if self._reservation.kind == "GPU" else "cpu")
+        has_gpus = self._reservation.kind == "GPU"
+        self.device = torch.device("cuda" if has_gpus else "cpu")
+        self._lease = Lease() if n_engines and placement.offloads_idle(has_gpus) else None
 
     async def start(self) -> None:
         """Reserve the devices and start the processes.
@@ -119,6 +123,8 @@ class RayLauncher:
         group = WorkerGroup(spec, ranks, objective)
         await group.load()
         self._groups[group] = ranks[0]
+        if self._lease is not None:
+            await self._lease.add_model(group)
         return group
 
     async def start_engine(
@@ -139,11 +145,18 @@ class RayLauncher:
             self._engines[index] = self._start_engine_actor(index)
             return await connect(index)
 
-        return EngineClient(await asyncio.gather(*map(connect, range(self._n_engines))), restart)
+        engines = await asyncio.gather(*map(connect, range(self._n_engines)))
+        if self._lease is None:
+            return EngineClient(engines, restart)
+        client = EngineClient(engines, restart, self._lease.enter_engine)
+        self._lease.add_engine(client)
+        return client
 
     def bytes_beside_engine(self, n_bytes: int) -> int:
         if self._reservation.kind == "CPU":
             return n_bytes // self._reservation.n_cluster_nodes
+        if self._lease is not None:
+            return 0
         n_nodes, n_per_node = self._placement.size("policy")
         return n_bytes // (n_nodes * n_per_node) if self._placement.shares_devices else 0
 
@@ -161,10 +174,19 @@ class RayLauncher:
                 *(self._sync.transport, *REASONS[transport]),
             )
         options = replace(self._sync, transport=transport, sends_changes=sends_changes)
-        return WeightSync(source, sinks, options, find_address=self._groups[source].find_address, kind=kind)
+        return WeightSync(
+            source,
+            sinks,
+            options,
+            find_address=self._groups[source].find_address,
+            kind=kind,
+            holding_devices=holding_devices(self._lease, sinks),
+        )
 
     async def close(self) -> None:
         """End all ranks and return the devices."""
+        if self._lease is not None:
+            await self._lease.close()
         await asyncio.gather(*(rank.close() for ranks in self._ranks.values() for rank in ranks))
         for engine in self._engines:
             ray.kill(engine)
