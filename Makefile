@@ -91,6 +91,10 @@ bench-loop: .venv/.runtime ## measure the overhead of the agent loop; writes ben
 bench-sync: .venv/.runtime ## send 2.5 GB of weights through shared memory and gloo; writes benchmarks/sync/results.md
 	@$(BENCH)/sync/transports.py $(ARGS)
 
+.PHONY: bench-sync-dtypes
+bench-sync-dtypes: .venv/.runtime ## send float32 weights as they are and in bfloat16; writes benchmarks/sync/dtypes.md
+	@$(BENCH)/sync/dtypes.py $(ARGS)
+
 .PHONY: bench-tx
 bench-tx: .venv/.dev ## compare the Tinker server with peft and transformers; writes benchmarks/tx/throughput.md
 	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/tx/throughput.py $(ARGS)

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
+
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.types import WeightSpan
@@ -118,10 +120,11 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Limits of an engine, known before the first request."""
+    """Limits and weights of an engine, known before the first request."""
 
     context_length: int  # maximum tokens of prompt and response together
     longest_sequence: int  # the same, or less if the engine's memory holds less
+    weight_dtype: torch.dtype | None = None  # in which the engine holds weights; None: as the policy sends them
 
 
 class InferenceEngine(Protocol):
@@ -129,7 +132,7 @@ class InferenceEngine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """Limits of this engine."""
+        """Limits and weights of this engine."""
         ...
 
     @property

@@ -60,6 +60,7 @@ class EngineClient:
         self.info = EngineInfo(
             min(engine.info.context_length for engine in engines),
             min(engine.info.longest_sequence for engine in engines),
+            engines[0].info.weight_dtype,
         )
         self.n_weight_copies = sum(engine.n_weight_copies for engine in engines)
         self._homes: dict[str, int] = {}  # index of the engine of each session

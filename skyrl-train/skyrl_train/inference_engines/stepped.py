@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
@@ -70,8 +71,9 @@ class SteppedEngine(ABC, Generic[S]):
         eos_ids: frozenset[int],
         tokenizer: PreTrainedTokenizerBase,
         thread: EngineThread,
+        weight_dtype: torch.dtype | None = None,
     ) -> None:
-        self.info = EngineInfo(context_length, context_length)
+        self.info = EngineInfo(context_length, context_length, weight_dtype)
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._tokenizer = tokenizer

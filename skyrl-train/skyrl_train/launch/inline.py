@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
+import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import Objective
@@ -56,8 +57,14 @@ class InlineLauncher:
     def bytes_beside_engine(self, n_bytes: int) -> int:
         return 0 if self._lease is not None and self.device.type == "cuda" else n_bytes
 
-    def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
-        return WeightSync(source, sinks, kind=kind, holding_devices=holding_devices(self._lease, sinks))
+    def weight_sync(
+        self,
+        source: WorkerGroup,
+        sinks: Mapping[str, WeightSink],
+        kind: SyncKind = "full",
+        dtype: torch.dtype | None = None,
+    ) -> WeightSync:
+        return WeightSync(source, sinks, kind=kind, dtype=dtype, holding_devices=holding_devices(self._lease, sinks))
 
     async def close(self) -> None:
         if self._lease is not None:

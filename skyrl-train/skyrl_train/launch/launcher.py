@@ -57,10 +57,16 @@ class Launcher(ModelLauncher, Protocol):
         """Return the part of `n_bytes`, which all ranks together still allocate, that is in the engine's memory."""
         ...
 
-    def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
+    def weight_sync(
+        self,
+        source: WorkerGroup,
+        sinks: Mapping[str, WeightSink],
+        kind: SyncKind = "full",
+        dtype: torch.dtype | None = None,
+    ) -> WeightSync:
         """Return a channel for the weights of a model that this launcher has loaded, or for its adapter alone.
 
-        Sinks have names for error messages.
+        Sinks have names for error messages, and hold weights in `dtype`, by default that of the source.
         """
         ...
 

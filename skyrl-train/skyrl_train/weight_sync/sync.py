@@ -112,19 +112,22 @@ class WeightSync:
         *,
         find_address: Callable[[], Awaitable[str]] | None = None,
         kind: SyncKind = "full",
+        dtype: torch.dtype | None = None,
         holding_devices: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         """Connect the source to its sinks, by name. `transport="shared"` requires them in one process.
 
         `find_address` returns a free "host:port" of the source's rank 0, which is on this machine by default. Sinks
-        without the source's adapter need a sync of the kind `full`; others share or load its base. A sync runs inside
-        `holding_devices()`, which brings the weights of source and sinks to devices that they share with others.
+        without the source's adapter need a sync of the kind `full`; others share or load its base. Whole models travel
+        in `dtype`, that of the sinks, where it is smaller. A sync runs inside `holding_devices()`, which brings the
+        weights of source and sinks to devices that they share with others.
         """
         self._source = source
         self._sinks = dict(sinks)
         self._options = options
         self._find_address = find_address or _local_address
         self._kind: SyncKind = kind
+        self._dtype = dtype
         self._holding_devices = holding_devices
         self.recover: Callable[[], Awaitable[bool]] | None = None
         """Called after a failed sync to replace lost sinks; if it returns True, the weights are sent once more."""
@@ -222,7 +225,7 @@ class WeightSync:
             version,
             options.transport,
             await self._find_address(),
-            chunked(await self._source.tensor_specs(self._kind), options.chunk_bytes),
+            chunked(self._narrow(await self._source.tensor_specs(self._kind)), options.chunk_bytes),
             n_receivers=len(names) - 1,
             timeout_s=options.timeout_s,
             kind=self._kind,
@@ -231,6 +234,18 @@ class WeightSync:
             tracks_changes=options.sends_changes,
             names=tuple(names),
         )
+
+    def _narrow(self, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        """Return the tensors in the type of the sinks, where it is smaller: sinks would round to it anyway."""
+        dtype = self._dtype
+        if dtype is None or self._kind != "full":
+            return specs
+        return [
+            replace(spec, dtype=dtype)
+            if spec.dtype.is_floating_point and spec.dtype.itemsize > dtype.itemsize
+            else spec
+            for spec in specs
+        ]
 
 
 async def _end_sender(

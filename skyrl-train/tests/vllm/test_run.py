@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from transformers import PreTrainedModel
 
 from skyrl_train.entrypoints import main_base, main_generate
 from tests.processes import find_descendants
@@ -40,6 +41,20 @@ def test_training_updates_the_weights_of_vllm_after_each_step(
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
         assert row["policy/grad_norm"] > 0
         assert row["environment/avg_steps"] == 5
+
+
+def test_an_engine_in_bfloat16_gets_half_of_the_bytes_of_a_policy_in_float32(
+    run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: PreTrainedModel
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    settings = ["trainer.placement.launcher=ray", "+generator.engine_init_kwargs.dtype=bfloat16"]
+    try:
+        main_base.main([*run, *settings])
+    finally:
+        ray.shutdown()
+    for row in metrics(tmp_path / "skyrl/test_run"):
+        assert row["sync/megabytes"] == pytest.approx(2 * tiny_model.num_parameters() / 1e6, rel=0.01)
+        assert 1e-3 < row["sync/logprob_gap"] < 0.1
 
 
 def test_evaluations_equal_those_of_the_embedded_engine(run: list[str], tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ class VLLMServerEngine(HTTPEngine):
             vocab_size=self._facts.vocab_size,
             eos_ids=frozenset(self._facts.eos_ids),
             tokenizer=tokenizer,
+            weight_dtype=self._facts.weight_dtype,
         )
         self.n_weight_copies = self._facts.n_workers
         self._last_tokens: dict[str, list[SampledToken]] = {}  # of responses whose usage has not arrived
@@ -129,6 +130,7 @@ class VLLMServerEngine(HTTPEngine):
             {f"the server at {self._url}": _Workers(self.n_weight_copies, self._receive)},
             SyncOptions("auto", timeout_s=plan.timeout_s),
             find_address=self._find_address,
+            dtype=self.info.weight_dtype,
         )
         await sync(plan.version)
         return receiver.receipt

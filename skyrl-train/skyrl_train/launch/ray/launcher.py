@@ -160,7 +160,13 @@ class RayLauncher:
         n_nodes, n_per_node = self._placement.size("policy")
         return n_bytes // (n_nodes * n_per_node) if self._placement.shares_devices else 0
 
-    def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
+    def weight_sync(
+        self,
+        source: WorkerGroup,
+        sinks: Mapping[str, WeightSink],
+        kind: SyncKind = "full",
+        dtype: torch.dtype | None = None,
+    ) -> WeightSync:
         assert self._sync is not None, "the run sends no weights"
         shares_devices = self._placement.shares_devices and self._n_engines > 0
         sends_changes = self._sync.sends_changes
@@ -180,6 +186,7 @@ class RayLauncher:
             options,
             find_address=self._groups[source].find_address,
             kind=kind,
+            dtype=dtype,
             holding_devices=holding_devices(self._lease, sinks),
         )
 

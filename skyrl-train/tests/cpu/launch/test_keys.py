@@ -117,7 +117,7 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
         "layout": (spec.layout(math.prod(placement.size("policy"))), spec.megatron),
         "servers": generator.remote_inference_engine_urls,
         "sync": sync_options(generator),
-        "tolerance": sync_tolerance(cfg, torch.device("cpu"), is_copied=is_copied),
+        "tolerance": sync_tolerance(cfg, torch.device("cpu"), None, is_copied=is_copied),
     }
 
 
