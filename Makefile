@@ -75,6 +75,10 @@ bench-catch: .venv/.runtime ## train on Catch with three seeds and both reward m
 bench-lora: .venv/.runtime ## train on Catch with all weights and with an adapter; writes benchmarks/catch/lora.md
 	@$(BENCH)/catch/lora.py --output_dir ../outputs/bench-lora $(ARGS)
 
+.PHONY: bench-veritas
+bench-veritas: .venv/.dev ## train the OpenSpiel recipe with a tiny model, and fail below 95% legal moves; writes benchmarks/veritas/openspiel.md
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/veritas/openspiel.sh $(ARGS)
+
 .PHONY: bench-algorithms
 bench-algorithms: .venv/.runtime ## train on Catch with every algorithm; writes benchmarks/algorithms/results.md (ARGS='--only rloo')
 	@$(BENCH)/algorithms/compare.py --output_dir ../outputs/bench-algorithms $(ARGS)
@@ -94,6 +98,10 @@ bench-sync: .venv/.runtime ## send 2.5 GB of weights through shared memory and g
 .PHONY: bench-sync-dtypes
 bench-sync-dtypes: .venv/.runtime ## send float32 weights as they are and in bfloat16; writes benchmarks/sync/dtypes.md
 	@$(BENCH)/sync/dtypes.py $(ARGS)
+
+.PHONY: bench-changes
+bench-changes: .venv/.runtime ## count the bytes of weight syncs of changes and adapters; writes benchmarks/sync/changes.md
+	@$(BENCH)/sync/changes.py $(ARGS)
 
 .PHONY: bench-tx
 bench-tx: .venv/.dev ## compare the Tinker server with peft and transformers; writes benchmarks/tx/throughput.md
@@ -128,7 +136,7 @@ test-ray: .venv/.dev ## train on Ray clusters of several nodes, simulated on thi
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-train/tests/ray $(ARGS)
 
 .PHONY: test-recipes
-test-recipes: .venv/.dev ## train with every script of veritas-rl in its --tiny form
+test-recipes: .venv/.dev ## train with the scripts of veritas-rl in their --tiny form, with further settings
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q veritas-rl/tests/recipes $(ARGS)
 
 .PHONY: test-s3
@@ -196,7 +204,7 @@ COMPILE = echo torch==2.13.0 | $(BIN)/uv pip compile --quiet --constraint - --ex
 	skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml
 define WRITE_LOCK
 	{ echo "# The lock: every version, for Linux and Python 3.11. Written by make lock; do not edit."; \
-	  grep -vE '^(cuda-|nvidia-|triton=|#)' .venv/lock.txt | sed -E 's/\+[a-z0-9.]+$$//'; } > $(1)
+	  grep -vE '^(cuda-|nvidia-[^m]|triton=|#)' .venv/lock.txt | sed -E 's/\+[a-z0-9.]+$$//'; } > $(1)
 endef
 
 .PHONY: lock

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The OpenSpiel recipe with a tiny model on a CPU: an adapter, the same adapter continued, and all weights. Writes
-# benchmarks/veritas/openspiel.md. Extra arguments are overrides of every run.
+# benchmarks/veritas/openspiel.md, and fails if a run ends below 95% legal moves. Extra arguments are overrides of every
+# run. make bench-veritas runs it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 name=curve-$(date +%Y%m%d-%H%M%S)
@@ -24,4 +25,4 @@ CHECKPOINT_BASE=$checkpoints/$name-lora TARGET_DIR=$checkpoints/$name-merged bas
 ENABLE_LORA=0 train full trainer.total_training_steps=80
 ENABLE_LORA=0 train merged trainer.total_training_steps=10 actor_rollout_ref.actor.optim.lr=1e-4 \
     actor_rollout_ref.model.path="$checkpoints/$name-merged"
-python benchmarks/veritas/table.py veritas-rl/train/outputs "$name" >benchmarks/veritas/openspiel.md
+PYTHONPATH=benchmarks python benchmarks/veritas/table.py veritas-rl/train/outputs "$name" >benchmarks/veritas/openspiel.md

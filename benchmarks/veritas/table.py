@@ -1,4 +1,7 @@
-"""Print the legal-move rates of the runs of `openspiel.sh` as a page: `table.py <outputs> <name>`."""
+"""Print the legal-move rates of the runs of `openspiel.sh` as a page: `table.py <outputs> <name>`.
+
+The exit status is 1 if a run ends with less than `MIN_RATE`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ RUNS = {
     "full": "`ENABLE_LORA=0`: all weights, from the model of the first run",
     "merged": "`ENABLE_LORA=0`, from the first run's adapter, merged by `merge.sh`, lr 1e-4",
 }
+MIN_RATE = 0.95
+
 HEAD = """# OpenSpiel recipe with a tiny model
 
 {conditions}, under other load.
-`bash benchmarks/veritas/openspiel.sh`: moves in tic-tac-toe after up to six random moves; greedy, on 256 validation
+`make bench-veritas`: moves in tic-tac-toe after up to six random moves; greedy, on 256 validation
 positions that are not trained. The model starts from one that was fine-tuned on answers to other positions.
 
 | run | {steps} | seconds per step |
@@ -41,6 +46,9 @@ def main() -> None:
     for run, title in RUNS.items():
         cells = " | ".join(f"{rates[run][step]:.1%}" if step in rates[run] else "" for step in steps)
         print(f"| {title} | {cells} | {seconds[run]:.1f} |")
+    last = {run: rates[run][max(rates[run])] for run in RUNS}
+    if weak := {run: rate for run, rate in last.items() if rate < MIN_RATE}:
+        sys.exit(f"legal moves at the end of a run must be at least {MIN_RATE:.0%}: {weak}")
 
 
 if __name__ == "__main__":

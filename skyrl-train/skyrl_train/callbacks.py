@@ -10,13 +10,13 @@ import logging
 import shlex
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, step_of
-from skyrl_train.config import to_yaml
+from skyrl_train.config import SkyRLConfig, to_yaml
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -154,16 +154,22 @@ class Evaluation(Callback):
         self._generator = generator
         self._run_folder = run_folder
         self._chat = chat
+        self.replacement: Callable[[], Awaitable[dict[str, float]]] | None = None
+        """Evaluates in place of `measure`: `eval` of a trainer that overrides it."""
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         is_first = report.global_step == 0 and run.cfg.trainer.eval_before_train
         if not is_first and not is_due(run.cfg.trainer.eval_interval, report):
             return
         with report.timer("eval"):
-            metrics, trajectories = await evaluate(self._dataset, self._generator, run.cfg, report.global_step)
-        report.metrics |= metrics
+            report.metrics |= await (self.measure(run) if self.replacement is None else self.replacement())
+
+    async def measure(self, run: Run) -> dict[str, float]:
+        """Return the metrics of the current weights; write the trajectories into the run folder if configured."""
+        metrics, trajectories = await evaluate(self._dataset, self._generator, run.cfg, run.global_step)
         if run.cfg.trainer.dump_eval_results:
-            dump_evaluation(self._run_folder.evals(report.global_step), trajectories, metrics, self._chat)
+            dump_evaluation(self._run_folder.evals(run.global_step), trajectories, metrics, self._chat)
+        return metrics
 
 
 class Logging(Callback):
@@ -186,9 +192,8 @@ class Logging(Callback):
         if report.trajectories:
             n_tokens = sum(t.n_tokens for t in report.trajectories)
             report.metrics["trainer/tokens_per_second"] = n_tokens / report.metrics["timing/step"]
-            if run.cfg.trainer.log_verl_metrics:
-                n_sampled = sum(turn.end - turn.start for t in report.trajectories for turn in t.turns)
-                report.metrics |= verl_metrics(report.metrics, report.global_step, n_sampled)
+        if isinstance(run.cfg, SkyRLConfig) and run.cfg.trainer.log_verl_metrics:
+            report.metrics |= verl_metrics(report.metrics, report.trajectories, report.global_step, run.cfg)
         if report.metrics:
             try:
                 self._tracking.log(report.metrics, report.global_step)

@@ -152,6 +152,8 @@ class Learner(TrainedModels):
         self._reference_sync = reference_sync
         self._estimator = estimator
         self._required = required_inputs(estimator)
+        self.always_scores_policy = False
+        """`score` fills in `old_logprobs` even if nothing here reads them before the update."""
         self._kl_controller = kl_controller(cfg.algorithm)
 
     # -- batch → weights
@@ -194,31 +196,40 @@ class Learner(TrainedModels):
         cfg, algorithm = self._cfg, self._cfg.algorithm
         is_updated_once = cfg.update_epochs_per_batch == 1 and batch.n_prompts <= cfg.policy_mini_batch_size
         is_read_before_update = algorithm.use_kl_in_reward or algorithm.top_entropy_quantile < 1
-        return not is_updated_once or is_read_before_update or bool(self._required & FROM_POLICY)
+        is_required = self.always_scores_policy or bool(self._required & FROM_POLICY)
+        return not is_updated_once or is_read_before_update or is_required
 
     def advantages(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
         """Fill in `advantages` and `returns` (B, R), from rewards minus the KL penalty if there is one."""
-        algorithm = self._cfg.algorithm
-        metrics = Metrics()
-        if algorithm.use_kl_in_reward:
-            batch, metrics = self._penalize_rewards(batch)
+        penalty_metrics = Metrics()
+        if self._cfg.algorithm.use_kl_in_reward:
+            batch, penalty_metrics = self.penalize_rewards(batch)
+        batch, metrics = self.normalize_advantages(self.estimate_advantages(batch))
+        return batch, penalty_metrics.merge(metrics)
+
+    def estimate_advantages(self, batch: TrainingBatch) -> TrainingBatch:
+        """Fill in `advantages` and `returns` (B, R) with the configured estimator."""
         view = TrajectoryView(batch)
-        inputs = estimator_inputs(batch, view, algorithm)
-        advantages, returns = (
-            view.divide(values) for values in self._estimator(**named_inputs(self._estimator, inputs))
-        )
-        metrics |= Metrics.of(
+        inputs = named_inputs(self._estimator, estimator_inputs(batch, view, self._cfg.algorithm))
+        advantages, returns = (view.divide(values) for values in self._estimator(**inputs))
+        return replace(batch, advantages=advantages, returns=returns)
+
+    def normalize_advantages(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
+        """Normalize `advantages` (B, R) if configured. Return the metrics of rewards and of advantages as they were."""
+        assert batch.rewards is not None
+        assert batch.advantages is not None
+        metrics = Metrics.of(
             {
-                "loss/avg_final_rewards": inputs["token_level_rewards"].sum(dim=-1).mean().item(),
-                "loss/avg_raw_advantages": masked_mean(advantages, batch.loss_mask).item(),
-                "loss/avg_raw_advantages_abs": masked_mean(advantages.abs(), batch.loss_mask).item(),
+                "loss/avg_final_rewards": TrajectoryView(batch).join(batch.rewards).sum(dim=-1).mean().item(),
+                "loss/avg_raw_advantages": masked_mean(batch.advantages, batch.loss_mask).item(),
+                "loss/avg_raw_advantages_abs": masked_mean(batch.advantages.abs(), batch.loss_mask).item(),
             }
         )
-        if algorithm.advantage_batch_normalize:
-            advantages = normalize_over_batch(advantages, batch.loss_mask)
-        return replace(batch, advantages=advantages, returns=returns), metrics
+        if self._cfg.algorithm.advantage_batch_normalize:
+            batch = replace(batch, advantages=normalize_over_batch(batch.advantages, batch.loss_mask))
+        return batch, metrics
 
-    def _penalize_rewards(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
+    def penalize_rewards(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
         """Subtract each token's divergence from the reference from the rewards (B, R); update the KL coefficient."""
         assert batch.rewards is not None
         assert batch.old_logprobs is not None

@@ -53,7 +53,9 @@ class ThreadBudget:
         self._last = (now, own, busy)
 
     def _busy_seconds(self) -> float | None:
-        """Return the seconds that all processes have spent on our cores, without those of low priority."""
+        """Return the seconds that all processes have spent on our cores, with those of low priority: they get little
+        time, but take it in slices of milliseconds, for which all threads of an operation wait.
+        """
         try:
             lines = self._stat.read_text().splitlines()
         except OSError:
@@ -62,8 +64,8 @@ class ThreadBudget:
         ticks = 0
         for name, *values in map(str.split, lines):
             if name in wanted:
-                user, _nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, values)
-                ticks += user + system + irq + softirq + steal
+                user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, values)
+                ticks += user + nice + system + irq + softirq + steal
         return ticks / os.sysconf("SC_CLK_TCK")
 
 

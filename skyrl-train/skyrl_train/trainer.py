@@ -8,18 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.callbacks import Callback
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.batch import build_training_batch
-from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.errors import EngineError
 from skyrl_train.generators.source import BatchSource, StepData
 from skyrl_train.learner import Learner
 from skyrl_train.run import Step, TrainingRun
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory
 
-__all__ = ["RolloutsAbandonedError", "Step", "Trainer"]
+if TYPE_CHECKING:
+    from skyrl_train.ray_ppo_trainer import RayPPOTrainer
+
+__all__ = ["RayPPOTrainer", "RolloutsAbandonedError", "Step", "Trainer"]
 
 logger = logging.getLogger(__name__)
 
@@ -154,66 +157,16 @@ class Trainer(TrainingRun):
             await self._source.on_weights(step.number)
 
 
-REPLACED_METHODS = {
-    "apply_reward_kl_penalty": "advantages",
-    "build_dataloader": "get_prompts of the experiment",
-    "build_models": "get_model of the experiment",
-    "compute_advantages_and_returns": "advantages",
-    "convert_to_training_input": "build_batch",
-    "eval": "a callback",
-    "fwd_logprobs_values_reward": "score",
-    "generate": "rollout",
-    "init_weight_sync_state": "sync_weights",
-    "load_checkpoints": "resume",
-    "postprocess_generator_output": "build_batch",
-    "save_checkpoints": "save_checkpoint",
-    "save_models": "export",
-    "sync_policy_weights_to_inference_engines": "sync_weights",
-    "train_critic_and_policy": "update",
-    "update_ref_with_policy": "a callback",
-}
-"""Methods of SkyRL's trainer that this one does not call, with the stage to override instead."""
-
-
-class RayPPOTrainer(Trainer):
-    """A `Trainer` with the constructor of SkyRL, for `BasePPOExp.get_trainer`.
-
-    The experiment adds the models with `attach`.
-    """
-
-    def __init__(
-        self,
-        cfg: SkyRLConfig,
-        tracker: Any,
-        tokenizer: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        inference_engine_client: Any,
-        generator: Any,
-        colocate_pg: Any = None,
-    ) -> None:
-        """Keep the arguments as attributes; ConfigError for an override that would never be called."""
-        self.cfg = cfg
-        self.tracker = tracker
-        self.tokenizer = tokenizer
-        self.train_dataset = train_dataset
-        self.eval_dataset = eval_dataset
-        self.inference_engine_client = inference_engine_client
-        self.generator = generator
-        self.colocate_pg = colocate_pg
-        for name, stage in REPLACED_METHODS.items():
-            if hasattr(self, name):
-                raise ConfigError(
-                    f"{type(self).__name__}.{name} would never be called; override {stage} instead "
-                    "(docs/guides/extending.md#the-training-step)"
-                )
-
-    def attach(self, **parts: Any) -> None:
-        """Add what the constructor of `Trainer` takes beside the configuration."""
-        super().__init__(self.cfg, **parts)
-
-
 def _has_no_gradient(metrics: Mapping[str, float]) -> bool:
     """Return True if updates of a step were skipped, or if its gradient is 0 although its advantages are not."""
     skipped = metrics.get("policy/skipped_updates", 0) + metrics.get("critic/skipped_updates", 0)
     return skipped > 0 or (metrics.get("policy/grad_norm") == 0 and metrics["loss/avg_raw_advantages_abs"] > 0)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the trainer of SkyRL's scripts, a subclass, at its first use."""
+    if name != "RayPPOTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from skyrl_train.ray_ppo_trainer import RayPPOTrainer
+
+    return RayPPOTrainer

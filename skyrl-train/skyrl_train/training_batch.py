@@ -1,5 +1,63 @@
-"""The batch under the module name that SkyRL's scripts import."""
+"""The batch that hooks of SkyRL's trainer get: tensors by SkyRL's names."""
 
-from skyrl_train.types import TrainingBatch, TrainingInputBatch
+from __future__ import annotations
 
-__all__ = ["TrainingBatch", "TrainingInputBatch"]
+from dataclasses import replace
+from typing import Any
+
+from skyrl_train.errors import DataError
+from skyrl_train.lazy import torch
+from skyrl_train.types import TrainingBatch
+
+FIELDS = {
+    "sequences": "sequences",
+    "attention_mask": "attention_mask",
+    "loss_mask": "loss_mask",
+    "rewards": "rewards",
+    "rollout_logprobs": "rollout_logprobs",
+    "action_log_probs": "old_logprobs",
+    "base_action_log_probs": "ref_logprobs",
+    "values": "values",
+    "advantages": "advantages",
+    "returns": "returns",
+}
+"""Keys of a `TrainingInputBatch`, and the fields of a `TrainingBatch` that hold their tensors."""
+
+
+class TrainingInputBatch(dict[str, Any]):
+    """A `TrainingBatch` as a dictionary: `data["rewards"]` (B, R), `data["action_log_probs"]`, … None where a run does
+    not compute a tensor.
+
+    `response_mask` (B, R) has 1 on every token of a response, `is_last_step` (B,) is true on the last row of a
+    trajectory; changes of these two have no effect. `metadata` has `uids`, which rows of one prompt share,
+    `response_length` and `avg_response_length`.
+    """
+
+    def __init__(self, batch: TrainingBatch, **metadata: Any) -> None:
+        """Share the tensors of `batch`; `metadata` adds to that of the class."""
+        super().__init__()
+        response_mask = batch.attention_mask[:, -batch.response_length :]  # (B, R)
+        self["response_mask"], self["is_last_step"] = response_mask, batch.is_last_row
+        self.metadata: dict[str, Any] = {
+            "uids": [str(draw) for draw in batch.draws.tolist()],
+            "response_length": batch.response_length,
+            "avg_response_length": response_mask.sum(dim=1).double().mean().item(),
+            **metadata,
+        }
+        self.fill(batch)
+
+    def fill(self, batch: TrainingBatch) -> None:
+        """Replace the tensors by those of `batch`, which has the same rows; keep other keys."""
+        self._batch = batch
+        self.update({key: getattr(batch, field) for key, field in FIELDS.items()})
+
+    def to_batch(self) -> TrainingBatch:
+        """Return the batch with the tensors of this dictionary; DataError if one has another shape than before."""
+        fields: dict[str, Any] = {field: self.get(key) for key, field in FIELDS.items()}
+        for key, field in FIELDS.items():
+            value, before = fields[field], getattr(self._batch, field)
+            expected = tuple((self._batch.loss_mask if before is None else before).shape)
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            if value is not None and shape != expected:
+                raise DataError(f"{key!r} of the batch is {shape}; it must be a tensor {expected}")
+        return replace(self._batch, **fields)

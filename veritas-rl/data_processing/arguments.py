@@ -63,9 +63,8 @@ def add_endpoint(parser: argparse.ArgumentParser, *, model: str | None, base_url
     """Add the flags of an OpenAI-compatible endpoint."""
     add = parser.add_argument
     add("--base-url", default=base_url, help="URL before /chat/completions (default: %(default)s)")
-    add(
-        "--model", default=model, required=model is None, help="the model's name at the endpoint (default: %(default)s)"
-    )
+    default = "" if model is None else " (default: %(default)s)"
+    add("--model", default=model, required=model is None, help=f"the model's name at the endpoint{default}")
     add("--api-key-env", default="", help="environment variable that holds the key; empty for none")
     add("--timeout", type=float, default=timeout, help="seconds of one request (default: %(default)s)")
     add("--max-retries", type=not_negative, default=3, help="further requests after a failure (default: %(default)s)")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 SETTINGS = (
     *("WANDB_", "HF_TOKEN", "AGENT_", "LORA_", "ENABLE_", "LAYERED_", "FSDP_", "ROLLOUT_", "GAME_", "CHECKPOINT_"),
-    *("GLOBAL_STEP", "TARGET_DIR", "dataset_path", "gpu_count", "IMAGE"),
+    *("GLOBAL_STEP", "TARGET_DIR", "dataset_path", "gpu_count", "IMAGE", "EXTRAS", "CUDA_VISIBLE_DEVICES"),
 )
 """Prefixes of variables that the recipes read."""
 

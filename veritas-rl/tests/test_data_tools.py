@@ -134,6 +134,14 @@ def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.
     assert error.count("\n") == 1
 
 
+def test_a_required_flag_has_no_default(capsys: pytest.CaptureFixture[str]) -> None:
+    for tool, default in ((evaluate_local_model, None), (add_reasoning, "gpt-4o-mini")):
+        with pytest.raises(SystemExit):
+            tool.main(["--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert (f"the model's name at the endpoint (default: {default})" in text) == (default is not None)
+
+
 @pytest.mark.parametrize("arguments", [["--num-samples", "0"], ["--num-samples", "1", "--adapter-config", "[1]"]])
 def test_flags_are_checked(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_status:

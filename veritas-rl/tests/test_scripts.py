@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -71,7 +73,8 @@ def test_shellcheck_finds_nothing(recipes: Recipes) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_can_be_executed(script: Path) -> None:
-    assert script.name == "common.sh" or script.stat().st_mode & stat.S_IXUSR
+    is_sourced = script.name == "common.sh"
+    assert bool(script.stat().st_mode & stat.S_IXUSR) != is_sourced
 
 
 @pytest.mark.parametrize("script", TRAINERS)
@@ -113,6 +116,61 @@ def test_the_defaults_of_openspiel_are_those_of_the_recipe(recipes: Recipes) -> 
 def test_t09_without_lora_the_learning_rate_is_that_of_full_fine_tuning(value: str, recipes: Recipes) -> None:
     policy = settings(recipes, "openspiel-ppo-trainer.sh", ENABLE_LORA=value)["trainer"]["policy"]
     assert (policy["model"]["lora"]["rank"], policy["optimizer_config"]["lr"]) == (0, 6e-6)
+
+
+@pytest.mark.parametrize("script", ["lgc-v2-SFT-trainer.sh", "lgc-v2-GRPO-trainer.sh"])
+def test_all_recipes_train_adapters(script: str, recipes: Recipes, tmp_path: Path) -> None:
+    """By default, those of the puzzles train all weights."""
+    rates = (2e-6, 2e-5) if "SFT" in script else (6e-6, 6e-5)
+    policy = settings(recipes, script)["trainer"]["policy"]
+    assert (policy["model"]["lora"]["rank"], policy["optimizer_config"]["lr"]) == (0, rates[0])
+    policy = settings(recipes, script, ENABLE_LORA="1")["trainer"]["policy"]
+    lora = policy["model"]["lora"]
+    assert (lora["rank"], lora["alpha"], lora["target_modules"]) == (32, 32, "all-linear")
+    assert policy["optimizer_config"]["lr"] == rates[1]
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
+    policy = settings(recipes, script, LORA_ADAPTER_PATH=str(tmp_path))["trainer"]["policy"]
+    assert (policy["model"]["lora"]["lora_path"], policy["optimizer_config"]["lr"]) == (str(tmp_path), rates[1])
+
+
+def test_supervised_fine_tuning_needs_no_validation_rows(recipes: Recipes, tmp_path: Path) -> None:
+    """As after `convert_to_parquet --val-ratio 0`."""
+    shutil.copy(recipes.root / "train/parquet/train.parquet", tmp_path)
+    result = recipes.run("lgc-v2-SFT-trainer.sh", "--dry-run", dataset_path=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert f"{tmp_path}/val.parquet does not exist: there is no validation loss" in result.stderr
+    assert "val data" not in result.stdout
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> str:
+    """A PATH with a stand-in for `nvidia-smi` on a machine with three GPUs, one of them divided."""
+    command = tmp_path / "gpus/nvidia-smi"
+    command.parent.mkdir()
+    lines = ["GPU 0: H100 (UUID: GPU-0)", "  MIG 1g.10gb Device 0: (UUID: MIG-0)", "GPU 1: H100", "GPU 2: H100"]
+    command.write_text("\n".join(["#!/bin/sh", *(f"echo '{line}'" for line in lines)]))
+    command.chmod(0o755)
+    return os.pathsep.join([str(command.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+@pytest.mark.parametrize(
+    ("variables", "n_gpus"),
+    [
+        ({}, 3),
+        ({"CUDA_VISIBLE_DEVICES": "2,0"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-0"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 1),
+        ({"gpu_count": "2"}, 2),
+    ],
+)
+def test_reinforcement_learning_takes_the_visible_gpus(
+    variables: dict[str, str], n_gpus: int, recipes: Recipes, gpus: str
+) -> None:
+    cfg = settings(recipes, "openspiel-ppo-trainer.sh", PATH=gpus, **variables)
+    assert cfg["trainer"]["placement"]["policy_num_gpus_per_node"] == n_gpus
+    assert cfg["generator"]["num_inference_engines"] == n_gpus
 
 
 def test_variables_and_overrides_are_read(recipes: Recipes) -> None:
@@ -166,6 +224,10 @@ def test_a_line_says_what_an_option_became(recipes: Recipes) -> None:
             {"FSDP_STRATEGY": "ddp"},
             "trainer.strategy=ddp must be one of fsdp2, fsdp, megatron",
         ),
+        ("lgc-v2-GRPO-trainer.sh", {"LORA_ADAPTER_PATH": "/none"}, "there is no such folder"),
+        ("lgc-v2-GRPO-trainer.sh", {"LORA_ADAPTER_PATH": "x", "ENABLE_LORA": "0"}, "merge it first"),
+        ("lgc-v2-SFT-trainer.sh", {"LORA_ADAPTER_PATH": "/none"}, "there is no such folder"),
+        ("lgc-v2-GRPO-trainer.sh", {"ROLLOUT_BACKEND": "sglang"}, "start it with EXTRAS=ray,wandb,sglang"),
         ("lgc-v2-SFT-trainer.sh", {"dataset_path": "train/none"}, "train/none/train.parquet does not exist"),
         ("merge.sh", {"CHECKPOINT_BASE": "train/none"}, "train/none does not exist; set CHECKPOINT_BASE"),
     ],
@@ -308,8 +370,7 @@ def test_recipes_run_in_any_folder_and_with_any_name(script: str, recipes: Recip
     assert trainer["policy"]["model"]["path"] == f"{root}/train/models/rhuanmatias/trained-top-sn120"
     assert trainer["ckpt_path"].startswith(f"{root}/train/artifacts/")
     assert trainer["output_dir"].startswith(f"{root}/train/outputs/20")
-    if script == "openspiel-ppo-trainer.sh":
-        assert trainer["policy"]["model"]["lora"]["lora_path"] == str(adapter)
+    assert trainer["policy"]["model"]["lora"]["lora_path"] == str(adapter)
 
 
 def test_runs_of_the_same_second_have_different_names_and_folders(recipes: Recipes) -> None:
@@ -361,6 +422,7 @@ def test_the_container_mounts_the_recipes(recipes: Recipes) -> None:
     for folder, command in ((".", "./train/docker_run_verl.sh"), ("train", "./docker_run_verl.sh")):
         result = recipes.shell(["bash", "-c", f"cd {folder} && {command} --dry-run"], HF_TOKEN="secret")
         build, run = result.stdout.splitlines()
+        assert "--build-arg EXTRAS=ray\\,wandb" in build
         assert f"-f {recipes.root}/train/Dockerfile {recipes.root}/.." in build
         assert f"-v {recipes.root}:/workspace/veritas-rl -w /workspace/veritas-rl" in run
         assert "-e HF_TOKEN skyrl-veritas bash" in run
@@ -421,35 +483,60 @@ def test_a_model_that_two_recipes_download_is_used_by_both(status: str, recipes:
     assert not folder.with_name(f"{folder.name}.partial").exists()
 
 
-def test_docker_gets_the_arguments_of_the_container(recipes: Recipes, tmp_path: Path) -> None:
-    """A stand-in for Docker, which has no daemon here, records its arguments and the token, and fails on request."""
-    docker = tmp_path / "bin/docker"
-    docker.parent.mkdir()
-    lines = ["#!/bin/sh", 'printf "%s|" "$HF_TOKEN" "$@" >>"$LOG"', 'echo >>"$LOG"', 'env >"$LOG.env"']
-    docker.write_text("\n".join([*lines, '[ "$1" != "$FAILS" ]']))
-    docker.chmod(0o755)
-    variables = {"LOG": str(tmp_path / "log"), "HF_TOKEN": "secret", "WANDB_TAGS": "a b", "FAILS": ""}
-    command = f"PATH={docker.parent}:$PATH ./train/docker_run_verl.sh bash -c 'echo $HOME; true'"
-    assert recipes.shell(["bash", "-c", command], **variables).returncode == 0
+@pytest.fixture
+def docker(tmp_path: Path) -> str:
+    """A PATH with a stand-in for Docker, which has no daemon here: it logs its arguments and the token, and fails on
+    request."""
+    command = tmp_path / "docker/docker"
+    command.parent.mkdir()
+    lines = ["#!/bin/sh", 'if [ "$1" = info ]; then echo "$SECURITY"; exit; fi']
+    lines += ['printf "%s|" "$HF_TOKEN" "$@" >>"$LOG"', 'echo >>"$LOG"', 'env >"$LOG.env"', '[ "$1" != "$FAILS" ]']
+    command.write_text("\n".join(lines))
+    command.chmod(0o755)
+    return os.pathsep.join([str(command.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+def test_docker_gets_the_arguments_of_the_container(recipes: Recipes, docker: str, tmp_path: Path) -> None:
+    variables = {"PATH": docker, "LOG": str(tmp_path / "log"), "HF_TOKEN": "secret", "WANDB_TAGS": "a b", "FAILS": ""}
+    command = "./train/docker_run_verl.sh bash -c 'echo $HOME; true'"
+    assert recipes.shell(["bash", "-c", command], **variables, EXTRAS="ray,vllm").returncode == 0
     build, run = (tmp_path / "log").read_text().splitlines()
     root = recipes.root
-    assert build == f"secret|build|-t|skyrl-veritas|-f|{root}/train/Dockerfile|{root}/..|"
+    arguments = "--build-arg|EXTRAS=ray,vllm|--build-arg|PIP_EXTRA_INDEX_URL"
+    assert build == f"secret|build|-t|skyrl-veritas|{arguments}|-f|{root}/train/Dockerfile|{root}/..|"
     assert run.startswith(
         f"secret|run|--rm|--init|--shm-size=16g|--ipc=host|--network=host|-v|{root}:/workspace/veritas-rl|"
     )
-    assert "|-e|HF_TOKEN|-e|WANDB_TAGS|skyrl-veritas|bash|-c|echo $HOME; true|" in run
+    user = f"|--user|{os.getuid()}:{os.getgid()}|-e|USER={getpass.getuser()}|-e|HOME=/tmp|"
+    assert f"{user}-e|HF_TOKEN|-e|WANDB_TAGS|skyrl-veritas|bash|-c|echo $HOME; true|" in run
     assert recipes.shell(["bash", "-c", command], **variables | {"FAILS": "build"}).returncode == 1
-    assert (tmp_path / "log").read_text().splitlines()[2:] == [build]
+    assert len((tmp_path / "log").read_text().splitlines()) == 3
+    assert recipes.shell(["bash", "-c", command], **variables, SECURITY="[name=rootless]").returncode == 0
+    assert "--user" not in (tmp_path / "log").read_text().splitlines()[-1]
+
+
+def test_a_machine_with_a_gpu_has_vllm_in_its_image(recipes: Recipes, gpus: str) -> None:
+    result = recipes.shell(["./train/docker_run_verl.sh", "--dry-run"], PATH=gpus)
+    build, run = result.stdout.splitlines()
+    assert "--build-arg EXTRAS=ray\\,wandb\\,vllm" in build
+    assert "--gpus all" in run
+
+
+def test_the_container_gets_all_settings(recipes: Recipes, docker: str, tmp_path: Path) -> None:
     (names,) = call(recipes, 'printf "%s\\0" "${SETTINGS[*]}"')
     values = {name: f"my {name}" for name in names.split()}
-    values |= {"TARGET_DIR": f"{root}/train/merged model", "LORA_ADAPTER_PATH": "/models/adapter"}
-    assert recipes.shell(["bash", "-c", command], **values, LOG=variables["LOG"]).returncode == 0
+    values |= {"TARGET_DIR": f"{recipes.root}/train/merged model", "LORA_ADAPTER_PATH": "/models/adapter"}
+    result = recipes.shell(["./train/docker_run_verl.sh", "ls"], **values, PATH=docker, LOG=str(tmp_path / "log"))
+    assert result.returncode == 0, result.stderr
     passed = (tmp_path / "log").read_text().splitlines()[-1].split("|")
-    assert [name for flag, name in pairwise(passed) if flag == "-e"] == list(values)
+    assert [name for flag, name in pairwise(passed) if flag == "-e" and "=" not in name] == list(values)
     inside = dict(line.partition("=")[::2] for line in (tmp_path / "log.env").read_text().splitlines())
     values["TARGET_DIR"] = "/workspace/veritas-rl/train/merged model"
     assert {name: inside[name] for name in values} == values
-    for name in ("skyrl-gym", "skyrl-train", "constraints.txt"):  # what the image copies
+
+
+def test_the_image_copies_files_that_exist() -> None:
+    for name in ("skyrl-gym", "skyrl-train", "constraints.txt"):
         assert (TRAIN.parents[1] / name).exists()
         assert f"!{name}" in (TRAIN / "Dockerfile.dockerignore").read_text().split()
 
@@ -472,4 +559,3 @@ def test_wandb_is_offline_without_a_key(recipes: Recipes) -> None:
     assert "add WANDB_API_KEY=<key>" in result.stderr
     result = recipes.run("lgc-v2-SFT-trainer.sh", "--dry-run", WANDB_API_KEY="0" * 40)
     assert "WANDB_API_KEY" not in result.stderr
-    assert os.path.basename(sys.executable).startswith("python")

@@ -29,6 +29,16 @@ def test_sourced_supervised_fine_tuning(recipes: Recipes) -> None:
     assert list(recipes.root.glob(f"train/artifacts/wandb/Qwen3-4B-Instruct-SFT-20*/wandb/*/run-{run_id}.wandb"))
 
 
+def test_grpo_on_puzzles(recipes: Recipes) -> None:
+    result = recipes.run("lgc-v2-GRPO-trainer.sh", "--tiny")
+    assert result.returncode == 0, result.stderr
+    steps = [step for step in metrics(recipes, "tiny-operation-") if step["step"] > 0]
+    assert [step["train/global_step"] for step in steps] == [1, 2]
+    assert all(step["generate/n_invalid"] == 0 for step in steps)
+    assert steps[-1]["policy/grad_norm"] > 0
+    assert list(recipes.root.glob("train/artifacts/RL/checkpoints/tiny-operation-*-batch_size-8/global_step_2/policy"))
+
+
 @pytest.fixture(scope="module")
 def openspiel(recipes: Recipes) -> Path:
     """The checkpoints of a tiny run."""
@@ -62,6 +72,14 @@ def test_the_adapter_is_merged(openspiel: Path, recipes: Recipes) -> None:
     again = recipes.run("merge.sh", CHECKPOINT_BASE=str(openspiel), TARGET_DIR="train/merged_model_1")
     assert again.returncode == 1
     assert "already exists" in again.stderr
+
+
+def test_the_tiny_form_of_a_merge_trains_first(recipes: Recipes) -> None:
+    result = recipes.run("merge-ppo.sh", "--tiny", TARGET_DIR="train/merged_model_mine")
+    assert result.returncode == 0, result.stderr
+    files = {path.name for path in (recipes.root / "train/merged_model_mine").iterdir()}
+    assert {"config.json", "model.safetensors", "lora_adapter"} <= files
+    assert not list(recipes.root.glob("train/artifacts/RL/checkpoints/tiny-merge-*"))
 
 
 def test_a_run_from_an_adapter_starts_where_it_stopped(openspiel: Path, recipes: Recipes) -> None:

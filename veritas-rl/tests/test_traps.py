@@ -163,20 +163,41 @@ def test_t13_validation_tasks_are_few_and_not_trained(env: str) -> None:
     assert not trained & {prompt(validation, index) for index in range(len(validation))}
 
 
-def test_t14_metrics_have_the_names_of_the_recipes(recipes: Recipes, tmp_path: Path) -> None:
+VERL_METRICS = {
+    "actor": "pg_loss kl_loss kl_coef entropy pg_clipfrac pg_clipfrac_lower grad_norm lr",
+    "critic": "score/mean score/max score/min rewards/mean advantages/mean",
+    "response_length": "mean max min clip_ratio",
+    "prompt_length": "mean max min",
+    "rollout_corr": "k3_kl",
+    "timing_s": "step gen adv update_actor update_weights testing",
+    "timing_per_token_ms": "gen adv update_actor",
+    "perf": "total_num_tokens time_per_step throughput cpu_memory_used_gb",
+    "training": "global_step",
+    "val-core": "operation/reward/mean@1",
+    "train": "policy_loss kl_loss reward advantage entropy learning_rate global_step",
+    "rollout": "throughput",
+    "system": "memory_usage",
+}
+
+
+def test_t14_metrics_have_the_names_of_verl_and_of_the_recipes(recipes: Recipes, tmp_path: Path) -> None:
     options = ["algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={recipes.root / MODEL}"]
     options += [f"data.custom_cls.path={TOOLS}/dataset-manager.py", "data.custom_cls.name=LGCV2DynamicDataset"]
-    options += ["+data.custom_cls.config.task_types=[operation]", f"trainer.output_dir={tmp_path}"]
+    options += ["+data.custom_cls.config.task_types=[operation]", "+data.custom_cls.config.num_val_tasks=2"]
     options += [f"custom_reward_function.path={TOOLS}/reward-manager.py", "trainer.logger=jsonl", "trainer.seed=1"]
     options += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.save_freq=-1"]
     options += ["actor_rollout_ref.rollout.n=2", "data.max_response_length=4", "data.max_prompt_length=2000"]
     options += ["trainer.total_training_steps=1", "trainer.experiment_name=run", "trainer.project_name=p"]
-    options += ["actor_rollout_ref.actor.use_kl_loss=True"]
+    options += ["actor_rollout_ref.actor.use_kl_loss=True", "trainer.test_freq=1", f"trainer.output_dir={tmp_path}"]
     assert skyrl(["verl", "main_ppo", *options]) == 0
-    row = json.loads((tmp_path / "p/run/metrics.jsonl").read_text().splitlines()[-1])
-    for name in ("policy_loss", "kl_loss", "reward", "advantage", "entropy", "learning_rate", "global_step"):
-        assert f"train/{name}" in row
-    assert row["train/policy_loss"] == row["policy/policy_loss"]
-    assert row["rollout/throughput"] > 0
-    assert row["system/memory_usage"] > 0
+    before, row = map(json.loads, (tmp_path / "p/run/metrics.jsonl").read_text().splitlines())
+    names = {f"{group}/{name}" for group, text in VERL_METRICS.items() for name in text.split()}
+    assert names - row.keys() == set()
+    assert before["val-core/operation/reward/mean@1"] == before["eval/operation/avg_score"]
+    assert row["actor/pg_loss"] == row["train/policy_loss"] == row["policy/policy_loss"]
+    assert row["response_length/mean"] == row["generate/avg_num_tokens"] <= row["response_length/max"] == 4
+    assert row["critic/score/mean"] == row["reward/avg_raw_reward"]
+    assert row["response_length/clip_ratio"] > 0
+    assert row["perf/total_num_tokens"] == pytest.approx(row["perf/throughput"] * row["perf/time_per_step"])
+    assert row["perf/total_num_tokens"] == 4 * (row["response_length/mean"] + row["prompt_length/mean"])
     assert not load_config().trainer.log_verl_metrics

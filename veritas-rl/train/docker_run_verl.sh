@@ -5,7 +5,8 @@
 #
 # Without a command, it opens a shell. --tiny runs the tiny SFT recipe and ends. --dry-run prints the commands of Docker.
 # Flags after the command are the command's own. Variables, from the environment or .env: IMAGE, an image that has the
-# packages (by default, one is built from train/Dockerfile), and those of the recipes, which are passed on.
+# packages (by default, one is built from train/Dockerfile), EXTRAS of skyrl-train in that image (ray,wandb, on a machine
+# with a GPU also vllm), and those of the recipes, which are passed on.
 (
     # shellcheck source=SCRIPTDIR/scripts/common.sh
     . "$(dirname "${BASH_SOURCE[0]}")/scripts/common.sh"
@@ -24,7 +25,8 @@
     if [ "$DRY_RUN" = 0 ] && ! command -v docker >/dev/null; then
         die "docker is not installed; install it, or run the recipes without a container"
     fi
-    if [ -z "${IMAGE:-}" ]; then unset IMAGE; fi # .env may set it
+    if [ -z "${IMAGE:-}" ]; then unset IMAGE; fi # .env may set them
+    if [ -z "${EXTRAS:-}" ]; then unset EXTRAS; fi
     load_settings
 
     start() {
@@ -36,13 +38,24 @@
         fi
     }
 
+    has_gpu=0
+    if command -v nvidia-smi >/dev/null; then has_gpu=1; fi
     if [ -z "${IMAGE:-}" ]; then
         IMAGE=skyrl-veritas
-        start docker build -t "$IMAGE" -f "$ROOT/train/Dockerfile" "$ROOT/.."
+        extras=ray,wandb
+        if [ "$has_gpu" = 1 ]; then extras+=,vllm; fi
+        start docker build -t "$IMAGE" --build-arg "EXTRAS=${EXTRAS:-$extras}" --build-arg PIP_EXTRA_INDEX_URL \
+            -f "$ROOT/train/Dockerfile" "$ROOT/.."
     fi
     options=(--rm --init --shm-size=16g --ipc=host --network=host -v "$ROOT:/workspace/veritas-rl" -w /workspace/veritas-rl)
     if [ -t 0 ] && [ -t 1 ]; then options+=(-it); fi
-    if command -v nvidia-smi >/dev/null; then options+=(--gpus all); fi
+    if [ "$has_gpu" = 1 ]; then options+=(--gpus all); fi
+    # Files belong to this user, whose name and home folder, for caches, the image does not know. Root in a container of a
+    # rootless daemon is this user already.
+    case $(docker info --format '{{.SecurityOptions}}' 2>/dev/null || true) in
+    *name=rootless*) ;;
+    *) options+=(--user "$(id -u):$(id -g)" -e "USER=$(id -un)" -e HOME=/tmp) ;;
+    esac
     for name in "${SETTINGS[@]}"; do
         if [ -n "${!name+set}" ]; then
             case ${!name} in "$ROOT"/*) export "$name=/workspace/veritas-rl${!name#"$ROOT"}" ;; esac

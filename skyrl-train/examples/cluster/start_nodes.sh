@@ -5,6 +5,7 @@
 set -euo pipefail
 
 read -ra nodes <<<"${NODES:?set NODES to the names of the machines, this one first}"
+: "${GPUS_PER_NODE:?set GPUS_PER_NODE}"
 port=${RAY_PORT:-6379}
 ray=$(command -v ray)
 export RAY_ADDRESS="${nodes[0]}:$port"
@@ -21,5 +22,6 @@ for node in "${nodes[@]:1}"; do ssh "$node" "$ray start --address=$RAY_ADDRESS";
 
 skyrl train \
     trainer.placement.policy_num_nodes="${#nodes[@]}" \
-    trainer.placement.policy_num_gpus_per_node="${GPUS_PER_NODE:?set GPUS_PER_NODE}" \
+    trainer.placement.policy_num_gpus_per_node="$GPUS_PER_NODE" \
+    generator.num_inference_engines="$((${#nodes[@]} * GPUS_PER_NODE))" \
     "$@"

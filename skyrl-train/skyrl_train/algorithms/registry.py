@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
 from skyrl_train.errors import ConfigError
 from skyrl_train.lazy import torch
+
+logger = logging.getLogger(__name__)
 
 
 class AdvantageEstimator(Protocol):
@@ -109,16 +112,22 @@ Traits = TypeVar("Traits")
 class Registry(Generic[Function, Traits]):
     """Functions by name with their traits, for one configuration key."""
 
-    def __init__(self, kind: str, key: str, default_traits: Traits) -> None:
+    def __init__(self, kind: str, key: str, default_traits: Traits, reserved: Set[str] = frozenset()) -> None:
+        """Let users replace built-in functions, except the `reserved` ones."""
         self._kind = kind
         self._key = key
         self._default_traits = default_traits
+        self._reserved = reserved
         self._entries: dict[str, tuple[Function, Traits]] = {}
 
     def register(self, name: str, function: Function, traits: Traits | None = None) -> None:
-        """Add a function; ConfigError if the name is taken."""
+        """Add a function, or replace a built-in one that SkyRL does not have; ConfigError if the name is taken."""
         if name in self._entries:
-            raise ConfigError(f"{self._kind} {name!r} is already registered as {self.get(name)!r}; choose another name")
+            if name in self._reserved or is_built_in(function) or not is_built_in(self.get(name)):
+                raise ConfigError(
+                    f"{self._kind} {name!r} is already registered as {self.get(name)!r}; choose another name"
+                )
+            logger.info("%s %r: %r replaces the built-in function", self._kind, name, function)
         self._entries[name] = (function, traits or self._default_traits)
 
     def unregister(self, name: str) -> None:
@@ -150,11 +159,22 @@ class Registry(Generic[Function, Traits]):
         return sorted(self._entries)
 
 
+def is_built_in(function: Callable[..., Any]) -> bool:
+    """Return True for a function of this package."""
+    return (getattr(function, "__module__", None) or "").startswith("skyrl_train.")
+
+
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator, EstimatorTraits] = Registry(
-    "advantage estimator", "trainer.algorithm.advantage_estimator", EstimatorTraits()
+    "advantage estimator",
+    "trainer.algorithm.advantage_estimator",
+    EstimatorTraits(),
+    reserved={"gae", "grpo", "reinforce++", "rloo"},
 )
 POLICY_LOSSES: Registry[PolicyLoss, LossTraits] = Registry(
-    "policy loss", "trainer.algorithm.policy_loss_type", LossTraits()
+    "policy loss",
+    "trainer.algorithm.policy_loss_type",
+    LossTraits(),
+    reserved={"cispo", "clip_cov", "dual_clip", "gspo", "kl_cov", "regular", "sapo"},
 )
 
 

@@ -6,17 +6,23 @@ alone are in `skyrl_train.config.rules`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from skyrl_train.algorithms.contract import check_advantage_estimator, estimator_traits, resolve_policy_loss
 from skyrl_train.algorithms.inputs import INPUTS, readable_inputs, required_inputs
-from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, EstimatorTraits, LossTraits
+from skyrl_train.algorithms.registry import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    EstimatorTraits,
+    LossTraits,
+    is_built_in,
+)
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.problems import FIELDS, Rule, show
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.rules.algorithm import group_filters
+from skyrl_train.config.rules.placement import find_other_size, find_unused_size
 from skyrl_train.errors import ConfigError
 
 
@@ -38,7 +44,7 @@ def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
         functions.required, functions.readable = required_inputs(estimator), readable_inputs(estimator)
         functions.estimator = ADVANTAGE_ESTIMATORS.traits(config.advantage_estimator)
         try:
-            if not _is_built_in(estimator):
+            if not is_built_in(estimator):  # tests check those, and PyTorch need not be loaded for them
                 check_advantage_estimator(estimator, config)
                 functions.estimator = estimator_traits(config)
         except ConfigError as error:
@@ -46,16 +52,11 @@ def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
     if config.policy_loss_type in POLICY_LOSSES.list_available():
         functions.loss = POLICY_LOSSES.traits(config.policy_loss_type)
         try:
-            if not _is_built_in(POLICY_LOSSES.get(config.policy_loss_type)):
+            if not is_built_in(POLICY_LOSSES.get(config.policy_loss_type)):
                 resolve_policy_loss(config)
         except ConfigError as error:
             problems.append(str(error))
     return functions, problems
-
-
-def _is_built_in(function: Callable[..., Any]) -> bool:
-    """Return True for a function of this package: tests check its contract, and PyTorch need not be loaded for it."""
-    return (getattr(function, "__module__", None) or "").startswith("skyrl_train.")
 
 
 def reads_reference(config: AlgorithmConfig) -> bool:
@@ -64,6 +65,11 @@ def reads_reference(config: AlgorithmConfig) -> bool:
     if config.compares_with_reference or name not in ADVANTAGE_ESTIMATORS.list_available():
         return config.compares_with_reference
     return "ref_log_probs" in required_inputs(ADVANTAGE_ESTIMATORS.get(name))
+
+
+def loads_reference(cfg: SkyRLConfig) -> bool:
+    """Return True if the reference is a model of its own."""
+    return reads_reference(cfg.trainer.algorithm) and not cfg.trainer.policy_is_reference
 
 
 def functions_fit_the_run(cfg: SkyRLConfig) -> Iterator[str]:
@@ -192,5 +198,19 @@ def _loss_is_used_as_intended(cfg: SkyRLConfig, traits: LossTraits) -> Iterator[
             )
 
 
-ALGORITHM_RULES: tuple[Rule, ...] = (functions_fit_the_run,)
-ALGORITHM_WARNINGS: tuple[Rule, ...] = (functions_are_used_as_intended,)
+def reference_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a reference that shares the GPUs of the policy but has another number of them."""
+    if loads_reference(cfg):
+        yield from find_other_size(cfg.trainer.placement, "ref")
+
+
+def reference_is_placed_if_there_is_one(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of GPUs for a reference that is not loaded."""
+    if not loads_reference(cfg):
+        is_read = reads_reference(cfg.trainer.algorithm)
+        reason = "the reference is the policy without its adapter" if is_read else "the run has no reference"
+        yield from find_unused_size(cfg.trainer.placement, "ref", reason)
+
+
+ALGORITHM_RULES: tuple[Rule, ...] = (functions_fit_the_run, reference_has_the_size_of_its_devices)
+ALGORITHM_WARNINGS: tuple[Rule, ...] = (functions_are_used_as_intended, reference_is_placed_if_there_is_one)

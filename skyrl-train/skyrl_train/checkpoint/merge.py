@@ -44,7 +44,8 @@ from skyrl_train.checkpoint.model_folder import (
 )
 from skyrl_train.checkpoint.store import CheckpointStore
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, MatrixChange, read_changes, read_config
+from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, read_changes, read_config
+from skyrl_train.models.low_rank import MatrixChange
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync.checksum import tensor_checksum
 

@@ -195,8 +195,8 @@ class AlgorithmConfig(Section):
     """Soft overlong punishment (DAPO): this many tokens before `generator.sampling_params.max_generate_length` cost up
     to `overlong_buffer_penalty_factor`; null disables it."""
 
-    overlong_buffer_penalty_factor: Coefficient = 1.0
-    """Penalty of a response of maximum length."""
+    overlong_buffer_penalty_factor: Resolved[Coefficient] = resolved_later()
+    """Penalty of a response of maximum length; null takes 1."""
 
     temperature: Resolved[Annotated[float, Gt(0), Le(100)]] = resolved_later()
     """Logits are divided by this in the policy and the reference, as in the engine; null takes

@@ -46,6 +46,7 @@ class Alias:
 
 MODELS = ("policy", "critic", "ref")
 ROPE = ("rope_scaling", "rope_theta")
+ENGINE_SECTIONS = ("generator", "generator.inference_engine")
 
 SKYRL = {
     "generator.inference_engine.backend": Alias("generator.backend"),
@@ -90,6 +91,8 @@ SKYRL = {
 KL_IN_REWARD = "trainer.algorithm.use_kl_in_reward"
 VERL_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 VERL_SCHEDULERS = {"constant": "constant_with_warmup"}
+VERL_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+CORRECTION = "trainer.algorithm.off_policy_correction"
 
 VERL = {
     "data.train_files": Alias("data.train_data"),
@@ -122,6 +125,12 @@ VERL = {
     "algorithm.filter_groups.max_num_gen_batches": Alias(
         "trainer.algorithm.dynamic_sampling.max_sample_batches", {0: -1}
     ),
+    "algorithm.rollout_correction.rollout_is": Alias(f"{CORRECTION}.tis_ratio_type"),
+    "algorithm.rollout_correction.rollout_is_threshold": Alias(
+        f"{CORRECTION}.token_tis_ratio_clip_high",
+        also={f"{CORRECTION}.sequence_tis_ratio_clip_high": lambda value: value},
+    ),
+    "algorithm.rollout_correction.rollout_token_veto_threshold": Alias(f"{CORRECTION}.outlier_token_is_threshold_low"),
     "actor_rollout_ref.model.path": Alias("trainer.policy.model.path"),
     "actor_rollout_ref.model.lora_rank": Alias("trainer.policy.model.lora.rank"),
     "actor_rollout_ref.model.lora_alpha": Alias("trainer.policy.model.lora.alpha"),
@@ -135,18 +144,27 @@ VERL = {
         "trainer.policy.fsdp_config.reshard_after_forward"
     ),
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": Alias("trainer.policy.fsdp_config.fsdp_size"),
+    "actor_rollout_ref.actor.fsdp_config.offload_policy": Alias(
+        "trainer.policy.fsdp_config.cpu_offload", {False: None}
+    ),
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": Alias("trainer.policy.model.dtype", VERL_DTYPES),
     "actor_rollout_ref.ref.fsdp_config.param_offload": Alias("trainer.ref.fsdp_config.cpu_offload"),
+    "actor_rollout_ref.ref.fsdp_config.reshard_after_forward": Alias("trainer.ref.fsdp_config.reshard_after_forward"),
+    "actor_rollout_ref.ref.fsdp_config.fsdp_size": Alias("trainer.ref.fsdp_config.fsdp_size"),
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": Alias("trainer.ref.sequence_parallel_size"),
     "actor_rollout_ref.actor.optim.lr": Alias("trainer.policy.optimizer_config.lr"),
     "actor_rollout_ref.actor.optim.weight_decay": Alias("trainer.policy.optimizer_config.weight_decay"),
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": Alias("trainer.policy.optimizer_config.num_warmup_steps"),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": Alias(
+        "trainer.policy.optimizer_config.num_warmup_steps", {-1: None}
+    ),
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
     "actor_rollout_ref.actor.optim.warmup_style": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
     "actor_rollout_ref.actor.optim.lr_scheduler_type": Alias(
         "trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS
     ),
     "actor_rollout_ref.actor.optim.betas": Alias("trainer.policy.optimizer_config.adam_betas"),
+    "actor_rollout_ref.actor.optim.clip_grad": Alias("trainer.policy.optimizer_config.max_grad_norm"),
     "actor_rollout_ref.actor.grad_clip": Alias("trainer.policy.optimizer_config.max_grad_norm"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": Alias("trainer.policy_mini_batch_size"),
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": Alias("trainer.micro_train_batch_size_per_gpu"),
@@ -161,6 +179,14 @@ VERL = {
     "actor_rollout_ref.actor.policy_loss.loss_mode": Alias(
         "trainer.algorithm.policy_loss_type", {"vanilla": "dual_clip", "geo_mean": "gmpo", "gpg": "policy_gradient"}
     ),
+    "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": Alias("trainer.algorithm.clip_cov.clip_ratio"),
+    "actor_rollout_ref.actor.policy_loss.clip_cov_lb": Alias("trainer.algorithm.clip_cov.clip_cov_lb"),
+    "actor_rollout_ref.actor.policy_loss.clip_cov_ub": Alias("trainer.algorithm.clip_cov.clip_cov_ub"),
+    "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": Alias("trainer.algorithm.kl_cov.kl_cov_frac"),
+    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": Alias("trainer.algorithm.kl_cov.ppo_kl_coef"),
+    "actor_rollout_ref.actor.tau_pos": Alias("trainer.algorithm.sapo.tau_pos"),
+    "actor_rollout_ref.actor.tau_neg": Alias("trainer.algorithm.sapo.tau_neg"),
+    "actor_rollout_ref.actor.loss_scale_factor": Alias("trainer.algorithm.max_seq_len"),
     "actor_rollout_ref.actor.entropy_coeff": Alias(
         "trainer.algorithm.entropy_loss_coef", also={"trainer.algorithm.use_entropy_loss": bool}
     ),
@@ -191,6 +217,10 @@ VERL = {
     "actor_rollout_ref.rollout.max_num_batched_tokens": Alias("generator.max_num_batched_tokens"),
     "actor_rollout_ref.rollout.enforce_eager": Alias("generator.enforce_eager"),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": Alias("generator.inference_engine_tensor_parallel_size"),
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size": Alias(
+        "generator.inference_engine_pipeline_parallel_size"
+    ),
+    "actor_rollout_ref.rollout.data_parallel_size": Alias("generator.inference_engine_data_parallel_size"),
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": Alias("trainer.micro_forward_batch_size_per_gpu"),
     "actor_rollout_ref.rollout.val_kwargs.n": Alias("generator.eval_n_samples_per_prompt"),
     "actor_rollout_ref.rollout.val_kwargs.do_sample": Alias(
@@ -205,7 +235,14 @@ VERL = {
     "critic.model.target_modules": Alias("trainer.critic.model.lora.target_modules"),
     "critic.optim.lr": Alias("trainer.critic.optimizer_config.lr"),
     "critic.optim.weight_decay": Alias("trainer.critic.optimizer_config.weight_decay"),
-    "critic.optim.lr_warmup_steps": Alias("trainer.critic.optimizer_config.num_warmup_steps"),
+    "critic.model.fsdp_config.model_dtype": Alias("trainer.critic.model.dtype", VERL_DTYPES),
+    "critic.model.fsdp_config.fsdp_size": Alias("trainer.critic.fsdp_config.fsdp_size"),
+    "critic.model.fsdp_config.reshard_after_forward": Alias("trainer.critic.fsdp_config.reshard_after_forward"),
+    "critic.optim.betas": Alias("trainer.critic.optimizer_config.adam_betas"),
+    "critic.optim.clip_grad": Alias("trainer.critic.optimizer_config.max_grad_norm"),
+    "critic.optim.warmup_style": Alias("trainer.critic.optimizer_config.scheduler", VERL_SCHEDULERS),
+    "critic.optim.lr_scheduler_type": Alias("trainer.critic.optimizer_config.scheduler", VERL_SCHEDULERS),
+    "critic.optim.lr_warmup_steps": Alias("trainer.critic.optimizer_config.num_warmup_steps", {-1: None}),
     "critic.optim.lr_warmup_steps_ratio": Alias("trainer.critic.optimizer_config.warmup_ratio"),
     "critic.ulysses_sequence_parallel_size": Alias("trainer.critic.sequence_parallel_size"),
     "critic.grad_clip": Alias("trainer.critic.optimizer_config.max_grad_norm"),
@@ -244,8 +281,21 @@ MEMORY_WITHOUT_EFFECT = {
 SKYRL_WITHOUT_EFFECT = {
     **MEMORY_WITHOUT_EFFECT,
     "trainer.algorithm.value_head_prefix": "the critic's value head is always called `score`",
-    "generator.vllm_v1_disable_multiproc": "the launcher decides which process vLLM runs in",
-    "generator.fully_sharded_loras": "vLLM receives the weights with the adapter merged into them",
+    **{
+        f"{section}.{name}": reason
+        for section in ENGINE_SECTIONS
+        for name, reason in {
+            "vllm_v1_disable_multiproc": "the launcher decides which process vLLM runs in",
+            "fully_sharded_loras": "vLLM receives the weights with the adapter merged into them",
+            "override_existing_update_group": "each weight sync opens connections of its own",
+            "use_cache_salt": "cached keys and values are dropped when the weights change",
+            "model_name": "AgentGenerator(model_name=…) names the model of the HTTP endpoint",
+            "http_endpoint_host": "AgentGenerator(host=…) sets the address of the HTTP endpoint",
+            "http_endpoint_port": "AgentGenerator(port=…) sets the port of the HTTP endpoint",
+        }.items()
+    },
+    "data.dataloader.num_workers": "the trainer reads the rows when it draws them",
+    "data.dataloader.persistent_workers": "the trainer reads the rows when it draws them",
     "trainer.policy.model.lora.lora_sync_path": "adapters reach the engine without a file",
     "trainer.policy.model.lora.max_loras": "a run has one adapter",
     "trainer.policy.model.lora.max_cpu_loras": "a run has one adapter",
@@ -270,6 +320,10 @@ _MODEL_CONFIG = (
 )
 _TRAJECTORIES = "set trainer.dump_trajectories=true, which writes all training trajectories"
 _MIXTURE = "set data.mixture.min_per_batch, the minimum number of prompts of each data source in a batch"
+_EXPERTS = (
+    (1,),
+    "mixtures of experts in vLLM cannot receive new weights; for SGLang, set generator.engine_init_kwargs.ep_size",
+)
 
 _FSDP: dict[str, tuple[tuple[Any, ...], str]] = {
     "mixed_precision.reduce_dtype": (("fp32",), "gradients are always added up in float32"),
@@ -295,6 +349,28 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     },
     **{f"trainer.{role}.model_config_kwargs": (({}, None), _MODEL_CONFIG) for role in MODELS},
     **{f"{section}.{name}": ((None,), _MODEL_CONFIG) for section in ("trainer", "generator") for name in ROPE},
+    **{
+        f"{section}.{name}": entry
+        for section in ENGINE_SECTIONS
+        for name, entry in {
+            "model_dtype": (
+                ("bfloat16",),
+                "vLLM and SGLang compute in bfloat16 on a GPU with trainer.bf16=true, else in the type of the policy; "
+                "set generator.engine_init_kwargs.dtype for another type",
+            ),
+            "enable_http_endpoint": (
+                (False,),
+                "agents get an HTTP endpoint from AgentGenerator, which get_generator of your experiment returns: "
+                "docs/guides/endpoint.md",
+            ),
+        }.items()
+    },
+    "generator.inference_engine_expert_parallel_size": _EXPERTS,
+    "generator.inference_engine.expert_parallel_size": _EXPERTS,
+    "generator.inference_engine.external_proxy_url": (
+        (None,),
+        "name each server in generator.remote_inference_engine_urls",
+    ),
     "trainer.disable_fast_tokenizer": ((False,), "the tokenizer is always that of tokenizer.json"),
     "trainer.policy.use_torch_compile": ((False,), "training runs without torch.compile"),
     "trainer.policy.record_memory": (

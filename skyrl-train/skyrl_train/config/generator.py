@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from skyrl_train.config.base import (
     Allowed,
@@ -23,6 +23,11 @@ from skyrl_train.config.base import (
 )
 
 Temperature = Annotated[float, Ge(0), Le(100)]
+SyncCheck = Annotated[
+    Literal["auto", "off", "checksum", "logprobs"],
+    BeforeValidator(lambda value: "off" if value is False else value),  # YAML reads off as false
+    Allowed("one of auto, off, checksum, logprobs"),
+]
 
 
 class SamplingConfig(Section):
@@ -139,12 +144,13 @@ class GeneratorConfig(Section):
     """Transport of new weights to other processes. On GPUs, `auto` and `nccl` take CUDA IPC for engines on the GPUs of
     the policy (`trainer.placement.colocate_all=true`), and NCCL for engines on others; `cuda_ipc` takes CUDA IPC. On
     CPUs, all three take shared memory for processes on the node of the policy's first rank, and gloo for the others;
-    `shm` and `gloo` take one of them for all. A run in one process sends nothing."""
+    `shm` and `gloo` take one of them for all. `auto` does the same on GPUs for running servers. A run in one process
+    sends weights to servers of vLLM only."""
 
     weight_transfer_threshold_cuda_ipc_GB: Annotated[float, Gt(0)] = 1.0
     """Memory of each GPU, in units of 10⁹ bytes, through which CUDA IPC sends weights in pieces."""
 
-    weight_sync_check: Literal["auto", "off", "checksum", "logprobs"] = "auto"
+    weight_sync_check: SyncCheck = "auto"
     """Check after each weight sync. `checksum` compares all values that were copied to another process. `logprobs` also
     lets the engine sample 32 tokens, which the policy scores: `sync/logprob_gap`. A difference ends the run. `auto` is
     `logprobs`, unless the engine generates with the policy's own tensors."""

@@ -81,6 +81,7 @@ SOURCES: Sources = (
     ("trainer.placement.ref_num_nodes", lambda cfg: cfg.trainer.placement.policy_num_nodes),
     ("trainer.placement.ref_num_gpus_per_node", lambda cfg: cfg.trainer.placement.policy_num_gpus_per_node),
     ("trainer.algorithm.temperature", lambda cfg: cfg.generator.sampling_params.temperature),
+    ("trainer.algorithm.overlong_buffer_penalty_factor", lambda _: 1.0),  # SkyRL's scripts add it: `+key` needs null
     (
         "generator.eval_sampling_params.max_generate_length",
         lambda cfg: cfg.generator.sampling_params.max_generate_length,

@@ -80,9 +80,10 @@ class PolicyModelConfig(Section):
     """A Hugging Face model name or a local folder."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights, gradients and optimizer state. bfloat16 halves their memory, but an update much smaller
-    than its weight is rounded away; adapters are always float32. Separate from `trainer.bf16`, the type that the
-    forward pass computes in."""
+    """Type of weights that are not trained, such as the reference and the model under an adapter, of exports, and of
+    the weights sent to engines. Trained weights, their gradients and optimizer state are always float32, because most
+    updates are too small to change a bfloat16 number. Separate from `trainer.bf16`, the type that the forward pass
+    computes in."""
 
     lora: LoraConfig = LoraConfig()
     """A low-rank adapter, trained in place of the weights."""
@@ -222,7 +223,8 @@ class CriticModelConfig(Section):
     exported critic; null trains no critic."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights, gradients and optimizer state; adapters are always float32."""
+    """Type of exports, and of the model under an adapter. Trained weights, their gradients and optimizer state are
+    always float32."""
 
     lora: LoraConfig = LoraConfig()
     """A low-rank adapter, trained in place of the weights; the value head is trained with it."""

@@ -71,7 +71,10 @@ def apply_aliases(
             if _get(tree, alias.only_if, fields) is not True:
                 logger.warning("%s=%s is not read: %s is not true", old, show(value), alias.only_if)
                 continue
-        for key, setting in _read_alias(old, alias, value, fields, positions or {}):
+        readings = list(_read_alias(old, alias, value, fields, positions or {}))
+        if not readings:
+            logger.warning("%s=%s has no effect: %s keeps its value", old, show(value), alias.key)
+        for key, setting in readings:
             settings.setdefault(key, _own_settings(tree, key, fields, positions)).append(setting)
     for key, of_key in settings.items():
         problems += _resolve(tree, key, of_key)

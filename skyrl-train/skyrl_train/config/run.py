@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -39,11 +40,11 @@ PlacedRole = Literal["policy", "critic", "ref", "reward"]
 class RunPlacementConfig(Section):
     """Processes of a training run. On a cluster without GPUs, each GPU in these keys is a process on the CPU."""
 
-    launcher: Literal["auto", "inline", "ray"] = "auto"
-    """`inline` runs everything in one process. `ray` runs each rank, and the engine if there is one, in a process of a
-    Ray cluster: the one at `$RAY_ADDRESS`, the one that `ray start` began on this machine, or a new one. `auto` takes
-    `ray` if a key below asks for more than one process. Supervised fine-tuning also runs under `torchrun`, whose
-    processes are then the ranks."""
+    launcher: Literal["auto", "inline", "ray", "torchrun"] = "auto"
+    """`inline` runs everything in one process. `ray` runs each rank in a process of a Ray cluster: the one at
+    `$RAY_ADDRESS`, the one that `ray start` began on this machine, or a new one. `torchrun` starts the ranks with
+    `torchrun`, without Ray; on several nodes, run the command under `torchrun` on each. `auto` takes `ray` if a key
+    below asks for more than one process, unless `torchrun` has started the command."""
 
     policy_num_nodes: Count = 1
     """Nodes of the policy."""
@@ -65,12 +66,16 @@ class RunPlacementConfig(Section):
         return False
 
     @property
+    def uses_torchrun(self) -> bool:
+        """True if the run takes several processes of torchrun."""
+        return self.launcher == "torchrun" and math.prod(self.size("policy")) > 1
+
+    @property
     def uses_ray(self) -> bool:
         """True if the run takes several processes, on a Ray cluster."""
         if self.launcher != "auto":
             return self.launcher == "ray"
-        counts = (getattr(self, name) for name in type(self).model_fields if "_num_" in name)
-        return not self.shares_devices or any(count not in (1, None) for count in counts)  # None before `load_config`
+        return not self.shares_devices or self.size("policy") != (1, 1)
 
 
 class RunConfig(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le, Lt
 from pydantic import Field
 
-from skyrl_train.config.aliases import MEMORY_WITHOUT_EFFECT, Alias
+from skyrl_train.config.aliases import MEMORY_WITHOUT_EFFECT, VERL_DTYPES, VERL_SCHEDULERS, Alias
 from skyrl_train.config.base import (
     Allowed,
     Count,
@@ -26,6 +26,7 @@ from skyrl_train.config.rules.data import training_data_is_read_once, training_h
 from skyrl_train.config.rules.placement import (
     launcher_starts_every_process,
     megatron_has_its_models,
+    megatron_has_ranks,
     megatron_is_installed,
     ray_is_installed,
     sharding_fits_ranks,
@@ -187,13 +188,15 @@ VERL_SFT = {
     "data.train_batch_size": Alias("trainer.train_batch_size"),
     "data.micro_batch_size_per_gpu": Alias("trainer.micro_train_batch_size_per_gpu"),
     "data.max_token_len_per_gpu": Alias("trainer.max_tokens_per_microbatch"),
+    "data.seed": Alias("trainer.seed"),
     "data.apply_chat_template_kwargs": Alias("data.chat_template_kwargs"),
     "data.multiturn.messages_key": Alias("data.messages_key"),
     "data.multiturn.tools_key": Alias("data.tools_key"),
     "model.partial_pretrain": Alias("trainer.policy.model.path"),
     "model.path": Alias("trainer.policy.model.path"),
     "model.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
-    "model.fsdp_config.model_dtype": Alias("trainer.policy.model.dtype", {"bf16": "bfloat16", "fp32": "float32"}),
+    "model.fsdp_config.model_dtype": Alias("trainer.policy.model.dtype", VERL_DTYPES),
+    "engine.model_dtype": Alias("trainer.policy.model.dtype", VERL_DTYPES),
     "model.lora_rank": Alias("trainer.policy.model.lora.rank"),
     "model.lora_alpha": Alias("trainer.policy.model.lora.alpha"),
     "model.target_modules": Alias("trainer.policy.model.lora.target_modules"),
@@ -203,10 +206,18 @@ VERL_SFT = {
     "optim.betas": Alias("trainer.policy.optimizer_config.adam_betas"),
     "optim.weight_decay": Alias("trainer.policy.optimizer_config.weight_decay"),
     "optim.clip_grad": Alias("trainer.policy.optimizer_config.max_grad_norm"),
-    "optim.lr_scheduler": Alias("trainer.policy.optimizer_config.scheduler"),
+    "optim.lr_scheduler": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
+    "optim.lr_scheduler_type": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
+    "optim.warmup_style": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
+    "optim.lr_warmup_steps": Alias("trainer.policy.optimizer_config.num_warmup_steps", {-1: None}),
     "optim.warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
     "optim.lr_warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
     "model.strategy": Alias("trainer.strategy"),
+    "engine.strategy": Alias("trainer.strategy"),
+    "engine.fsdp_size": Alias("trainer.policy.fsdp_config.fsdp_size"),
+    "engine.reshard_after_forward": Alias("trainer.policy.fsdp_config.reshard_after_forward"),
+    "engine.param_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
+    "engine.ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
     "model.fsdp_config.cpu_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
     "model.fsdp_config.offload_params": Alias("trainer.policy.fsdp_config.cpu_offload"),
     "ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
@@ -261,7 +272,13 @@ SUPERVISED_RULES = (
 
 SUPERVISED_MACHINE_RULES = (ray_is_installed, megatron_is_installed, sharding_fits_ranks, wandb_can_start)
 
-SUPERVISED_WARNINGS = (adapters_are_on, resume_path_is_read, training_data_is_read_once, validation_is_held_out)
+SUPERVISED_WARNINGS = (
+    adapters_are_on,
+    resume_path_is_read,
+    training_data_is_read_once,
+    validation_is_held_out,
+    megatron_has_ranks,
+)
 
 SFT = Schema(
     root=SFTConfig,

@@ -13,6 +13,11 @@ from skyrl_train.config.run import PlacedRole, RunConfig, RunPlacementConfig
 class PlacementConfig(RunPlacementConfig):
     """Processes of a training run. On a cluster without GPUs, each GPU in these keys is a process on the CPU."""
 
+    launcher: Literal["auto", "inline", "ray"] = "auto"
+    """`inline` runs everything in one process. `ray` runs each rank and each engine in a process of a Ray cluster: the
+    one at `$RAY_ADDRESS`, the one that `ray start` began on this machine, or a new one. `auto` takes `ray` if a key
+    below asks for more than one process."""
+
     colocate_all: bool = True
     """Training and the rollout engine share the same GPUs. `false` reserves others for each of policy, critic,
     reference and engine."""
@@ -107,8 +112,9 @@ class TrainerConfig(RunConfig):
     """Write every training trajectory under `trajectories/` in the run folder."""
 
     log_verl_metrics: bool = False
-    """Log the metrics of a step under the names of recipes for verl, too: `train/policy_loss`, `train/reward`,
-    `rollout/throughput`, … `skyrl verl main_ppo` sets this."""
+    """Log the metrics of a step under the names of verl, too: `actor/pg_loss`, `critic/score/mean`,
+    `response_length/mean`, …, and under those of recipes for it, such as `train/reward`. `skyrl verl main_ppo` sets
+    this."""
 
     @property
     def policy_is_reference(self) -> bool:

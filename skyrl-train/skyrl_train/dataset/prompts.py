@@ -37,11 +37,12 @@ class PromptDataset:
         datasets: str | Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
         max_prompt_length: int,
+        num_workers: int = 8,
         prompt_key: str = "prompt",
         env_class_key: str = "env_class",
         max_checked_rows: int | None = None,
     ) -> None:
-        """Open the sources, and check and filter their rows.
+        """Open the sources, and check and filter their rows. `num_workers` is SkyRL's, and has no effect.
 
         Raises:
             DataError: a source cannot be read, a row has no chat prompt or one that the chat template refuses, or no

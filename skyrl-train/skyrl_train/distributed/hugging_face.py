@@ -26,10 +26,11 @@ from skyrl_train.models.lora import (
     adapter_disabled,
     add_adapter,
     change_norm,
+    frozen_tensors,
     merged_names,
-    merged_tensors,
-    trained_parameters,
+    sync_tensors,
 )
+from skyrl_train.models.precision import train_in_float32
 from skyrl_train.models.prefix_sharing import tree_attention
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup
@@ -49,6 +50,7 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         is_critic = spec.role in ("critic", "reward")
         with deferring(self.world.size > 1) as weights:
             model = spec.load()
+        dtypes = train_in_float32(model, is_empty=weights.source is not None) if spec.trains_all_weights else {}
         if spec.lora is not None:
             add_adapter(model, spec.lora)
         module = ScoringModule(
@@ -58,12 +60,13 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
             is_critic=is_critic,
             sequence_group=self._sequence_group(spec),
         )
+        module.export_dtypes = dtypes
         module = self._wrap(module, spec)
         if weights.source is not None:
             continues = spec.lora is not None and spec.lora.config.lora_path is not None
             for name, parameter in merged_names(module.hf_model):
                 if not (continues and parameter.requires_grad):  # the adapter in lora_path includes a trained head
-                    weights.read(name, *local_part(parameter.detach()))
+                    weights.read(name, *local_part(parameter.detach()), dtypes.get(name))
         module.probe(weights.source)
         _reshard(module)
         return module
@@ -115,21 +118,20 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
 
     def tensor_specs(self, module: ScoringModule, kind: SyncKind = "full") -> list[TensorSpec]:
         model = module.hf_model
-        named = merged_names(model) if kind == "full" else trained_parameters(model).items()
-        return [TensorSpec(name, tuple(p.shape), p.dtype) for name, p in named]
+        named = merged_names(model) if kind == "full" else sync_tensors(model, kind, lambda shard: shard)
+        dtypes = module.export_dtypes
+        return [TensorSpec(name, tuple(tensor.shape), dtypes.get(name, tensor.dtype)) for name, tensor in named]
 
-    def full_tensors(self, module: ScoringModule, kind: SyncKind = "full") -> Iterator[tuple[str, torch.Tensor]]:
-        if kind == "full":
-            yield from merged_tensors(module.hf_model, gather)
-        else:
-            for name, parameter in trained_parameters(module.hf_model).items():
-                yield name, gather(parameter.detach())
+    def full_tensors(
+        self, module: ScoringModule, kind: SyncKind = "full", *, as_exported: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        dtypes = module.export_dtypes if as_exported else {}
+        for name, tensor in sync_tensors(module.hf_model, kind, gather):
+            yield name, tensor.to(dtypes.get(name, tensor.dtype))
 
     def frozen_tensors(self, module: ScoringModule) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every frozen tensor of a model with an adapter, gathered on every rank."""
-        for name, parameter in merged_names(module.hf_model):
-            if not parameter.requires_grad:
-                yield name, gather(parameter.detach())
+        return frozen_tensors(module.hf_model, gather)
 
     def adapter_norm(self, module: ScoringModule) -> float:
         """Return the Frobenius norm of the change that the adapter makes to the weights."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from skyrl_train.distributed.hugging_face import HuggingFaceStrategy
 from skyrl_train.distributed.strategy import all_finite
 from skyrl_train.models.lora import adapter_config
+from skyrl_train.models.precision import save_model
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.types.specs import ModelSpec
 
@@ -22,7 +23,5 @@ class SingleStrategy(HuggingFaceStrategy):
 
     def export(self, module: ScoringModule, folder: Path) -> None:
         model = module.hf_model
-        if adapter_config(model) is None:
-            model.save_pretrained(folder)
-        else:
-            model.save_pretrained(folder, state_dict=dict(self.full_tensors(module)))
+        differs = adapter_config(model) is not None or module.export_dtypes
+        save_model(model, folder, dict(self.full_tensors(module)) if differs else None)

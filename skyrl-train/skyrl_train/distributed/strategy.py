@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.lr_scheduler import LambdaLR
 
+from skyrl_train.models.precision import save_model
 from skyrl_train.models.scoring_module import Scorer
 from skyrl_train.types import Scores, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, SyncKind, TensorSpec, World
@@ -103,12 +104,15 @@ class DistributedStrategy(ABC, Generic[M]):
 
     @abstractmethod
     def tensor_specs(self, module: M, kind: SyncKind = "full") -> list[TensorSpec]:
-        """Return the tensors of the model or of its adapter, in the order of `full_tensors`."""
+        """Return the tensors of a weight sync, in the order of `full_tensors`."""
 
     @abstractmethod
-    def full_tensors(self, module: M, kind: SyncKind = "full") -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor of the model under its Hugging Face name, with the adapter merged into it, or every tensor
-        of the adapter. Each is gathered on every rank.
+    def full_tensors(
+        self, module: M, kind: SyncKind = "full", *, as_exported: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a weight sync, gathered on every rank, in the type of exports or in that of training.
+
+        Those of the model have Hugging Face names.
         """
 
     @abstractmethod
@@ -161,7 +165,7 @@ class DistributedStrategy(ABC, Generic[M]):
             if self.world.rank == 0:
                 tensors[name] = tensor.cpu()
         if self.world.rank == 0:
-            module.hf_model.save_pretrained(folder, state_dict=tensors)
+            save_model(module.hf_model, folder, tensors)
 
 
 def new_save_group() -> dist.ProcessGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 from abc import ABC, abstractmethod
@@ -149,13 +150,15 @@ class Experiment(ABC):
         *,
         n_engines: int = 0,
         engine_size: int = 1,
+        servers: Sequence[str] = (),
         offloads_idle: bool = False,
     ) -> Launcher:
         """Create the launcher of `trainer.placement`, for the models in `roles` and `n_engines` engines of
         `engine_size` devices each.
 
-        `sync` describes how weights are sent from one to another. In one process, `offloads_idle` lets models and
-        an engine with a copy of the weights leave the device while they are idle; on Ray, `trainer.placement` does.
+        `sync` describes how weights are sent from one to another, and to the engines at the addresses of `servers`. In
+        one process, `offloads_idle` lets models and an engine with a copy of the weights leave the device while they
+        are idle; on Ray, `trainer.placement` does.
 
         Raises:
             ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
@@ -172,7 +175,7 @@ class Experiment(ABC):
 
             return RayLauncher(placement, roles, sync, n_engines=n_engines, engine_size=engine_size)
         assert self._compute is not None, "running() comes first"
-        return InlineLauncher(self._compute, offloads_idle=offloads_idle)
+        return InlineLauncher(self._compute, sync, servers, offloads_idle=offloads_idle)
 
     def new_model_launcher(self, roles: Sequence[Role]) -> ModelLauncher:
         """Create the launcher of a run without an engine, which is that of torchrun if it has started several
@@ -181,10 +184,16 @@ class Experiment(ABC):
         Raises:
             ConfigError: as `new_launcher`, or `trainer.placement` asks for other processes than those of torchrun.
         """
-        torchrun = Torchrun.find()
-        if torchrun is None or torchrun.size == 1:
+        torchrun, placement = Torchrun.find(), self.cfg.trainer.placement
+        if not placement.uses_torchrun and (torchrun is None or torchrun.size == 1):
             return self.new_launcher(roles)
-        torchrun.check(self.cfg.trainer.placement)
+        if torchrun is None:
+            n_ranks = math.prod(placement.size("policy"))
+            raise ConfigError(
+                f"trainer.placement.launcher=torchrun takes {n_ranks} processes, and torchrun has not started this "
+                "one; start your script with torchrun, or set trainer.placement.launcher=ray"
+            )
+        torchrun.check(placement)
         assert self._compute is not None, "running() comes first"
         return TorchrunLauncher(self._compute, torchrun)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module, metadata
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from skyrl_train.config.base import Section
     from skyrl_train.config.loading import Schema
     from skyrl_train.config.problems import Fields
+    from skyrl_train.config.sft import SupervisedConfig
 
 app = typer.Typer(
     name="skyrl",
@@ -121,12 +124,19 @@ def train_on_data(
     dry_run: DryRun = False,
     print_config: PrintConfig = False,
     help: Help = False,
+    is_checked: Annotated[
+        bool, typer.Option("--checked", hidden=True, help="Another process has checked the settings and logged them.")
+    ] = False,
 ) -> None:
     """Run one of the commands in `SUPERVISED`."""
+    command = str(context.command.name)
     if help:
         _print_help(context, overrides)
+    elif is_checked:
+        logging.getLogger("skyrl_train.config").setLevel(logging.ERROR)
+        _train_on_data(command, _parse_supervised(command, overrides or [], config))
     else:
-        _start_supervised(str(context.command.name), overrides or [], config, print_config, dry_run)
+        _start_supervised(command, overrides or [], config, print_config, dry_run)
 
 
 for _name, _help in (
@@ -172,13 +182,14 @@ def verl(
 
     A line says what each option became; options that have no counterpart here are refused by name.
     """
-    from skyrl_train.config.verl import MAIN_PPO, read_command
+    from skyrl_train.config.verl import find_torchrun_flags, read_command
+    from skyrl_train.config.verl_programs import MAIN_PPO
 
     program, overrides = read_command(command)
     if program is MAIN_PPO:
         _start_rl(overrides, None, print_config, dry_run, trains=True)
     else:
-        _start_supervised("sft", overrides, None, print_config, dry_run)
+        _start_supervised("sft", overrides, None, print_config, dry_run, find_torchrun_flags(command))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
@@ -277,13 +288,18 @@ def _supervised_schema(command: str) -> Schema[Any]:
 
 
 def _start_supervised(
-    command: str, overrides: Sequence[str], config: Path | None, print_config: bool, dry_run: bool
+    command: str,
+    overrides: Sequence[str],
+    config: Path | None,
+    print_config: bool,
+    dry_run: bool,
+    torchrun_flags: Sequence[str] = (),
 ) -> None:
-    """Check the configuration, and then print it, plan the run, or train."""
-    from skyrl_train.config.cli import parse
+    """Check the configuration, and then print it, plan the run, or train, in this process or under torchrun."""
     from skyrl_train.entrypoints.preflight import check_answers, find_missing_for_supervised
+    from skyrl_train.entrypoints.torchrun import replace_by_torchrun
 
-    cfg = parse(overrides, _supervised_schema(command), file=config)
+    cfg = _parse_supervised(command, overrides, config)
     if _ends_with_config(cfg, find_missing_for_supervised(cfg), print_config):
         return
     check_answers(cfg)
@@ -291,11 +307,25 @@ def _start_supervised(
         from skyrl_train.entrypoints.plan import describe_supervised_plan
 
         typer.echo(describe_supervised_plan(cfg))
+    elif cfg.trainer.placement.uses_torchrun and "TORCHELASTIC_RUN_ID" not in os.environ:
+        file = [] if config is None else ["--config", str(config)]
+        replace_by_torchrun([command, "--checked", *file, *overrides], cfg.trainer.placement, torchrun_flags)
     else:
-        *_, module, name = SUPERVISED[command]
-        with importing_torch():
-            experiment = getattr(import_module(module), name)
-        experiment(cfg).run()
+        _train_on_data(command, cfg)
+
+
+def _parse_supervised(command: str, overrides: Sequence[str], config: Path | None) -> SupervisedConfig:
+    from skyrl_train.config.cli import parse
+
+    cfg: SupervisedConfig = parse(overrides, _supervised_schema(command), file=config)
+    return cfg
+
+
+def _train_on_data(command: str, cfg: SupervisedConfig) -> None:
+    *_, module, name = SUPERVISED[command]
+    with importing_torch():
+        experiment = getattr(import_module(module), name)
+    experiment(cfg).run()
 
 
 def _ends_with_config(cfg: Section, missing: Iterable[str], print_config: bool) -> bool:
@@ -323,3 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> None:
     """Run the console script `skyrl`."""
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()

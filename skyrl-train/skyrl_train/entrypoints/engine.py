@@ -75,8 +75,10 @@ def needs_model(cfg: SkyRLConfig) -> bool:
 
 
 def sync_kind(cfg: SkyRLConfig) -> SyncKind:
-    """Return the kind of weight sync: the embedded engine computes with the adapter itself."""
-    return "adapter" if cfg.trainer.policy.model.lora.is_used and needs_model(cfg) else "full"
+    """Return the kind of weight sync: the embedded engine computes with the adapter itself, others merge it."""
+    if not cfg.trainer.policy.model.lora.is_used:
+        return "full"
+    return "adapter" if needs_model(cfg) else "factors"
 
 
 def _new_vllm_engine(
@@ -187,6 +189,11 @@ def _weight_folder(cfg: SkyRLConfig) -> Path:
 def delete_weight_files(cfg: SkyRLConfig) -> None:
     """Delete weights that were left in this run folder because the run or an engine was killed during a weight sync."""
     shutil.rmtree(_weight_folder(cfg), ignore_errors=True)
+
+
+def receiving_servers(cfg: GeneratorConfig) -> list[str]:
+    """Return the addresses of the servers that receive weights themselves. Those of SGLang read files."""
+    return cfg.remote_inference_engine_urls if cfg.backend == "vllm" and not cfg.run_engines_locally else []
 
 
 def sync_options(cfg: GeneratorConfig) -> SyncOptions:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig
@@ -14,12 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.error import InvalidSpec
+from skyrl_train.absent import EXPERIMENT_METHODS, refuse_overrides
 from skyrl_train.algorithms import advantage_estimator, required_inputs
 from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
 from skyrl_train.algorithms.objectives import Objective, PolicyObjective, ValueObjective
 from skyrl_train.algorithms.registry import AdvantageEstimator
-from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS, reads_reference
+from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS, loads_reference, reads_reference
 from skyrl_train.callbacks import (
     Callback,
     Checkpointing,
@@ -29,7 +30,9 @@ from skyrl_train.callbacks import (
     Export,
     Logging,
     Reporting,
+    Run,
     SavedConfig,
+    StepReport,
     TrajectoryDump,
 )
 from skyrl_train.config import SkyRLConfig
@@ -46,6 +49,7 @@ from skyrl_train.entrypoints.engine import (
     delete_weight_files,
     needs_model,
     new_engine,
+    receiving_servers,
     sync_kind,
     sync_options,
     sync_tolerance,
@@ -58,6 +62,7 @@ from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.generators.source import LockstepRollouts
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.launch.launcher import Launcher, started
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import Learner
@@ -83,6 +88,19 @@ from skyrl_train.workers.weight_check import CheckedSync
 logger = logging.getLogger(__name__)
 
 
+class _AllocatedMemory(Callback):
+    """Ends the reservation of memory for gradients and moments: an engine that replaces another one after the first
+    update finds them allocated.
+    """
+
+    def __init__(self, experiment: BasePPOExp) -> None:
+        self._experiment = experiment
+
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        if report.trajectories:
+            self._experiment._reserved_bytes = 0
+
+
 class BasePPOExp(Experiment):
     """One training run, assembled from its configuration."""
 
@@ -99,8 +117,13 @@ class BasePPOExp(Experiment):
         for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
             logger.warning(sentence)
         super().__init__(self.cfg)
-        self._reserved_bytes = 0  # for gradients and optimizer state
+        self._reserved_bytes = 0  # for gradients and optimizer state, which the first update allocates
         self._launcher: Launcher | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise ConfigError for a subclass that overrides a method of SkyRL that would never be called."""
+        super().__init_subclass__(**kwargs)
+        refuse_overrides(cls, EXPERIMENT_METHODS)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes need to load models and make the engine."""
@@ -121,16 +144,23 @@ class BasePPOExp(Experiment):
             else:
                 engine = await launcher.start_engine(self._make_engine, self.cfg.generator.engine_start_timeout_seconds)
             stack.push_async_callback(engine.close)
-            generator = self.get_generator(self.cfg, self.tokenizer, engine)
+            client = self._skyrl_client(engine) if self._replaces("get_generator") else engine
+            generator = self.get_generator(self.cfg, self.tokenizer, client)
             stack.push_async_callback(generator.close)
             yield engine, generator
+
+    def _skyrl_client(self, engine: InferenceEngine) -> InferenceEngine:
+        """Return the engine with SkyRL's interface beside its own."""
+        return cast(
+            InferenceEngine, InferenceEngineClient(engine, self.tokenizer, self.cfg.generator, self.cfg.trainer.seed)
+        )
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of `get_tokenizer`."""
         return self.get_tokenizer()
 
-    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+    def get_tokenizer(self, padding_side: str = "left") -> PreTrainedTokenizerBase:
         """Load the policy's tokenizer, with the chat template of the engine's options, or `generator.chat_template` if
         it has none.
         """
@@ -138,6 +168,7 @@ class BasePPOExp(Experiment):
         path = cfg.engine_init_kwargs.get("chat_template")
         template = custom_chat_template(cfg.chat_template)
         tokenizer = load_tokenizer(self.cfg.trainer.policy.model.path, chat_template=template)
+        tokenizer.padding_side = padding_side
         if path is not None:
             tokenizer.chat_template = read_chat_template(str(path), "generator.engine_init_kwargs.chat_template")
         return tokenizer
@@ -263,18 +294,19 @@ class BasePPOExp(Experiment):
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
         roles: list[Role] = ["policy"]
         roles += ["critic"] if cfg.critic.model.path is not None else []
-        roles += ["ref"] if reads_reference(cfg.algorithm) and not cfg.policy_is_reference else []
+        roles += ["ref"] if loads_reference(self.cfg) else []
         async with self.launching(roles) as launcher:
             learner = await self._load_models(launcher, estimator, objective, total_steps)
-            n_bytes = await learner.checkpoint_bytes()  # gradients and moments, allocated by the first update
-            self._reserved_bytes = launcher.bytes_beside_engine(n_bytes)
+            self._reserved_bytes = launcher.bytes_beside_engine(await learner.checkpoint_bytes())
             async with self.playing(launcher.policy) as (engine, generator):
                 with self.get_tracker() as tracker:
+                    skyrl_trainer = self._skyrl_trainer(tracker, train_dataset, eval_dataset, engine, generator)
                     source = LockstepRollouts(
                         self.cfg,
                         generator,
                         prompts,
                         with_greedy_rewards=bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS),
+                        punishes_overlong=skyrl_trainer is None or not skyrl_trainer.postprocesses,
                     )
                     parts: dict[str, Any] = {
                         "source": source,
@@ -282,17 +314,45 @@ class BasePPOExp(Experiment):
                         "sync_engines": self._engine_sync(launcher, learner.policy, engine),
                         "total_steps": total_steps,
                         "pad_token_id": self.tokenizer.pad_token_id,
-                        "callbacks": [*curriculum, *self.get_callbacks(eval_dataset, generator, tracker)],
+                        "callbacks": [
+                            _AllocatedMemory(self),
+                            *curriculum,
+                            *self.get_callbacks(eval_dataset, generator, tracker),
+                        ],
                     }
-                    trainer: Trainer
-                    if self._replaces("get_trainer"):
-                        trainer = skyrl_trainer = self.get_trainer(
-                            self.cfg, tracker, self.tokenizer, train_dataset, eval_dataset, engine, generator, None
-                        )
-                        skyrl_trainer.attach(**parts)
+                    if skyrl_trainer is None:
+                        await train(self.trainer_class(self.cfg, **parts))
                     else:
-                        trainer = self.trainer_class(self.cfg, **parts)
-                    await train(trainer)
+                        skyrl_trainer.attach(**parts)
+                        await train(skyrl_trainer)
+
+    def _skyrl_trainer(
+        self,
+        tracker: Tracking,
+        train_dataset: PromptDataset,
+        eval_dataset: PromptDataset | None,
+        engine: InferenceEngine,
+        generator: GeneratorInterface,
+    ) -> RayPPOTrainer | None:
+        """Return the trainer of a user's `get_trainer`, None without one; ConfigError if it is no `RayPPOTrainer`."""
+        if not self._replaces("get_trainer"):
+            return None
+        client = self._skyrl_client(engine)
+        trainer = self.get_trainer(
+            self.cfg, tracker, self.tokenizer, train_dataset, eval_dataset, client, generator, None
+        )
+        if not isinstance(trainer, RayPPOTrainer):
+            raise ConfigError(
+                f"{type(self).__name__}.get_trainer returned a {type(trainer).__name__}; return a subclass of "
+                "skyrl_train.trainer.RayPPOTrainer, or set trainer_class to a subclass of Trainer"
+            )
+        if trainer.postprocesses and (buffer := self.cfg.trainer.algorithm.overlong_buffer_len) is not None:
+            logger.info(
+                "trainer.algorithm.overlong_buffer_len=%d is left to %s.postprocess_generator_output, and not applied "
+                "before it",
+                *(buffer, type(trainer).__name__),
+            )
+        return trainer
 
     @asynccontextmanager
     async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
@@ -303,6 +363,7 @@ class BasePPOExp(Experiment):
             sync_options(generator),
             n_engines=generator.n_local_engines,
             engine_size=generator.n_devices_per_engine,
+            servers=receiving_servers(generator),
             offloads_idle=self.cfg.offloads_idle(has_gpus=torch.cuda.is_available()),
         )
         try:

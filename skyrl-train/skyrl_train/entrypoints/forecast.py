@@ -12,7 +12,7 @@ from typing import Literal
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
-from skyrl_train.algorithms.rules import reads_reference
+from skyrl_train.algorithms.rules import loads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
 from skyrl_train.config.sft import SFTTrainerConfig
@@ -28,7 +28,7 @@ ROLES: Mapping[ModelName, Role] = {
 }
 
 BYTES = {"float32": 4, "bfloat16": 2}
-COPIES_WHEN_TRAINED = 4  # weights, gradients and the two moments of AdamW
+BYTES_WHEN_TRAINED = 4 * BYTES["float32"]  # weights, gradients and the two moments of AdamW
 COPIES_IN_CHECKPOINT = 3  # weights and moments
 
 
@@ -47,8 +47,7 @@ class PlannedModel:
     @property
     def checkpoint_bytes(self) -> int:
         """Size of what is trained in a checkpoint: values and moments."""
-        width = BYTES["float32" if self.lora else self.dtype]
-        return (self.n_trained or 0) * width * COPIES_IN_CHECKPOINT
+        return (self.n_trained or 0) * BYTES["float32"] * COPIES_IN_CHECKPOINT
 
     @property
     def weight_bytes(self) -> int:
@@ -58,9 +57,8 @@ class PlannedModel:
     @property
     def training_bytes(self) -> int:
         """Memory for weights, gradients and optimizer state."""
-        width = BYTES["float32" if self.lora else self.dtype]
         frozen = self.weight_bytes if self.lora or self.role == "reference" else 0
-        return (self.n_trained or 0) * width * COPIES_WHEN_TRAINED + frozen
+        return (self.n_trained or 0) * BYTES_WHEN_TRAINED + frozen
 
     @property
     def idle_bytes(self) -> int:
@@ -94,7 +92,7 @@ def plan_models(cfg: SkyRLConfig) -> list[PlannedModel]:
     models = [plan_trained_model("policy", trainer.policy.model, trainer.seed)]
     if trainer.critic.model.path is not None:
         models.append(plan_trained_model("critic", trainer.critic.model, trainer.seed))
-    if reads_reference(trainer.algorithm) and not trainer.policy_is_reference:
+    if loads_reference(cfg):
         models.append(plan_reference(trainer.ref.model.path, trainer.policy.model))
     return models
 

@@ -17,7 +17,10 @@ from skyrl_train.entrypoints.command import importing_torch, parse_cli, run_comm
 if TYPE_CHECKING:
     from skyrl_train.entrypoints.experiment import BasePPOExp
 
-__all__ = ["BasePPOExp", "config_dir", "main", "parse_cli", "run_command", "validate_cfg"]
+    skyrl_entrypoint: Any
+    """A task of Ray that runs the experiment of a configuration: `ray.get(skyrl_entrypoint.remote(cfg))`."""
+
+__all__ = ["BasePPOExp", "config_dir", "main", "parse_cli", "run_command", "skyrl_entrypoint", "validate_cfg"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,13 +30,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(status)
 
 
-def __getattr__(name: str) -> Any:
-    if name != "BasePPOExp":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _run_experiment(cfg: Any) -> None:
+    """Run the experiment of a configuration, in a task."""
     with importing_torch():
         from skyrl_train.entrypoints.experiment import BasePPOExp
 
-    return BasePPOExp
+    BasePPOExp(cfg).run()
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs PyTorch or ray at its first use."""
+    if name == "BasePPOExp":
+        with importing_torch():
+            from skyrl_train.entrypoints.experiment import BasePPOExp
+
+        return BasePPOExp
+    if name == "skyrl_entrypoint":
+        from skyrl_train.launch.ray.cluster import as_task
+
+        return as_task(_run_experiment)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 if __name__ == "__main__":

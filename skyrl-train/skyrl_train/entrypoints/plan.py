@@ -84,6 +84,8 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
         torchrun.check(trainer.placement)
         processes = f"{torchrun.size} of torchrun"
         ranks = {model.role: (1, torchrun.size) for model in models} if torchrun.size > 1 else {}
+    elif trainer.placement.uses_torchrun:
+        processes = f"{math.prod(trainer.placement.size('policy'))} of torchrun"
     elif ranks:
         processes = _describe_processes(ranks)
     else:
@@ -99,7 +101,8 @@ def _format_plan(lines: Iterable[tuple[str, str]]) -> str:
 
 def _describe_model(model: PlannedModel) -> Iterator[tuple[str, str]]:
     size = f"{model.n_parameters:,} parameters" if model.n_parameters else "size unknown before the download"
-    yield model.role, f"{model.path} · {size} · {model.dtype}"
+    is_widened = model.dtype != "float32" and model.lora is None and model.role != "reference"
+    yield model.role, f"{model.path} · {size} · {model.dtype}{', trained in float32' if is_widened else ''}"
     if model.lora is not None:
         lora = model.lora
         kind = f"rank {lora.rank}, alpha {lora.alpha}" if lora.lora_path is None else f"of {lora.lora_path}"
@@ -270,7 +273,9 @@ def _describe_storage(
 
 def _plan_ranks(placement: RunPlacementConfig, models: Sequence[PlannedModel]) -> Ranks:
     """Return the ranks of each model; nothing for a run in one process."""
-    return {} if not placement.uses_ray else {model.role: placement.size(ROLES[model.role]) for model in models}
+    if not (placement.uses_ray or placement.uses_torchrun):
+        return {}
+    return {model.role: placement.size(ROLES[model.role]) for model in models}
 
 
 def _n_shards(trainer: TrainerConfig | SFTTrainerConfig, model: PlannedModel, ranks: Ranks) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.algorithms.registry import advantage_estimator, policy_loss
-from skyrl_train.algorithms.rules import reads_reference
+from skyrl_train.algorithms.rules import loads_reference, reads_reference
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.generator import SamplingConfig
@@ -72,8 +72,7 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     yield from _find_missing_models(cfg, trains=trains)
     yield from _find_model_mismatches(cfg, trains=trains)
     if trains:
-        reads_ref = reads_reference(trainer.algorithm) and not trainer.policy_is_reference
-        for role in ("policy", "critic", *(("ref",) if reads_ref else ())):
+        for role in ("policy", "critic", *(("ref",) if loads_reference(cfg) else ())):
             section = getattr(trainer, role)
             yield from _find_indivisible_model(role, section, section.model.path, trainer)
         yield from _find_long_sync(cfg)

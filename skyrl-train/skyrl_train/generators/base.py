@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import uuid
-from collections.abc import Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NotRequired, TypedDict, TypeVar
 
@@ -15,7 +14,8 @@ from skyrl_gym.runtime.text import clean_text, to_facts
 from skyrl_gym.runtime.validation import MAX_REWARD, is_reward
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import DataError
-from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.inference_engines.base import SamplingParams, hash_seed
+from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
 from skyrl_train.types import (
     DrawnPrompt,
     Message,
@@ -44,11 +44,6 @@ class BatchMetadata:
 def request_seed(run_seed: int, id: TrajectoryID, turn: int) -> int:
     """Return the seed of one turn of a rollout. Training steps, batching and retries do not change it."""
     return hash_seed(f"{run_seed}/{id.phase}/{id.draw}/{id.instance_id}/{id.repetition_id}/{turn}")
-
-
-def hash_seed(identity: str) -> int:
-    """Return the 64-bit hash of a string as a seed."""
-    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +120,15 @@ class GeneratorInterface:
 
     generator_cfg: GeneratorConfig  # optional: the sampling parameters of `generate` without any
     _reported: Sequence[Mapping[str, Any]] = ()
+    _returned_totals: bool | None = None  # by the last call of `generate`, if a subclass implements it
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Return one trajectory for each prompt, in order."""
         _check_implemented(self)
         sampling = to_sampling(input_batch.get("sampling_params"), getattr(self, "generator_cfg", None))
         metadata = input_batch.get("batch_metadata") or BatchMetadata(0, "train")
-        return to_generator_output(await self.rollout(to_requests(input_batch), sampling, metadata))
+        trajectories = await self.rollout(to_requests(input_batch), sampling, metadata)
+        return to_generator_output(trajectories, with_totals=_has_totals(getattr(self, "generator_cfg", None)))
 
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
@@ -140,6 +137,13 @@ class GeneratorInterface:
         _check_implemented(self)
         return await _rollout_by_generate(self, requests, sampling, metadata)
 
+    @property
+    def returns_totals(self) -> bool:
+        """The last answer of `generate` had one reward for each response, or the first one will."""
+        if self._returned_totals is None:
+            return _has_totals(getattr(self, "generator_cfg", None))
+        return self._returned_totals
+
     def take_metrics(self) -> dict[str, float]:
         """Return the `rollout_metrics` of `generate` since the last call of this method, averaged."""
         reported, self._reported = self._reported, ()
@@ -147,6 +151,11 @@ class GeneratorInterface:
 
     async def close(self) -> None:
         """Release all resources."""
+
+
+def _has_totals(cfg: GeneratorConfig | None) -> bool:
+    """Return True if lists have one reward for each response, as SkyRL's do with `generator.batched`: one turn each."""
+    return cfg is not None and cfg.batched and cfg.max_turns == 1
 
 
 async def play(
@@ -195,6 +204,7 @@ async def _rollout_by_generate(
 ) -> list[Trajectory]:
     input_batch = to_generator_input(requests, sampling, metadata)
     output = await generator.generate(input_batch)
+    generator._returned_totals = any(isinstance(rewards, int | float) for rewards in output["rewards"])
     if reported := output.get("rollout_metrics"):
         generator._reported = [*generator._reported, reported]
     return to_trajectories(output, input_batch)
@@ -230,66 +240,15 @@ def to_requests(input_batch: GeneratorInput) -> list[RolloutRequest]:
     return [RolloutRequest(id, PromptRow(id.instance_id, prompt, env, extras)) for id, prompt, env, extras in rows]
 
 
-ALIASES = {"max_tokens": "max_new_tokens", "max_generate_length": "max_new_tokens", "min_tokens": "min_new_tokens"}
-"""Sampling parameters under the names of SkyRL and vLLM, and our names."""
-
-IGNORED = {
-    "logprobs": (None, 0, 1),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (True,),
-    "no_stop_trim": (True,),
-}
-"""Sampling parameters of SkyRL that cannot be changed, and the values that are accepted."""
-
-
-def to_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
-    """Convert sampling parameters to a dict with vLLM's names, as SkyRL passes them to generators."""
-    not_copied = {"max_new_tokens", "min_new_tokens", "n_top_logprobs", "with_raw_logprobs"}  # renamed, or not SkyRL's
-    return {
-        **{name: value for name, value in asdict(sampling).items() if name not in not_copied},
-        "max_tokens": sampling.max_new_tokens,
-        "min_tokens": sampling.min_new_tokens,
-        "stop": list(sampling.stop) or None,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "logprobs": 0,
-        "skip_special_tokens": True,
-        "include_stop_str_in_output": True,
-    }
-
-
-def to_sampling(params: Mapping[str, Any] | None, cfg: GeneratorConfig | None) -> SamplingParams:
-    """Convert sampling parameters under the names of SkyRL or vLLM; None takes those of the configuration.
-
-    Raises:
-        DataError: a parameter is unknown, or neither source limits the number of tokens.
-    """
-    configured = None if cfg is None else SamplingParams.from_config(cfg.sampling_params)
-    if params is None and configured is not None:
-        return configured
-    known = {field.name for field in fields(SamplingParams)}
-    converted: dict[str, Any] = {} if configured is None else {"max_new_tokens": configured.max_new_tokens}
-    for name, value in (params or {}).items():
-        if name in IGNORED and value in IGNORED[name]:
-            continue
-        our_name = ALIASES.get(name, name)
-        if our_name not in known:
-            raise DataError(f"sampling_params has {name}={value!r}, which no engine here supports; remove it")
-        if value is not None:
-            converted[our_name] = value
-    for name in converted.keys() & {"stop", "stop_token_ids"}:
-        converted[name] = (converted[name],) if isinstance(converted[name], str) else tuple(converted[name])
-    if "max_new_tokens" not in converted:
-        raise DataError("sampling_params has no max_tokens, and the generator has no configuration to take it from")
-    return SamplingParams(**converted)
-
-
-def to_generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
-    """Convert trajectories to parallel lists."""
+def to_generator_output(trajectories: Sequence[Trajectory], *, with_totals: bool = False) -> GeneratorOutput:
+    """Convert trajectories to parallel lists. With `with_totals`, the reward of a response is one number."""
     pairs = [(t, segment) for t in trajectories for segment in t.segments]
     output = GeneratorOutput(
         prompt_token_ids=[segment.prompt_ids for _, segment in pairs],
         response_ids=[segment.response_ids for _, segment in pairs],
-        rewards=[segment.rewards if t.is_valid else None for t, segment in pairs],
+        rewards=[
+            (sum(segment.rewards) if with_totals else segment.rewards) if t.is_valid else None for t, segment in pairs
+        ],
         loss_masks=[segment.loss_mask for _, segment in pairs],
         stop_reasons=[t.stop_reason for t, _ in pairs],
         rollout_logprobs=all_or_none([segment.logprobs for _, segment in pairs]),
@@ -317,7 +276,40 @@ def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> lis
     Raises:
         DataError: lists have different lengths, or answer other requests.
     """
-    requests = to_requests(input_batch)
+    return _read_lists(output, to_requests(input_batch))
+
+
+def edit_as_lists(
+    trajectories: Sequence[Trajectory],
+    edit: Callable[[GeneratorOutput], GeneratorOutput],
+    *,
+    with_totals: bool,
+) -> list[Trajectory]:
+    """Return valid trajectories after `edit` has changed their parallel lists, which it may do in place.
+
+    Raises:
+        DataError: lists have different lengths or lack a reward, or `edit` returned something else.
+    """
+    lists = to_generator_output(trajectories, with_totals=with_totals)
+    copied: Any = {
+        name: [list(row) if isinstance(row, list) else row for row in rows] if isinstance(rows, list) else rows
+        for name, rows in lists.items()
+    }
+    edited: Any = edit(copied)
+    if not isinstance(edited, Mapping):
+        raise DataError(f"it returned a {type(edited).__name__}; return the dictionary of the rollouts")
+    requests = [RolloutRequest(t.id, PromptRow(t.id.instance_id, [], t.env_class, t.env_extras)) for t in trajectories]
+    changed = _read_lists({**lists, **edited}, requests)
+    for t in changed:
+        if not t.is_valid:
+            raise DataError(f"trajectory {t.id.to_string()} has no reward; set its loss mask to 0 to leave it out")
+    return [
+        replace(new, data_source=old.data_source, greedy_reward=old.greedy_reward)
+        for new, old in zip(changed, trajectories, strict=True)
+    ]
+
+
+def _read_lists(output: GeneratorOutput, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
     is_last = output.get("is_last_step") or [True] * len(requests)
     ends = [end for end, ends_here in enumerate(is_last, start=1) if ends_here]
     if len(ends) != len(requests) or (ends and ends[-1] != len(is_last)):
@@ -361,9 +353,7 @@ def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segmen
     for name, values in (("loss_masks", loss_mask), ("rollout_logprobs", logprobs), ("rewards", rewards)):
         if isinstance(values, Sized) and len(values) != len(response_ids):
             raise DataError(f"{name}[{i}] has {len(values)} values for {len(response_ids)} response tokens")
-    per_token = rewards if isinstance(rewards, list) else [0.0] * len(response_ids)
-    if response_ids and not isinstance(rewards, list) and rewards is not None:
-        per_token[last_sampled(loss_mask)] = float(rewards)
+    per_token = rewards if isinstance(rewards, list) else put_on_last_token(rewards or 0.0, loss_mask)
     if not all(map(math.isfinite, per_token)):
         raise DataError(f"rewards[{i}]={rewards!r} are not all finite; return None for a trajectory without a reward")
     turns = _at(output.get("turns"), i) or ()
@@ -376,6 +366,14 @@ def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segmen
         sampling_logprobs=sampling_logprobs if len(sampling_logprobs or ()) == len(response_ids) else None,
         turns=tuple(turns) if all(turn.end <= len(response_ids) for turn in turns) else (),
     )
+
+
+def put_on_last_token(reward: float, loss_mask: Sequence[int]) -> list[float]:
+    """Return the reward of a response as one for each token [r]: on its last sampled token."""
+    rewards = [0.0] * len(loss_mask)
+    if rewards:
+        rewards[last_sampled(loss_mask)] = float(reward)
+    return rewards
 
 
 def _at(values: Sequence[T] | None, i: int) -> T | None:

@@ -64,12 +64,16 @@ class LockstepRollouts:
         prompts: PromptOrder,
         *,
         with_greedy_rewards: bool = False,
+        punishes_overlong: bool = True,
     ) -> None:
-        """With `with_greedy_rewards`, also play each prompt greedily."""
+        """With `with_greedy_rewards`, also play each prompt greedily. Without `punishes_overlong`, the trainer applies
+        the soft overlong punishment itself.
+        """
         self._cfg = cfg
         self._generator = generator
         self._prompts = prompts
         self._with_greedy_rewards = with_greedy_rewards
+        self._punishes_overlong = punishes_overlong and cfg.trainer.algorithm.overlong_buffer_len is not None
         self._compares_samples = estimator_traits(cfg.trainer.algorithm).compares_samples
         self._sampling = SamplingParams.from_config(cfg.generator.sampling_params)
 
@@ -142,10 +146,11 @@ class LockstepRollouts:
 
     def _punish_overlong(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Apply the soft overlong punishment, if it is configured."""
-        algorithm, sampling = self._cfg.trainer.algorithm, self._cfg.generator.sampling_params
-        if algorithm.overlong_buffer_len is None:
+        if not self._punishes_overlong:
             return trajectories
+        algorithm, sampling = self._cfg.trainer.algorithm, self._cfg.generator.sampling_params
         buffer, factor = algorithm.overlong_buffer_len, algorithm.overlong_buffer_penalty_factor
+        assert buffer is not None
         return punish_overlong(trajectories, sampling.max_generate_length, buffer, factor)
 
     async def _add_greedy_rewards(

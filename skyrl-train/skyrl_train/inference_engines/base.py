@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import hashlib
+from collections.abc import AsyncGenerator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.errors import EngineError
-from skyrl_train.types import WeightSpan
+from skyrl_train.types import Message, WeightSpan
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 StopReason = Literal["stop", "length", "abort"]
@@ -91,6 +92,11 @@ class EngineRequest:
     session_id: str | None = None  # requests of one session share a key-value cache until `end_session`
 
 
+def hash_seed(identity: str) -> int:
+    """Return the 64-bit hash of a string as a seed."""
+    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineResult:
     """The n sampled tokens of a response, and their log-probs.
@@ -125,6 +131,24 @@ class EngineInfo:
     context_length: int  # maximum tokens of prompt and response together
     longest_sequence: int  # the same, or less if the engine's memory holds less
     weight_dtype: torch.dtype | None = None  # in which the engine holds weights; None: as the policy sends them
+
+
+class InferenceEngineInput(TypedDict, total=False):
+    """SkyRL's input of `InferenceEngineClient.generate`: n conversations, or n lists of token ids."""
+
+    prompts: list[list[Message]] | None
+    prompt_token_ids: list[list[int]] | None
+    sampling_params: dict[str, Any] | None  # under vLLM's names; None: those of the configuration
+    session_ids: list[Hashable] | None
+
+
+class InferenceEngineOutput(TypedDict):
+    """SkyRL's output: n responses in the order of the input."""
+
+    responses: list[str]
+    response_ids: list[list[int]]
+    stop_reasons: list[str]
+    response_logprobs: list[list[float]] | None  # None if the engine cannot compute them
 
 
 class InferenceEngine(Protocol):

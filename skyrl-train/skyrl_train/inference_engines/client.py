@@ -286,11 +286,14 @@ class EngineClient:
         """Replace engines that no longer answer, for as long as the client exists."""
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
-            for index in range(len(self._engines)):
-                try:
-                    await self._replace_if_lost(index, sends_weights=True)
-                except Exception as error:  # noqa: BLE001, the requests of the engine get it, too
-                    logger.warning("%s could not be replaced: %s", self._name(index).capitalize(), error)
+            await asyncio.gather(*map(self._check_and_replace, range(len(self._engines))))
+
+    async def _check_and_replace(self, index: int) -> None:
+        """Replace an engine if it no longer answers; log a failure."""
+        try:
+            await self._replace_if_lost(index, sends_weights=True)
+        except Exception as error:  # noqa: BLE001, the requests of the engine get it, too
+            logger.warning("%s could not be replaced: %s", self._name(index).capitalize(), error)
 
     async def _replace_if_lost(self, index: int, *, sends_weights: bool) -> None:
         engine = self._engines[index]

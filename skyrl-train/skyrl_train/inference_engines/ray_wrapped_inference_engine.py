@@ -24,7 +24,7 @@ PLACE_TIMEOUT_S = 300.0
 START_TIMEOUT_KEY = "generator.engine_start_timeout_seconds"
 
 RayWrappedInferenceEngine = RemoteEngine
-"""The driver's end of an engine in an actor."""
+"""The driver's end of an engine in an actor, as `connect_engine` returns it."""
 
 _make_engine: Callable[[], InferenceEngine] | None = None
 """The engine of this process, once it is an `EngineActor`."""

@@ -1,7 +1,10 @@
-"""The engine in another process under the name that SkyRL's scripts import."""
+"""Engines behind HTTP servers under the name that SkyRL's scripts import.
 
-from skyrl_train.inference_engines.remote import RemoteEngine
+`generator.remote_inference_engine_urls` makes them: `VLLMServerEngine` or `SGLangEngine`.
+"""
 
-RemoteInferenceEngine = RemoteEngine
+from skyrl_train.inference_engines.http import HTTPEngine
+
+RemoteInferenceEngine = HTTPEngine
 
 __all__ = ["RemoteInferenceEngine"]

@@ -1,8 +1,10 @@
-"""A run in one process: one rank per model, and an engine that generates with the policy's own tensors, or a copy."""
+"""A run in one process: one rank per model, and an engine that generates with the policy's own tensors or a copy, or
+servers that receive them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
 import torch
@@ -12,10 +14,13 @@ from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
+from skyrl_train.inference_engines.http import find_host, server_url
 from skyrl_train.launch.launcher import holding_devices
+from skyrl_train.launch.transports import with_transport
 from skyrl_train.models.loading import default_device
 from skyrl_train.types.specs import ModelSpec, SyncKind, World
-from skyrl_train.weight_sync import WeightSink, WeightSync
+from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
+from skyrl_train.weight_sync.sync import free_port
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.lease import Lease
 from skyrl_train.workers.ranks import LocalRank
@@ -24,9 +29,21 @@ from skyrl_train.workers.ranks import LocalRank
 class InlineLauncher:
     """A launcher whose models compute in `executor`, which has one thread."""
 
-    def __init__(self, executor: Executor, *, offloads_idle: bool = False) -> None:
-        """With `offloads_idle`, models and the engine, which has a copy of the weights, leave the device while idle."""
+    def __init__(
+        self,
+        executor: Executor,
+        sync: SyncOptions | None = None,
+        servers: Sequence[str] = (),
+        *,
+        offloads_idle: bool = False,
+    ) -> None:
+        """Create the launcher. `sync` describes how weights are sent to `servers`, the addresses of engines that
+        receive them in other processes. With `offloads_idle`, models and the engine, which has a copy of the weights,
+        leave the device while they are idle.
+        """
         self._executor = executor
+        self._sync = sync or SyncOptions()
+        self._servers = servers
         self._lease = Lease() if offloads_idle else None
         self.device = default_device()
         self.policy: PreTrainedModel | None = None
@@ -64,7 +81,17 @@ class InlineLauncher:
         kind: SyncKind = "full",
         dtype: torch.dtype | None = None,
     ) -> WeightSync:
-        return WeightSync(source, sinks, kind=kind, dtype=dtype, holding_devices=holding_devices(self._lease, sinks))
+        if not self._servers or any(isinstance(sink, WorkerGroup) for sink in sinks.values()):
+            options = SyncOptions(timeout_s=self._sync.timeout_s)
+            return WeightSync(source, sinks, options, kind=kind, holding_devices=holding_devices(self._lease, sinks))
+        options = with_transport(self._sync, self.device, shares_devices=False)
+        return WeightSync(source, sinks, options, find_address=self._find_address, kind=kind, dtype=dtype)
+
+    async def _find_address(self) -> str:
+        """Return a free "host:port" of this machine that all servers can reach."""
+        hosts = [find_host(server_url(server)) for server in self._servers]
+        host = next((host for host in hosts if not host.startswith("127.")), hosts[0])
+        return f"{host}:{free_port(host)}"
 
     async def close(self) -> None:
         if self._lease is not None:

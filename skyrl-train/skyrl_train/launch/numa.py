@@ -11,6 +11,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+SYSFS = Path("/sys")
+"""Folder in which the kernel describes devices and nodes."""
+
 
 def bind_to_gpu(index: int) -> None:
     """Run the calling thread, and those that it starts, on the cores of the GPU's NUMA node."""
@@ -18,18 +21,17 @@ def bind_to_gpu(index: int) -> None:
     bind_to_device(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 
-def bind_to_device(address: str, sysfs: Path = Path("/sys")) -> None:
+def bind_to_device(address: str) -> None:
     """Run the calling thread, and those that it starts, on the cores of the NUMA node of a PCI device.
 
     Does nothing if the kernel assigns the device to no node, or if this process may use no core of the node.
 
     Args:
         address: of the device, e.g. "0000:3b:00.0".
-        sysfs: where the kernel describes devices and nodes.
     """
     try:
-        node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
-        cores = parse_cores((sysfs / f"devices/system/node/node{node}/cpulist").read_text())
+        node = int((SYSFS / "bus/pci/devices" / address / "numa_node").read_text())
+        cores = parse_cores((SYSFS / f"devices/system/node/node{node}/cpulist").read_text())
     except OSError:  # another system than Linux, or node -1: the device belongs to none
         return
     if usable := cores & os.sched_getaffinity(0):

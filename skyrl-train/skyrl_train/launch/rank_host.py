@@ -26,9 +26,10 @@ class RankHost:
         """Join the process group at `address`, "tcp://host:port" or "env://"; a single rank needs none."""
         torch.set_num_threads(n_threads)
         device = torch.device(world.device)
-        if device.index is not None:
-            torch.cuda.set_device(device)
-            bind_to_gpu(device.index)
+        if device.type == "cuda":
+            if device.index is not None:  # on Ray, the process sees one GPU
+                torch.cuda.set_device(device)
+            bind_to_gpu(torch.cuda.current_device())
         self._world = world
         self._workers: dict[Role, Worker] = {}
         self._strategies: dict[MegatronConfig | None, DistributedStrategy[Any]] = {}

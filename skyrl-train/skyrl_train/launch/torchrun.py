@@ -58,7 +58,7 @@ class Torchrun:
     def check(self, placement: RunPlacementConfig) -> None:
         """Raise ConfigError if the configuration sets other numbers of processes than torchrun has started."""
         n_nodes = self.size // self.n_per_node
-        if placement.launcher != "auto":
+        if placement.launcher not in ("auto", "torchrun"):
             raise ConfigError(
                 f"trainer.placement.launcher={placement.launcher}, but torchrun has started {self.size} processes; "
                 "start the command without torchrun, or remove trainer.placement.launcher"

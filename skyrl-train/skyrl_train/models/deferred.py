@@ -36,9 +36,9 @@ class DeferredWeights:
     """File of each tensor. Tensors that are not in a file are 0."""
 
     @torch.no_grad()
-    def read(self, name: str, target: torch.Tensor, offset: Collection[int]) -> None:
-        """Read the part of a tensor that begins at `offset` and has the shape of `target`; ConfigError if it is NaN or
-        infinite.
+    def read(self, name: str, target: torch.Tensor, offset: Collection[int], dtype: torch.dtype | None = None) -> None:
+        """Read the part of a tensor that begins at `offset` and has the shape of `target`, rounded to `dtype`;
+        ConfigError if it is NaN or infinite.
         """
         assert self.files is not None, "no model was created without its weights"
         if name not in self.files:
@@ -46,7 +46,7 @@ class DeferredWeights:
         elif target.numel():
             part = tuple(slice(first, first + n) for first, n in zip(offset, target.shape, strict=True))
             with safe_open(self.files[name], framework="pt") as tensors:  # unmapped again after each tensor
-                target.copy_(tensors.get_slice(name)[part])
+                target.copy_(tensors.get_slice(name)[part].to(dtype or target.dtype))
             if not target.isfinite().all():
                 raise ConfigError(
                     f"{self.source} has NaN or infinite weights in {name}; use another checkpoint of the model"

@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.deferred import create_without_weights
 from skyrl_train.models.fused import fuse_operations
+from skyrl_train.models.last_layer import narrow_last_layer
 from skyrl_train.models.logprobs import scaled_logits
 
 logger = logging.getLogger(__name__)
@@ -255,6 +256,7 @@ def _prepare(
         module.to(device)
     if device is None or device.type == "cpu":
         fuse_operations(model)
+        narrow_last_layer(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     role = {POLICY_PATH: "policy", REF_PATH: "reference", CRITIC_PATH: "critic"}.get(key, "model")

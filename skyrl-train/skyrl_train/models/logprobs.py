@@ -65,8 +65,12 @@ def hidden_before(
     mask = loss_mask.bool()
     rows, positions = find_predictions(attention_mask, loss_mask)
     if shares_prefixes:
-        tree = PrefixTree(unpadded(sequences, attention_mask), sequences.device)
-        states, index = tree_hidden_states(model, tree, group), tree.index[rows, positions]  # (U or u, H), (N,)
+        is_narrowed = group is None and sequences.device.type == "cpu"  # as models/last_layer.py explains
+        wanted = (rows, positions) if is_narrowed else None
+        tree = PrefixTree(unpadded(sequences, attention_mask), sequences.device, wanted)
+        states, index = tree_hidden_states(model, tree, group), tree.index[rows, positions]  # (M or u, H), (N,)
+        if tree.wanted is not None:
+            index = torch.searchsorted(tree.wanted, index)
         if group is not None:
             index = index - group.slice_start(len(tree.token_ids))
             is_own = (index >= 0) & (index < len(states))

@@ -11,13 +11,12 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
@@ -28,7 +27,8 @@ from transformers import (
 )
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.types.specs import LoraSpec, Role
+from skyrl_train.models.low_rank import MatrixChange
+from skyrl_train.types.specs import LoraSpec, Role, SyncKind
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +145,29 @@ def merged_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str
         tensor = gather(parameter.detach())
         path, _, part = name.rpartition(".")
         if part == "weight" and path in layers:
-            a, b = (gather(factor) for factor in _factors(layers[path]))
-            tensor = MatrixChange(a, b, layers[path].scaling[NAME], layers[path].fan_in_fan_out).apply(tensor)
+            tensor = _matrix_change(layers[path], *map(gather, _factors(layers[path]))).apply(tensor)
         yield name, tensor
+
+
+def frozen_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the frozen tensors of a model with an adapter, under the names that they have without it."""
+    for name, parameter in merged_names(model):
+        if not parameter.requires_grad:
+            yield name, gather(parameter.detach())
+
+
+def sync_tensors(model: PreTrainedModel, kind: SyncKind, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a weight sync."""
+    if kind == "full":
+        yield from merged_tensors(model, gather)
+    elif kind == "adapter":
+        for name, parameter in trained_parameters(model).items():
+            yield name, gather(parameter.detach())
+    else:
+        for path, layer in _layers(model).items():
+            yield from _matrix_change(layer, *map(gather, _factors(layer))).named(f"{path}.weight")
+        if kind == "base_and_factors":
+            yield from frozen_tensors(model, gather)
 
 
 @torch.no_grad()
@@ -172,21 +192,6 @@ def save_adapter(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], ba
     (folder / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixChange:
-    """The change scale · B·A of one matrix."""
-
-    a: torch.Tensor  # (rank, in)
-    b: torch.Tensor  # (out, rank)
-    scale: float
-    is_transposed: bool  # the matrix is (in, out), as in GPT-2
-
-    def apply(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the changed matrix; the sum is computed in float32."""
-        change = (self.b.float() @ self.a.float()) * self.scale  # (out, in)
-        return (weight.float() + (change.T if self.is_transposed else change)).to(weight.dtype)
-
-
 def read_changes(path: str, base: str) -> tuple[dict[str, MatrixChange], set[str]]:
     """Return the changes that an adapter makes to the model at `base`, by the name of the tensor, and the names of the
     model's parameters. Files may have other tensors too, such as a copy of a tied head.
@@ -206,7 +211,7 @@ def read_changes(path: str, base: str) -> tuple[dict[str, MatrixChange], set[str
     changes = {}
     for layer_path, layer in _layers(model).items():
         a, b = (tensors[f"{FILE_PREFIX}{layer_path}.lora_{factor}.weight"] for factor in "AB")
-        changes[f"{layer_path}.weight"] = MatrixChange(a, b, layer.scaling[NAME], layer.fan_in_fan_out)
+        changes[f"{layer_path}.weight"] = _matrix_change(layer, a, b)
     return changes, {name for name, _ in merged_names(model)}
 
 
@@ -217,6 +222,14 @@ def _layers(model: PreTrainedModel) -> dict[str, Any]:
 def _factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A (rank, in) and B (out, rank)."""
     return layer.lora_A[NAME].weight.detach(), layer.lora_B[NAME].weight.detach()
+
+
+def _matrix_change(layer: Any, a: torch.Tensor, b: torch.Tensor) -> MatrixChange:
+    """Return the change by the factors A (rank, in) and B (out, rank) of a layer, which may be DTensors."""
+    a, b = a.float(), b.float() * layer.scaling[NAME]
+    if layer.fan_in_fan_out:  # the matrix is (in, out), as in GPT-2
+        return MatrixChange(a.T, b.T)
+    return MatrixChange(b, a)
 
 
 def _source(lora: LoraSpec) -> str:
@@ -338,7 +351,14 @@ def _name_in_file(name: str) -> str:
 def _check_layers(model: PreTrainedModel, lora: LoraSpec) -> None:
     """Raise ConfigError for adapters of other modules than linear ones, and of a head that is tied to embeddings."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    for path, layer in _layers(model).items():
+    layers = _layers(model)
+    for path, layer in layers.items():
+        if isinstance(layer, ParamWrapper):
+            linear = {path.rpartition(".")[2] for path, layer in layers.items() if not isinstance(layer, ParamWrapper)}
+            raise ConfigError(
+                f"{_source(lora)}: {path} of a mixture of experts is not a linear module, and only those can have an "
+                f"adapter; set {lora.key}.target_modules=[{','.join(sorted(linear))}]"
+            )
         if NAME not in layer.lora_A:
             raise ConfigError(
                 f"{_source(lora)}: {path} is a {type(layer.get_base_layer()).__name__}, and only linear modules can "

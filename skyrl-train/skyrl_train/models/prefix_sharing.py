@@ -2,6 +2,8 @@
 
 The samples of a group begin with the same prompt, and each row of a step-wise trajectory with the row before it. Every
 layer but attention computes each token of the tree of prefixes once; attention reads the tokens of each row from it.
+
+The last layer computes only the tokens whose hidden states are needed, and of all others their keys and values.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow, widen_last_layer
 from skyrl_train.models.sequence_parallel import SequenceGroup
 
 NAME = "skyrl_prefix_tree"
@@ -26,58 +29,97 @@ TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value
 
 
 @dataclass(slots=True)
-class Bucket:
-    """Rows of similar length that attend in the same calls: their tokens from `start` on to all of their tokens."""
+class AttentionCall:
+    """The queries of one call of attention: T positions of the b rows of a bucket, and keys up to the last of them."""
 
-    start: int
-    keys: torch.Tensor  # (b, L) indices into the tokens of the tree; beyond the end of a row, 0
-    _masks: dict[tuple[int, int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    positions: torch.Tensor  # (T,), ascending
+    queries: torch.Tensor  # (b, T) indices into the tokens that have queries
+    n_keys: int
+    is_contiguous: bool  # the positions are 0, 1, … T - 1
+    _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """The positions [first, last) of the queries of each call.
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the mask (queries, keys) to add to the scores: 0 for the keys that a query sees, up to itself and
+        within the sliding window, and else -inf.
 
-        The kernel of a CPU also computes scores that the causal mask hides, so that few queries a call, with the keys
-        up to the last of them, halve its work.
-        """
-        length = self.keys.shape[1]
-        if self.keys.device.type != "cpu":
-            return [(self.start, length)]
-        n_spans = max(1, (length - self.start) // SPAN)
-        edges = [self.start + (length - self.start) * i // n_spans for i in range(n_spans + 1)]
-        return list(pairwise(edges))
-
-    def mask(self, span: tuple[int, int], window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the mask (queries, keys) to add to the scores of a span: 0 for the keys that a query sees, up to
-        itself and within the sliding window, and else -inf.
-
-        None stands for the causal mask of a span that starts at 0. All layers share a mask of numbers: attention would
+        None stands for the causal mask of positions from 0 on. All layers share a mask of numbers: attention would
         convert one of booleans, and keep the result, in each of them.
         """
-        first, last = span
-        if window is not None and last <= window:
+        if window is not None and self.n_keys <= window:
             window = None
-        if first == 0 and window is None:
+        if self.is_contiguous and window is None:
             return None
-        key = (first, window, dtype)
+        key = (window, dtype)
         if key not in self._masks:
-            positions = torch.arange(last, device=self.keys.device)
-            distance = positions[first:, None] - positions
+            distance = self.positions[:, None] - torch.arange(self.n_keys, device=self.positions.device)
             is_hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-            self._masks[key] = torch.zeros(distance.shape, dtype=dtype, device=positions.device).masked_fill_(
+            self._masks[key] = torch.zeros(distance.shape, dtype=dtype, device=distance.device).masked_fill_(
                 is_hidden, -torch.inf
             )
         return self._masks[key]
 
 
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Rows of similar length that attend in the same calls."""
+
+    keys: torch.Tensor  # (b, L) indices into the tokens of the tree; beyond the end of a row, 0
+    calls: list[AttentionCall]
+
+
+class Queries:
+    """The calls of attention that compute chosen tokens of a tree."""
+
+    def __init__(self, index: np.ndarray, is_query: np.ndarray, tokens: np.ndarray, device: torch.device) -> None:
+        """`index` (B, L) has the tokens of each row, of which `is_query` (B, L) marks those to compute there: at least
+        one for each of the `tokens` (M,), in ascending order.
+        """
+        sizes = {}
+        for row in np.flatnonzero(is_query.any(axis=1)).tolist():
+            first, last = np.flatnonzero(is_query[row])[[0, -1]].tolist()
+            sizes[row] = (_round_down(first), -_round_down(-last - 1))
+        outputs = np.zeros(len(tokens), dtype=np.int64)  # index of each token among the queries of all calls
+        n_queries = 0
+        self.buckets: list[Bucket] = []
+        for _, members in groupby(sorted(sizes, key=sizes.__getitem__), key=sizes.__getitem__):
+            picked = np.array(list(members))
+            columns = np.flatnonzero(is_query[picked].any(axis=0))
+            calls = []
+            for positions in np.array_split(columns, max(1, len(columns) // SPAN) if device.type == "cpu" else 1):
+                slots = np.searchsorted(tokens, index[np.ix_(picked, positions)]).clip(max=len(tokens) - 1)  # (b, T)
+                is_real = is_query[np.ix_(picked, positions)]
+                outputs[slots[is_real]] = n_queries + np.flatnonzero(is_real)
+                n_queries += slots.size
+                n_keys = int(positions[-1]) + 1
+                calls.append(
+                    AttentionCall(
+                        torch.from_numpy(positions).to(device),
+                        torch.from_numpy(slots).to(device),
+                        n_keys,
+                        is_contiguous=len(positions) == n_keys,
+                    )
+                )
+            keys = torch.from_numpy(index[picked, : columns[-1] + 1]).to(device)
+            self.buckets.append(Bucket(keys, calls))
+        self.outputs = torch.from_numpy(outputs).to(device)  # (M,)
+
+
 class PrefixTree:
     """The U distinct tokens of B rows: tokens with the same tokens before them are one."""
 
-    def __init__(self, rows: Sequence[np.ndarray], device: torch.device) -> None:
-        """Build the tree of rows of token ids."""
+    def __init__(
+        self,
+        rows: Sequence[np.ndarray],
+        device: torch.device,
+        wanted: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Build the tree of rows of token ids. Pass the rows (N,) and positions (N,) of the `wanted` tokens if hidden
+        states of others are not read.
+        """
         order, n_shared = sort_by_prefix(rows)
-        lengths = [len(row) for row in rows]
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
         index = np.zeros((len(rows), max(lengths, default=0)), dtype=np.int64)
+        starts = np.zeros(len(rows), dtype=np.int64)  # of the queries of each row
         token_ids, position_ids, n_tokens = [], [], 0
         previous = order[0] if order else 0
         for row, shared in zip(order, n_shared, strict=True):
@@ -86,29 +128,25 @@ class PrefixTree:
             index[row, shared : lengths[row]] = np.arange(n_tokens, n_tokens + n_new)
             token_ids.append(rows[row][shared:])
             position_ids.append(np.arange(shared, lengths[row]))
+            # Tokens of a shared prefix need no queries here; where they are few, causal attention over all is faster.
+            starts[row] = shared if 4 * shared >= lengths[row] else 0
             n_tokens += n_new
             previous = row
-
-        # Tokens of a shared prefix need no queries here; where they are few, causal attention over all is faster.
-        starts = [shared if 4 * shared >= lengths[row] else 0 for row, shared in zip(order, n_shared, strict=True)]
-        keys = [(_round_down(start), -_round_down(-lengths[row])) for row, start in zip(order, starts, strict=True)]
-        outputs = np.zeros(n_tokens, dtype=np.int64)  # index of each token among the queries of all calls
-        self.buckets: list[Bucket] = []
-        n_queries = 0
-        for (start, _), members in groupby(sorted(range(len(order)), key=keys.__getitem__), key=keys.__getitem__):
-            picked = [order[member] for member in members]
-            bucket_index = index[picked, : max(lengths[row] for row in picked)]  # (b, L)
-            bucket = Bucket(start, torch.from_numpy(bucket_index).to(device))
-            self.buckets.append(bucket)
-            is_token = np.arange(bucket_index.shape[1]) < np.array([[lengths[row]] for row in picked])
-            for first, last in bucket.spans:
-                tokens, real = bucket_index[:, first:last].ravel(), is_token[:, first:last].ravel()
-                outputs[tokens[real]] = n_queries + np.flatnonzero(real)
-                n_queries += len(tokens)
+        columns = np.arange(index.shape[1])
+        is_query = (columns >= starts[:, None]) & (columns < lengths[:, None])
+        self.queries = Queries(index, is_query, np.arange(n_tokens), device)
         self.index = torch.from_numpy(index).to(device)  # (B, L) of each row's tokens; beyond the end of a row, 0
-        self.outputs = torch.from_numpy(outputs).to(device)  # (U,)
         self.token_ids = torch.from_numpy(np.concatenate([*token_ids, []]).astype(np.int64)).to(device)  # (U,)
         self.position_ids = torch.from_numpy(np.concatenate([*position_ids, []]).astype(np.int64)).to(device)  # (U,)
+        self.wanted: torch.Tensor | None = None  # (M,) the distinct tokens that are wanted, ascending
+        if wanted is not None:
+            places = tuple(indices.cpu().numpy() for indices in wanted)
+            tokens = np.unique(index[places])
+            if 0 < len(tokens) <= MAX_SHARE * n_tokens:
+                is_query[:] = False
+                is_query[places] = True
+                self.wanted = torch.from_numpy(tokens).to(device)
+                self.wanted_queries = Queries(index, is_query, tokens, device)
 
 
 def _round_down(n_tokens: int) -> int:
@@ -141,10 +179,13 @@ def unpadded(sequences: torch.Tensor, attention_mask: torch.Tensor) -> list[np.n
 
 
 def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree, group: SequenceGroup | None = None) -> torch.Tensor:
-    """Return the final hidden states (U, H) of the tokens of a tree; with `group`, of this rank's slice (u, H)."""
+    """Return the final hidden states (M, H) of the wanted tokens of a tree, or of all if it has none; with `group`, of
+    this rank's slice (u, H) of all tokens.
+    """
     token_ids, position_ids = tree.token_ids, tree.position_ids
     if group is not None:
         token_ids, position_ids = group.take_slice(token_ids), group.take_slice(position_ids)
+    is_narrowed = tree.wanted is not None and is_narrow(model)
     with tree_attention(model):
         output = model.base_model(
             input_ids=token_ids[None],
@@ -152,9 +193,10 @@ def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree, group: Sequence
             use_cache=False,
             prefix_tree=tree,
             sequence_group=group,
+            **({"wanted_tokens": tree.wanted} if is_narrowed else {}),
         )
     states: torch.Tensor = output.last_hidden_state[0]
-    return states
+    return states if tree.wanted is None or is_narrowed else states[tree.wanted]
 
 
 @contextmanager
@@ -178,6 +220,8 @@ def _attend(
     *,
     prefix_tree: PrefixTree,
     sequence_group: SequenceGroup | None,
+    wants_keys: bool = False,
+    keys_and_values: tuple[torch.Tensor, torch.Tensor] | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -187,13 +231,19 @@ def _attend(
     """Return the attention (1, U, heads, d) of each token of a tree to itself and the tokens before it.
 
     The signature is that of transformers' attention functions; query is (1, heads, U, d). With `sequence_group`, query
-    and attention are those of this rank's slice.
+    and attention are those of this rank's slice. With `keys_and_values` of all tokens, they are those of the wanted
+    tokens (1, M, heads, d).
     """
     if softcap is not None or s_aux is not None:
         raise NotImplementedError("attention with capped scores or sinks")
+    if wants_keys:
+        raise KeysAndValues(key, value)
+    plan = prefix_tree.queries
+    if keys_and_values is not None:
+        plan, (key, value) = prefix_tree.wanted_queries, keys_and_values
     queries, keys, values = (
         states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value)
-    )  # (U, heads, d)
+    )  # (U or M, heads, d)
     if sequence_group is not None:
         n_tokens = len(prefix_tree.token_ids)
         queries, keys, values = sequence_group.tokens_to_heads(queries, keys, values, n_tokens)
@@ -203,21 +253,21 @@ def _attend(
         return picked.view(*indices.shape, *states.shape[1:]).transpose(1, 2)  # (b, heads, T, d)
 
     outputs = []
-    for bucket in prefix_tree.buckets:
+    for bucket in plan.buckets:
         row_keys, row_values = rows(keys, bucket.keys), rows(values, bucket.keys)
-        for first, last in bucket.spans:
-            mask = bucket.mask((first, last), sliding_window, values.dtype)
+        for call in bucket.calls:
+            mask = call.mask(sliding_window, values.dtype)
             attended = scaled_dot_product_attention(
-                rows(queries, bucket.keys[:, first:last]),
-                row_keys[:, :, :last],
-                row_values[:, :, :last],
+                rows(queries, call.queries),
+                row_keys[:, :, : call.n_keys],
+                row_values[:, :, : call.n_keys],
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=scaling,
                 enable_gqa=True,
             )
             outputs.append(attended.transpose(1, 2).flatten(0, 1))  # (b · T, heads, d)
-    states = torch.cat(outputs).index_select(0, prefix_tree.outputs)  # (U, heads, d)
+    states = torch.cat(outputs).index_select(0, plan.outputs)  # (U or M, heads, d)
     if sequence_group is not None:
         states = sequence_group.heads_to_tokens(states)
     return states[None], None
@@ -231,12 +281,37 @@ def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = Non
     """Return why rows of a model cannot share prefixes, with tokens divided among the ranks of `group`; None if they
     can. Some architectures mix neighboring tokens.
 
+    If they can, but hidden states change when the last layer computes the wanted tokens only, let it compute all.
+
     Raises:
         ConfigError: the heads of the model cannot be divided among the ranks.
     """
     rows = [np.array(row) for row in ([1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 2], [1, 2, 3, 4, 5, 6, 7, 8, 1])]
-    tolerance = TOLERANCE if model.dtype == torch.float32 else LOW_PRECISION_TOLERANCE
+    expected = []
+    for row in rows:
+        token_ids = torch.from_numpy(row)[None].to(model.device)
+        expected.append(model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state[0].float())
     tree = PrefixTree(rows, model.device)
+    fault = _find_fault(model, tree, [tree.index[i, : len(row)] for i, row in enumerate(rows)], expected, group)
+    if fault is None and group is None and is_narrow(model):
+        picked = [(0, 2), (1, 3), (3, 3), (3, 8)]  # rows and positions
+        tree = PrefixTree(rows, model.device, tuple(torch.tensor(picked).T))
+        assert tree.wanted is not None
+        indices = [torch.searchsorted(tree.wanted, tree.index[place]) for place in picked]
+        if _find_fault(model, tree, indices, [expected[row][position] for row, position in picked]) is not None:
+            widen_last_layer(model)
+    return fault
+
+
+def _find_fault(
+    model: PreTrainedModel,
+    tree: PrefixTree,
+    indices: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    group: SequenceGroup | None = None,
+) -> str | None:
+    """Return how the hidden states of a tree at the `indices` differ from the `expected` ones; None if they do not."""
+    tolerance = TOLERANCE if model.dtype == torch.float32 else LOW_PRECISION_TOLERANCE
     try:
         states = tree_hidden_states(model, tree, group).float()
     except (ConfigError, torch.OutOfMemoryError):
@@ -245,13 +320,8 @@ def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = Non
         return f"it fails with shared prefixes: {error}"
     if group is not None:
         states = group.gather(states, len(tree.token_ids))
-    for i, row in enumerate(rows):
-        expected = (
-            model.base_model(input_ids=torch.from_numpy(row)[None].to(model.device), use_cache=False)
-            .last_hidden_state[0]
-            .float()
-        )
-        difference = (states[tree.index[i, : len(row)]] - expected).abs().max() / expected.abs().max()
+    for index, row_states in zip(indices, expected, strict=True):
+        difference = (states[index] - row_states).abs().max() / row_states.abs().max()
         if not difference < tolerance:
             return f"shared prefixes would change its hidden states by {difference:.1g}"
     return None

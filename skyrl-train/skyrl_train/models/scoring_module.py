@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -25,6 +27,9 @@ class Scorer(torch.nn.Module):
     scores_type: type[TokenScores | ValueScores] = TokenScores
     shares_prefixes = False
     """True if tokens that several rows of a micro-batch begin with are computed once."""
+
+    export_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+    """Types of the tensors of exports and weight syncs, by name, where weights are trained in another one."""
 
     @property
     @abstractmethod

@@ -180,6 +180,7 @@ class Tracking:
                     f"trainer.logger={name!r} is not a tracking backend; choose from {choices} (one, or a list)"
                 )
         self._trackers: list[Tracker] = []
+        self._uncommitted: dict[str, float] = {}
         with ExitStack() as started:
             for name in names:
                 self._trackers.append(start[name]())
@@ -188,9 +189,15 @@ class Tracking:
             started.callback(self._finish_writing)
             self._closing = started.pop_all()
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics of a step to every backend; then raise the OSError of this or an earlier write."""
-        metrics = dict(metrics)  # the caller may add to them before they are written
+    def log(self, metrics: Mapping[str, float], step: int, commit: bool = True) -> None:
+        """Log the metrics of a step to every backend; then raise the OSError of this or an earlier write.
+
+        Without `commit`, keep them for the next call with it.
+        """
+        self._uncommitted |= metrics
+        if not commit:
+            return
+        metrics, self._uncommitted = self._uncommitted, {}
         failures = []
         for tracker in self._trackers:
             try:

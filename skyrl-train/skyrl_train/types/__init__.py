@@ -19,8 +19,6 @@ from skyrl_train.types.tokens import (
     last_sampled,
 )
 
-TrainingInputBatch = TrainingBatch
-
 __all__ = [
     "DrawnPrompt",
     "Message",
@@ -35,7 +33,6 @@ __all__ = [
     "Shard",
     "TokenScores",
     "TrainingBatch",
-    "TrainingInputBatch",
     "Trajectory",
     "TrajectoryID",
     "Turn",

@@ -13,8 +13,10 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.lazy import torch
 
 Role = Literal["policy", "critic", "ref", "reward"]
-SyncKind = Literal["full", "adapter"]
-"""All tensors of a model, with its adapter merged into them, or those of the adapter."""
+SyncKind = Literal["full", "adapter", "factors", "base_and_factors"]
+"""The tensors of a weight sync: `full`, those of the model with its adapter merged into them. `adapter`, those of the
+adapter, for copies that have its modules. `factors`, those of the adapter's change of each matrix, for copies that hold
+the model without it. `base_and_factors`, the factors and then the model without the adapter."""
 ModelPart = Literal["weights", "optimizer", "all"]
 """A part of a model in memory: its weights, or its gradients and the state of its optimizer."""
 
@@ -107,6 +109,11 @@ class ModelSpec:
     max_tokens_per_micro_batch: int | None = None  # None: `default_max_tokens` of the model
     max_rows_forward: int | None = None
     max_rows_train: int | None = None
+
+    @property
+    def trains_all_weights(self) -> bool:
+        """True if the weights of the model are trained, not only an adapter."""
+        return self.optimizer is not None and self.lora is None
 
     @property
     def section(self) -> str:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skyrl_train.entrypoints.command import validate_cfg
     from skyrl_train.launch.ray.cluster import initialize_ray
+    from skyrl_train.timer import Timer
 
-__all__ = ["initialize_ray", "validate_cfg"]
+__all__ = ["Timer", "initialize_ray", "validate_cfg"]
+
+HOMES = {
+    "Timer": "skyrl_train.timer",
+    "initialize_ray": "skyrl_train.launch.ray.cluster",
+    "validate_cfg": "skyrl_train.entrypoints.command",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a name at its first use: ray is optional."""
-    if name == "initialize_ray":
-        from skyrl_train.launch.ray.cluster import initialize_ray
-
-        return initialize_ray
-    if name == "validate_cfg":
-        from skyrl_train.entrypoints.command import validate_cfg
-
-        return validate_cfg
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(HOMES[name]), name)

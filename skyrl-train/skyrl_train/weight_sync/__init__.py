@@ -1,6 +1,7 @@
 """The transfer of new weights from the policy to engines and to the reference."""
 
 from skyrl_train.weight_sync.base import Receipt, SyncPlan
+from skyrl_train.weight_sync.mirror import MirroredReceiver, WeightMirror
 from skyrl_train.weight_sync.sync import (
     Receiver,
     SyncOptions,
@@ -12,10 +13,12 @@ from skyrl_train.weight_sync.sync import (
 )
 
 __all__ = [
+    "MirroredReceiver",
     "Receipt",
     "Receiver",
     "SyncOptions",
     "SyncPlan",
+    "WeightMirror",
     "WeightSink",
     "WeightSource",
     "WeightSync",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 
-BLOCK_WORDS = {"cpu": 1 << 15, "cuda": 1 << 22}  # on a CPU, a block and its weights stay in the cache of a core
 WORD_BYTES = 8
+ROW_WORDS = 1 << 13
+ROW_BYTES = ROW_WORDS * WORD_BYTES
+BLOCK_BYTES = 1 << 20  # for each core: a block and its copy stay in the cache of the core
 
 
 def tensor_checksum(name: str, tensor: torch.Tensor) -> int:
@@ -16,17 +19,53 @@ def tensor_checksum(name: str, tensor: torch.Tensor) -> int:
 
     The last word is filled up with zeros. The checksums of a model's tensors add up, modulo 2⁶⁴, in any order.
     """
-    flat = flat_bytes(tensor)
-    if flat.storage_offset() % WORD_BYTES:
-        flat = flat.clone()  # words must be aligned
-    n_whole = len(flat) // WORD_BYTES * WORD_BYTES
-    total = _weighted_sum(flat[:n_whole].view(torch.int64)) if n_whole else 0
-    n_words = n_whole // WORD_BYTES
-    if len(flat) > n_whole:
-        rest = int.from_bytes(bytes(flat[n_whole:].tolist()), "little", signed=False)
-        total += (2 * n_words + 1) * rest
-        n_words += 1
-    return (total + zlib.crc32(name.encode()) * n_words**2) % 2**64  # Σ (2i + 1) = n²
+    checksum = Checksum(name)
+    for block in split_into_blocks(flat_bytes(tensor)):
+        checksum.add(block)
+    return checksum.value
+
+
+class Checksum:
+    """The checksum of a tensor whose bytes come in parts, in order. All parts but the last consist of whole words.
+
+    In rows of C words, i = rC + c: sums of rows and sums of columns, each with its own weights, are enough. They take
+    half as long as products of all words. All sums wrap around at 2⁶⁴, as intended.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._c = zlib.crc32(name.encode())
+        self._total = 0  # Σ (2i + 1) · wordᵢ, less the part of the columns
+        self._columns: torch.Tensor | int = 0  # (C,) with the weights 2c + 1
+        self.n_words = 0
+
+    def add(self, part: torch.Tensor) -> None:
+        """Append bytes (n,)."""
+        if part.storage_offset() % WORD_BYTES:
+            part = part.clone()  # words must be aligned
+        n_rows, n_bytes = len(part) // ROW_BYTES, len(part)
+        if n_rows:
+            rows = part[: n_rows * ROW_BYTES].view(torch.int64).view(n_rows, -1)
+            self._columns += rows.sum(0)
+            self._add_words(rows.sum(1), _row_weights(n_rows, part.device), n_rows * ROW_BYTES // WORD_BYTES)
+        if n_words := n_bytes % ROW_BYTES // WORD_BYTES:
+            words = part[n_rows * ROW_BYTES : n_bytes - n_bytes % WORD_BYTES].view(torch.int64)
+            self._add_words(words, _odd_numbers(part.device)[:n_words], n_words)
+        if n_bytes % WORD_BYTES:
+            rest = bytes(part[n_bytes - n_bytes % WORD_BYTES :].tolist())
+            self._total += (2 * self.n_words + 1) * int.from_bytes(rest, "little")
+            self.n_words += 1
+
+    def _add_words(self, sums: torch.Tensor, weights: torch.Tensor, n_words: int) -> None:
+        """Add Σ (weightⱼ + 2s) · sumⱼ, where s words come before these."""
+        self._total += _dot(sums, weights) + 2 * self.n_words * int(sums.sum())
+        self.n_words += n_words
+
+    @property
+    def value(self) -> int:
+        """The checksum of everything so far."""
+        columns = self._columns
+        of_columns = 0 if isinstance(columns, int) else _dot(columns, _odd_numbers(columns.device))
+        return (self._total + of_columns + self._c * self.n_words**2) % 2**64  # Σ (2i + 1) = n²
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,18 +73,20 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _weighted_sum(words: torch.Tensor) -> int:
-    """Return Σ (2i + 1) · wordᵢ mod 2⁶⁴."""
-    weights = _odd_numbers(words.device)
-    total = 0
-    for start in range(0, len(words), len(weights)):
-        block = words[start : start + len(weights)]
-        odd = weights[: len(block)]
-        product = torch.dot(odd, block) if block.is_cpu else (odd * block).sum()
-        total += int(product) + 2 * start * int(block.sum())  # both wrap around at 2⁶⁴, as intended
-    return total % 2**64
+def split_into_blocks(flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return bytes (n,) in blocks that fit into the caches of the computing cores; on a GPU, in one."""
+    return flat.split(BLOCK_BYTES * torch.get_num_threads()) if flat.is_cpu else (flat,)
+
+
+def _dot(left: torch.Tensor, right: torch.Tensor) -> int:
+    return int(torch.dot(left, right) if left.is_cpu else (left * right).sum())
+
+
+@cache
+def _row_weights(n_rows: int, device: torch.device) -> torch.Tensor:
+    return 2 * ROW_WORDS * torch.arange(n_rows, device=device)
 
 
 @cache
 def _odd_numbers(device: torch.device) -> torch.Tensor:
-    return 2 * torch.arange(BLOCK_WORDS[device.type], device=device) + 1
+    return 2 * torch.arange(ROW_WORDS, device=device) + 1

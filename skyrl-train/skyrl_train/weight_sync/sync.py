@@ -117,8 +117,9 @@ class WeightSync:
     ) -> None:
         """Connect the source to its sinks, by name. `transport="shared"` requires them in one process.
 
-        `find_address` returns a free "host:port" of the source's rank 0, which is on this machine by default. Sinks
-        without the source's adapter need a sync of the kind `full`; others share or load its base. Whole models travel
+        `find_address` returns a free "host:port" of the source's rank 0, which is on this machine by default. If the
+        source has an adapter, sinks that have it as well take the kind `adapter`, sinks with a `WeightMirror`
+        `factors`, and others `full`. Factors are preceded by the base where sinks do not hold it. Whole models travel
         in `dtype`, that of the sinks, where it is smaller. A sync runs inside `holding_devices()`, which brings the
         weights of source and sinks to devices that they share with others.
         """
@@ -152,7 +153,7 @@ class WeightSync:
     async def _send_to_all(self, version: int) -> Receipt:
         """Send the weights to every sink. After a failure, lost sinks are replaced, and all weights sent once more."""
         try:
-            return await self._send(self._sinks, version, sends_changes=self._options.sends_changes)
+            return await self._send(self._sinks, version, is_update=True)
         except (EngineError, SyncError):
             if self.recover is None or not await self.recover():
                 raise
@@ -169,10 +170,12 @@ class WeightSync:
         finally:
             self._version = None  # a sync that ends meanwhile sets it
 
-    async def _send(self, sinks: Mapping[str, WeightSink], version: int, *, sends_changes: bool = False) -> Receipt:
-        plan = await self._plan(sinks, version)
-        if sends_changes:  # read now: another sink may have been replaced while the plan was made
-            plan = replace(plan, base_version=self._version)
+    async def _send(self, sinks: Mapping[str, WeightSink], version: int, *, is_update: bool = False) -> Receipt:
+        """Send all weights or, for an update, what the sinks do not hold yet."""
+        held = self._version if is_update else None
+        plan = await self._plan(sinks, version, held)
+        if held is not None and self._version is None:  # a sink was replaced while the plan was made
+            plan = await self._plan(sinks, version)
         self._version = None  # until all sinks hold the new one
         first, plans = 1, {}
         for name, sink in sinks.items():
@@ -213,10 +216,15 @@ class WeightSync:
                 )
         return sent
 
-    async def _plan(self, sinks: Mapping[str, WeightSink], version: int) -> SyncPlan:
+    async def _plan(self, sinks: Mapping[str, WeightSink], version: int, held: int | None = None) -> SyncPlan:
+        """Plan a sync to sinks that hold the version `held`."""
         options = self._options
+        needs_base = self._kind == "factors" and (held is None or options.transport == "shared")
+        kind: SyncKind = "base_and_factors" if needs_base else self._kind
         if options.transport == "shared":
-            return SyncPlan(version, "shared", f"sync-{id(self)}-{version}", kind=self._kind)
+            address = f"sync-{id(self)}-{version}"
+            return SyncPlan(version, "shared", address, timeout_s=options.timeout_s, kind=kind)
+        sends_changes = options.sends_changes and self._kind != "factors"  # almost all values of an adapter change
         names = ["rank 0 of the model"]
         for name, sink in sinks.items():
             n = sink.n_weight_copies
@@ -225,20 +233,24 @@ class WeightSync:
             version,
             options.transport,
             await self._find_address(),
-            chunked(self._narrow(await self._source.tensor_specs(self._kind)), options.chunk_bytes),
+            chunked(self._narrow(await self._source.tensor_specs(kind), kind), options.chunk_bytes),
             n_receivers=len(names) - 1,
             timeout_s=options.timeout_s,
-            kind=self._kind,
+            kind=kind,
             chunk_bytes=options.ipc_bytes // N_SLOTS if options.transport == "cuda_ipc" else options.chunk_bytes,
             has_checksum=options.has_checksum,
-            tracks_changes=options.sends_changes,
+            tracks_changes=sends_changes,
+            base_version=held if sends_changes else None,
             names=tuple(names),
         )
 
-    def _narrow(self, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-        """Return the tensors in the type of the sinks, where it is smaller: sinks would round to it anyway."""
+    def _narrow(self, specs: Sequence[TensorSpec], kind: SyncKind) -> Sequence[TensorSpec]:
+        """Return the tensors of a model in the type of the sinks, where it is smaller: they would round to it anyway.
+
+        Adapters are not rounded: sinks merge them first.
+        """
         dtype = self._dtype
-        if dtype is None or self._kind != "full":
+        if dtype is None or kind != "full":
             return specs
         return [
             replace(spec, dtype=dtype)

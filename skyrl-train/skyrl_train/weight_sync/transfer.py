@@ -12,7 +12,7 @@ from skyrl_train.threads import half_of_cores
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync.base import Receipt, SyncPlan
 from skyrl_train.weight_sync.changes import INT_OF_SIZE, Changes, bits_of, find_changes
-from skyrl_train.weight_sync.checksum import flat_bytes, tensor_checksum
+from skyrl_train.weight_sync.checksum import Checksum, flat_bytes, split_into_blocks, tensor_checksum
 from skyrl_train.weight_sync.stream import StreamReader, StreamWriter
 
 WHOLE = -1  # instead of the number of changes, before a tensor that is sent whole
@@ -86,9 +86,10 @@ def _send(
             n_bytes += spec.n_bytes
             with half_of_cores():  # the receiver has the other half
                 tensor = tensor.detach().to(spec.dtype).contiguous()
-                _write(writer, plan, spec, tensor, sent_weights)
-                if has_checksum:
-                    checksum += tensor_checksum(name, tensor)
+                found = Checksum(name) if has_checksum else None
+                _write(writer, plan, spec, tensor, sent_weights, found)
+                if found is not None:
+                    checksum += found.value if found.n_words else tensor_checksum(name, tensor)
         writer.finish()
     except BaseException as error:
         writer.fail(error)
@@ -101,10 +102,20 @@ def _send(
 
 
 def _write(
-    writer: StreamWriter, plan: SyncPlan, spec: TensorSpec, tensor: torch.Tensor, sent_weights: SentWeights | None
+    writer: StreamWriter,
+    plan: SyncPlan,
+    spec: TensorSpec,
+    tensor: torch.Tensor,
+    sent_weights: SentWeights | None,
+    checksum: Checksum | None,
 ) -> None:
+    """Write a tensor, or its changes. If all of its bytes are copied at once, add them to `checksum`."""
     changes = None if sent_weights is None else sent_weights.replace(spec.name, tensor.cpu())
-    if plan.base_version is None:
+    if plan.base_version is None and checksum is not None:
+        for block in split_into_blocks(flat_bytes(tensor)):
+            writer.write(block)
+            checksum.add(block)  # still in a cache
+    elif plan.base_version is None:
         writer.write(flat_bytes(tensor))
     elif changes is None or changes.n_bytes >= spec.n_bytes:
         writer.write(torch.tensor([WHOLE]).view(torch.uint8))
@@ -127,13 +138,14 @@ def receive_stream(
     checksum, n_bytes = 0, 0
     try:
         for spec in plan.specs:
+            found = Checksum(spec.name) if plan.has_checksum else None
             with half_of_cores():
-                tensor = _read(reader, plan, spec, find_destination(parameters, spec))
+                tensor = _read(reader, plan, spec, find_destination(parameters, spec), found)
             yield spec.name, tensor
             n_bytes += spec.n_bytes
-            if plan.has_checksum:
+            if found is not None:
                 with half_of_cores():
-                    checksum += tensor_checksum(spec.name, tensor)
+                    checksum += found.value if found.n_words else tensor_checksum(spec.name, tensor)
         reader.finish()
     except BaseException as error:
         reason = "it could not load them" if isinstance(error, GeneratorExit) else str(error)
@@ -152,7 +164,14 @@ def find_destination(parameters: Mapping[str, torch.Tensor], spec: TensorSpec) -
     return destination.detach() if matches else None
 
 
-def _read(reader: StreamReader, plan: SyncPlan, spec: TensorSpec, destination: torch.Tensor | None) -> torch.Tensor:
+def _read(
+    reader: StreamReader,
+    plan: SyncPlan,
+    spec: TensorSpec,
+    destination: torch.Tensor | None,
+    checksum: Checksum | None,
+) -> torch.Tensor:
+    """Return the next tensor. If all of its bytes are copied, add them to `checksum`."""
     if plan.base_version is not None:
         if destination is None:
             raise SyncError(
@@ -166,7 +185,7 @@ def _read(reader: StreamReader, plan: SyncPlan, spec: TensorSpec, destination: t
             return destination
     if destination is None:
         return _read_record(reader, spec.n_bytes // spec.dtype.itemsize, spec.dtype).view(spec.shape)
-    _fill(destination, reader)
+    _fill(destination, reader, checksum)
     return destination
 
 
@@ -181,9 +200,17 @@ def _read_record(reader: StreamReader, n_values: int, dtype: torch.dtype) -> tor
     return values
 
 
-def _fill(tensor: torch.Tensor, reader: StreamReader) -> None:
+def _fill(tensor: torch.Tensor, reader: StreamReader, checksum: Checksum | None = None) -> None:
     """Copy the next record into a contiguous tensor."""
     flat, start = flat_bytes(tensor), 0
     for part in reader.read(len(flat)):
-        flat[start : start + len(part)].copy_(part)
+        own = flat[start : start + len(part)]
         start += len(part)
+        if checksum is None:
+            own.copy_(part)
+            continue
+        n_copied = 0
+        for block in split_into_blocks(own):
+            block.copy_(part[n_copied : n_copied + len(block)])
+            checksum.add(block)  # still in a cache
+            n_copied += len(block)

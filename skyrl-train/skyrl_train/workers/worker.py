@@ -370,7 +370,8 @@ class Worker:
         if plan.tracks_changes and self._sent is None:
             self._sent = SentWeights()
         sent_weights = self._sent if plan.tracks_changes else None
-        return send(plan, self._strategy.full_tensors(self.module, plan.kind), sent_weights)
+        is_shared = plan.transport == "shared"  # an engine with the model's own tensors must not get rounded ones
+        return send(plan, self._strategy.full_tensors(self.module, plan.kind, as_exported=not is_shared), sent_weights)
 
     @needing("weights")
     def receive_weights(self, plan: SyncPlan) -> Receipt:

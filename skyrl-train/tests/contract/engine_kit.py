@@ -30,8 +30,17 @@ from skyrl_train.inference_engines.base import (
     TokenChunk,
 )
 from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.models.lora import sync_tensors
 from skyrl_train.types.specs import SyncKind, TensorSpec
-from skyrl_train.weight_sync import Receipt, SyncOptions, SyncPlan, WeightSync, send
+from skyrl_train.weight_sync import (
+    MirroredReceiver,
+    Receipt,
+    SyncOptions,
+    SyncPlan,
+    WeightMirror,
+    WeightSync,
+    send,
+)
 from skyrl_train.weight_sync.base import Transport
 from skyrl_train.weight_sync.transfer import SentWeights
 
@@ -133,6 +142,14 @@ class EngineKit:
                 head[next_id, dimension] = 10
 
 
+async def distance(engine: InferenceEngine, kit: EngineKit) -> float:
+    """Return the maximum difference between the log-probs of the engine and of the trainer."""
+    request = kit.request(40, 20, temperature=0.8, ignore_eos=True)
+    (result,) = await engine.generate([request])
+    expected = kit.trainer_logprobs(request, result)
+    return max(abs(a - b) for a, b in zip(result.logprobs or [], expected, strict=True))
+
+
 class Listener:
     """A task that streams one request and collects its chunks; a test can wait for tokens."""
 
@@ -198,6 +215,41 @@ class TensorSource:
         """Send the tensors as planned; a broadcast blocks until they are received."""
         tensors = ((name, tensor.detach()) for name, tensor in self.named_tensors())
         return await asyncio.to_thread(send, plan, tensors, self.sent_weights if plan.tracks_changes else None)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """A `WeightSource` of a model with an adapter, in this process."""
+
+    model: PreTrainedModel
+
+    async def tensor_specs(self, kind: SyncKind = "full") -> list[TensorSpec]:
+        """Return name, shape and dtype of each tensor."""
+        named = sync_tensors(self.model, kind, lambda tensor: tensor)
+        return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named]
+
+    async def send_weights(self, plan: SyncPlan) -> Receipt:
+        """Send the tensors as planned."""
+        return await asyncio.to_thread(send, plan, sync_tensors(self.model, plan.kind, lambda tensor: tensor))
+
+
+class MirroredSink:
+    """A `WeightSink` that uses tensors only after the last one has arrived."""
+
+    n_weight_copies = 1
+
+    def __init__(self) -> None:
+        self.mirror = WeightMirror()
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.kinds: list[SyncKind] = []  # of the syncs so far
+
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        """Receive whole tensors."""
+        self.kinds.append(plan.kind)
+        receiver = MirroredReceiver(plan, self.mirror)
+        received = await asyncio.to_thread(list, receiver)
+        self.tensors = {name: tensor.clone() for name, tensor in received}
+        return receiver.receipt
 
 
 async def sync_weights(

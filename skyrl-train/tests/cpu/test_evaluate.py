@@ -19,10 +19,10 @@ from skyrl_train.generators.base import (
     GeneratorInput,
     GeneratorInterface,
     GeneratorOutput,
-    to_sampling_params,
 )
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.inference_engines.params import to_sampling_params
 from skyrl_train.types import Message, Trajectory, TrajectoryID, Turn
 
 SOURCES = ["maths/easy", "games", None, "maths/easy", "games"]

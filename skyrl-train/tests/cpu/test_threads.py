@@ -45,7 +45,7 @@ def write(stat: Path, user: float, nice: float = 0.0, elsewhere: float = 0.0) ->
         ({"user": 2.4}, 2),
         ({"user": 100.0}, 1),
         ({"user": 0.3}, 4),
-        ({"user": 0.0, "nice": 3.0}, 4),
+        ({"user": 0.0, "nice": 2.4}, 2),
         ({"user": 0.0, "elsewhere": 3.0}, 4),
     ],
 )

@@ -35,6 +35,14 @@ def test_variables_and_secrets_reach_the_run(path: Path) -> None:
     assert "secret-key" not in repr(task.secrets)
 
 
+def test_skypilot_reads_the_task_of_several_nodes() -> None:
+    task = sky.Task.from_yaml(str(REPOSITORY / "skyrl-train/examples/cluster/skypilot.yaml"))
+    assert (task.name, task.num_nodes) == ("skyrl", 2)
+    assert [resources.accelerators for resources in task.resources] == [{"H100": 8}]
+    assert task.volumes == {"/shared": "skyrl-shared"}
+    assert task.envs["OVERRIDES"] == ""
+
+
 def test_the_launch_script_uses_options_that_exist() -> None:
     script = (REPOSITORY / "skyrl-train/integrations/fleet/launch.sh").read_text()
     workflow = (REPOSITORY / ".github/workflows/openenv-fleet-train.yaml").read_text()

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
@@ -22,6 +23,7 @@ pytest.register_assert_rewrite("tests.contract.engine_contract")
 from tests.contract.engine_kit import sync_weights  # noqa: E402
 
 NewEngine = Callable[..., VLLMEngine]
+SaveModel = Callable[[PretrainedConfig], Path]
 OPTIONS = {
     "dtype": "float32",
     "max_num_seqs": 32,
@@ -58,6 +60,20 @@ async def new_engine(tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerB
     yield make
     for engine in engines:
         await engine.close()
+
+
+@pytest.fixture
+def save_model(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> SaveModel:
+    """Return a function that saves a model of a given configuration."""
+
+    def save(config: PretrainedConfig) -> Path:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        tiny_tokenizer.save_pretrained(tmp_path)
+        return tmp_path
+
+    return save
 
 
 class SharedEngines:

@@ -57,6 +57,47 @@ def test_an_engine_in_bfloat16_gets_half_of_the_bytes_of_a_policy_in_float32(
         assert 1e-3 < row["sync/logprob_gap"] < 0.1
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("settings", "max_share", "max_gap"),
+    [
+        (["trainer.policy.model.lora.rank=4", "trainer.policy.optimizer_config.lr=0.01"], 0.4, 1e-3),
+        (
+            [
+                "generator.weight_sync_delta=true",
+                "trainer.policy.model.dtype=bfloat16",
+                "trainer.policy.optimizer_config.lr=1e-5",
+            ],
+            0.2,
+            0.1,
+        ),
+    ],
+)
+def test_vllm_in_an_actor_receives_only_what_changed(
+    run: list[str],
+    settings: list[str],
+    max_share: float,
+    max_gap: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    try:
+        main_base.main([*run, "trainer.placement.launcher=ray", "trainer.epochs=2", *settings])
+    finally:
+        ray.shutdown()
+    first, *others = metrics(tmp_path / "skyrl/test_run")
+    assert [row["step"] for row in others] == [1, 2, 3, 4]
+    for row in others:
+        assert row["sync/megabytes"] < max_share * first["sync/megabytes"]
+        assert row["sync/verified_copies"] == 1
+        assert row["sync/logprob_gap"] < max_gap
+        assert row["policy/rollout_train_logprobs_abs_diff_mean"] < max_gap
+        assert row["policy/grad_norm"] > 0
+    if "lora" in settings[0]:
+        assert 0 < others[0]["policy/adapter_norm"] < others[-1]["policy/adapter_norm"]
+
+
 def test_evaluations_equal_those_of_the_embedded_engine(run: list[str], tmp_path: Path) -> None:
     sampled = ["generator.eval_sampling_params.temperature=1", "generator.eval_n_samples_per_prompt=4"]
     for backend in ("hf", "vllm"):

@@ -115,7 +115,7 @@ async def test_requests_of_other_clients_are_answered(
     assert answer["choices"][0]["token_ids"] == engine_kit.greedy([5, 6, 7], 4)
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
 async def test_weights_of_this_process_reach_the_server(engine_kit: EngineKit, transport: Transport) -> None:
     engine = engine_kit.new()
     engine_kit.add_noise()
@@ -124,6 +124,8 @@ async def test_weights_of_this_process_reach_the_server(engine_kit: EngineKit, t
     (result,) = await engine.generate([request])
     assert result.weight_spans == ((7, 8),)
     assert_agrees(engine_kit, request, result)
+    with pytest.raises(EngineError, match="transport=shared cannot reach the server at http"):
+        await sync_weights(engine, engine_kit.model.named_parameters, 8, "shared")
 
 
 async def test_a_server_that_is_not_ours_is_refused_with_its_command(
@@ -148,9 +150,13 @@ def test_a_run_trains_with_a_server(catch_run: list[str], tmp_path: Path, start_
         "generator.run_engines_locally=false",
         f"generator.remote_inference_engine_urls=['{start_server().url}']",
     ]
-    main_base.main([*catch_run, *server, "trainer.policy.optimizer_config.lr=0.001"])
+    adapter = ["trainer.policy.model.lora.rank=4", "trainer.policy.optimizer_config.lr=0.01"]
+    main_base.main([*catch_run, *server, *adapter])
     rows = [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
         assert row["environment/avg_steps"] == 5
+        assert row["sync/megabytes"] < 0.4 * rows[0]["sync/megabytes"], "only the adapter is sent"
+    assert rows[0]["sync/megabytes"] > 0.5
+    assert all(row["sync/verified_copies"] == 1 for row in rows)

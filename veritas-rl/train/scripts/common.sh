@@ -201,40 +201,63 @@ set_run_options() {
     )
 }
 
+# Print the number of visible GPUs; 1 on a machine without any.
+count_gpus() {
+    local gpus=''
+    if command -v nvidia-smi >/dev/null; then
+        if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+            gpus=$(printf '%s' "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep '^[^-]' || true)
+        else
+            gpus=$(nvidia-smi -L | grep '^GPU ' || true)
+        fi
+    fi
+    if [ -n "$gpus" ]; then printf '%s\n' "$gpus" | wc -l | tr -d ' '; else echo 1; fi
+}
+
 # Set BACKEND to ROLLOUT_BACKEND; by default, vLLM where it is installed, and else the embedded engine.
 choose_backend() {
     BACKEND=${ROLLOUT_BACKEND:-}
-    if [ -n "$BACKEND" ]; then return 0; fi
-    BACKEND=vllm
-    if [ "$TINY" = 1 ]; then
-        BACKEND=hf
-    elif ! is_installed vllm; then
-        BACKEND=hf
-        say "vLLM is not installed: ROLLOUT_BACKEND=hf, the embedded engine"
+    case $BACKEND in
+    vllm | sglang)
+        is_installed "$BACKEND" || die "ROLLOUT_BACKEND=$BACKEND is not installed; install it (docs/start/install.md)," \
+            "or, in the container, start it with EXTRAS=ray,wandb,$BACKEND; or unset ROLLOUT_BACKEND"
+        ;;
+    '')
+        BACKEND=vllm
+        if [ "$TINY" = 1 ]; then
+            BACKEND=hf
+        elif ! is_installed vllm; then
+            BACKEND=hf
+            say "vLLM is not installed: ROLLOUT_BACKEND=hf, the embedded engine"
+        fi
+        ;;
+    esac
+}
+
+# Set LORA to the options of the adapter, if there is one, and LR to the learning rate. LORA_ADAPTER_PATH turns LoRA on.
+# Arguments: default of ENABLE_LORA, section of the model, learning rates of full fine-tuning and of LoRA.
+choose_lora() {
+    local enabled=${ENABLE_LORA:-${LORA_ADAPTER_PATH:+1}}
+    LORA=()
+    LR=$3
+    if is_on ENABLE_LORA "${enabled:-$1}"; then
+        LR=$4
+        LORA=("$2.use_shm=True")
+        if [ -n "${LORA_ADAPTER_PATH:-}" ]; then # its rank, alpha and modules apply
+            LORA+=("$(format_option "$2.lora_adapter_path" "$(absolute "$LORA_ADAPTER_PATH")")")
+        else
+            LORA+=("$2.lora_rank=32" "$2.lora_alpha=32" "$2.target_modules=all-linear")
+        fi
+    elif [ -n "${LORA_ADAPTER_PATH:-}" ]; then
+        die "LORA_ADAPTER_PATH=$LORA_ADAPTER_PATH is not read with ENABLE_LORA=$ENABLE_LORA; unset one of them." \
+            "To fine-tune all weights from an adapter, merge it first: train/tools/merge_adapter_into_base.py"
     fi
 }
 
-# Set LORA to the options of the adapter, and LR to its learning rate or to that of full fine-tuning.
-choose_lora() {
-    LORA=()
-    LR=6e-6
-    if is_on ENABLE_LORA "${ENABLE_LORA:-1}"; then
-        LR=6e-5
-        LORA=(actor_rollout_ref.model.use_shm=True actor_rollout_ref.rollout.load_format=safetensors)
-        if [ -n "${LORA_ADAPTER_PATH:-}" ]; then # its rank, alpha and modules apply
-            LORA+=("$(format_option actor_rollout_ref.model.lora_adapter_path "$(absolute "$LORA_ADAPTER_PATH")")")
-        else
-            LORA+=(
-                actor_rollout_ref.model.lora_rank=32
-                actor_rollout_ref.model.lora_alpha=32
-                actor_rollout_ref.model.target_modules=all-linear
-            )
-        fi
-        if is_on LAYERED_SUMMON "${LAYERED_SUMMON:-0}"; then LORA+=(actor_rollout_ref.rollout.layered_summon=True); fi
-    elif [ -n "${LORA_ADAPTER_PATH:-}" ]; then
-        die "LORA_ADAPTER_PATH=$LORA_ADAPTER_PATH is not read with ENABLE_LORA=${ENABLE_LORA:-}; unset one of them." \
-            "To fine-tune all weights from an adapter, merge it first: train/tools/merge_adapter_into_base.py"
-    fi
+# Set SYNC to the options of weight sync, which have no effect; the log says so.
+choose_sync() {
+    SYNC=(actor_rollout_ref.rollout.load_format=safetensors)
+    if is_on LAYERED_SUMMON "${LAYERED_SUMMON:-0}"; then SYNC+=(actor_rollout_ref.rollout.layered_summon=True); fi
 }
 
 # Rename a folder; remove it if another process has made the target meanwhile.

@@ -13,27 +13,29 @@
     . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
     read_arguments "$@"
 
-    gpu_count=${gpu_count:-1}
     export GAME_TYPES=${GAME_TYPES:-}
     train_batch_size=32 ppo_mini_batch_size=16 micro_batch_size=8 n_samples=12
     max_prompt_length=12000 max_response_length=4096
     kl_loss_coef=0.001
+    lr=6e-6 lora_lr=6e-5
     total_training_steps=10 save_freq=50 test_freq=50
     TASKS=()
+    if [ "$TINY" = 1 ]; then lr=1e-3 lora_lr=3e-3; fi
 
     if ! is_installed pyspiel; then
         try python -m pip install 'open_spiel>=2' || die "open_spiel could not be installed; install it from source:" \
             "https://github.com/google-deepmind/open_spiel#installation"
     fi
     choose_backend
-    choose_lora
+    choose_lora 1 actor_rollout_ref.model "$lr" "$lora_lr"
+    choose_sync
     if [ "$TINY" = 1 ]; then
         options='{"cases": ["tic_tac_toe"], "num_tasks_per_case": 1000, "max_random_steps": 6}'
         if [ -n "$GAME_TYPES" ]; then options='{}'; fi
         make_tiny_model "tiny-openspiel${GAME_TYPES:+-${GAME_TYPES//[^a-zA-Z0-9]/_}}" openspiel "$options"
         ppo_mini_batch_size=8 max_prompt_length=480 max_response_length=12 kl_loss_coef=0.01
         total_training_steps=3 save_freq=3 test_freq=3
-        LR=$(is_on ENABLE_LORA "${ENABLE_LORA:-1}" && echo 3e-3 || echo 1e-3)
+        gpu_count=${gpu_count:-1}
         TASKS=(
             "+data.custom_cls.config.adapter_config=$(printf '%s' "$options" | tr -d '" ')"
             +data.custom_cls.config.adapter_config.reward_mode=legal
@@ -41,6 +43,7 @@
     else
         choose_model
     fi
+    gpu_count=${gpu_count:-$(count_gpus)}
     name_run openspiel "$train_batch_size"
     set_run_options RL/checkpoints
 
@@ -68,6 +71,7 @@
         actor_rollout_ref.actor.kl_loss_type=low_var_kl \
         actor_rollout_ref.actor.entropy_coeff=0 \
         "$(format_option actor_rollout_ref.rollout.name "$BACKEND")" \
+        "${SYNC[@]}" \
         actor_rollout_ref.rollout.n="$n_samples" \
         actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
         trainer.n_gpus_per_node="$gpu_count" \

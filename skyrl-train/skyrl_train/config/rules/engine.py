@@ -33,7 +33,7 @@ def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a transport that cannot reach the engines, and changes that nothing can send or apply."""
+    """Refuse a transport that cannot reach the engines, and changes that cannot be found or have no receiver."""
     generator, placement = cfg.generator, cfg.trainer.placement
     backend = generator.weight_sync_backend
     if backend == "cuda_ipc" and not generator.run_engines_locally:
@@ -53,17 +53,11 @@ def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
             f"generator.weight_sync_backend={backend} sends them from GPU to GPU; set "
             "generator.weight_sync_backend=auto, or generator.weight_sync_delta=false"
         )
-    if not generator.weight_sync_delta:
-        return
-    if not placement.uses_ray:
+    has_receivers = placement.uses_ray or (generator.backend == "vllm" and not generator.run_engines_locally)
+    if generator.weight_sync_delta and not has_receivers:
         yield (
             "generator.weight_sync_delta=true sends changes to another process, and this run has one; set "
             "generator.weight_sync_delta=false, or trainer.placement.launcher=ray"
-        )
-    elif generator.backend not in ("auto", "hf"):
-        yield (
-            f"generator.weight_sync_delta=true: generator.backend={generator.backend} holds the weights in another "
-            "layout and cannot apply changes; set generator.weight_sync_delta=false, or generator.backend=hf"
         )
 
 
@@ -123,6 +117,19 @@ def engines_have_devices(cfg: SkyRLConfig) -> Iterator[str]:
             f"{sizes}: an engine of {size} GPUs does not fit on one node with {shared} (nodes × GPUs), which they "
             f"{sharing}; try {n_per_node} or less, trainer.placement.policy_num_gpus_per_node={size}, or set "
             "trainer.placement.colocate_all=false"
+        )
+
+
+def engines_use_all_devices(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of GPUs of the policy that no engine uses."""
+    generator, placement = cfg.generator, cfg.trainer.placement
+    n_nodes, n_per_node = placement.size("policy")
+    n_engines, n_fitting = generator.n_local_engines, n_nodes * (n_per_node // generator.n_devices_per_engine)
+    if placement.uses_ray and placement.colocate_all and 0 < n_engines < n_fitting:
+        n_idle = n_nodes * n_per_node - n_engines * generator.n_devices_per_engine
+        yield (
+            f"generator.num_inference_engines={n_engines} leaves {n_idle} of the {n_nodes} × {n_per_node} GPUs of the "
+            f"policy (nodes × GPUs) idle during rollouts; set generator.num_inference_engines={n_fitting}"
         )
 
 

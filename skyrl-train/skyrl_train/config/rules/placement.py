@@ -19,6 +19,7 @@ from skyrl_train.config.policy import (
 from skyrl_train.config.problems import show
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.run import PlacedRole, RunPlacementConfig
+from skyrl_train.config.trainer import PlacementConfig
 
 
 def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
@@ -26,10 +27,8 @@ def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     if placement.launcher != "inline":
         return
-    for name in (name for name in type(placement).model_fields if "_num_" in name):
-        role, _, unit = name.partition("_num_")
-        value, of_policy = getattr(placement, name), getattr(placement, f"policy_num_{unit}")
-        if value != 1 and (role == "policy" or value != of_policy):  # null takes the policy's
+    for name, value in zip(("policy_num_nodes", "policy_num_gpus_per_node"), placement.size("policy"), strict=True):
+        if value != 1:
             yield (
                 f"trainer.placement.{name}={value} takes several processes, but trainer.placement.launcher=inline is "
                 f"one; set trainer.placement.launcher=ray, or trainer.placement.{name}=1"
@@ -41,26 +40,58 @@ def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
         )
 
 
-def colocated_models_have_the_same_size(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse models that share GPUs but differ in the number of them."""
-    placement = cfg.trainer.placement
-    if not placement.uses_ray:
+def critic_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a critic that shares the GPUs of the policy but has another number of them."""
+    if cfg.trainer.critic.model.path is not None:
+        yield from find_other_size(cfg.trainer.placement, "critic")
+
+
+def critic_is_placed_if_there_is_one(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of GPUs for a critic that the run does not have."""
+    if cfg.trainer.critic.model.path is None:
+        yield from find_unused_size(cfg.trainer.placement, "critic", "the run has no critic")
+
+
+def find_other_size(placement: PlacementConfig, role: PlacedRole) -> Iterator[str]:
+    """Yield a sentence for each count of a model that shares the GPUs of the policy, but has another number of them."""
+    if placement.colocate_all:
+        sharing = "colocate_all"
+    elif role == "ref" and placement.colocate_policy_ref:
+        sharing = "colocate_policy_ref"
+    else:
         return
-    colocated = []
-    if placement.colocate_all and cfg.trainer.critic.model.path is not None:
-        colocated.append("critic")
-    if placement.colocate_all or placement.colocate_policy_ref:
-        colocated.append("ref")
-    sharing = "colocate_all" if placement.colocate_all else "colocate_policy_ref"
-    for role in colocated:
-        for unit in ("nodes", "gpus_per_node"):
-            value, needed = (getattr(placement, f"{name}_num_{unit}") for name in (role, "policy"))
-            if value != needed:
-                yield (
-                    f"trainer.placement.{role}_num_{unit}={value} must equal trainer.placement.policy_num_{unit}="
-                    f"{needed} with trainer.placement.{sharing}=true; remove it, or set "
-                    f"trainer.placement.{sharing}=false"
-                )
+    for key, value, policy_key, needed in _other_counts(placement, role):
+        yield (
+            f"{key}={value} must equal {policy_key}={needed} with trainer.placement.{sharing}=true; remove it, or set "
+            f"trainer.placement.{sharing}=false"
+        )
+
+
+def find_unused_size(placement: PlacementConfig, role: PlacedRole, reason: str) -> Iterator[str]:
+    """Yield a sentence for each count that was set for a model that the run does not load."""
+    for key, value, *_ in _other_counts(placement, role):
+        yield f"{key}={value} has no effect, because {reason}; remove it"
+
+
+def _other_counts(placement: PlacementConfig, role: PlacedRole) -> list[tuple[str, int, str, int]]:
+    """Return key and value of each count of a model that differs from that of the policy, and the policy's."""
+    names = ("num_nodes", "num_gpus_per_node")
+    counts = zip(names, placement.size(role), placement.size("policy"), strict=True)
+    return [
+        (f"trainer.placement.{role}_{name}", value, f"trainer.placement.policy_{name}", needed)
+        for name, value, needed in counts
+        if value != needed
+    ]
+
+
+def colocation_has_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of separate GPUs for the reference if all models share theirs."""
+    placement = cfg.trainer.placement
+    if placement.colocate_all and not placement.colocate_policy_ref:
+        yield (
+            "trainer.placement.colocate_policy_ref=false has no effect with trainer.placement.colocate_all=true, which "
+            "places all models on the same GPUs; remove it, or set trainer.placement.colocate_all=false"
+        )
 
 
 def idle_memory_is_shared(cfg: SkyRLConfig) -> Iterator[str]:
@@ -87,10 +118,13 @@ def ray_is_installed(cfg: Section) -> Iterator[str]:
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     if placement.uses_ray and find_spec("ray") is None:
         ranks = " × ".join(map(str, placement.size("policy")))
+        is_supervised = not isinstance(cfg, SkyRLConfig)
+        other = "start the ranks with" if is_supervised else "train in one process with"
         yield (
             f"trainer.placement.launcher={placement.launcher} with {ranks} ranks of the policy needs Ray, which is not "
-            "installed; run pip install -c constraints.txt -e './skyrl-train[ray]' in your clone of the repository, or "
-            "train in one process with trainer.placement.launcher=inline"
+            "installed; run pip install -c constraints.txt -e './skyrl-train[ray]' in your clone of the repository (uv "
+            f"sync and uv run: add --extra ray), or {other} "
+            f"trainer.placement.launcher={'torchrun' if is_supervised else 'inline'}"
         )
 
 
@@ -99,7 +133,8 @@ def megatron_is_installed(cfg: Section) -> Iterator[str]:
     if value_at(cfg, "trainer.strategy") == "megatron" and find_spec("megatron") is None:
         yield (
             "trainer.strategy=megatron needs Megatron-Core, which is not installed; run pip install -c constraints.txt "
-            "-e './skyrl-train[mcore]' in your clone of the repository, or set trainer.strategy=fsdp2"
+            "-e './skyrl-train[mcore]' in your clone of the repository (uv sync and uv run: add --extra mcore), or set "
+            "trainer.strategy=fsdp2"
         )
 
 
@@ -164,16 +199,29 @@ def sharding_fits_ranks(cfg: Section) -> Iterator[str]:
     """Refuse groups of ranks that do not divide the ranks of a model, and settings of several ranks with one."""
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     for role, section in _models(cfg).items():
-        n_ranks = math.prod(placement.size(role))
+        n_ranks = _count_ranks(placement, role)
         counts = f"trainer.placement.{role}_num_gpus_per_node"
         if counts.rpartition(".")[2] not in type(placement).model_fields:  # all models have the ranks of the policy
             counts = "trainer.placement.policy_num_gpus_per_node"
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            n_ranks = int(os.environ["WORLD_SIZE"])
         if value_at(cfg, "trainer.strategy") != "megatron":
             yield from _fsdp_problems(role, section, n_ranks, counts)
         elif isinstance(section, DividedModelConfig):
             yield from _megatron_problems(role, section.megatron_config, n_ranks, counts)
+
+
+def megatron_has_ranks(cfg: Section) -> Iterator[str]:
+    """Warn of Megatron-Core for a policy that is not divided."""
+    n_ranks = _count_ranks(value_at(cfg, "trainer.placement"), "policy")
+    if value_at(cfg, "trainer.strategy") == "megatron" and n_ranks == 1:
+        yield (
+            "trainer.strategy=megatron has no effect with a single rank of the policy, which holds the whole model; "
+            "set trainer.placement.policy_num_gpus_per_node=2 or more, or trainer.strategy=fsdp2"
+        )
+
+
+def _count_ranks(placement: RunPlacementConfig, role: PlacedRole) -> int:
+    """Return the number of ranks of a model: all processes of torchrun, if it has started this one."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else math.prod(placement.size(role))
 
 
 def _fsdp_problems(role: PlacedRole, section: ShardedModelConfig, n_ranks: int, counts: str) -> Iterator[str]:
@@ -181,13 +229,13 @@ def _fsdp_problems(role: PlacedRole, section: ShardedModelConfig, n_ranks: int, 
     if n_ranks % section.sequence_parallel_size:
         yield (
             f"trainer.{role}.sequence_parallel_size={section.sequence_parallel_size} must divide the "
-            f"{_count_ranks(n_ranks)} of the {role}; try {_divisors(n_ranks)}, or set "
+            f"{_describe_ranks(n_ranks)} of the {role}; try {_divisors(n_ranks)}, or set "
             f"{counts}={section.sequence_parallel_size}"
         )
     n_shards = n_ranks if fsdp.fsdp_size < 1 else fsdp.fsdp_size
     if n_ranks % n_shards:
         yield (
-            f"{key}.fsdp_size={fsdp.fsdp_size} must divide the {_count_ranks(n_ranks)} of the {role}; try "
+            f"{key}.fsdp_size={fsdp.fsdp_size} must divide the {_describe_ranks(n_ranks)} of the {role}; try "
             f"{_divisors(n_ranks)}, or -1 for all"
         )
         return
@@ -212,11 +260,12 @@ def _megatron_problems(role: PlacedRole, megatron: MegatronConfig, n_ranks: int,
         key = f"trainer.{role}.megatron_config"
         yield (
             f"{key}.tensor_model_parallel_size={tensor} times {key}.pipeline_model_parallel_size={pipeline} must "
-            f"divide the {_count_ranks(n_ranks)} of the {role}; set {counts}={tensor * pipeline}, or lower one of them"
+            f"divide the {_describe_ranks(n_ranks)} of the {role}; set {counts}={tensor * pipeline}, or lower one of "
+            "them"
         )
 
 
-def _count_ranks(n: int) -> str:
+def _describe_ranks(n: int) -> str:
     return "1 rank" if n == 1 else f"{n} ranks"
 
 

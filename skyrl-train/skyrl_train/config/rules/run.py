@@ -13,10 +13,24 @@ from urllib.parse import urlsplit
 
 from skyrl_train.config.base import Section, changed_fields, value_at
 from skyrl_train.config.policy import LoraConfig, OptimizerConfig
-from skyrl_train.config.problems import show
+from skyrl_train.config.problems import FIELDS, show
 from skyrl_train.config.root import SkyRLConfig
 
 MODES_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+
+
+WITHOUT_EFFECT = {
+    "generator.async_engine": "engines are always asynchronous",
+    "trainer.flash_attn": "attention is always PyTorch's SDPA, which uses a flash kernel on a GPU where it can",
+}
+"""Keys of SkyRL whose value changes nothing, each with the reason."""
+
+
+def settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of settings that change nothing."""
+    for key, reason in WITHOUT_EFFECT.items():
+        if (value := value_at(cfg, key)) != FIELDS[key].get_default():
+            yield f"{key}={show(value)} has no effect: {reason}"
 
 
 def _optimizers(cfg: Section) -> Iterator[tuple[str, OptimizerConfig]]:

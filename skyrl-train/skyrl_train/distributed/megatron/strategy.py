@@ -35,6 +35,7 @@ from skyrl_train.distributed.strategy import (
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.deferred import deferring
 from skyrl_train.models.loading import autocast
+from skyrl_train.models.precision import train_in_float32
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Scores, TrainingBatch
 from skyrl_train.types.specs import Layout, ModelSpec, SyncKind, TensorSpec, World
@@ -87,6 +88,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         assert spec.lora is None, "the configuration refuses it"
         with deferring() as weights:
             model = spec.load()
+        dtypes = train_in_float32(model, is_empty=weights.source is not None) if spec.trains_all_weights else {}
         source = weights.source or f"the model {model.name_or_path}"
         check_model(model, source)
         key = f"{spec.section}.megatron_config"
@@ -99,12 +101,13 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             module = MegatronScorer(
                 model, config, self._groups, n_tokens, temperature=spec.temperature, entropy_grad=entropy_grad
             ).to(self._device)
+        module.export_dtypes = dtypes
         module.stage.rotary_pos_emb.inv_freq = model.model.rotary_emb.inv_freq.clone().to(self._device)
         for name, part in module.parts.items():
             shape, offset = self._own_slice(named[name].shape, part.dim)
             values = torch.empty(shape, dtype=model.dtype)
             if weights.source is not None:
-                weights.read(name, values, offset)
+                weights.read(name, values, offset, dtypes.get(name))
             else:
                 values.copy_(_slice(named[name], shape, offset))
             part.write(module.parameter_of(part), values)
@@ -189,15 +192,21 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
 
     def tensor_specs(self, module: MegatronScorer, kind: SyncKind = "full") -> list[TensorSpec]:
         assert kind == "full", "Megatron-Core trains no adapter"
-        return [TensorSpec(name, tuple(p.shape), p.dtype) for name, p in module.hf_model.named_parameters()]
+        return [
+            TensorSpec(name, tuple(p.shape), module.export_dtypes.get(name, p.dtype))
+            for name, p in module.hf_model.named_parameters()
+        ]
 
-    def full_tensors(self, module: MegatronScorer, kind: SyncKind = "full") -> Iterator[tuple[str, torch.Tensor]]:
+    def full_tensors(
+        self, module: MegatronScorer, kind: SyncKind = "full", *, as_exported: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        assert as_exported, "ranks share no memory with an engine"
         pipeline = self._groups.pp
         for spec in self.tensor_specs(module, kind):
             owner = module.find_stage(spec.name)
             if owner == pipeline.rank():
                 part = module.parts[spec.name]
-                tensor = gather(self._as_slice(part, module.parameter_of(part).detach(), spec.shape))
+                tensor = gather(self._as_slice(part, module.parameter_of(part).detach(), spec.shape)).to(spec.dtype)
             else:
                 tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
             if pipeline.size() > 1:

@@ -15,7 +15,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
-from skyrl_train.generators.base import hash_seed
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.endpoint.recorder import Prompt, Recording
 from skyrl_train.generators.endpoint.responses import (
@@ -37,7 +36,7 @@ from skyrl_train.generators.endpoint.wire import (
     RequestError,
     refuse,
 )
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams, hash_seed
 
 TEMPLATE_VARIANTS = 64
 """Number of sets of template variables whose encoders are cached."""

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.scheduler import Row
+from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow
 
 NAME = "skyrl_packed"
 MASK_SIZE = 1 << 24  # elements of a mask: 64 MiB in float32
@@ -116,30 +117,40 @@ class PackedCache:
     is_compileable = False
 
     def __init__(
-        self, memory: KVMemory, rows: Sequence[Row], device: torch.device, *, is_isolated: bool = False
+        self, memory: KVMemory, rows: Sequence[Row], device: torch.device, *, is_isolated: bool, narrows: bool
     ) -> None:
-        """`rows` and `is_isolated` are those of `hidden_states`."""
+        """Plan a pass of `hidden_states`. If it `narrows`, its last layer computes only the last token of each row."""
         self._memory = memory
-        n_cached, n_new, starts = np.array([(row.sequence.n_cached, row.n_new, row.start) for row in rows]).T
-        n_before = n_new.cumsum() - n_new
-        position_ids = np.arange(n_new.sum()) + np.repeat(n_cached - n_before, n_new)
+        n_before, n_new, starts = np.array([(row.n_before, row.n_new, row.start) for row in rows]).T
+        ends = n_new.cumsum()
+        position_ids = np.arange(ends[-1]) + np.repeat(n_before - (ends - n_new), n_new)
         self.position_ids = torch.from_numpy(position_ids).to(device)  # (N,)
         target = position_ids + np.repeat(starts, n_new)
         self._target = torch.from_numpy(target).to(device)  # (N,) indices into the pool
         self._runs = list(_runs(rows, self.position_ids, memory, is_isolated=is_isolated))
+        self.last_tokens: torch.Tensor | None = None  # (n rows,) indices, if the pass narrows
+        self._last_runs: list[RowRun] = []
+        if narrows:
+            self.last_tokens = torch.from_numpy(ends - 1).to(device)
+            last_rows = [row.last_token for row in rows]
+            self._last_runs = list(_runs(last_rows, self.position_ids[self.last_tokens], memory, is_isolated=False))
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[_Stored, _Stored]:
-        """Store new keys and values (1, heads, N, d).
+        """Store new keys and values (1, heads, N, d). If the pass narrows, those of the last tokens are stored already.
 
         Under autocast, rotary embeddings leave keys in float32; they are stored in the dtype of values.
         """
         keys = keys.to(values.dtype)
         pools = self._memory.layer(layer_idx, keys.transpose(1, 2), values.transpose(1, 2))
-        for pool, new in zip(pools, (keys, values), strict=True):
-            pool[self._target] = new[0].transpose(0, 1)
-        return _Stored(pools[0], self._runs), _Stored(pools[1], self._runs)
+        runs = self._runs
+        if keys.shape[2] == len(self._target):
+            for pool, new in zip(pools, (keys, values), strict=True):
+                pool[self._target] = new[0].transpose(0, 1)
+        else:
+            runs = self._last_runs
+        return _Stored(pools[0], runs), _Stored(pools[1], runs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions are explicit, so the model needs no length of the past."""
@@ -167,7 +178,7 @@ def _runs(rows: Sequence[Row], position_ids: torch.Tensor, memory: KVMemory, *, 
 
 def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor, memory: KVMemory) -> RowRun:
     n_new, capacity = rows[0].n_new, rows[0].region.capacity
-    lengths = [row.sequence.n_cached + n_new for row in rows]
+    lengths = [row.n_before + n_new for row in rows]
     return RowRun(
         tokens,
         PoolSlice(len(rows), max(lengths), rows[0].start, capacity),
@@ -180,7 +191,7 @@ def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor, memory: KV
 
 def _find_shared_prefix(rows: Sequence[Row], memory: KVMemory, device: torch.device) -> SharedPrefix | None:
     """Return the shared prefix of decoding rows that saves most reads; None if it saves less than `MIN_SAVED`."""
-    n_units = min(row.sequence.n_cached for row in rows) // UNIT
+    n_units = min(row.n_before for row in rows) // UNIT
     min_saved = MIN_SAVED / max(1, memory.values_per_token)  # tokens
     if device.type != "cpu" or len(rows) * n_units * UNIT < min_saved:
         return None
@@ -221,7 +232,7 @@ def padded_length(row: Row) -> int:
     """Return the number of keys that a row of one token attends to if it `is_isolated`; 0 for longer rows."""
     if row.n_new > 1:
         return 0
-    n_units = -(-(row.sequence.n_cached + 1) // UNIT)
+    n_units = -(-(row.n_before + 1) // UNIT)
     n_max = MAX_COPIED // UNIT
     return UNIT * (1 << (n_units - 1).bit_length() if n_units <= n_max else -(-n_units // n_max) * n_max)
 
@@ -233,6 +244,7 @@ def packed_attention(
     value: _Stored,
     attention_mask: torch.Tensor | None,
     *,
+    wants_keys: bool = False,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -245,6 +257,8 @@ def packed_attention(
     """
     if softcap is not None or s_aux is not None:
         raise EngineError("its attention caps its scores, or has sinks")
+    if wants_keys:
+        raise KeysAndValues(key, value)
     tokens = query[0].transpose(0, 1)  # (N, heads, d)
     outputs = []
     for run in key.runs:
@@ -330,22 +344,30 @@ _attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def hidden_states(
-    model: PreTrainedModel, memory: KVMemory, rows: Sequence[Row], *, is_isolated: bool = False
+    model: PreTrainedModel, memory: KVMemory, rows: Sequence[Row], *, is_isolated: bool = False, last_only: bool = False
 ) -> torch.Tensor:
-    """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys and values.
+    """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys and values; with
+    `last_only`, those of the last token of each row (n rows, H).
 
     Rows are in the order of their regions. With `is_isolated`, they are in the order of `padded_length`, then of their
     regions, and a sequence is padded to that length, not to the length of its neighbors. For the same N, its states
     are then bitwise the same among any other sequences.
     """
-    cache = PackedCache(memory, rows, model.device, is_isolated=is_isolated)
-    new_ids = [row.sequence.token_ids[row.sequence.n_cached :][: row.n_new] for row in rows]
+    new_ids = [row.sequence.token_ids[row.n_before :][: row.n_new] for row in rows]
     input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=model.device)  # (N,)
+    narrows = last_only and len(rows) <= MAX_SHARE * len(input_ids) and is_narrow(model)
+    cache = PackedCache(memory, rows, model.device, is_isolated=is_isolated, narrows=narrows)
     with packed_attention_of(model):
         output = model.base_model(
-            input_ids=input_ids[None], position_ids=cache.position_ids[None], past_key_values=cache, use_cache=True
+            input_ids=input_ids[None],
+            position_ids=cache.position_ids[None],
+            past_key_values=cache,
+            use_cache=True,
+            **({"wanted_tokens": cache.last_tokens} if narrows else {}),
         )
     states: torch.Tensor = output.last_hidden_state[0]
+    if last_only and not narrows:
+        return states[torch.tensor([row.n_new for row in rows], device=model.device).cumsum(0) - 1]
     return states
 
 

@@ -200,11 +200,9 @@ class HFEngine(SteppedEngine[CachedSequence]):
         """Run one forward pass; return the next tokens of the complete rows, in order."""
         self._memory.copy(step.copies)
         device = self._model.device
-        ends = torch.tensor([row.n_new for row in step.rows]).cumsum(0) - 1
-        is_complete = torch.tensor([row.is_complete for row in step.rows])
+        is_complete = torch.tensor([row.is_complete for row in step.rows], device=device)
         with autocast(device, self._bf16):
-            states = hidden_states(self._model, self._memory, step.rows)  # (N, H)
-            states = states.index_select(0, ends[is_complete].to(device))  # (b, H)
+            states = hidden_states(self._model, self._memory, step.rows, last_only=True)[is_complete]  # (b, H)
             draws = [row.sequence.draw for row in step.rows if row.is_complete]
             n_rows = self._head.max_rows
             return [

@@ -44,6 +44,13 @@ class Row:
 
     sequence: CachedSequence
     n_new: int
+    n_skipped: int = 0
+    """Tokens before the new ones whose keys are stored in the same pass."""
+
+    @property
+    def n_before(self) -> int:
+        """Number of tokens before the new ones."""
+        return self.sequence.n_cached + self.n_skipped
 
     @property
     def region(self) -> Region:
@@ -59,7 +66,12 @@ class Row:
     @property
     def is_complete(self) -> bool:
         """True if the step reads the last of the sequence's tokens, so that the next one can be sampled."""
-        return self.sequence.n_cached + self.n_new == len(self.sequence.token_ids)
+        return self.n_before + self.n_new == len(self.sequence.token_ids)
+
+    @property
+    def last_token(self) -> Row:
+        """The last of the new tokens alone."""
+        return Row(self.sequence, 1, self.n_skipped + self.n_new - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from transformers import PreTrainedModel
 
@@ -11,7 +13,10 @@ from skyrl_train.inference_engines.hf.attention import hidden_states
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
+from skyrl_train.models.last_layer import is_narrow, widen_last_layer
 from skyrl_train.models.loading import autocast
+
+logger = logging.getLogger(__name__)
 
 FIRST, SECOND = (5, 3), (1, 4)  # tokens of two sequences that the first and the second pass read
 TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value, in float32 and in shorter types
@@ -21,27 +26,40 @@ TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value
 def check_supported(model: PreTrainedModel, bf16: bool) -> None:
     """Compare the hidden states of two short sequences, packed with a cache and separate without one.
 
+    If they change when the last layer computes the last tokens only, let it compute all.
+
     Raises:
         EngineError: a pass fails, or the hidden states differ.
     """
+    _check_packed(model, bf16, last_only=False)
+    if is_narrow(model):
+        try:
+            _check_packed(model, bf16, last_only=True)
+        except EngineError as error:
+            logger.info("The last layer computes all tokens: %s", error)
+            widen_last_layer(model)
+
+
+def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> None:
     sequences = [
         _sequence(first + second, i * UNIT) for i, (first, second) in enumerate(zip(FIRST, SECOND, strict=True))
     ]
     memory = KVMemory(len(sequences) * UNIT)
     tolerance = LOW_PRECISION_TOLERANCE if bf16 or model.dtype != torch.float32 else TOLERANCE
+    cannot = f"the embedded engine cannot run a {type(model).__name__}, use generator.backend=vllm"
     try:
         with autocast(model.device, bf16):
-            packed = [_read(model, memory, sequences, lengths) for lengths in (FIRST, SECOND)]
+            packed = [_read(model, memory, sequences, lengths, last_only) for lengths in (FIRST, SECOND)]
             separate = [_read_separately(model, sequence.token_ids) for sequence in sequences]
     except Exception as error:
-        raise EngineError(f"{_cannot(model)}: {error}") from error
-    for i, expected in enumerate(separate):
+        raise EngineError(f"{cannot}: {error}") from error
+    for i, (expected, first) in enumerate(zip(separate, FIRST, strict=True)):
         states = torch.cat([parts[i] for parts in packed])  # (t, H)
+        if last_only:
+            expected = expected[[first - 1, -1]]
         difference = ((states - expected).abs().max() / expected.abs().max()).item()
         if not difference < tolerance:
-            raise EngineError(
-                f"{_cannot(model)}: its hidden states differ by {difference:.1%} from those it should have"
-            )
+            raise EngineError(f"{cannot}: its hidden states differ by {difference:.1%} from those it should have")
 
 
 def _sequence(n_tokens: int, start: int) -> CachedSequence:
@@ -52,14 +70,20 @@ def _sequence(n_tokens: int, start: int) -> CachedSequence:
 
 
 def _read(
-    model: PreTrainedModel, memory: KVMemory, sequences: list[CachedSequence], lengths: tuple[int, ...]
+    model: PreTrainedModel,
+    memory: KVMemory,
+    sequences: list[CachedSequence],
+    lengths: tuple[int, ...],
+    last_only: bool,
 ) -> list[torch.Tensor]:
-    """Return the hidden states (t, H) of the next tokens of each sequence, read in one packed pass."""
+    """Return the hidden states (t, H) of the next tokens of each sequence, or of the last of them, read in one packed
+    pass.
+    """
     rows = [Row(sequence, n_tokens) for sequence, n_tokens in zip(sequences, lengths, strict=True)]
-    states = hidden_states(model, memory, rows).float().split(lengths)
+    states = hidden_states(model, memory, rows, last_only=last_only).float()
     for row in rows:
         row.region.n_cached += row.n_new
-    return list(states)
+    return list(states.split(1 if last_only else list(lengths)))
 
 
 def _read_separately(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
@@ -67,7 +91,3 @@ def _read_separately(model: PreTrainedModel, token_ids: list[int]) -> torch.Tens
     input_ids = torch.tensor([token_ids], device=model.device)
     states: torch.Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[0].float()
     return states
-
-
-def _cannot(model: PreTrainedModel) -> str:
-    return f"the embedded engine cannot run a {type(model).__name__}, use generator.backend=vllm"

@@ -18,17 +18,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, SamplingParams
 from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_url
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
 from skyrl_train.inference_engines.stepped import MemoryPart
-from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
+from skyrl_train.weight_sync import MirroredReceiver, Receipt, Receiver, SyncPlan, WeightMirror
 
 SHARD_BYTES = 1 << 30
-UPDATE_TIMEOUT_S = 600.0
 MAX_FLUSH_S = 30.0
 
 
@@ -81,6 +80,7 @@ class SGLangEngine(HTTPEngine):
         self.info = EngineInfo(n_context, n_longest, getattr(torch, str(facts.get("dtype")), None))  # None for "auto"
         self._model_path = model_path
         self._weight_folder = weight_folder
+        self._weight_mirror = WeightMirror()
         self._end_server = end_server
         self._can_sleep = bool(facts.get("enable_memory_saver"))
 
@@ -144,12 +144,12 @@ class SGLangEngine(HTTPEngine):
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
         folder = self._weight_folder / f"version_{plan.version}_{uuid4().hex}"  # other engines write this version, too
-        receiver = Receiver(plan)
+        receiver = MirroredReceiver(plan, self._weight_mirror)
         try:
             await asyncio.to_thread(write_model, folder, self._model_path, receiver)
             await self._flush_cache()
             update = {"model_path": str(folder.absolute()), "weight_version": str(plan.version)}
-            answer = await self._request("POST", "/update_weights_from_disk", json=update, timeout_s=UPDATE_TIMEOUT_S)
+            answer = await self._update_weights(update, plan.timeout_s)
             if not answer["success"]:
                 raise EngineError(
                     f"the server at {self._url} could not load the weights in {folder}: {answer['message']}"
@@ -157,6 +157,16 @@ class SGLangEngine(HTTPEngine):
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         return receiver.receipt
+
+    async def _update_weights(self, update: dict[str, str], timeout_s: float) -> Any:
+        """Let the server load a folder; return its answer."""
+        try:
+            return await self._request("POST", "/update_weights_from_disk", json=update, timeout_s=timeout_s)
+        except EngineLostError as error:
+            raise EngineLostError(
+                f"{error} It had {timeout_s:g} s to load new weights; raise generator.weight_sync_timeout_seconds if "
+                "it needs more time"
+            ) from error.__cause__
 
     async def _flush_cache(self) -> None:
         """Drop all keys and values, once the server has noticed that dropped requests are gone."""

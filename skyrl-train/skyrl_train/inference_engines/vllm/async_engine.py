@@ -53,8 +53,7 @@ class AsyncVLLMEngine(AsyncEngine):
             tokenizer: the policy's, to find stop strings.
 
         Raises:
-            EngineError: this machine has too few GPUs, vLLM does not start with these options, or the model is a
-                mixture of experts.
+            EngineError: this machine has too few GPUs, or vLLM does not start with these options.
         """
         n_devices = math.prod(int(options.get(name, 1)) for name in PARALLEL_SIZES)
         _check_devices(options, n_devices)

@@ -136,10 +136,7 @@ def create_config(own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmCon
     if clashes := sorted(own.keys() & options.keys()):
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")
     options = {"enable_sleep_mode": current_platform.is_sleep_mode_available(), **options}
-    config = EngineArgs(**own, **options).create_engine_config()
-    if config.model_config.is_moe:  # on a CPU, its outputs would be wrong after a weight sync
-        raise ValueError("weight sync does not work for mixtures of experts; use generator.backend=hf")
-    return config
+    return EngineArgs(**own, **options).create_engine_config()
 
 
 def cannot_start(options: Mapping[str, Any], error: Exception) -> EngineError:

@@ -34,7 +34,7 @@ class VLLMEngine(ScheduledEngine):
             executor: one thread in which vLLM runs; None to start one.
 
         Raises:
-            EngineError: vLLM does not start with these options, or the model is a mixture of experts.
+            EngineError: vLLM does not start with these options.
         """
         thread = EngineThread(executor, "vllm-engine")
         self._core = thread.run_blocking(Core, options, tokenizer.eos_token_id)

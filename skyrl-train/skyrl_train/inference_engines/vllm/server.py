@@ -12,16 +12,14 @@ Whoever reaches these endpoints controls the server: keep its port inside a trus
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
-from skyrl_train.inference_engines.http import HTTPEngine, call_server, find_host, server_url
+from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_url
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence
@@ -36,9 +34,7 @@ from skyrl_train.inference_engines.vllm.wire import (
     encode_request,
     unpack,
 )
-from skyrl_train.types.specs import SyncKind, TensorSpec
-from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, send
-from skyrl_train.weight_sync.sync import free_port
+from skyrl_train.weight_sync import Receipt, SyncPlan
 
 START_COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 vllm serve <policy> --enable-scale-out --no-async-scheduling "
@@ -121,31 +117,13 @@ class VLLMServerEngine(HTTPEngine):
             self._last_tokens.pop(request_id, None)
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
+        if plan.transport == "shared":
+            raise EngineError(f"transport=shared cannot reach the server at {self._url}; use transport=auto")
         await self._drop_caches()
-        if plan.transport != "shared":
-            return await self._receive(plan)
-        receiver = Receiver(plan)  # the policy's own tensors, which have to reach another process
-        sync = WeightSync(
-            _Tensors(list(receiver)),
-            {f"the server at {self._url}": _Workers(self.n_weight_copies, self._receive)},
-            SyncOptions("auto", timeout_s=plan.timeout_s),
-            find_address=self._find_address,
-            dtype=self.info.weight_dtype,
-        )
-        await sync(plan.version)
-        return receiver.receipt
-
-    async def _receive(self, plan: SyncPlan) -> Receipt:
-        """Let the workers of the server receive weights from another process."""
         call = {"method": "skyrl_receive_weights", "args": [encode_plan(plan)]}
         timeout_s = plan.timeout_s + SYNC_SLACK_S
         answer = await self._request("POST", "/collective_rpc", json=call, timeout_s=timeout_s)
         return decode_receipts(answer["results"])
-
-    async def _find_address(self) -> str:
-        """Return a free "host:port" of this machine that the server can reach."""
-        host = find_host(self._url)
-        return f"{host}:{free_port(host)}"
 
     async def _drop_caches(self) -> None:
         """Drop all keys and values, once the server has noticed that dropped requests are gone."""
@@ -177,27 +155,3 @@ def _with_sampled(columns: list[tuple[int, float]], request: EngineRequest) -> l
     sampled, others = columns[0], [column for column in columns[1:] if column[0] != columns[0][0]]
     n_top = sum(token_id >= 0 for token_id, _ in others)
     return [sampled, *others, *([sampled] if n_top < request.sampling.n_top_logprobs else [])]
-
-
-@dataclass(frozen=True)
-class _Tensors:
-    """A `WeightSource` in this process."""
-
-    tensors: list[tuple[str, torch.Tensor]]
-
-    async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
-        return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors]
-
-    async def send_weights(self, plan: SyncPlan) -> Receipt:
-        return await asyncio.to_thread(send, plan, iter(self.tensors))
-
-
-@dataclass(frozen=True)
-class _Workers:
-    """The workers of a server, as a `WeightSink`."""
-
-    n_weight_copies: int
-    receive: Callable[[SyncPlan], Awaitable[Receipt]]
-
-    async def receive_weights(self, plan: SyncPlan) -> Receipt:
-        return await self.receive(plan)

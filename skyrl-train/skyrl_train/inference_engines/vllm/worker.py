@@ -6,21 +6,25 @@ vLLM mixes the class that `worker_extension_cls`, or `vllm serve … --worker-ex
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed import get_pp_group
+from vllm.distributed import get_pp_group, get_world_group
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.inference_engines.vllm.sampler import PositionSampler
 from skyrl_train.inference_engines.vllm.wire import Facts, decode_plan
-from skyrl_train.weight_sync import Receiver
+from skyrl_train.weight_sync import MirroredReceiver, WeightMirror
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +36,7 @@ class WorkerExtension:
     """Methods of every worker of vLLM."""
 
     model_runner: Any
+    device: torch.device
     rank: int
     vllm_config: VllmConfig
 
@@ -62,14 +67,17 @@ class WorkerExtension:
                 batch_size=runner.max_num_tokens, dtype=self.vllm_config.model_config.dtype, device=runner.device
             )
 
+    @cached_property
+    def _weight_mirror(self) -> WeightMirror:
+        return WeightMirror(get_world_group(), self.device)
+
     def skyrl_receive_weights(self, plan: Mapping[str, Any]) -> dict[str, Any]:
         """Receive weights by an encoded plan, whose rank is that of the first worker; return a receipt, or an error."""
         parallel = self.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
         try:
-            receiver = Receiver(decode_plan(plan, rank))
-            own = ((name, tensor.clone()) for name, tensor in receiver)  # vLLM keeps those of a layer until it has all
-            load_weights(self.model_runner.get_model(), self.vllm_config, own)
+            receiver = MirroredReceiver(decode_plan(plan, rank), self._weight_mirror)
+            load_weights(self.model_runner.get_model(), self.vllm_config, receiver)
             return {"receipt": list(receiver.receipt)}
         except SyncError as error:
             return {"sync_error": str(error)}
@@ -88,7 +96,7 @@ def load_weights(model: Any, config: VllmConfig, weights: Iterable[tuple[str, to
         EngineError: the model has parameters that were not sent.
     """
     names = {name for name, _ in model.named_parameters()}
-    with set_current_vllm_config(config):
+    with set_current_vllm_config(config), _packing_experts(model):
         initialize_layerwise_reload(model)
         try:
             loaded: set[str] = model.load_weights(weights)
@@ -102,6 +110,23 @@ def load_weights(model: Any, config: VllmConfig, weights: Iterable[tuple[str, to
             f"the policy has no tensor for {min(missing)} and {len(missing) - 1} other parameters of vLLM's model; "
             "they would keep old values, so use generator.backend=hf for this architecture"
         )
+
+
+@contextmanager
+def _packing_experts(model: Any) -> Iterator[None]:
+    """Let vLLM pack the weights of experts that are loaded within: on a CPU, it does so only for a layer without a
+    kernel.
+    """
+    experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    methods = [layer.quant_method for layer in experts if current_platform.is_cpu()]
+    kernels = [method.moe_kernel for method in methods]
+    for method in methods:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in zip(methods, kernels, strict=True):
+            method.moe_kernel = method.moe_kernel or kernel  # a failed sync may not have reached the layer
 
 
 def read_facts(config: VllmConfig, eos_token_id: int | None) -> Facts:

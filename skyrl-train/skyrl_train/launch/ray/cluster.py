@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,6 +62,11 @@ def initialize_ray(cfg: SkyRLConfig | DictConfig) -> None:
         ConfigError: no cluster answers at `$RAY_ADDRESS`.
     """
     connect(Registrations.collect(), n_task_cpus=1)
+
+
+def as_task(function: Callable[..., Any]) -> Any:
+    """Return a function as a task of Ray that takes one CPU: `as_task(function).remote(…)`."""
+    return ray.remote(num_cpus=1)(function)
 
 
 def connect(registrations: Registrations | None = None, n_task_cpus: int = 0) -> bool:

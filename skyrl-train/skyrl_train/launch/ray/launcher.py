@@ -26,21 +26,15 @@ from skyrl_train.launch.ray.cluster import connect
 from skyrl_train.launch.ray.placement import Device, Request, Reservation, find_visible_devices
 from skyrl_train.launch.ray.ranks import RayRank
 from skyrl_train.launch.timeouts import find_long_sync
+from skyrl_train.launch.transports import with_transport
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, World
-from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync, transport_between
+from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.lease import Lease
 
 logger = logging.getLogger(__name__)
 
 ENGINE = "engine"
-
-REASONS = {
-    "auto": ("shared memory, and gloo between nodes", "the cluster has no GPUs"),
-    "cuda_ipc": ("CUDA IPC", "sender and receiver are on the same GPUs"),
-    "nccl": ("NCCL", "sender and receiver are on different GPUs"),
-}
-"""Names of the transports that replace another, and why they do."""
 
 
 class RayLauncher:
@@ -173,17 +167,11 @@ class RayLauncher:
         if any(sink in self._groups for sink in sinks.values()):  # the reference, on the policy's devices or others
             shares_devices = any({"policy", "ref"} <= {*request.users} for request in self._requests)
             sends_changes = False  # the policy keeps one copy of sent weights, that of the engines
-        transport = transport_between(self._sync, self.device, shares_devices=shares_devices)
-        if transport != self._sync.transport != "auto":
-            logger.info(
-                "generator.weight_sync_backend=%s: weights travel through %s, because %s",
-                *(self._sync.transport, *REASONS[transport]),
-            )
-        options = replace(self._sync, transport=transport, sends_changes=sends_changes)
+        options = with_transport(self._sync, self.device, shares_devices=shares_devices)
         return WeightSync(
             source,
             sinks,
-            options,
+            replace(options, sends_changes=sends_changes),
             find_address=self._groups[source].find_address,
             kind=kind,
             dtype=dtype,

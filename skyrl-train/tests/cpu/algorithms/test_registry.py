@@ -48,6 +48,15 @@ class TestBothRegistries:
             register("mine")(print)
         assert look_up("mine") is my_function
 
+    def test_a_built_in_function_that_skyrl_does_not_have_can_be_replaced_once(
+        self, register: Callable[..., Any], look_up: Callable[..., Any], key: str
+    ) -> None:
+        name = {"advantage_estimator": "maxrl", "policy_loss_type": "dppo"}[key]
+        register(name)(my_function)
+        assert look_up(name) is my_function
+        with pytest.raises(ConfigError, match=f"{name!r} is already registered"):
+            register(name)(print)
+
     def test_an_unknown_name_is_refused_with_the_available_names(
         self, register: Callable[..., Any], look_up: Callable[..., Any], key: str
     ) -> None:

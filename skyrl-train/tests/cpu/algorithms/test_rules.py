@@ -54,7 +54,27 @@ def refusal(overrides: list[str]) -> str:
     return str(caught.value)
 
 
+REF_GPUS = "trainer.placement.ref_num_gpus_per_node=2"
+REF_NODES = "trainer.placement.ref_num_nodes=2"
+APART = "trainer.placement.colocate_all=false"
+
 PROBLEMS: list[Case] = [
+    (
+        [REF_GPUS],
+        f"{REF_GPUS} must equal trainer.placement.policy_num_gpus_per_node=1 with trainer.placement.colocate_all=true; "
+        "remove it, or set trainer.placement.colocate_all=false",
+        [
+            [REF_GPUS, "trainer.placement.policy_num_gpus_per_node=2"],
+            [REF_GPUS, NO_KL],
+            [REF_GPUS, "trainer.policy.model.lora.rank=4"],
+        ],
+    ),
+    (
+        [REF_NODES, APART],
+        f"{REF_NODES} must equal trainer.placement.policy_num_nodes=1 with trainer.placement.colocate_policy_ref=true; "
+        "remove it, or set trainer.placement.colocate_policy_ref=false",
+        [[REF_NODES, APART, "trainer.placement.colocate_policy_ref=false"]],
+    ),
     (
         [estimator("gae"), "trainer.policy.model.path=my/model"],
         "trainer.algorithm.advantage_estimator=gae reads the values of a critic, and trainer.critic.model.path=null "
@@ -155,6 +175,16 @@ PROBLEMS: list[Case] = [
 ]
 
 WARNINGS: list[Case] = [
+    (
+        [REF_GPUS, NO_KL],
+        f"{REF_GPUS} has no effect, because the run has no reference; remove it",
+        [[NO_KL], [REF_GPUS, APART, "trainer.placement.colocate_policy_ref=false"]],
+    ),
+    (
+        [REF_GPUS, "trainer.policy.model.lora.rank=4"],
+        f"{REF_GPUS} has no effect, because the reference is the policy without its adapter; remove it",
+        [["trainer.policy.model.lora.rank=4"]],
+    ),
     (
         [loss("gmpo"), SEQUENCE_MEAN, f"{ALGORITHM}.off_policy_correction.tis_ratio_type=token"],
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token weighs single tokens, and "
@@ -306,7 +336,7 @@ def test_losses_that_have_bounds_of_their_own(name: str) -> None:
 
 def test_every_sentence_was_seen() -> None:
     seen = [sentences_seen(ALGORITHM_RULES + ALGORITHM_WARNINGS, overrides) for overrides, *_ in PROBLEMS + WARNINGS]
-    assert set().union(*seen) == sentences_of(rules)
+    assert sentences_of(rules) <= set().union(*seen)
 
 
 @pytest.fixture

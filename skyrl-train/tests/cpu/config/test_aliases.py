@@ -178,6 +178,28 @@ def test_a_key_for_what_does_not_exist_is_refused_unless_it_asks_for_nothing(key
     assert str(caught.value) == f"{key}=x: {reason}; remove the key"
 
 
+DEFAULTS_OF_SKYRL = {
+    "model_name": "Qwen/Qwen2.5-1.5B-Instruct",
+    "model_dtype": "bfloat16",
+    "override_existing_update_group": "auto",
+    "enable_http_endpoint": False,
+    "http_endpoint_host": "127.0.0.1",
+    "http_endpoint_port": 8000,
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "experts"),
+    [("generator", "inference_engine_expert_parallel_size"), ("generator.inference_engine", "expert_parallel_size")],
+)
+def test_the_defaults_of_skyrl_for_engines_are_accepted(section: str, experts: str) -> None:
+    named = put({}, "trainer.run_name", "run")
+    tree = deepcopy(named)
+    for name, value in {**DEFAULTS_OF_SKYRL, experts: 1}.items():
+        put(tree, f"{section}.{name}", value)
+    assert load_config(tree) == load_config(named)
+
+
 @pytest.mark.parametrize("key", sorted({key for alias in ALIASES.values() for key in alias.also}))
 def test_also_names_existing_keys(key: str) -> None:
     assert as_section(FIELDS[key].annotation) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import yaml
 from skyrl_train.config import to_yaml
 from skyrl_train.config.base import as_section
 from skyrl_train.config.generate import main as generate
-from skyrl_train.config.loading import validate
+from skyrl_train.config.loading import validate, validate_cfg
 from skyrl_train.config.sft import SFT, SFTConfig
 from skyrl_train.errors import ConfigError
 
@@ -131,6 +132,21 @@ def test_sharding_under_torchrun_is_that_of_its_processes(monkeypatch: pytest.Mo
     fsdp = {"cpu_offload": True, "fsdp_size": 2}
     policy = load(trainer={"policy": {"fsdp_config": fsdp, "sequence_parallel_size": 4}}).trainer.policy
     assert (policy.fsdp_config.fsdp_size, policy.sequence_parallel_size) == (2, 4)
+
+
+def test_several_ranks_need_ray_or_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    ranks = {"policy_num_gpus_per_node": 2}
+    with pytest.raises(
+        ConfigError, match=r"needs Ray, .* or start the ranks with trainer\.placement\.launcher=torchrun"
+    ):
+        load(trainer={"placement": ranks})
+    placement = load(trainer={"placement": {**ranks, "launcher": "torchrun"}}).trainer.placement
+    assert placement.uses_torchrun
+    with pytest.raises(ConfigError, match=r"needs Ray, .* or train in one process with .*launcher=inline"):
+        validate_cfg({"trainer": {"placement": ranks}})
+    with pytest.raises(ConfigError, match="launcher=torchrun must be one of auto, inline, ray;"):
+        validate_cfg({"trainer": {"placement": {**ranks, "launcher": "torchrun"}}})
 
 
 def test_validation_on_the_training_data_is_reported(caplog: pytest.LogCaptureFixture) -> None:

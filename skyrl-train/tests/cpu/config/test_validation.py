@@ -187,21 +187,12 @@ PROBLEMS: list[Case] = [
         ],
     ),
     (
-        ["trainer.placement.ref_num_gpus_per_node=2"],
-        "trainer.placement.ref_num_gpus_per_node=2 must equal trainer.placement.policy_num_gpus_per_node=1 with "
+        [*GAE, "trainer.placement.critic_num_gpus_per_node=2"],
+        "trainer.placement.critic_num_gpus_per_node=2 must equal trainer.placement.policy_num_gpus_per_node=1 with "
         "trainer.placement.colocate_all=true; remove it, or set trainer.placement.colocate_all=false",
-        [["trainer.placement.policy_num_gpus_per_node=2"]],
-    ),
-    (
-        ["trainer.placement.ref_num_nodes=2", "trainer.placement.colocate_all=false"],
-        "trainer.placement.ref_num_nodes=2 must equal trainer.placement.policy_num_nodes=1 with "
-        "trainer.placement.colocate_policy_ref=true; remove it, or set trainer.placement.colocate_policy_ref=false",
         [
-            [
-                "trainer.placement.ref_num_nodes=2",
-                "trainer.placement.colocate_all=false",
-                "trainer.placement.colocate_policy_ref=false",
-            ]
+            [*GAE, "trainer.placement.policy_num_gpus_per_node=2"],
+            [*GAE, "trainer.placement.critic_num_gpus_per_node=2", "trainer.placement.colocate_all=false"],
         ],
     ),
     (
@@ -250,13 +241,10 @@ PROBLEMS: list[Case] = [
         ["generator.weight_sync_delta=true"],
         "generator.weight_sync_delta=true sends changes to another process, and this run has one; set "
         "generator.weight_sync_delta=false, or trainer.placement.launcher=ray",
-        [["generator.weight_sync_delta=true", "trainer.placement.launcher=ray"]],
-    ),
-    (
-        ["generator.weight_sync_delta=true", "trainer.placement.launcher=ray", "generator.backend=vllm"],
-        "generator.weight_sync_delta=true: generator.backend=vllm holds the weights in another layout and cannot apply "
-        "changes; set generator.weight_sync_delta=false, or generator.backend=hf",
-        [["generator.weight_sync_delta=true", "trainer.placement.launcher=ray", "generator.backend=hf"]],
+        [
+            ["generator.weight_sync_delta=true", "trainer.placement.launcher=ray"],
+            [*REMOTE, "generator.weight_sync_delta=true"],
+        ],
     ),
     (
         ["generator.engine_init_kwargs.block_size=32"],
@@ -619,6 +607,59 @@ PROBLEMS += [
 
 DOUBTS: list[Case] = [
     (
+        ["trainer.placement.critic_num_gpus_per_node=4"],
+        "trainer.placement.critic_num_gpus_per_node=4 has no effect, because the run has no critic; remove it",
+        [
+            ["trainer.placement.critic_num_gpus_per_node=4", "trainer.placement.colocate_all=false", *GAE],
+            [
+                "trainer.placement.policy_num_gpus_per_node=4",
+                "trainer.placement.critic_num_gpus_per_node=4",
+                "generator.num_inference_engines=4",
+            ],
+        ],
+    ),
+    (
+        ["trainer.placement.colocate_policy_ref=false"],
+        "trainer.placement.colocate_policy_ref=false has no effect with trainer.placement.colocate_all=true, which "
+        "places all models on the same GPUs; remove it, or set trainer.placement.colocate_all=false",
+        [["trainer.placement.colocate_policy_ref=false", "trainer.placement.colocate_all=false"]],
+    ),
+    (
+        ["trainer.strategy=megatron"],
+        "trainer.strategy=megatron has no effect with a single rank of the policy, which holds the whole model; set "
+        "trainer.placement.policy_num_gpus_per_node=2 or more, or trainer.strategy=fsdp2",
+        [
+            [
+                "trainer.strategy=megatron",
+                "trainer.placement.policy_num_gpus_per_node=2",
+                "generator.num_inference_engines=2",
+            ]
+        ],
+    ),
+    (
+        ["generator.async_engine=false"],
+        "generator.async_engine=false has no effect: engines are always asynchronous",
+        [["generator.async_engine=true"]],
+    ),
+    (
+        ["trainer.flash_attn=false"],
+        "trainer.flash_attn=false has no effect: attention is always PyTorch's SDPA, which uses a flash kernel on a "
+        "GPU where it can",
+        [["trainer.flash_attn=true"]],
+    ),
+    (
+        ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=4", *TWO_GPUS],
+        "generator.num_inference_engines=1 leaves 6 of the 2 × 4 GPUs of the policy (nodes × GPUs) idle during "
+        "rollouts; set generator.num_inference_engines=4",
+        [
+            ["trainer.placement.policy_num_gpus_per_node=4", "generator.num_inference_engines=4"],
+            ["trainer.placement.policy_num_gpus_per_node=2", *TWO_GPUS],
+            ["trainer.placement.policy_num_gpus_per_node=3", *TWO_GPUS],
+            ["trainer.placement.policy_num_gpus_per_node=4", "trainer.placement.colocate_all=false"],
+            ["trainer.placement.policy_num_gpus_per_node=4", *REMOTE],
+        ],
+    ),
+    (
         ["generator.eval_n_samples_per_prompt=8"],
         "generator.eval_n_samples_per_prompt=8 samples the same greedy reply 8 times, because "
         "generator.eval_sampling_params.temperature=0.0; try generator.eval_sampling_params.temperature=1.0, or "
@@ -725,6 +766,14 @@ def test_similar_configurations_are_accepted(overrides: list[str]) -> None:
 @pytest.mark.parametrize(("overrides", "expected"), [case[:2] for case in DOUBTS])
 def test_a_warning_includes_a_fix(overrides: list[str], expected: str) -> None:
     assert warnings(overrides) == [expected]
+
+
+@pytest.mark.parametrize("sharing", ["true", "false"])
+def test_gpus_of_a_critic_that_does_not_exist_start_no_processes(sharing: str) -> None:
+    count = "trainer.placement.critic_num_gpus_per_node=4"
+    overrides = [count, f"trainer.placement.colocate_all={sharing}"]
+    assert warnings(overrides) == [f"{count} has no effect, because the run has no critic; remove it"]
+    assert load(overrides).trainer.placement.uses_ray == (sharing == "false")
 
 
 @pytest.mark.parametrize("overrides", [quiet for case in DOUBTS for quiet in case[2]])

@@ -6,10 +6,12 @@ import logging
 
 import pytest
 
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.cli import parse
 from skyrl_train.config.loading import Schema
-from skyrl_train.config.verl import FSDP_SFT_TRAINER, MAIN_PPO, PROGRAMS, VerlProgram, read_command
+from skyrl_train.config.verl import find_torchrun_flags, read_command
+from skyrl_train.config.verl_programs import FSDP_SFT_TRAINER, MAIN_PPO, PROGRAMS, VerlProgram
 from skyrl_train.errors import ConfigError
 
 GRPO = [
@@ -186,6 +188,11 @@ def test_the_last_of_several_options_wins(launcher: str, options: str, key: str,
     assert value_at(parse(overrides, program.schema), key) == value
 
 
+@pytest.mark.parametrize("option", ["trainer.n_gpus_per_node=many", "~trainer.nnodes", "trainer.n_gpus_per_node=0"])
+def test_a_number_of_gpus_that_is_none_is_left_to_its_own_error(option: str) -> None:
+    assert not [text for text in read_command([*RECIPE.split(), option])[1] if "num_inference_engines" in text]
+
+
 def test_a_key_that_cannot_be_deleted_is_named_without_the_rest_of_the_command_line() -> None:
     program, overrides = read_command([*RECIPE.split(), "~trainer.balance_batch"])
     with pytest.raises(ConfigError) as caught:
@@ -208,9 +215,219 @@ def test_defaults_of_the_critic_are_set_with_a_critic() -> None:
 @pytest.mark.parametrize("program", PROGRAMS.values())
 def test_the_tables_are_disjoint_and_name_keys(program: VerlProgram) -> None:
     schema: Schema = program.schema
-    for table in (program.fixed, program.refused):
-        assert not table.keys() & (schema.fields.keys() | schema.aliases.keys() | schema.without_effect.keys())
+    ours = schema.fields.keys() | schema.aliases.keys() | schema.without_effect.keys()
+    for table in (program.fixed, program.refused, program.conditional, program.combined):
+        assert not [key for key in ours for option in table if key == option or key.startswith(f"{option}.")]
     assert not program.fixed.keys() & program.refused.keys()
-    for key, value in {**program.defaults, **program.critic_defaults}.items():
+    derived = program.derive(
+        {
+            "trainer.critic.model.path": "m",
+            "trainer.algorithm.policy_loss_type": "kl_cov",
+            "trainer.algorithm.off_policy_correction.tis_ratio_type": "sequence",
+            "trainer.placement.policy_num_gpus_per_node": 2,
+        }
+    )
+    for key, value in {**program.defaults, **derived}.items():
         default = schema.fields[key].get_default()
         assert (list(default) if isinstance(default, tuple) else default) != value
+
+
+def read(*options: str) -> SkyRLConfig:
+    """Return the configuration that `main_ppo` reads from options."""
+    program, overrides = read_command(["main_ppo", "algorithm.adv_estimator=grpo", *options])
+    cfg: SkyRLConfig = parse(overrides, program.schema)
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("options", "n_engines"),
+    [
+        ("", 1),
+        ("trainer.n_gpus_per_node=4", 4),
+        ("trainer.n_gpus_per_node=4 trainer.n_gpus_per_node=2", 2),
+        ("trainer.nnodes=2 trainer.n_gpus_per_node=4", 8),
+        (
+            "trainer.nnodes=2 trainer.n_gpus_per_node=5 actor_rollout_ref.rollout.name=vllm "
+            "generator.run_engines_locally=true actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            4,
+        ),
+        ("trainer.placement.policy_num_gpus_per_node=4 generator.num_inference_engines=1", 1),
+        ("trainer={placement:{policy_num_gpus_per_node:3}}", 3),
+        ("trainer.n_gpus_per_node=4 ~trainer.n_gpus_per_node", 1),
+        ("trainer.n_gpus_per_node=4 trainer.placement.colocate_all=false", 1),
+    ],
+)
+def test_engines_fill_the_gpus_of_the_policy(options: str, n_engines: int, caplog: pytest.LogCaptureFixture) -> None:
+    _, overrides = read_command(["main_ppo", *options.split()])
+    numbers = [text.partition("=")[2] for text in overrides if text.startswith("generator.num_inference_engines=")]
+    assert int(numbers[-1] if numbers else 1) == n_engines
+    (line,) = (line for line in caplog.messages if line.startswith("defaults of verl:"))
+    assert (f"generator.num_inference_engines={n_engines}" in line) == (n_engines > 1)
+
+
+def test_engines_on_all_gpus_pass_the_rules() -> None:
+    cfg = read("trainer.n_gpus_per_node=4")
+    assert (cfg.generator.num_inference_engines, cfg.trainer.placement.policy_num_gpus_per_node) == (4, 4)
+
+
+CORRECTION = "trainer.algorithm.off_policy_correction"
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+REJECTION = "algorithm.rollout_correction.rollout_rs"
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (
+            "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=3.0",
+            {f"{CORRECTION}.tis_ratio_type": "token", f"{CORRECTION}.token_tis_ratio_clip_high": 3.0},
+        ),
+        (
+            "algorithm.rollout_correction.rollout_is=sequence",
+            {f"{CORRECTION}.tis_ratio_type": "sequence", f"{CORRECTION}.sequence_tis_ratio_clip_high": 2.0},
+        ),
+        (
+            "algorithm.rollout_correction.rollout_token_veto_threshold=1e-4",
+            {f"{CORRECTION}.outlier_token_is_threshold_low": 1e-4},
+        ),
+        (
+            f"{REJECTION}=token {REJECTION}_threshold=4.0",
+            {
+                f"{CORRECTION}.token_mask_is_threshold_low": 0.25,
+                f"{CORRECTION}.token_mask_is_threshold_high": 4.0,
+                f"{CORRECTION}.sequence_mask_metric": None,
+            },
+        ),
+        (
+            f"{REJECTION}_threshold_lower=0.999 {REJECTION}_threshold=1.002 {REJECTION}=geometric",
+            {
+                f"{CORRECTION}.sequence_mask_metric": "geometric",
+                f"{CORRECTION}.geo_mask_low": 0.999,
+                f"{CORRECTION}.geo_mask_high": 1.002,
+            },
+        ),
+        (
+            f"{REJECTION}=seq_sum_k1 {REJECTION}_threshold='0.4_3.0'",
+            {
+                f"{CORRECTION}.sequence_mask_metric": "product",
+                f"{CORRECTION}.product_mask_low": 0.4,
+                f"{CORRECTION}.product_mask_high": 3.0,
+            },
+        ),
+        (f"{REJECTION}=null {REJECTION}_threshold=2.0", {f"{CORRECTION}.sequence_mask_metric": None}),
+        (
+            f"{OVERLONG}.enable=True {OVERLONG}.len=100 {OVERLONG}.penalty_factor=0.5 {OVERLONG}.log=False "
+            "reward_model.reward_manager=dapo reward_model.reward_kwargs.max_resp_len=512",
+            {
+                "trainer.algorithm.overlong_buffer_len": 100,
+                "trainer.algorithm.overlong_buffer_penalty_factor": 0.5,
+            },
+        ),
+        (
+            f"{OVERLONG}.enable=False {OVERLONG}.len=100",
+            {"trainer.algorithm.overlong_buffer_len": None},
+        ),
+        (
+            "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16 actor_rollout_ref.ref.fsdp_config.model_dtype=bf16",
+            {"trainer.policy.model.dtype": "bfloat16"},
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
+            {"trainer.algorithm.kl_cov.kl_cov_frac": 2e-4, "trainer.algorithm.kl_cov.ppo_kl_coef": 0.1},
+        ),
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps=-1 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+            {"trainer.policy.optimizer_config.warmup_ratio": 0.1},
+        ),
+        (
+            "data.image_key=images actor_rollout_ref.nccl_timeout=600 trainer.rollout_data_dir=null "
+            "actor_rollout_ref.rollout.multi_turn.enable=False actor_rollout_ref.rollout.multi_turn.format=hermes "
+            "actor_rollout_ref.model.override_config={} ray_kwargs.ray_init.num_cpus=8",
+            {"trainer.dump_trajectories": False},
+        ),
+    ],
+)
+def test_options_with_a_counterpart_are_read(
+    options: str, settings: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = read(*options.split())
+    assert {key: value_at(cfg, key) for key in settings} == settings
+    lines = [line for line in caplog.messages if not line.startswith("defaults of verl:")]
+    for key in (option.partition("=")[0] for option in options.split()):
+        shown = REJECTION if key.startswith(REJECTION) else key
+        assert any(line.startswith((f"{shown}=", f"{key}=")) for line in lines), key
+
+
+def test_options_of_an_engine_are_read_if_it_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    section = "actor_rollout_ref.rollout.engine_kwargs"
+    options = [f"{section}.vllm.block_size=32", f"+{section}.sglang.page_size=1", f"+{section}.vllm.swap_space=null"]
+    _, overrides = read_command(["main_ppo", "actor_rollout_ref.rollout.name=vllm", *options])
+    assert [text for text in overrides if "engine_init_kwargs" in text] == [
+        "generator.engine_init_kwargs.block_size=32"
+    ]
+    assert f"{section}.vllm.block_size=32 is read as generator.engine_init_kwargs.block_size=32" in caplog.messages
+    assert f"{section}.sglang.page_size=1 has no effect: the engine is vllm" in caplog.messages
+    assert f"{section}.vllm.swap_space=null has no effect: the engine has its own default" in caplog.messages
+
+
+def test_options_of_supervised_fine_tuning_with_a_counterpart_are_read() -> None:
+    options = "data.train_files=a data.shuffle=True data.seed=3 engine.model_dtype=bf16 optim.warmup_style=constant"
+    options += (
+        " optim.lr_warmup_steps=-1 trainer.checkpoint.save_contents=[model] model.fsdp_config.forward_prefetch=True"
+    )
+    program, overrides = read_command(["sft_trainer", *options.split()])
+    trainer = parse(overrides, program.schema).trainer
+    optimizer = trainer.policy.optimizer_config
+    assert (trainer.seed, trainer.policy.model.dtype) == (3, "bfloat16")
+    assert (optimizer.scheduler, optimizer.num_warmup_steps, optimizer.warmup_ratio) == ("constant_with_warmup", 0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        (f"{REJECTION}=seq_max_k2", "use one of token, sequence, geometric, token_k1, seq_sum_k1, seq_mean_k1, or the"),
+        (f"{REJECTION}=token", f"{REJECTION}_threshold=null must be a number, such as 2.0, or two"),
+        ("algorithm.rollout_correction.bypass_mode=True", "are those of the trainer; remove it"),
+        ("custom_reward_function.reward_kwargs.k=1", "give the arguments of the function default values"),
+        ("actor_rollout_ref.model.override_config.attn_implementation=eager", "change the file in a copy of the model"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "are played with environment.env_class"),
+        ("actor_rollout_ref.rollout.temprature=1", "did you mean actor_rollout_ref.rollout.temperature?"),
+        ("data.shufle=True", "did you mean data.shuffle?"),
+        ("data.colour=1", "there is no key data.colour here; remove it"),
+        ("actor_rollout_ref.rollout.zeal=0", "there is no key actor_rollout_ref.rollout.zeal here; remove it"),
+    ],
+)
+def test_an_option_without_a_counterpart_is_refused_with_a_fix(option: str, sentence: str) -> None:
+    assert sentence in refuse(option)
+
+
+LAUNCHER = "torchrun --nnodes 2 --node_rank=1 --master_addr=10.0.0.1 --master_port 1234 --nproc-per-node=4 -m"
+
+
+def test_the_flags_of_torchrun_are_those_of_the_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    command = f"{LAUNCHER} verl.trainer.fsdp_sft_trainer data.train_files=a".split()
+    program, overrides = read_command(command)
+    placement = parse(overrides, program.schema).trainer.placement
+    assert (placement.launcher, placement.size("policy")) == ("torchrun", (2, 4))
+    assert find_torchrun_flags(command) == ["--node_rank=1", "--master_addr=10.0.0.1", "--master_port", "1234"]
+    for line in (
+        "--nnodes 2 is read as trainer.placement.policy_num_nodes=2",
+        "--node_rank=1 is an option of torchrun, which starts the ranks",
+        "--master_port 1234 is an option of torchrun, which starts the ranks",
+    ):
+        assert line in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (f"{LAUNCHER} verl.trainer.main_ppo", "--master_port 1234 has no effect: Ray starts the processes"),
+        ("ray job submit --working-dir . -- python3 -m verl.trainer.main_ppo", "ray job submit --working-dir . -- "),
+        ("env/bin/python3.11 -m verl.trainer.main_ppo", ""),
+        ("main_ppo", ""),
+    ],
+)
+def test_a_line_says_what_the_launcher_became(command: str, line: str, caplog: pytest.LogCaptureFixture) -> None:
+    read_command(command.split())
+    lines = [message for message in caplog.messages if not message.startswith("defaults of verl:")]
+    assert any(line in message for message in lines) if line else not lines

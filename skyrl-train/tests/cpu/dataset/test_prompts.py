@@ -73,7 +73,7 @@ def test_the_length_limit_is_exact_and_includes_the_assistant_header(
 
 def test_column_names_are_configurable(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     source = write_file(tmp_path, [{"question": ask("a")["prompt"], "env": "catch", "prompt": "kept"}])
-    (row,) = PromptDataset(source, tiny_tokenizer, LONG, prompt_key="question", env_class_key="env")
+    (row,) = PromptDataset(source, tiny_tokenizer, LONG, 8, "question", "env")
     assert (row.env_class, row.env_extras) == ("catch", {"prompt": "kept"})
 
 

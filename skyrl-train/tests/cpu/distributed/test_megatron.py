@@ -87,9 +87,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def load(path: Path, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
+def load(path: Path, *, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False) -> PreTrainedModel:
     cpu = torch.device("cpu")
-    return load_model(str(path), dtype=torch.float32, device=cpu, gradient_checkpointing=gradient_checkpointing)
+    return load_model(str(path), dtype=dtype, device=cpu, gradient_checkpointing=gradient_checkpointing)
 
 
 def save_nothing(folder: str) -> None:
@@ -320,6 +320,29 @@ async def test_an_export_has_the_weights_that_were_loaded(
             exported = await tensors(await load_group(two_ranks, spec(path, megatron)), tmp_path / model)
             for name, tensor in load(path).state_dict().items():
                 assert torch.equal(exported[name], tensor), name
+
+
+@pytest.mark.parametrize("megatron", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+async def test_weights_loaded_in_bfloat16_are_trained_in_float32(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path, megatron: MegatronConfig
+) -> None:
+    path, results = paths["qwen2"], []
+    batch = off_policy_batch(load(path), N_TOKENS, seed=1)
+    for name, ranks, layout in (("single", [single_rank()], None), ("divided", two_ranks, megatron)):
+        group = await load_group(ranks, spec(path, layout, dtype=torch.bfloat16))
+        for _ in range(3):
+            await group.update(batch)
+        assert {tensor.dtype for tensor in await group.tensor_specs()} == {torch.bfloat16}
+        reader = single_rank()
+        await (await load_group([reader], spec(path))).load_state(await save(group, tmp_path / name))
+        weights = dict(reader.worker.module.hf_model.named_parameters())
+        exported = await tensors(group, tmp_path / f"{name}_export")
+        assert all(torch.equal(exported[key], value.bfloat16().float()) for key, value in weights.items())
+        results.append(weights)
+    for key, start in load(path, dtype=torch.bfloat16).named_parameters():
+        torch.testing.assert_close(results[1][key], results[0][key], rtol=0, atol=1e-6, msg=key)
+        assert not torch.equal(results[0][key], results[0][key].bfloat16()), f"{key} was rounded"
+        assert (results[0][key] - start).abs().max() < 1e-3, f"{key} did not start from the rounded weights"
 
 
 async def test_a_checkpoint_is_merged_into_a_hugging_face_folder(

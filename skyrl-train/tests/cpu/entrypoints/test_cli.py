@@ -91,6 +91,19 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_plan_counts_trained_weights_in_float32(
+    catch_run: list[str], tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    n_parameters = AutoModelForCausalLM.from_pretrained(tiny_model_path).num_parameters()
+    run = ["train", *catch_run, "trainer.policy.model.dtype=bfloat16", "trainer.ckpt_interval=1", "--dry-run"]
+    assert main(run) == 0
+    plan = capsys.readouterr().out
+    assert f"policy       {tiny_model_path} · {n_parameters:,} parameters · bfloat16, trained in float32" in plan
+    assert f"reference    {tiny_model_path} · {n_parameters:,} parameters · bfloat16\n" in plan
+    assert f"memory       {format_bytes((16 + 2) * n_parameters)} for weights, gradients and optimizer" in plan
+    assert f"disk         {format_bytes(12 * n_parameters)} per checkpoint" in plan
+
+
 def test_a_plan_of_several_processes_says_what_each_of_them_holds(
     catch_run: list[str], tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.config import load_config
+from skyrl_train.callbacks import Callback, Run, StepReport
+from skyrl_train.config import load_config, parse_cli
 from skyrl_train.entrypoints.engine import new_engine
+from skyrl_train.entrypoints.experiment import BasePPOExp
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.memory import cache_bytes_per_token
 
@@ -25,7 +28,7 @@ def test_cache_bytes_per_token(tiny_model: PreTrainedModel) -> None:
 async def test_the_embedded_engine_gets_a_share_of_the_available_memory(
     backend: str, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """All backends select the embedded engine, because vLLM is not installed here."""
+    """`auto` and `hf` select the embedded engine."""
     cfg = load_config({"generator": {"backend": backend, "gpu_memory_utilization": 0.5}})
     bytes_to_come = psutil.virtual_memory().available - 2**30
     with ThreadPoolExecutor(1) as executor:
@@ -35,6 +38,24 @@ async def test_the_embedded_engine_gets_a_share_of_the_available_memory(
         assert engine._memory.size * TOKEN_BYTES == pytest.approx(2**29, rel=0.2)  # memory in use varies
         await engine.close()
         assert executor.submit(lambda: 7).result() == 7
+
+
+def test_a_replacement_does_not_reserve_memory_again_that_the_first_update_has_allocated(catch_run: list[str]) -> None:
+    reserved: list[int] = []
+
+    class Recorder(Callback):
+        async def on_step_end(self, run: Run, report: StepReport) -> None:
+            reserved.append(experiment._reserved_bytes)
+
+    class Recorded(BasePPOExp):
+        def get_callbacks(self, *parts: Any) -> list[Callback]:
+            return [*super().get_callbacks(*parts), Recorder()]
+
+    experiment = Recorded(parse_cli(catch_run))
+    experiment.run()
+    before, *after = reserved
+    assert before > 0, "the first engine leaves room for gradients and moments"
+    assert after == [0, 0]
 
 
 async def test_a_trainer_that_needs_all_memory_leaves_none_for_the_engine(

@@ -95,6 +95,26 @@ def test_one_sample_is_learned_and_ends_with_the_eos_token(data: Path, tiny_mode
     assert tokenizer.decode(reply) == "A model of 2 layers.<|im_end|>"
 
 
+def test_bfloat16_weights_learn_like_float32_ones(data: Path, tiny_model_path: Path, tmp_path: Path) -> None:
+    """At the learning rate of the recipe, most updates are too small to change a bfloat16 number."""
+    base, losses = tmp_path / "base", {}
+    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(base)
+    AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.bfloat16).save_pretrained(base)
+    more = ["trainer.epochs=10", "trainer.policy.optimizer_config.lr=2e-6", "trainer.eval_before_train=true"]
+    for dtype in ("float32", "bfloat16"):
+        out = tmp_path / dtype
+        assert main(["sft", *overrides(data, base, out, *more, f"trainer.policy.model.dtype={dtype}")]) == 0
+        losses[dtype] = [row["val/loss"] for row in metrics(out) if "val/loss" in row]
+        assert {str(tensor.dtype) for tensor in weights(out, 20).values()} == {f"torch.{dtype}"}
+    assert losses["float32"][-1] < losses["float32"][0] - 1e-3
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], abs=1e-5)
+    run = overrides(data, base, tmp_path / "parts", *more, "trainer.policy.model.dtype=bfloat16")
+    run_in_parts(tmp_path / "parts", run, 7)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "bfloat16")
+    parts = weights(tmp_path / "parts", 20)
+    assert all(torch.equal(parts[name], tensor) for name, tensor in weights(tmp_path / "bfloat16", 20).items())
+
+
 def test_the_metrics_have_the_names_of_the_recipes(data: Path, tiny_model_path: Path, tmp_path: Path) -> None:
     assert main(["sft", *overrides(data, tiny_model_path, tmp_path / "out")]) == 0
     rows = [json.loads(x) for x in (tmp_path / "out/skyrl/test_run/metrics.jsonl").read_text().splitlines()]
@@ -139,11 +159,8 @@ def uninterrupted(data: Path, tiny_model_path: Path, tmp_path: Path) -> Path:
     return tmp_path / "whole"
 
 
-@pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.nightly) for step in (1, 3)), 2, 5])
-def test_a_run_that_stops_at_any_step_resumes_exactly(
-    step: int, uninterrupted: Path, data: Path, tiny_model_path: Path, tmp_path: Path
-) -> None:
-    """The schedule spans 6 steps in both parts, so the first one is stopped by a callback, not by a shorter run."""
+def run_in_parts(folder: Path, run: list[str], step: int) -> None:
+    """Train in a folder up to a step, and resume. A callback stops it, because a shorter run has another schedule."""
     from skyrl_train.callbacks import Callback, Run, StepReport
     from skyrl_train.config.cli import parse
     from skyrl_train.config.sft import SFT
@@ -158,11 +175,17 @@ def test_a_run_that_stops_at_any_step_resumes_exactly(
         def get_callbacks(self, *parts: Any) -> list[Callback]:
             return [Stop(), *super().get_callbacks(*parts)]
 
-    run = overrides(data, tiny_model_path, tmp_path / "parts")
     with pytest.raises(KeyboardInterrupt):
         Interrupted(parse(run, SFT)).run()
-    assert len(metrics(tmp_path / "parts")) == step
+    assert metrics(folder)[-1]["step"] == step
     assert main(["sft", *run]) == 0
+
+
+@pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.nightly) for step in (1, 3)), 2, 5])
+def test_a_run_that_stops_at_any_step_resumes_exactly(
+    step: int, uninterrupted: Path, data: Path, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    run_in_parts(tmp_path / "parts", overrides(data, tiny_model_path, tmp_path / "parts"), step)
     assert metrics(tmp_path / "parts") == metrics(uninterrupted)
     whole, parts = weights(uninterrupted, 6), weights(tmp_path / "parts", 6)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)

@@ -86,6 +86,59 @@ def test_two_ranks_train_like_one_process(
     assert_a_changed_byte_is_named(checkpoint)
 
 
+def test_a_command_line_of_verl_starts_its_ranks_with_torchrun(
+    data: Path, tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Settings are checked before torchrun starts, and logged once."""
+    program = ["verl", "torchrun", "--nnodes=1", "--nproc_per_node=2", "--max-restarts=0"]
+    program += ["-m", "verl.trainer.fsdp_sft_trainer"]
+    one, two = ([*overrides(data, tiny_model_path, tmp_path / name), "optim.lr=1e-4"] for name in ("one", "two"))
+    assert main([*program, *two, "trainer.log_interval=1"]) == 1
+    assert main([*program, *two, "--dry-run"]) == 0
+    output = capsys.readouterr()
+    assert "error: trainer.log_interval=1: there is no key" in output.err
+    assert "processes    2 of torchrun" in output.out
+    assert main(["verl", "fsdp_sft_trainer", *one]) == 0
+    finished = subprocess.run([SKYRL[-1], *program, *two], check=False, **OPTIONS)
+    assert finished.returncode == 0, finished.stdout
+    for line in (
+        "optim.lr=0.0001 is read as",
+        "--nproc_per_node=2 is read as",
+        "defaults of verl:",
+        "--max-restarts=0",
+    ):
+        assert finished.stdout.count(line) == 1, line
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+    assert list(tmp_path.glob("two/skyrl/test_run/ckpts/global_step_6/policy/__1_0.distcp"))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "message"),
+    [
+        (
+            "torchrun --nnodes=2 --nproc_per_node=2",
+            "--rdzv_endpoint=<first node>:29400 --no-python skyrl … on each node",
+        ),
+        ("torchrun --nproc_per_node=gpu", "trainer.placement.policy_num_gpus_per_node=gpu must be an integer >= 1"),
+    ],
+)
+def test_a_command_line_that_does_not_say_which_ranks_to_start_is_refused(
+    launcher: str, message: str, data: Path, tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = f"{launcher} -m verl.trainer.fsdp_sft_trainer".split()
+    assert main(["verl", *program, *overrides(data, tiny_model_path, tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_whose_ranks_torchrun_has_not_started_is_refused(
+    data: Path, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    placement = ["trainer.placement.launcher=torchrun", "trainer.placement.policy_num_gpus_per_node=2"]
+    experiment = SFTExp(parse([*overrides(data, tiny_model_path, tmp_path / "out"), *placement], SFT))
+    with pytest.raises(ConfigError, match="takes 2 processes, and torchrun has not started this one"):
+        experiment.run()
+
+
 @pytest.mark.parametrize(
     ("command", "lora"),
     [

@@ -8,19 +8,21 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
 from skyrl_train.config import parse_cli
+from skyrl_train.config.validation import WARNINGS, find_problems
 
 FOLDER = Path(__file__).parents[3] / "examples/cluster"
 ROOT = FOLDER.parents[2]
 CLUSTER_COMMANDS = ("ray", "srun", "ssh", "scontrol")
 
 
-def run_script(name: str, overrides: list[str], folder: Path, **variables: str) -> str:
+def run_script(name: str, overrides: list[str], folder: Path, cwd: Path | None = None, **variables: str) -> str:
     """Run a script with the real `skyrl`, and with commands of a cluster that only print their arguments."""
     for command in CLUSTER_COMMANDS:
         (folder / command).write_text(f'#!/bin/sh\necho {command} "$@"\n')
@@ -30,7 +32,8 @@ def run_script(name: str, overrides: list[str], folder: Path, **variables: str) 
     for file in folder.iterdir():
         file.chmod(0o755)
     finished = subprocess.run(
-        ["bash", str(FOLDER / name), *overrides, "--dry-run"],
+        ["bash", str(FOLDER / name), *overrides],
+        cwd=cwd,
         env=os.environ | variables | {"PATH": f"{folder}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
@@ -65,12 +68,13 @@ def bin_folder(tmp_path: Path) -> Path:
 
 
 def test_nodes_over_ssh(run: list[str], bin_folder: Path) -> None:
-    output = run_script("start_nodes.sh", run, bin_folder, NODES="one two three", GPUS_PER_NODE="4")
+    output = run_script("start_nodes.sh", [*run, "--dry-run"], bin_folder, NODES="one two three", GPUS_PER_NODE="4")
     assert "ray start --head --port=6379" in output
     for node in ("two", "three"):
         assert f"ssh {node} {bin_folder}/ray start --address=one:6379" in output
         assert f"ssh {node} {bin_folder}/ray stop" in output
     assert "policy 3 × 4" in output
+    assert "12 engines" in output
 
 
 def test_a_slurm_job(run: list[str], bin_folder: Path) -> None:
@@ -80,10 +84,11 @@ def test_a_slurm_job(run: list[str], bin_folder: Path) -> None:
         "SLURM_GPUS_ON_NODE": "8",
         "SLURM_JOB_NAME": "test_run",
     }
-    output = run_script("slurm.sbatch", run, bin_folder, **variables)
+    output = run_script("slurm.sbatch", [*run, "--dry-run"], bin_folder, **variables)
     assert "ray start --head --port=6379 --block" in output
     assert "--nodes=1 --ntasks=1 --exclude=" in output
     assert "policy 2 × 8" in output
+    assert "16 engines" in output
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", (FOLDER / "slurm.sbatch").read_text(), re.MULTILINE))
     assert options["ntasks-per-node"] == "1", "one `ray start` a node"
 
@@ -95,11 +100,43 @@ def test_a_submitted_job(run: list[str], bin_folder: Path) -> None:
     assert words[5:7] == ["skyrl", "train"]
 
 
+def test_a_job_of_skypilot(run: list[str], bin_folder: Path, tmp_path: Path) -> None:
+    task = yaml.safe_load((FOLDER / "skypilot.yaml").read_text())
+    data, template = tmp_path / "data/gsm8k/train.parquet", tmp_path / "sky_templates/ray/start_cluster"
+    for file in (data, template, tmp_path / ".venv/bin/activate"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    template.write_text("#!/bin/sh\necho starting Ray\n")
+    template.chmod(0o755)
+    (tmp_path / "skyrl-train").mkdir()
+    (tmp_path / "skyrl-train/run.sh").write_text(task["run"])
+    variables = {
+        **{name: str(value) for name, value in task["envs"].items()},
+        "HOME": str(tmp_path),
+        "SHARED": str(tmp_path),
+        "SKYPILOT_NODE_IPS": "192.0.2.1\n192.0.2.2",
+        "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+        "SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].partition(":")[2],
+        "OVERRIDES": " ".join([*run, "generator.backend=hf", "--dry-run"]),
+    }
+    script = str(tmp_path / "skyrl-train/run.sh")
+    first, second = (
+        run_script(script, [], bin_folder, cwd=tmp_path, **variables, SKYPILOT_NODE_RANK=rank) for rank in ("0", "1")
+    )
+    assert second == "starting Ray\n", "the first node drives"
+    assert first.startswith(second)
+    assert "policy 2 × 8" in first
+    assert "16 engines" in first
+
+
 def test_a_job_on_kubernetes_asks_for_the_devices_of_its_pods() -> None:
     spec = yaml.safe_load((FOLDER / "kuberay.yaml").read_text())["spec"]
     command, subcommand, *overrides = shlex.split(spec["entrypoint"])
     assert (command, subcommand) == ("skyrl", "train")
-    placement = parse_cli(overrides).trainer.placement
+    assert "generator.backend=vllm" in overrides
+    cfg = parse_cli([*overrides, "generator.backend=hf"])
+    assert find_problems(cfg, WARNINGS) == []
+    placement = cfg.trainer.placement
     groups = [spec["rayClusterSpec"]["headGroupSpec"], *spec["rayClusterSpec"]["workerGroupSpecs"]]
     n_gpus = [group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for group in groups]
     assert set(n_gpus) == {placement.policy_num_gpus_per_node}
@@ -107,8 +144,11 @@ def test_a_job_on_kubernetes_asks_for_the_devices_of_its_pods() -> None:
     assert "SKYRL_RAY_JOIN_TIMEOUT_IN_S" in yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
 
 
-def test_the_image_copies_what_exists() -> None:
-    for line in (FOLDER / "Dockerfile").read_text().splitlines():
-        if line.startswith("COPY "):
-            _, *sources, _ = line.split()
-            assert all((ROOT / source).exists() for source in sources), line
+def test_the_image_copies_what_exists_and_installs_the_engine_of_its_job() -> None:
+    text = (FOLDER / "Dockerfile").read_text()
+    for line in re.findall(r"^COPY .*", text, re.MULTILINE):
+        _, *sources, _ = line.split()
+        assert all((ROOT / source).exists() for source in sources), line
+    assert re.findall(r"^ARG EXTRAS=(.*)", text, re.MULTILINE) == ["vllm"]
+    members = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["workspace"]["members"]
+    assert all(f"COPY {member} {member}\n" in text for member in members), "uv reads the whole workspace"

@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,11 +37,6 @@ SETTINGS = {
     "environment.skyrl_gym.search.": SearchEnvConfig,
     "environment.skyrl_gym.text2sql.": Text2SQLEnvConfig,
 }
-
-RECORDER = """#!/usr/bin/env bash
-# Replaces Python and prints the command line, one word per line.
-printf '%s\\n' "$@"
-"""
 
 
 def commands(readme: Path) -> Iterator[tuple[list[str], str]]:
@@ -129,26 +123,3 @@ def test_configuration_keys_exist(readme: Path) -> None:
 def test_links_have_targets(readme: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", readme.read_text(encoding="utf-8"))
     assert not [link for link in links if "://" not in link and not (readme.parent / link).exists()]
-
-
-def test_the_script_of_gsm8k_prepares_data_and_trains_on_it(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(RECORDER)
-    python.chmod(0o755)
-
-    def run(*overrides: str, **variables: str) -> list[list[str]]:
-        command = ["bash", "examples/gsm8k/run_gsm8k.sh", *overrides]
-        environment = os.environ | {"PYTHON": str(python), "DATA_DIR": str(tmp_path / "data")} | variables
-        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-        return [part.splitlines() for part in output.split("-m\n")[1:]]
-
-    preparing, training = run(SOURCE="sample")
-    assert preparing == ["examples.gsm8k.gsm8k_dataset", "--output_dir", str(tmp_path / "data"), "--source", "sample"]
-    assert training[0] == MAIN
-    importlib.import_module(preparing[0]).main(preparing[1:])
-    (training,) = run("trainer.epochs=3", "trainer.algorithm.use_kl_loss=false")
-    cfg = parse_cli(training[1:])
-    assert find_problems(cfg, WARNINGS + ALGORITHM_WARNINGS) == []
-    assert cfg.data.train_data == [f"{tmp_path}/data/train.parquet"]
-    assert (cfg.trainer.epochs, cfg.trainer.algorithm.use_kl_loss) == (3, False)
-    assert len(run(f"data.train_data=['{tmp_path}/data/train.parquet']", DATA_DIR=str(tmp_path / "none"))) == 1

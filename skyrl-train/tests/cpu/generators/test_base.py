@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,14 +21,13 @@ from skyrl_train.generators.base import (
     GeneratorInterface,
     GeneratorOutput,
     RolloutRequest,
+    edit_as_lists,
     play,
     request_seed,
     rollout_requests,
     to_generator_input,
     to_generator_output,
     to_requests,
-    to_sampling,
-    to_sampling_params,
     to_trajectories,
 )
 from skyrl_train.inference_engines.base import SamplingParams
@@ -242,45 +242,7 @@ def test_fields_that_no_longer_fit_a_shortened_response_are_dropped() -> None:
     assert len(second.turns) == 1
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [SAMPLING, SamplingParams(9, min_new_tokens=2, top_k=5, stop_token_ids=(1, 2), ignore_eos=True, min_p=0.5)],
-)
-def test_sampling_parameters_survive_a_round_trip_through_the_names_of_skyrl(sampling: SamplingParams) -> None:
-    assert to_sampling(to_sampling_params(sampling), None) == sampling
-
-
 CONFIGURED = load_config({"generator": {"sampling_params": {"max_generate_length": 7, "top_p": 0.5}}}).generator
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        (None, SamplingParams(7, top_p=0.5)),
-        ({"max_tokens": 3, "stop": "END"}, SamplingParams(3, stop=("END",))),
-        ({"max_generate_length": 3, "stop": ["A", "B"], "logprobs": 1}, SamplingParams(3, stop=("A", "B"))),
-        ({"max_new_tokens": 3, "min_tokens": 1, "stop": None, "no_stop_trim": True}, SamplingParams(3, 1)),
-        ({"temperature": 0.0}, SamplingParams(7, temperature=0.0)),
-    ],
-)
-def test_sampling_parameters_are_read_under_any_of_their_names(
-    params: dict[str, Any] | None, expected: SamplingParams
-) -> None:
-    assert to_sampling(params, CONFIGURED) == expected
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"max_tokens": 3, "temprature": 0.5}, "temprature=0.5, which no engine here supports"),
-        ({"max_tokens": 3, "skip_special_tokens": False}, "skip_special_tokens=False"),
-        ({"temperature": 0.5}, "no max_tokens"),
-        (None, "no max_tokens"),
-    ],
-)
-def test_other_sampling_parameters_are_refused(params: dict[str, Any] | None, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        to_sampling(params, None)
 
 
 class RecordingGenerator(GeneratorInterface):
@@ -372,3 +334,59 @@ async def test_a_generator_without_generate_and_rollout_is_refused() -> None:
 
     with pytest.raises(NotImplementedError, match="Nothing has neither `generate` nor `rollout`"):
         await Nothing().generate(two_prompts())
+
+
+@given(drawn=st.lists(trajectories().filter(lambda t: t.is_valid), min_size=1, max_size=3))
+def test_editing_the_lists_changes_only_what_is_edited(drawn: list[Trajectory]) -> None:
+    drawn = [replace(t, greedy_reward=0.5, data_source="elsewhere") for t in drawn]
+
+    def raise_rewards(lists: GeneratorOutput) -> GeneratorOutput:
+        for rewards in lists["rewards"]:
+            assert isinstance(rewards, list)
+            rewards[0] += 1
+        return lists
+
+    expected = [
+        replace(t, segments=tuple(replace(s, rewards=[s.rewards[0] + 1, *s.rewards[1:]]) for s in t.segments))
+        for t in drawn
+    ]
+    before = copy.deepcopy(drawn)
+    assert edit_as_lists(drawn, raise_rewards, with_totals=False) == expected
+    assert drawn == before
+    assert edit_as_lists(drawn, lambda lists: {}, with_totals=False) == drawn  # type: ignore[typeddict-item]
+
+
+def test_totals_are_edited_on_the_last_sampled_token() -> None:
+    def lower(lists: GeneratorOutput) -> GeneratorOutput:
+        lists["rewards"] = [total - 1 for total in lists["rewards"]]  # type: ignore[operator]
+        return lists
+
+    (edited,) = edit_as_lists([make_trajectory(rewards=[0, 2.5, 0], loss_mask=[1, 1, 0])], lower, with_totals=True)
+    assert edited.rewards == [0, 1.5, 0]
+
+
+@pytest.mark.parametrize(("batched", "max_turns", "expected"), [(True, 1, 2.0), (True, 2, [2.0]), (False, 1, [2.0])])
+async def test_batched_single_turns_have_totals_as_in_skyrl(batched: bool, max_turns: int, expected: Any) -> None:
+    class Player(GeneratorInterface):
+        generator_cfg = load_config({"generator": {"batched": batched, "max_turns": max_turns}}).generator
+
+        async def rollout(self, requests: Any, sampling: Any, metadata: Any) -> list[Trajectory]:
+            return [make_trajectory(request.id.instance_id, [2.0]) for request in requests]
+
+    output = await Player().generate(two_prompts())
+    assert output["rewards"] == [expected] * 2
+
+
+async def test_a_generator_returns_totals_if_its_last_answer_had_totals() -> None:
+    class Player(GeneratorInterface):
+        rewards: list[Any]
+
+        async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+            return two_answers(rewards=self.rewards)
+
+    player = Player()
+    assert not player.returns_totals
+    for rewards, expected in (([1.0, None], True), ([[0.0, 1.0], [1.0]], False)):
+        player.rewards = rewards
+        await play(player, to_requests(two_prompts()), SAMPLING, BatchMetadata(1, "train"))
+        assert player.returns_totals is expected

@@ -22,7 +22,7 @@ from skyrl_train.inference_engines import client as client_module
 from skyrl_train.inference_engines import remote
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.client import EngineClient
-from skyrl_train.inference_engines.hf import load_engine
+from skyrl_train.inference_engines.hf import HFEngine, load_engine
 from skyrl_train.inference_engines.process import ServerProcess
 from skyrl_train.weight_sync import SyncOptions, WeightSync, rendezvous
 
@@ -164,6 +164,28 @@ async def test_a_lost_engine_is_replaced_and_its_requests_get_the_same_tokens(
             assert_same(found, result, 1e-5)
             assert found.weight_spans == ((4, 300),)
         assert len(pids) == 3
+
+
+async def test_an_engine_that_hangs_does_not_delay_the_health_checks_of_others(
+    tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "HEALTH_INTERVAL_S", 0.05)
+    both, checked = asyncio.Barrier(2), asyncio.Event()
+
+    class Meeting(HFEngine):
+        async def check_health(self) -> None:
+            await both.wait()
+            checked.set()
+
+    async def restart(index: int) -> InferenceEngine:
+        raise EngineError("none was lost")
+
+    limits: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_cache_bytes": 1 << 20}
+    client = EngineClient([Meeting(tiny_model, tiny_tokenizer, **limits) for _ in range(2)], restart)
+    await client.generate([request(1)])
+    async with asyncio.timeout(client_module.HEALTH_TIMEOUT_S / 2):
+        await checked.wait()
+    await client.close()
 
 
 async def test_an_engine_lost_before_a_sync_is_replaced_and_receives_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,10 +13,15 @@ from omegaconf import OmegaConf
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import iter_fields
 from skyrl_train.config.loading import load_config
-from skyrl_train.entrypoints.engine import needs_model, sync_options, sync_tolerance
+from skyrl_train.distributed import SingleStrategy
+from skyrl_train.entrypoints.engine import needs_model, receiving_servers, sync_options, sync_tolerance
 from skyrl_train.errors import ConfigError
+from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.ray.launcher import list_requests
 from skyrl_train.launch.specs import model_spec
+from skyrl_train.types.specs import World
+from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.ranks import LocalRank
 
 PREFIXES = (
     "trainer.placement.",
@@ -33,6 +39,7 @@ APART = "trainer.placement.colocate_all=false"
 FREE = "trainer.placement.colocate_policy_ref=false"
 RANKS = [RAY, "trainer.placement.policy_num_gpus_per_node=4"]
 MEGATRON = [*RANKS, "trainer.strategy=megatron", "trainer.policy.megatron_config.tensor_model_parallel_size=2"]
+URLS = "generator.remote_inference_engine_urls=[gpu:8000]"
 SERVERS = [RAY, "generator.backend=vllm", "generator.run_engines_locally=false"]
 
 HONOURED: dict[str, tuple[list[str], list[str]]] = {  # key: a run, and what to change in it
@@ -69,10 +76,10 @@ HONOURED: dict[str, tuple[list[str], list[str]]] = {  # key: a run, and what to 
     },
     "generator.run_engines_locally": (
         [RAY],
-        [*SERVERS, "generator.remote_inference_engine_urls=[gpu:8000]"],
+        [*SERVERS, URLS],
     ),
     "generator.remote_inference_engine_urls": (
-        [*SERVERS, "generator.remote_inference_engine_urls=[gpu:8000]"],
+        [*SERVERS, URLS],
         ["generator.remote_inference_engine_urls=[gpu:8001]"],
     ),
     "generator.weight_sync_backend": ([RAY], ["generator.weight_sync_backend=gloo"]),
@@ -107,6 +114,11 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
     placement, generator, policy = cfg.trainer.placement, cfg.generator, cfg.trainer.policy
     spec = model_spec("policy", math.prod, print, cfg.trainer, 1.0, sharding=policy)
     is_copied = placement.uses_ray or not needs_model(cfg)
+    sync = sync_options(generator)
+    if not placement.uses_ray:
+        with ThreadPoolExecutor(1) as executor:
+            group = WorkerGroup(spec, [LocalRank(executor, SingleStrategy(World()))], None)
+            sync = InlineLauncher(executor, sync, receiving_servers(generator)).weight_sync(group, {})._options
     return {
         "devices": list_requests(
             placement, ["policy", "critic", "ref"], generator.n_local_engines, generator.n_devices_per_engine
@@ -116,7 +128,7 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
         "offloads_idle": cfg.offloads_idle(has_gpus=False),
         "layout": (spec.layout(math.prod(placement.size("policy"))), spec.megatron),
         "servers": generator.remote_inference_engine_urls,
-        "sync": sync_options(generator),
+        "sync": sync,
         "tolerance": sync_tolerance(cfg, torch.device("cpu"), None, is_copied=is_copied),
     }
 
@@ -125,6 +137,28 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
 def test_a_key_is_honoured(key: str) -> None:
     run, change = HONOURED[key]
     assert describe_run(load([*run, *change])) != describe_run(load(run))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "generator.weight_sync_backend=gloo",
+        "generator.weight_sync_backend=shm",
+        "generator.weight_sync_check=off",
+        "generator.weight_sync_check=checksum",
+        "generator.weight_sync_tolerance=0.5",
+        "generator.weight_sync_timeout_seconds=5",
+    ],
+)
+def test_a_key_of_weight_sync_is_honoured_by_one_process_with_a_server(change: str) -> None:
+    run = ["generator.backend=vllm", "generator.run_engines_locally=false", URLS]
+    assert describe_run(load([*run, change])) != describe_run(load(run))
+
+
+def test_a_server_of_sglang_has_the_configured_time_to_load_weights() -> None:
+    run = ["generator.backend=sglang", "generator.run_engines_locally=false", URLS]
+    described = describe_run(load([*run, "generator.weight_sync_timeout_seconds=5"]))["sync"]
+    assert (described.transport, described.timeout_s) == ("shared", 5)
 
 
 @pytest.mark.parametrize("setting", REFUSED)

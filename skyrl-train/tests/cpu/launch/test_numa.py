@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch.sysfs import GPU, MAX_CORE, write_sysfs
 
+from skyrl_train.launch import numa
 from skyrl_train.launch.numa import bind_to_device, parse_cores
-
-GPU = "0000:3b:00.0"
-MAX_CORE = max(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(
@@ -20,21 +19,11 @@ def test_cores_of_a_node(text: str, cores: set[int]) -> None:
     assert parse_cores(text) == cores
 
 
-def write_sysfs(sysfs: Path, node: int, cores: str) -> Path:
-    """Describe a machine whose GPU belongs to `node`; node 1 has `cores`."""
-    device, node_1 = sysfs / "bus/pci/devices" / GPU, sysfs / "devices/system/node/node1"
-    for folder in (device, node_1):
-        folder.mkdir(parents=True)
-    (device / "numa_node").write_text(f"{node}\n")
-    (node_1 / "cpulist").write_text(f"{cores}\n")
-    return sysfs
-
-
 def test_a_rank_and_its_threads_run_on_the_cores_of_the_node(tmp_path: Path) -> None:
     write_sysfs(tmp_path, 1, f"{MAX_CORE},{MAX_CORE + 1000}")  # a node may have cores that the process may not use
     code = (
-        "import os, sys, threading; from pathlib import Path; from skyrl_train.launch.numa import bind_to_device; "
-        f"bind_to_device({GPU!r}, Path(sys.argv[1])); "
+        "import os, sys, threading; from pathlib import Path; from skyrl_train.launch import numa; "
+        f"numa.SYSFS = Path(sys.argv[1]); numa.bind_to_device({GPU!r}); "
         "thread = threading.Thread(target=lambda: print(os.sched_getaffinity(0))); thread.start(); thread.join()"
     )
     done = subprocess.run(
@@ -44,9 +33,12 @@ def test_a_rank_and_its_threads_run_on_the_cores_of_the_node(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("node", "cores"), [(-1, "0"), (2, "0"), (1, str(MAX_CORE + 1000)), (1, "")])
-def test_all_cores_are_kept_without_a_usable_node(tmp_path: Path, node: int, cores: str) -> None:
+def test_all_cores_are_kept_without_a_usable_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int, cores: str
+) -> None:
+    monkeypatch.setattr(numa, "SYSFS", write_sysfs(tmp_path, node, cores))
     before = os.sched_getaffinity(0)
-    bind_to_device(GPU, write_sysfs(tmp_path, node, cores))
+    bind_to_device(GPU)
     assert os.sched_getaffinity(0) == before
-    bind_to_device("0000:00:00.0", tmp_path)
+    bind_to_device("0000:00:00.0")
     assert os.sched_getaffinity(0) == before

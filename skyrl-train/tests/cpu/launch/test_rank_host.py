@@ -6,18 +6,47 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from distributed.rank_groups import spec
+from launch.sysfs import MAX_CORE, write_sysfs
 from torch.distributed import distributed_c10d
 from workers.worker_batches import config
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed import FSDP2Strategy
+from skyrl_train.launch import numa
 from skyrl_train.launch.rank_host import COLLECTIVE_TIMEOUT, RankHost
 from skyrl_train.types.specs import World
+
+
+def write_cores(_: int, folder: Path, device: str) -> None:
+    """Write the cores of a rank on a GPU, whose driver this machine lacks: GPU 0 is that of `write_sysfs`."""
+    cuda: Any = torch.cuda
+    chosen = [0]
+    cuda.set_device = lambda device: chosen.append(device.index)
+    cuda.current_device = lambda: chosen[-1]
+    cuda.get_device_properties = lambda index: SimpleNamespace(
+        pci_domain_id=0, pci_bus_id=0x3B + index, pci_device_id=0
+    )
+    numa.SYSFS = folder
+    RankHost(World(device=device), "env://", 1)
+    (folder / "cores").write_text(str(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(
+    ("device", "cores"),
+    [("cuda", {MAX_CORE}), ("cuda:0", {MAX_CORE}), ("cuda:1", os.sched_getaffinity(0))],
+    ids=["the one GPU of an actor", "the GPU of node 1", "a GPU of no node"],
+)
+def test_a_rank_runs_on_the_cores_next_to_its_gpu(tmp_path: Path, device: str, cores: set[int]) -> None:
+    write_sysfs(tmp_path, 1, str(MAX_CORE))
+    mp.spawn(write_cores, (tmp_path, device))
+    assert (tmp_path / "cores").read_text() == str(cores)
 
 
 def write_timeouts(rank: int, folder: Path) -> None:

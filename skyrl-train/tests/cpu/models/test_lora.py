@@ -10,7 +10,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import PreTrainedModel
+from small_models import SMALL
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from skyrl_train.config.policy import LoraConfig
 from skyrl_train.errors import ConfigError
@@ -22,8 +23,10 @@ from skyrl_train.models.lora import (
     count_trained,
     merged_tensors,
     save_adapter,
+    sync_tensors,
     trained_parameters,
 )
+from skyrl_train.models.low_rank import LEFT, RIGHT, MatrixChange, is_factor
 from skyrl_train.types.specs import LoraSpec
 
 KEY = "trainer.policy.model.lora"
@@ -124,6 +127,27 @@ def test_merged_tensors_have_the_logits_of_the_adapter_on_the_base(other_model: 
     torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_base_with_the_factors_is_bitwise_the_merged_model(
+    other_model: PreTrainedModel, dtype: torch.dtype
+) -> None:
+    model = randomized(copy.deepcopy(other_model).to(dtype), spec(rank=3, alpha=5))
+    merged = dict(sync_tensors(model, "full", whole))
+    sent = dict(sync_tensors(model, "base_and_factors", whole))
+    factors = [name for name in sent if is_factor(name)]
+    assert list(sent) == [*factors, *merged], "a receiver merges one tensor after the other"
+    assert factors == [name for name, _ in sync_tensors(model, "factors", whole)]
+    n_changed = 0
+    for name, tensor in merged.items():
+        if name + LEFT in sent:
+            assert not torch.equal(sent[name], tensor)
+            sent[name] = MatrixChange(sent[name + LEFT], sent[name + RIGHT]).apply(sent[name])
+            n_changed += 1
+        assert torch.equal(sent[name], tensor)
+        assert sent[name].dtype == dtype
+    assert 2 * n_changed == len(factors) > 0
+
+
 def test_the_norm_of_the_change_is_that_of_the_merged_weights(tiny_model: PreTrainedModel) -> None:
     model = randomized(tiny_model, spec(rank=4))
     before = dict(tiny_model.named_parameters())
@@ -204,6 +228,19 @@ def test_modules_that_cannot_have_an_adapter_are_named(
         add_adapter(copy.deepcopy(tiny_model), spec(rank=4, **settings))
     for word in [KEY, *words]:
         assert word in str(error.value)
+
+
+def test_experts_get_no_adapter() -> None:
+    config = Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=16)
+    model = AutoModelForCausalLM.from_config(config)
+    message = (
+        r"experts.* of a mixture of experts is not a linear module.*"
+        r"set .*target_modules=\[k_proj,o_proj,q_proj,v_proj\]"
+    )
+    with pytest.raises(ConfigError, match=message):
+        add_adapter(copy.deepcopy(model), spec(rank=4))
+    add_adapter(model, spec(rank=4, target_modules=["k_proj", "o_proj", "q_proj", "v_proj"]))
+    assert len(trained_parameters(model)) == 2 * 2 * 4
 
 
 @pytest.mark.parametrize("other_model", ["llama"], indirect=True)

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from skyrl_train.models import prefix_sharing
+from skyrl_train.models.last_layer import is_narrow, narrow_last_layer
 from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.models.prefix_sharing import PrefixTree, find_sharing_fault
 
@@ -57,6 +58,7 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)  # differences between tokens are large
+    narrow_last_layer(model)
     return model
 
 
@@ -69,20 +71,27 @@ def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def scores_and_gradients(
-    model: PreTrainedModel, rows: list[list[int]], *, shares_prefixes: bool
+    model: PreTrainedModel, rows: list[list[int]], *, shares_prefixes: bool, n_trained: int | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return log-probs, and the gradients of a weighted sum of them."""
+    """Return log-probs of all tokens, or of `n_trained` of them, and the gradients of a weighted sum of them."""
     model.zero_grad()
-    logprobs = response_logprobs(model, *padded(rows), 1.0, shares_prefixes=shares_prefixes).logprobs
+    sequences, attention_mask, loss_mask = padded(rows)
+    if n_trained is not None:
+        chosen = loss_mask.flatten().nonzero()[:, 0]
+        chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))[:n_trained]]
+        loss_mask = torch.zeros(loss_mask.numel()).index_fill_(0, chosen, 1.0).view_as(loss_mask)
+    logprobs = response_logprobs(
+        model, sequences, attention_mask, loss_mask, 1.0, shares_prefixes=shares_prefixes
+    ).logprobs
     weights = torch.linspace(-1, 2, logprobs.numel()).view_as(logprobs)
     (logprobs * weights).sum().backward()
     return logprobs.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def assert_equal(model: PreTrainedModel, rows: list[list[int]]) -> None:
+def assert_equal(model: PreTrainedModel, rows: list[list[int]], n_trained: int | None = None) -> None:
     """Compare scores and gradients with and without sharing."""
-    shared, shared_gradients = scores_and_gradients(model, rows, shares_prefixes=True)
-    separate, gradients = scores_and_gradients(model, rows, shares_prefixes=False)
+    shared, shared_gradients = scores_and_gradients(model, rows, shares_prefixes=True, n_trained=n_trained)
+    separate, gradients = scores_and_gradients(model, rows, shares_prefixes=False, n_trained=n_trained)
     torch.testing.assert_close(shared, separate, rtol=1e-4, atol=1e-5)
     for actual, expected in zip(shared_gradients, gradients, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * max(1.0, float(expected.abs().max())))
@@ -96,6 +105,8 @@ def test_scores_and_gradients_are_those_of_separate_rows(name: str) -> None:
     prompts = [rng.integers(0, 40, n).tolist() for n in (40, 7, 150)]
     rows = [prompt + rng.integers(0, 40, rng.integers(1, 60)).tolist() for prompt in prompts for _ in range(4)]
     assert_equal(model, rows)
+    for n_trained in (0, 1, 30):  # the last layer computes these only
+        assert_equal(model, rows, n_trained)
 
 
 @given(rows=st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=8), min_size=1, max_size=8))
@@ -137,6 +148,34 @@ def test_a_model_that_refuses_the_tree_computes_each_row() -> None:
 
     model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
     assert "unexpected keyword argument" in (find_sharing_fault(model) or "")
+
+
+def test_the_last_layer_computes_trained_tokens_only() -> None:
+    model = make_model(CONFIGS["qwen3"])
+    assert find_sharing_fault(model) is None
+    n_computed = [0, 0]
+    for layer, module in enumerate(model.base_model.layers):
+        module.mlp.register_forward_hook(
+            lambda _, inputs, __, layer=layer: n_computed.__setitem__(layer, inputs[0].shape[1])
+        )
+    rows = [[1, 2, 3, i, i + 1] for i in range(4, 12)]
+    scores_and_gradients(model, rows, shares_prefixes=True, n_trained=5)
+    assert n_computed[0] == 3 + 2 * 8
+    assert 0 < n_computed[1] <= 5
+
+
+def test_a_layer_that_refuses_wanted_tokens_computes_all() -> None:
+    model = make_model(CONFIGS["llama"])
+
+    def refuse(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if "keys_and_values" in kwargs:
+            raise TypeError("unexpected keyword argument")
+
+    model.base_model.layers[-1].self_attn.register_forward_pre_hook(refuse, with_kwargs=True)
+    assert is_narrow(model)
+    assert find_sharing_fault(model) is None
+    assert not is_narrow(model)
+    assert_equal(model, [[1, 2, 3, 4], [1, 2, 5, 6]], n_trained=2)
 
 
 def test_a_lack_of_memory_is_no_fault_of_the_model() -> None:

@@ -16,6 +16,15 @@ def test_metrics_are_written_without_backends(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/avg_raw_reward": 0.5}]
 
 
+def test_uncommitted_metrics_are_written_with_the_next_ones(tmp_path: Path) -> None:
+    with Tracking("catch", "shaped", [], {}, tmp_path) as tracking:
+        tracking.log({"mine": 1.0}, step=1, commit=False)
+        tracking.log({"reward": 0.5}, step=1)
+        tracking.log({"reward": 0.6}, 2)
+    rows = [{"step": 1, "mine": 1.0, "reward": 0.5}, {"step": 2, "reward": 0.6}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == rows
+
+
 def test_the_console_prints_one_line_per_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Tracking("catch", "shaped", "console", {"seed": 1}, tmp_path) as tracking:
         tracking.log({"policy/policy_kl": 0.25, "eval/all/avg_score": 0.5, "policy/grad_norm": 1.0}, step=3)

@@ -1,47 +1,85 @@
-"""The modules and classes that SkyRL's scripts import."""
+"""The modules and names that SkyRL's scripts import: those that exist here, and those that do not."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from skyrl_train.config import SkyRLConfig
-from skyrl_train.errors import ConfigError
-from skyrl_train.trainer import REPLACED_METHODS, RayPPOTrainer, Trainer
+from skyrl_train.absent import CLIENT_METHODS, EXPERIMENT_METHODS, TRAINER_METHODS
+
+GUIDE = Path(__file__).parents[4] / "docs/guides/coming-from-skyrl.md"
 
 NAMES = {
-    "skyrl_train.dataset": ["PromptDataset"],
-    "skyrl_train.dataset.preprocess": ["convert_prompts_responses_to_batch_tensors"],
-    "skyrl_train.distributed": ["DistributedStrategy"],
-    "skyrl_train.entrypoints.main_base": ["BasePPOExp", "config_dir", "validate_cfg"],
-    "skyrl_train.generators.base": ["GeneratorInput", "GeneratorInterface", "GeneratorOutput"],
-    "skyrl_train.generators.skyrl_gym_generator": ["SkyRLGymGenerator"],
-    "skyrl_train.inference_engines.ray_wrapped_inference_engine": ["RayWrappedInferenceEngine"],
-    "skyrl_train.inference_engines.remote_inference_engine": ["RemoteInferenceEngine"],
-    "skyrl_train.model_wrapper": ["HFModelWrapper"],
-    "skyrl_train.trainer": ["RayPPOTrainer"],
-    "skyrl_train.training_batch": ["TrainingInputBatch"],
-    "skyrl_train.utils": ["initialize_ray", "validate_cfg"],
-    "skyrl_train.utils.ppo_utils": ["AdvantageEstimatorRegistry", "PolicyLossRegistry", "register_policy_loss"],
-    "skyrl_train.weight_sync": ["WeightSync"],
-    "skyrl_train.workers.fsdp.fsdp_worker": ["CriticWorker", "PolicyWorker", "RefWorker"],
+    "config.utils": ["get_default_config"],
+    "dataset": ["PromptDataset"],
+    "dataset.preprocess": ["convert_prompts_responses_to_batch_tensors"],
+    "distributed": ["DistributedStrategy"],
+    "entrypoints.main_base": ["BasePPOExp", "config_dir", "main", "skyrl_entrypoint", "validate_cfg"],
+    "entrypoints.main_generate": ["EvalOnlyEntrypoint", "main"],
+    "evaluate": ["evaluate"],
+    "generators.base": ["BatchMetadata", "GeneratorInput", "GeneratorInterface", "GeneratorOutput", "TrajectoryID"],
+    "generators.skyrl_gym_generator": ["SkyRLGymGenerator"],
+    "generators.utils": [
+        "apply_overlong_filtering",
+        "concatenate_generator_outputs",
+        "encode_messages_subset",
+        "get_custom_chat_template",
+        "get_generation_prompt_ids",
+        "get_response_ids_and_loss_mask_from_messages",
+        "get_rollout_metrics",
+    ],
+    "inference_engines.base": ["InferenceEngineInput", "InferenceEngineOutput"],
+    "inference_engines.inference_engine_client": ["InferenceEngineClient"],
+    "inference_engines.ray_wrapped_inference_engine": ["RayWrappedInferenceEngine"],
+    "inference_engines.remote_inference_engine": ["RemoteInferenceEngine"],
+    "inference_engines.utils": ["get_sampling_params_for_backend"],
+    "model_wrapper": ["HFModelWrapper"],
+    "trainer": ["RayPPOTrainer"],
+    "training_batch": ["TrainingInputBatch"],
+    "utils": ["Timer", "initialize_ray", "validate_cfg"],
+    "utils.ppo_utils": ["AdvantageEstimatorRegistry", "PolicyLossRegistry", "register_policy_loss"],
+    "utils.tracking": ["Tracking"],
+    "utils.trainer_utils": ["validate_generator_output", "zero_variance_filter"],
+    "weight_sync": ["WeightSync"],
+    "workers.fsdp.fsdp_worker": ["CriticWorker", "PolicyWorker", "RefWorker"],
+    "workers.megatron.megatron_worker": ["CriticWorker", "PolicyWorker", "RefWorker"],
+}
+
+ABSENT_MODULES = ["fully_async_trainer", "workers.worker_dispatch", "workers.worker_utils"]
+
+ABSENT = {
+    "evaluate": ["evaluate_step_wise"],
+    "generators.utils": ["get_metrics_from_generator_output", "prepare_generator_input"],
+    "inference_engines.base": ["InferenceEngineInterface"],
+    "inference_engines.utils": ["route_prompts_to_engines"],
+    "training_batch": ["TensorBatch", "TrainingOutputBatch"],
+    "weight_sync": ["LoraLoadRequest", "WeightChunk", "WeightUpdateRequest"],
 }
 
 
 @pytest.mark.parametrize("module", NAMES)
 def test_names_that_scripts_import_exist(module: str) -> None:
     for name in NAMES[module]:
-        assert callable(getattr(import_module(module), name)) or name == "config_dir" or name.endswith("Registry")
+        value = getattr(import_module(f"skyrl_train.{module}"), name)
+        assert value is not None
 
 
-@pytest.mark.parametrize("name", sorted(REPLACED_METHODS))
-def test_an_override_that_would_never_be_called_is_refused(name: str) -> None:
-    custom = type("DAPOTrainer", (RayPPOTrainer,), {name: lambda self: None})
-    with pytest.raises(ConfigError, match=rf"DAPOTrainer\.{name} would never be called; override "):
-        custom(SkyRLConfig(), None, None, None, None, None, None)
+@pytest.mark.parametrize("module", ABSENT)
+def test_other_names_are_listed_as_absent(module: str) -> None:
+    for name in ABSENT[module]:
+        assert not hasattr(import_module(f"skyrl_train.{module}"), name)
+        assert name in GUIDE.read_text(encoding="utf-8")
 
 
-def test_stages_to_override_instead_exist() -> None:
-    stages = [stage for stage in REPLACED_METHODS.values() if " " not in stage]
-    assert all(callable(getattr(Trainer, stage)) for stage in stages)
+@pytest.mark.parametrize("module", ABSENT_MODULES)
+def test_other_modules_are_listed_as_absent(module: str) -> None:
+    assert find_spec(f"skyrl_train.{module}") is None
+    assert module in GUIDE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(CLIENT_METHODS | EXPERIMENT_METHODS | TRAINER_METHODS))
+def test_methods_without_a_counterpart_are_in_the_guide(name: str) -> None:
+    assert f"`{name}`" in GUIDE.read_text(encoding="utf-8")

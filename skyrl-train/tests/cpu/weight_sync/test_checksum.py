@@ -9,7 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.weight_sync.checksum import BLOCK_WORDS, tensor_checksum
+from skyrl_train.weight_sync.checksum import (
+    BLOCK_BYTES,
+    ROW_WORDS,
+    WORD_BYTES,
+    Checksum,
+    flat_bytes,
+    tensor_checksum,
+)
 
 
 @given(st.binary(max_size=70))
@@ -21,11 +28,16 @@ def test_the_checksum_equals_its_formula(content: bytes) -> None:
     assert tensor_checksum("w", tensor) == expected
 
 
-def test_blocks_add_up() -> None:
-    words = torch.randint(-(2**62), 2**62, (2 * BLOCK_WORDS["cpu"] + 3,))
+@pytest.mark.parametrize("n_words", [ROW_WORDS, 2 * BLOCK_BYTES // WORD_BYTES + 3 * ROW_WORDS + 5])
+def test_rows_blocks_and_parts_add_up(n_words: int) -> None:
+    words = torch.randint(-(2**62), 2**62, (n_words,))
     expected = sum((2 * i + 1) * word for i, word in enumerate(words.tolist()))
-    expected += zlib.crc32(b"w") * len(words) ** 2
-    assert tensor_checksum("w", words) == expected % 2**64
+    expected = (expected + zlib.crc32(b"w") * n_words**2) % 2**64
+    assert tensor_checksum("w", words) == expected
+    checksum = Checksum("w")
+    for part in flat_bytes(words).split(8 * WORD_BYTES * 1001):  # as of a stream, whose parts are no rows
+        checksum.add(part)
+    assert checksum.value == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

@@ -513,14 +513,14 @@ class Model:
 
 
 class BrokenModel(Model):
-    """A sink that changes a value after it has received the weights."""
+    """A sink that changes values while it takes tensors over, which it receives in buffers of its own."""
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
-        receiver = Receiver(plan, self.tensors)
+        receiver = Receiver(plan)
 
         def read() -> None:
             for _, tensor in receiver:
-                if tensor.numel():
+                if tensor.nbytes > plan.chunk_bytes:
                     tensor.view(-1)[0] += 1
 
         await asyncio.to_thread(read)
@@ -557,7 +557,8 @@ async def test_a_sync_reports_its_size_and_its_verified_copies(tensors: Tensors)
 
 async def test_a_sink_that_holds_other_weights_is_named(tensors: Tensors) -> None:
     policy, good, broken = Model(tensors), Model(dict(tensors)), BrokenModel({k: v.clone() for k, v in tensors.items()})
-    sync = WeightSync(policy, {"engine 0": good, "engine 1": broken}, SyncOptions("shared_memory", timeout_s=10))
+    options = SyncOptions("shared_memory", chunk_bytes=64, timeout_s=10)
+    sync = WeightSync(policy, {"engine 0": good, "engine 1": broken}, options)
     with pytest.raises(SyncError, match="weight sync 3 failed: engine 1 holds other weights than the policy"):
         await sync(3)
 

@@ -12,6 +12,8 @@ from skyrl_train.inference_engines.hf.attention import hidden_states, padded_len
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
+from skyrl_train.inference_engines.hf.support import check_supported
+from skyrl_train.models.last_layer import is_narrow, narrow_last_layer
 
 CAPACITY = 3 * UNIT
 
@@ -175,3 +177,43 @@ def test_groups_that_would_be_padded_more_than_twice_are_not_formed(monkeypatch:
             sequence.region.n_cached = 64
         rows = [Row(sequence, 1) for sequence in sequences]
         assert (attention._find_shared_prefix(rows, KVMemory(64), torch.device("cpu")) is not None) == is_shared
+
+
+@pytest.mark.parametrize("sliding_window", [None, 50])
+@torch.inference_mode()
+def test_last_tokens_have_the_same_states_when_the_last_layer_computes_them_only(sliding_window: int | None) -> None:
+    model = make_mistral(sliding_window)
+    states = []
+    for narrow in (False, True):
+        if narrow:
+            narrow_last_layer(model)
+        n_computed: list[int] = []
+        hook = model.base_model.layers[-1].mlp.register_forward_pre_hook(
+            lambda _, inputs, n_computed=n_computed: n_computed.append(inputs[0].shape[1])
+        )
+        sequences = [sequence_of(length, i) for i, length in enumerate((90, 40, 41, 20))]
+        memory = KVMemory(len(sequences) * CAPACITY)
+        first = [Row(sequence, n) for sequence, n in zip(sequences, (70, 8, 8, 19), strict=True)]
+        states.append(hidden_states(model, memory, first, last_only=True))
+        for row in first:
+            row.region.n_cached = row.n_new
+        rest = [Row(row.sequence, len(row.sequence.token_ids) - row.n_new) for row in first]  # the last has one token
+        states.append(hidden_states(model, memory, rest, last_only=True))
+        assert n_computed == ([4, 4] if narrow else [105, 86])
+        hook.remove()
+    torch.testing.assert_close(states[:2], states[2:])
+
+
+def test_a_model_that_refuses_last_tokens_computes_all() -> None:
+    model = make_mistral(None)
+    narrow_last_layer(model)
+    check_supported(model, bf16=False)
+    assert is_narrow(model)
+
+    def refuse(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs[0].shape[1] == 2:  # the last tokens of two sequences
+            raise ValueError("two tokens")
+
+    model.base_model.layers[-1].mlp.register_forward_pre_hook(refuse)
+    check_supported(model, bf16=False)
+    assert not is_narrow(model)

@@ -15,9 +15,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from fastapi.responses import JSONResponse
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.config import load_config
+from skyrl_train.config.policy import LoraConfig
 from skyrl_train.entrypoints import engine as entrypoint
 from skyrl_train.entrypoints.main_base import main
 from skyrl_train.errors import EngineError
@@ -26,11 +28,14 @@ from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.sglang.engine import SGLangEngine
 from skyrl_train.inference_engines.sglang.launch import launch_server, list_arguments
+from skyrl_train.models.lora import add_adapter, trained_parameters
+from skyrl_train.types.specs import LoraSpec
+from skyrl_train.weight_sync import SyncOptions, WeightSync
 from tests.cpu.inference_engines.sglang.sglang_server import SGLangServer
 
 pytest.register_assert_rewrite("tests.contract.engine_contract")
 from tests.contract.engine_contract import ENDINGS, EngineContract, assert_agrees  # noqa: E402
-from tests.contract.engine_kit import EngineKit, Listener  # noqa: E402
+from tests.contract.engine_kit import AdapterSource, EngineKit, Listener, TensorSource, distance  # noqa: E402
 
 UPDATE = "/update_weights_from_disk"
 COMMAND = (sys.executable, str(Path(__file__).parent / "sglang_server.py"))
@@ -157,6 +162,25 @@ async def test_weights_that_the_server_refuses(engine_kit: EngineKit) -> None:
         await engine_kit.sync(engine, 1)
 
 
+async def test_the_server_gets_whole_weights_though_only_an_adapter_or_changes_are_sent(engine_kit: EngineKit) -> None:
+    engine, model, options = engine_kit.new(), engine_kit.model, SyncOptions("auto", timeout_s=20, sends_changes=True)
+    sync = WeightSync(TensorSource(model.named_parameters), {"the engine": engine}, options)
+    for version in range(2):
+        model.lm_head.weight.detach()[version::10] += 0.5
+        changes = (await sync(version)).numbers()
+        assert await distance(engine, engine_kit) < engine_kit.tolerance
+    add_adapter(model, LoraSpec(LoraConfig(rank=2), "trainer.policy.model.lora", "base"))
+    sync = WeightSync(AdapterSource(model), {"the engine": engine}, SyncOptions("auto", timeout_s=20), kind="factors")
+    for version in range(2, 4):
+        for parameter in trained_parameters(model).values():
+            parameter.detach().add_(0.1)
+        assert await distance(engine, engine_kit) > 1e-2
+        factors = (await sync(version)).numbers()
+        assert await distance(engine, engine_kit) < 1e-4
+    whole = sum(parameter.nbytes for parameter in model.parameters()) / 1e6
+    assert max(changes["sync/megabytes"], factors["sync/megabytes"]) < 0.2 * whole
+
+
 async def test_engines_share_a_folder_for_new_weights(
     engine_kit: EngineKit, start_server: Callable[..., SGLangServer]
 ) -> None:
@@ -169,6 +193,25 @@ async def test_engines_share_a_folder_for_new_weights(
     for engine in engines:
         request = engine_kit.request(10, 20)
         assert_agrees(engine_kit, request, (await engine.generate([request]))[0])
+
+
+class SlowServer(SGLangServer):
+    """A server that takes a second to load weights."""
+
+    async def _update_weights_from_disk(self, body: dict[str, Any]) -> JSONResponse:
+        await asyncio.sleep(1)
+        return await super()._update_weights_from_disk(body)
+
+
+async def test_a_server_has_as_long_as_configured_to_load_weights(engine_kit: EngineKit, tiny_model_path: Path) -> None:
+    server = SlowServer(tiny_model_path)
+    engine = engine_kit.new(lambda: server)
+    source = TensorSource(engine_kit.model.named_parameters)
+    await WeightSync(source, {"the engine": engine}, SyncOptions(timeout_s=60))(1)
+    message = r"It had 0\.5 s to load new weights; raise generator\.weight_sync_timeout_seconds"
+    with pytest.raises(EngineError, match=message):
+        await WeightSync(source, {"the engine": engine}, SyncOptions(timeout_s=0.5))(2)
+    server.close()
 
 
 def test_a_run_trains_with_two_servers_and_waits_for_one_that_is_started_again(

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from integrations.fleet import slack
 from integrations.fleet.env import FleetSettings
+from skyrl_train.config.validation import WARNINGS, find_problems
 from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.models.tiny import tiny_qwen3
 
@@ -42,6 +43,7 @@ def test_the_settings_of_a_task_file_are_valid(task: Path) -> None:
     cfg = parse_cli([*overrides(task), "generator.backend=hf", "trainer.placement.launcher=auto"])
     assert cfg.generator.sampling_params.stop == ["</tool_call>"]
     assert cfg.generator.max_turns == 50
+    assert find_problems(cfg, WARNINGS) == []
     FleetSettings(**cfg.environment.skyrl_gym.env_config("fleet_task"))
 
 

@@ -1,0 +1,33 @@
+"""Train on products as a script for SkyRL does: in a task of Ray, which registers the environment.
+
+python -m examples.multiply.main_multiply data.train_data="['$HOME/data/multiply/train.parquet']" …
+"""
+
+from __future__ import annotations
+
+import hydra
+import ray
+from omegaconf import DictConfig
+
+from skyrl_gym.envs import register
+from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, validate_cfg
+from skyrl_train.utils import initialize_ray
+
+
+@ray.remote(num_cpus=1)
+def skyrl_entrypoint(cfg: DictConfig) -> None:
+    """Register the environment in this process, and train."""
+    register(id="multiply", entry_point="examples.multiply.env:MultiplyEnv")
+    BasePPOExp(cfg).run()
+
+
+@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
+def main(cfg: DictConfig) -> None:
+    """Run the command line, with overrides `key=value`."""
+    validate_cfg(cfg)
+    initialize_ray(cfg)
+    ray.get(skyrl_entrypoint.remote(cfg))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Start of a command under torchrun. PyTorch is imported by torchrun only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from skyrl_train.config.run import RunPlacementConfig
+from skyrl_train.errors import ConfigError
+
+
+def replace_by_torchrun(arguments: Sequence[str], placement: RunPlacementConfig, flags: Sequence[str] = ()) -> NoReturn:
+    """Replace this process by torchrun, whose processes run `skyrl` with these arguments.
+
+    `flags` are further ones of torchrun, such as `--node_rank=1`. Without any for its rendezvous, torchrun takes a free
+    port of this machine.
+
+    Raises:
+        ConfigError: on several nodes, torchrun needs such a flag.
+    """
+    n_nodes, n_per_node = placement.size("policy")
+    has_rendezvous = any(flag.startswith(("--standalone", "--rdzv", "--master")) for flag in flags)
+    if n_nodes > 1 and not has_rendezvous:
+        raise ConfigError(
+            f"trainer.placement.policy_num_nodes={n_nodes}: trainer.placement.launcher=torchrun starts the ranks of "
+            f"one node; run torchrun --nnodes={n_nodes} --nproc_per_node={n_per_node} --rdzv_backend=c10d "
+            "--rdzv_endpoint=<first node>:29400 --no-python skyrl … on each node, or set trainer.placement.launcher=ray"
+        )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n_per_node)))  # otherwise it warns
+    counts = [f"--nnodes={n_nodes}", f"--nproc_per_node={n_per_node}"]
+    torchrun = ["-m", "torch.distributed.run", *counts, *([] if has_rendezvous else ["--standalone"]), *flags]
+    command = [sys.executable, *torchrun, "-m", "skyrl_train.entrypoints.cli", *arguments]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, command)

@@ -1,0 +1,108 @@
+"""The engine as generators written for SkyRL call it: conversations in, text and token ids out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_gym.tools.calls import for_template
+from skyrl_train.absent import CLIENT_METHODS, describe_missing
+from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.errors import DataError
+from skyrl_train.inference_engines.base import (
+    EngineRequest,
+    EngineResult,
+    InferenceEngine,
+    InferenceEngineInput,
+    InferenceEngineOutput,
+    hash_seed,
+)
+from skyrl_train.inference_engines.params import to_sampling
+from skyrl_train.types import all_or_none
+
+MAX_SESSIONS = 10_000
+"""Sessions whose keys and values the engine may keep: generators of SkyRL do not end them."""
+
+
+class InferenceEngineClient:
+    """An engine whose `generate` also takes SkyRL's input. Everything else is that of the engine."""
+
+    def __init__(
+        self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase, cfg: GeneratorConfig, seed: int
+    ) -> None:
+        """Sample with the parameters of `cfg` where the input has none. Requests are numbered in each session; number,
+        session and `seed` determine their tokens.
+        """
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._cfg = cfg
+        self._seed = seed
+        self._n_requests: OrderedDict[str | None, int] = OrderedDict()  # by session, most recently used last
+
+    @overload
+    async def generate(self, inputs: InferenceEngineInput) -> InferenceEngineOutput: ...
+
+    @overload
+    async def generate(self, inputs: Sequence[EngineRequest]) -> list[EngineResult]: ...
+
+    async def generate(
+        self, inputs: InferenceEngineInput | Sequence[EngineRequest]
+    ) -> InferenceEngineOutput | list[EngineResult]:
+        """Return one response for each prompt, or one result for each request, in order.
+
+        Raises:
+            DataError: the input has both or neither of `prompts` and `prompt_token_ids`, other lists of another length,
+                or an unknown sampling parameter.
+            EngineError: generation failed.
+        """
+        if not isinstance(inputs, Mapping):
+            return await self._engine.generate(inputs)
+        results = await self._engine.generate(await self._to_requests(inputs))
+        return InferenceEngineOutput(
+            responses=[str(self._tokenizer.decode(r.token_ids, skip_special_tokens=True)) for r in results],
+            response_ids=[result.token_ids for result in results],
+            stop_reasons=[result.stop_reason for result in results],
+            response_logprobs=all_or_none([result.logprobs for result in results]),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the engine."""
+        if name.startswith("_") or not hasattr(self._engine, name):
+            raise AttributeError(describe_missing(self, name, CLIENT_METHODS))
+        return getattr(self._engine, name)
+
+    async def _to_requests(self, inputs: InferenceEngineInput) -> list[EngineRequest]:
+        prompts, token_ids = inputs.get("prompts"), inputs.get("prompt_token_ids")
+        if (prompts is None) == (token_ids is None):
+            raise DataError("the input of generate needs either prompts or prompt_token_ids")
+        if token_ids is None:
+            token_ids = [self._encode(prompt) for prompt in prompts or ()]
+        sessions = inputs.get("session_ids") or [None] * len(token_ids)
+        if len(sessions) != len(token_ids):
+            raise DataError(f"generate got {len(sessions)} session_ids for {len(token_ids)} prompts")
+        sampling = to_sampling(inputs.get("sampling_params"), self._cfg)
+        requests = []
+        for prompt_ids, session in zip(token_ids, sessions, strict=True):
+            session_id = None if session is None else str(session)
+            requests.append(EngineRequest(list(prompt_ids), sampling, await self._next_seed(session_id), session_id))
+        return requests
+
+    def _encode(self, prompt: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens of a conversation, and of the header of the next assistant turn."""
+        text = self._tokenizer.apply_chat_template(
+            [for_template(message) for message in prompt], tokenize=False, add_generation_prompt=True
+        )
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    async def _next_seed(self, session_id: str | None) -> int:
+        """Return the seed of the next request of a session; end the one that was idle for longest beyond the limit."""
+        number = self._n_requests.pop(session_id, 0)
+        self._n_requests[session_id] = number + 1
+        if len(self._n_requests) > MAX_SESSIONS:
+            oldest, _ = self._n_requests.popitem(last=False)
+            if oldest is not None:
+                await self._engine.end_session(oldest)
+        return hash_seed(f"{self._seed}/{session_id}/{number}")

@@ -1,0 +1,70 @@
+"""The last decoder layer, on the tokens whose hidden states are read.
+
+It computes keys and values of all tokens, but queries, attention and what follows it for the wanted tokens only: the
+trained ones in an update, and the last token of each prompt in generation. This is for CPUs, on which small models are
+trained: with 28 layers there is little to gain, and kernels of GPUs would need a mask of queries and keys.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+MAX_SHARE = 0.75
+"""Maximum share of wanted tokens: with more, computing all of them in one pass is as fast."""
+
+
+class KeysAndValues(Exception):
+    """The end of a pass that computes nothing but keys and values, which an attention function raises if its keyword
+    argument `wants_keys` is true.
+    """
+
+    def __init__(self, keys: Any, values: Any) -> None:
+        self.states = (keys, values)
+
+
+def narrow_last_layer(model: PreTrainedModel) -> None:
+    """Let the last layer compute only the tokens in the argument `wanted_tokens` (M,) of the model's forward pass.
+
+    The attention functions that it is given to must support `KeysAndValues`, and take such states of all tokens as
+    `keys_and_values`. Without the argument, the layer is unchanged.
+    """
+    if (layer := _last_layer(model)) is not None:
+        layer.forward = MethodType(_forward, layer)
+
+
+def widen_last_layer(model: PreTrainedModel) -> None:
+    """Undo `narrow_last_layer`, for a model whose hidden states it would change."""
+    if is_narrow(model):
+        del _last_layer(model).forward
+
+
+def is_narrow(model: PreTrainedModel) -> bool:
+    """Return True if the last layer takes `wanted_tokens`."""
+    layer = _last_layer(model)
+    return layer is not None and "forward" in vars(layer)
+
+
+def _last_layer(model: PreTrainedModel) -> Any:
+    layers = getattr(model.base_model, "layers", None)
+    return layers[-1] if isinstance(layers, torch.nn.ModuleList) else None
+
+
+def _forward(self: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    wanted: torch.Tensor | None = kwargs.pop("wanted_tokens", None)
+    forward = type(self).forward
+    if wanted is None:
+        return forward(self, hidden_states, *args, **kwargs)
+    try:
+        forward(self, hidden_states, *args, **kwargs, wants_keys=True)
+    except KeysAndValues as end:
+        keys_and_values = end.states
+    for name in ("position_ids", "position_embeddings"):
+        if isinstance(values := kwargs.get(name), torch.Tensor):
+            kwargs[name] = values.index_select(1, wanted)
+        elif values is not None:
+            kwargs[name] = tuple(value.index_select(1, wanted) for value in values)
+    return forward(self, hidden_states.index_select(1, wanted), *args, **kwargs, keys_and_values=keys_and_values)

@@ -1,0 +1,1 @@
+"""Workers under the names that SkyRL's scripts import."""

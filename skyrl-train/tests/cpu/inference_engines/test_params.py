@@ -1,0 +1,67 @@
+"""Sampling parameters under the names of SkyRL and vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from skyrl_train.config import load_config
+from skyrl_train.errors import DataError
+from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
+from skyrl_train.inference_engines.utils import get_sampling_params_for_backend
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(4, temperature=0.5, stop=("END",)),
+        SamplingParams(9, min_new_tokens=2, top_k=5, stop_token_ids=(1, 2), ignore_eos=True, min_p=0.5),
+    ],
+)
+def test_sampling_parameters_survive_a_round_trip_through_the_names_of_skyrl(sampling: SamplingParams) -> None:
+    assert to_sampling(to_sampling_params(sampling), None) == sampling
+
+
+CONFIGURED = load_config({"generator": {"sampling_params": {"max_generate_length": 7, "top_p": 0.5}}}).generator
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (None, SamplingParams(7, top_p=0.5)),
+        ({"max_tokens": 3, "stop": "END"}, SamplingParams(3, stop=("END",))),
+        ({"max_generate_length": 3, "stop": ["A", "B"], "logprobs": 1}, SamplingParams(3, stop=("A", "B"))),
+        ({"max_new_tokens": 3, "min_tokens": 1, "stop": None, "no_stop_trim": True}, SamplingParams(3, 1)),
+        ({"temperature": 0.0}, SamplingParams(7, temperature=0.0)),
+    ],
+)
+def test_sampling_parameters_are_read_under_any_of_their_names(
+    params: dict[str, Any] | None, expected: SamplingParams
+) -> None:
+    assert to_sampling(params, CONFIGURED) == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_tokens": 3, "temprature": 0.5}, "temprature=0.5, which no engine here supports"),
+        ({"max_tokens": 3, "skip_special_tokens": False}, "skip_special_tokens=False"),
+        ({"temperature": 0.5}, "no max_tokens"),
+        (None, "no max_tokens"),
+    ],
+)
+def test_other_sampling_parameters_are_refused(params: dict[str, Any] | None, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        to_sampling(params, None)
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang", "hf"])
+def test_a_generator_gets_the_configured_parameters_as_a_dictionary(backend: str) -> None:
+    params = get_sampling_params_for_backend(backend, CONFIGURED.sampling_params)
+    assert params["max_tokens"] == 7
+    assert to_sampling(params, None) == SamplingParams(7, top_p=0.5)
+    own = OmegaConf.create({"max_generate_length": 7, "top_p": 0.5, "stop": None})
+    assert get_sampling_params_for_backend(backend, own) == params

@@ -1,0 +1,114 @@
+"""Runs in one process that send their weights to servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from socket import AF_INET
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.config.cli import parse_cli
+from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.errors import SyncError
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.client import EngineClient
+from skyrl_train.inference_engines.hf import load_engine
+from skyrl_train.inference_engines.process import ServerProcess
+from skyrl_train.launch.inline import InlineLauncher
+from skyrl_train.weight_sync import Receipt, SyncPlan, rendezvous
+
+SERVER = [
+    "generator.backend=vllm",
+    "generator.run_engines_locally=false",
+    "generator.remote_inference_engine_urls=[127.0.0.1:1]",
+    "trainer.policy.optimizer_config.lr=0.01",
+]
+
+
+class SilentClient(EngineClient):
+    """A client that receives no weights."""
+
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing ends the wait")
+
+
+class Served(BasePPOExp):
+    """A run in whose place of a vLLM server, an embedded engine in another process receives the weights."""
+
+    client: type[EngineClient] = EngineClient
+
+    def get_engine(self, model: PreTrainedModel | None) -> EngineClient:
+        make_engine = partial(
+            load_engine,
+            self.cfg.trainer.policy.model.path,
+            dtype=torch.float32,
+            max_num_seqs=64,
+            max_num_batched_tokens=1024,
+            max_cache_bytes=1 << 26,
+        )
+        return self.client([ServerProcess(n_threads=1).connect(make_engine, is_owner=True)])
+
+
+class Observed(BasePPOExp):
+    """A run that keeps the model of its engine."""
+
+    def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
+        self.model = model
+        return super().get_engine(model)
+
+
+def test_a_sync_does_not_round_the_weights_that_the_engine_shares(catch_run: list[str]) -> None:
+    run = Observed(
+        parse_cli([*catch_run, "trainer.policy.model.dtype=bfloat16", "trainer.policy.optimizer_config.lr=1e-5"])
+    )
+    run.run()
+    assert run.model is not None
+    weights = torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
+    assert weights.dtype == torch.float32
+    assert (weights != weights.bfloat16()).float().mean() > 0.5
+
+
+def rows(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo", "nccl"])
+def test_weights_reach_a_server_through_the_configured_transport(
+    catch_run: list[str], tmp_path: Path, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Served(parse_cli([*catch_run, *SERVER, f"generator.weight_sync_backend={transport}"])).run()
+    for row in rows(tmp_path):
+        assert row["sync/megabytes"] > 0.5
+        assert row["sync/verified_copies"] == 1
+        assert row["sync/logprob_gap"] < 1e-5
+    is_replaced = "generator.weight_sync_backend=nccl: weights travel through shared memory" in caplog.text
+    assert is_replaced == (transport == "nccl")
+
+
+def test_a_server_that_receives_nothing_ends_the_run_in_the_configured_time(
+    catch_run: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "LINGER_S", 0.5)
+    monkeypatch.setattr(Served, "client", SilentClient)
+    cfg = parse_cli([*catch_run, *SERVER, "generator.weight_sync_timeout_seconds=2"])
+    with pytest.raises(SyncError, match="weight sync 0: the engine did not connect within 2 s"):
+        Served(cfg).run()
+
+
+async def test_all_servers_can_reach_the_address_of_the_policy() -> None:
+    networks = [found.address for nic in psutil.net_if_addrs().values() for found in nic if found.family == AF_INET]
+    own = next((address for address in networks if not address.startswith("127.")), "127.0.0.1")
+    for servers, expected in ((["127.0.0.1:8000"], "127.0.0.1"), (["127.0.0.1:8000", f"http://{own}:8000"], own)):
+        with ThreadPoolExecutor(1) as executor:
+            host, _, port = (await InlineLauncher(executor, servers=servers)._find_address()).rpartition(":")
+        assert host == expected
+        assert int(port) > 0

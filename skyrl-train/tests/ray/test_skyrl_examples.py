@@ -1,0 +1,301 @@
+"""Scripts in the form of SkyRL's example mains run unchanged, with their launch lines in sizes for a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TRAIN_FOLDER = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(600)
+
+ESTIMATOR = """
+import hydra
+import ray
+import torch
+from omegaconf import DictConfig
+from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, validate_cfg
+from skyrl_train.utils import initialize_ray
+from skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
+
+
+def compute_simple_baseline_advantage(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list, **kwargs
+):
+    with torch.no_grad():
+        rewards = (token_level_rewards * response_mask).sum(dim=-1, keepdim=True)
+        advantages = (rewards - rewards.mean()) * response_mask
+        return advantages, advantages.clone()
+
+
+AdvantageEstimatorRegistry.register("simple_baseline", compute_simple_baseline_advantage)
+
+
+@ray.remote(num_cpus=1)
+def skyrl_entrypoint(cfg: DictConfig):
+    exp = BasePPOExp(cfg)
+    exp.run()
+
+
+@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
+def main(cfg: DictConfig) -> None:
+    validate_cfg(cfg)
+    initialize_ray(cfg)
+    ray.get(skyrl_entrypoint.remote(cfg))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+LOSS = """
+from typing import Optional, Tuple
+
+import hydra
+import ray
+import torch
+from omegaconf import DictConfig
+from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, validate_cfg
+from skyrl_train.utils import initialize_ray
+from skyrl_train.utils.ppo_utils import PolicyLossRegistry
+
+
+def compute_reinforce_policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: DictConfig,
+    loss_mask: Optional[torch.Tensor] = None,
+    rollout_logprobs: Optional[torch.Tensor] = None,
+) -> Tuple[torch.Tensor, float]:
+    loss = (-log_probs * advantages).mean()
+    return loss, 0.0
+
+
+PolicyLossRegistry.register("reinforce", compute_reinforce_policy_loss)
+
+
+@ray.remote(num_cpus=1)
+def skyrl_entrypoint(cfg: DictConfig):
+    exp = BasePPOExp(cfg)
+    exp.run()
+
+
+@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
+def main(cfg: DictConfig) -> None:
+    validate_cfg(cfg)
+    initialize_ray(cfg)
+    ray.get(skyrl_entrypoint.remote(cfg))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+DAPO = """
+import hydra
+import ray
+import torch
+from omegaconf import DictConfig
+from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, validate_cfg
+from skyrl_train.generators.base import GeneratorOutput
+from skyrl_train.trainer import RayPPOTrainer
+from skyrl_train.utils import initialize_ray
+
+
+class DAPOTrainer(RayPPOTrainer):
+    @torch.no_grad()
+    def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list) -> GeneratorOutput:
+        length = self.cfg.trainer.algorithm.overlong_buffer_len
+        factor = self.cfg.trainer.algorithm.overlong_buffer_penalty_factor
+        max_length = self.cfg.generator.sampling_params.max_generate_length
+        rewards = generator_output["rewards"]
+        assert not isinstance(rewards[0], list), "rewards of whole responses are expected"
+        for i, response_ids in enumerate(generator_output["response_ids"]):
+            excess = len(response_ids) - (max_length - length)
+            if excess > 0:
+                rewards[i] -= excess / length * factor
+        generator_output["rewards"] = rewards
+        return super().postprocess_generator_output(generator_output, uids)
+
+
+class DAPOExp(BasePPOExp):
+    def get_trainer(self, *args, **kwargs):
+        return DAPOTrainer(*args, **kwargs)
+
+
+@ray.remote(num_cpus=1)
+def skyrl_entrypoint(cfg: DictConfig):
+    exp = DAPOExp(cfg)
+    exp.run()
+
+
+@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
+def main(cfg: DictConfig) -> None:
+    validate_cfg(cfg)
+    initialize_ray(cfg)
+    ray.get(skyrl_entrypoint.remote(cfg))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+Launch = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def launch(tiny_model_path: Path, tmp_path: Path) -> Launch:
+    """Run `python …` in a folder with the lines that launch SkyRL's examples; return the logged metrics."""
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) / 10\n"
+    )
+
+    def run(command: list[str], row: dict[str, Any], *overrides: str, folder: Path = tmp_path) -> list[dict[str, Any]]:
+        (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+        finished = subprocess.run(
+            [
+                *(sys.executable, *command),
+                f"data.train_data=['{tmp_path}/rows.jsonl']",
+                f"data.val_data=['{tmp_path}/rows.jsonl']",
+                f"trainer.policy.model.path={tiny_model_path}",
+                f"trainer.output_dir={tmp_path}/outputs",
+                "trainer.placement.colocate_all=true",
+                "trainer.strategy=fsdp2",
+                "trainer.placement.policy_num_gpus_per_node=1",
+                "trainer.placement.ref_num_gpus_per_node=1",
+                "trainer.epochs=1",
+                "trainer.update_epochs_per_batch=1",
+                "trainer.train_batch_size=4",
+                "trainer.policy_mini_batch_size=2",
+                "trainer.micro_forward_batch_size_per_gpu=2",
+                "trainer.micro_train_batch_size_per_gpu=2",
+                "trainer.eval_batch_size=8",
+                "trainer.eval_before_train=false",
+                "trainer.eval_interval=2",
+                "trainer.ckpt_interval=-1",
+                "trainer.max_prompt_length=256",
+                "trainer.policy.optimizer_config.lr=1.0e-4",
+                "trainer.algorithm.use_kl_loss=true",
+                "trainer.logger=console",
+                "trainer.project_name=examples",
+                "trainer.run_name=test_run",
+                "trainer.resume_mode=null",
+                "generator.num_inference_engines=1",
+                "generator.inference_engine_tensor_parallel_size=1",
+                "generator.sampling_params.max_generate_length=4",
+                "generator.n_samples_per_prompt=2",
+                "generator.run_engines_locally=true",
+                "generator.weight_sync_backend=nccl",
+                "generator.async_engine=true",
+                "generator.batched=true",
+                "generator.gpu_memory_utilization=0.4",
+                *overrides,
+            ],
+            cwd=folder,
+            env=os.environ | {"RAY_ADDRESS": "local"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert finished.returncode == 0, finished.stderr
+        lines = (tmp_path / "outputs/examples/test_run/metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(line) for line in lines]
+        assert [step["step"] for step in steps] == [0, 1, 2]
+        return steps[1:]
+
+    return run
+
+
+SCORED = {"prompt": [{"role": "user", "content": "say something"}], "env_class": "reward_function"}
+REWARD = ["custom_reward_function.path=reward.py"]
+
+
+def test_a_custom_advantage_estimator(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "main_custom_adv_est.py").write_text(ESTIMATOR)
+    estimator = "trainer.algorithm.advantage_estimator=simple_baseline"
+    steps = launch(["main_custom_adv_est.py"], SCORED, estimator, *REWARD)
+    for step in steps:
+        assert step["loss/avg_raw_advantages_abs"] > 0
+        assert step["policy/grad_norm"] > 0
+
+
+def test_a_custom_policy_loss_that_returns_a_mean(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "main_custom_policy_loss.py").write_text(LOSS)
+    loss = "trainer.algorithm.policy_loss_type=reinforce"
+    steps = launch(["main_custom_policy_loss.py"], SCORED, loss, *REWARD)
+    for step in steps:
+        assert step["policy/ppo_clip_ratio"] == 0.0
+        assert step["policy/policy_loss"] != 0
+        assert step["policy/grad_norm"] > 0
+
+
+def test_a_trainer_of_dapo(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "main_dapo.py").write_text(DAPO)
+    dapo = [
+        "trainer.algorithm.policy_loss_type=dual_clip",
+        "trainer.algorithm.clip_ratio_c=10.0",
+        "trainer.algorithm.eps_clip_high=0.28",
+        "trainer.algorithm.loss_reduction=token_mean",
+        "+trainer.algorithm.overlong_buffer_len=2",
+        "+trainer.algorithm.overlong_buffer_penalty_factor=1.0",
+    ]
+    steps = launch(["main_dapo.py"], SCORED, *dapo, *REWARD)
+    for step in steps:
+        punishment = step["loss/avg_final_rewards"] - step["reward/avg_raw_reward"]
+        assert -1 <= punishment < -0.5  # nearly all replies have four tokens
+
+
+def test_multiply_with_an_environment_that_its_task_registers(launch: Launch) -> None:
+    row = {
+        "prompt": [{"role": "user", "content": "2 * 3"}],
+        "env_class": "multiply",
+        "reward_spec": {"method": "rule", "ground_truth": "6"},
+    }
+    turns = ["generator.max_turns=2", "generator.batched=false", "generator.max_input_length=400"]
+    steps = launch(["-m", "examples.multiply.main_multiply"], row, *turns, folder=TRAIN_FOLDER)
+    assert [step["environment/steps"] for step in steps] == [2, 2]
+
+
+def test_the_task_of_the_package(launch: Launch, tmp_path: Path) -> None:
+    before, _, after = LOSS.partition("@ray.remote")
+    script = before.replace("import BasePPOExp, config_dir,", "import config_dir, skyrl_entrypoint,")
+    (tmp_path / "main.py").write_text(script + after[after.index("@hydra.main") :])
+    steps = launch(["main.py"], SCORED, "trainer.algorithm.policy_loss_type=reinforce", *REWARD)
+    assert all(step["policy/grad_norm"] > 0 for step in steps)
+
+
+OWN_ENVIRONMENT = """
+from typing import Any
+
+from omegaconf import DictConfig
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+
+class LengthEnv(BaseTextEnv):
+    def __init__(self, env_config: DictConfig, extras: dict[str, Any] = {}):
+        super().__init__()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        return BaseTextEnvStepOutput(observations=[], reward=float(len(action)), done=True, metadata={})
+"""
+
+
+def test_an_environment_of_the_users_own_module(launch: Launch, tmp_path: Path) -> None:
+    main = (TRAIN_FOLDER / "examples/multiply/main_multiply.py").read_text()
+    registered = '(id="length", entry_point="tasks.length.env:LengthEnv")'
+    main = main.replace('(id="multiply", entry_point="examples.multiply.env:MultiplyEnv")', registered)
+    assert registered in main
+    folder = tmp_path / "tasks/length"
+    folder.mkdir(parents=True)
+    (folder / "env.py").write_text(OWN_ENVIRONMENT)
+    (folder / "main_length.py").write_text(main)
+    row = {"prompt": [{"role": "user", "content": "say something"}]}
+    steps = launch(["-m", "tasks.length.main_length"], row, "environment.env_class=length")
+    assert all(step["reward/avg_raw_reward"] > 1 for step in steps)

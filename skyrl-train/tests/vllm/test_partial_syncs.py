@@ -1,0 +1,160 @@
+"""Syncs that send vLLM only an adapter, or only the values that changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3MoeConfig
+
+from skyrl_train.config.policy import LoraConfig
+from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
+from skyrl_train.inference_engines.vllm.engine import VLLMEngine
+from skyrl_train.models.loading import load_model
+from skyrl_train.models.lora import add_adapter, trained_parameters
+from skyrl_train.types.specs import LoraSpec
+from skyrl_train.weight_sync import SyncOptions, WeightSync
+from skyrl_train.weight_sync.base import Transport
+from skyrl_train.weight_sync.shared_memory import NAME
+from tests.contract.engine_kit import AdapterSource, EngineKit, TensorSource, distance
+from tests.processes import find_descendants
+
+pytestmark = pytest.mark.timeout(600)
+
+NewEngine = Callable[..., VLLMEngine]
+SaveModel = Callable[[PretrainedConfig], Path]
+CPU = torch.device("cpu")
+
+
+def add_random_adapter(model: PreTrainedModel, **settings: Any) -> None:
+    add_adapter(model, LoraSpec(LoraConfig(**settings), "trainer.policy.model.lora", "base"))
+    change_adapter(model, 0)
+
+
+def change_adapter(model: PreTrainedModel, version: int) -> None:
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for parameter in trained_parameters(model).values():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def adapter_megabytes(model: PreTrainedModel) -> float:
+    return sum(p.nbytes for p in trained_parameters(model).values()) / 1e6
+
+
+@pytest.mark.parametrize("transport", ["shared", "shared_memory", "gloo"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rank": 3, "alpha": 8},
+        {"rank": 2, "alpha": 1, "target_modules": ["q_proj", "down_proj", "lm_head"]},
+    ],
+)
+async def test_an_adapter_follows_its_base(
+    new_engine: NewEngine,
+    policy: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    transport: Transport,
+    settings: dict[str, Any],
+) -> None:
+    engine = new_engine()
+    with torch.no_grad():
+        policy.model.norm.weight.mul_(1.5)  # the base is not the model that the engine has loaded
+    add_random_adapter(policy, **settings)
+    kit = EngineKit(new_engine, policy, tiny_tokenizer, 1e-4, 32)
+    options = SyncOptions(transport, timeout_s=20.0)
+    sync = WeightSync(AdapterSource(policy), {"the engine": engine}, options, kind="factors")
+    for version in range(4):
+        change_adapter(policy, version)
+        assert await distance(engine, kit) > 1e-2
+        metrics = (await sync(version)).numbers()
+        assert await distance(engine, kit) < 1e-4
+        if version and transport != "shared":
+            assert metrics["sync/megabytes"] < 1.2 * adapter_megabytes(policy) + 0.01  # padding of small tensors
+            assert metrics["sync/verified_copies"] == 1
+
+
+async def test_an_adapter_of_transposed_matrices(
+    new_engine: NewEngine, tiny_tokenizer: PreTrainedTokenizerBase, save_model: SaveModel
+) -> None:
+    path = save_model(
+        GPT2Config(vocab_size=488, n_embd=64, n_layer=2, n_head=2, n_positions=256, initializer_range=0.2)
+    )
+    model = load_model(str(path), dtype=torch.float32, device=CPU)
+    engine = new_engine(path)
+    add_random_adapter(model, rank=2, alpha=4)
+    kit = EngineKit(new_engine, model, tiny_tokenizer, 1e-4, 32)
+    options = SyncOptions("shared_memory", timeout_s=20.0)
+    sync = WeightSync(AdapterSource(model), {"the engine": engine}, options, kind="factors")
+    for version in range(2):
+        change_adapter(model, version)
+        await sync(version)
+        assert await distance(engine, kit) < 1e-4
+
+
+async def test_changes_of_bfloat16_weights(
+    new_engine: NewEngine, policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    policy.bfloat16()
+    engine = new_engine()
+    kit = EngineKit(new_engine, copy.deepcopy(policy).float(), tiny_tokenizer, 1e-4, 32)
+    options = SyncOptions("shared_memory", timeout_s=20.0, sends_changes=True)
+    sync = WeightSync(TensorSource(policy.named_parameters), {"the engine": engine}, options)
+    megabytes = []
+    for version in range(4):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.view(-1)[version::40] += 0.5
+        kit.model.load_state_dict(policy.state_dict())
+        assert await distance(engine, kit) > 1e-2
+        megabytes.append((await sync(version)).numbers()["sync/megabytes"])
+        assert await distance(engine, kit) < 1e-4
+    assert max(megabytes[1:]) < 0.2 * megabytes[0]
+
+
+async def test_workers_of_experts_share_the_base_of_an_adapter(
+    tiny_tokenizer: PreTrainedTokenizerBase, save_model: SaveModel, vllm_options: dict[str, Any]
+) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=488,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+    )
+    path = save_model(config)
+    model = load_model(str(path), dtype=torch.float32, device=CPU)
+    add_random_adapter(model, rank=2, alpha=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    options = {"model": str(path), **vllm_options, "tensor_parallel_size": 2}
+    engine = AsyncVLLMEngine(options, tiny_tokenizer)
+    kit = EngineKit(lambda: engine, model, tiny_tokenizer, 1e-4, 32)
+    try:
+        sync = WeightSync(
+            AdapterSource(model), {"the engine": engine}, SyncOptions("auto", timeout_s=60.0), kind="factors"
+        )
+        for version in range(3):
+            change_adapter(model, version)
+            assert await distance(engine, kit) > 1e-2
+            metrics = (await sync(version)).numbers()
+            assert metrics["sync/verified_copies"] == 2
+            assert await distance(engine, kit) < 1e-4
+        assert metrics["sync/megabytes"] < 1.2 * adapter_megabytes(model) + 0.01
+        mapped = [
+            {line.split()[4] for line in Path(f"/proc/{worker.pid}/maps").read_text().splitlines() if NAME in line}
+            for worker in find_descendants("Worker_TP")
+        ]
+        assert len(mapped) == 2
+        assert len(mapped[0] & mapped[1]) == 1, "the workers map one file of memory"
+    finally:
+        await engine.close()
