@@ -95,6 +95,10 @@ bench-loop: .venv/.runtime ## measure the overhead of the agent loop; writes ben
 bench-sync: .venv/.runtime ## send 2.5 GB of weights through shared memory and gloo; writes benchmarks/sync/results.md
 	@$(BENCH)/sync/transports.py $(ARGS)
 
+.PHONY: bench-sync-dtypes
+bench-sync-dtypes: .venv/.runtime ## send float32 weights as they are and in bfloat16; writes benchmarks/sync/dtypes.md
+	@$(BENCH)/sync/dtypes.py $(ARGS)
+
 .PHONY: bench-changes
 bench-changes: .venv/.runtime ## count the bytes of weight syncs of changes and adapters; writes benchmarks/sync/changes.md
 	@$(BENCH)/sync/changes.py $(ARGS)

@@ -271,8 +271,8 @@ MEMORY_WITHOUT_EFFECT = {
     "trainer.recompute_old_logprobs_per_minibatch": "log-probs do not depend on the micro-batches of a row",
     "trainer.logprobs_chunk_size": "log-probs are computed in blocks that fit into caches",
     **{
-        f"trainer.{role}.optimizer_config.offload_after_step": "nothing moves between the phases of a step; "
-        f"trainer.{role}.fsdp_config.cpu_offload=true keeps the optimizer in host memory"
+        f"trainer.{role}.optimizer_config.offload_after_step": "trainer.placement.offload_idle decides what "
+        "leaves its device between the phases of a step"
         for role in ("policy", "critic")
     },
 }

@@ -243,7 +243,8 @@ class GeneratorConfig(Section):
 
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.8
     """Fraction of the memory beyond weights, gradients and optimizer state that the engine takes: for the KV cache, and
-    vLLM's copy of the weights."""
+    vLLM's copy of the weights. If models leave their devices while the engine generates
+    (`trainer.placement.offload_idle`), it is a fraction of the memory beyond the policy's weights."""
 
     max_num_seqs: Count = 1024
     """Maximum number of sequences that the engine decodes at once."""

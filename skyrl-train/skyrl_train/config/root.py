@@ -150,3 +150,8 @@ class SkyRLConfig(Section):
         """Return the dtype of the engine's weights: on GPUs, vLLM and SGLang compute with bfloat16 copies."""
         is_cast = self.generator.backend in ("vllm", "sglang") and self.trainer.bf16 and has_gpu
         return "bfloat16" if is_cast else self.trainer.policy.model.dtype
+
+    def offloads_idle(self, *, has_gpus: bool) -> bool:
+        """Return True if models and engines leave the devices that they share while they are idle."""
+        has_copy = self.trainer.placement.uses_ray or self.generator.backend in ("vllm", "sglang")
+        return has_copy and self.generator.n_local_engines > 0 and self.trainer.placement.offloads_idle(has_gpus)

@@ -61,6 +61,10 @@ class RunPlacementConfig(Section):
         """True if all models are on the policy's devices."""
         return True
 
+    def offloads_idle(self, has_gpus: bool) -> bool:
+        """Return True if models and engines leave the devices that they share while they are idle."""
+        return False
+
     @property
     def uses_torchrun(self) -> bool:
         """True if the run takes several processes of torchrun."""

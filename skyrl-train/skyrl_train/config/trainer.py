@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.base import Count, Resolved, Text, resolved_later
+from skyrl_train.config.base import Allowed, Count, Resolved, Text, resolved_later
 from skyrl_train.config.policy import CriticConfig, PolicyConfig, RefConfig
 from skyrl_train.config.run import PlacedRole, RunConfig, RunPlacementConfig
 
@@ -21,6 +21,11 @@ class PlacementConfig(RunPlacementConfig):
     colocate_all: bool = True
     """Training and the rollout engine share the same GPUs. `false` reserves others for each of policy, critic,
     reference and engine."""
+
+    offload_idle: Annotated[bool | Literal["auto"], Allowed("auto, true or false")] = "auto"
+    """With `colocate_all=true`, free GPU memory of what is idle, if the engine has its own copy of the weights. While a
+    model computes, the engine sleeps and other models are in host memory; while the engine generates, all but the
+    policy's weights are there. Results do not change. `auto`: on GPUs."""
 
     colocate_policy_ref: bool = True
     """Policy and reference share the same GPUs; read only when `colocate_all=false`."""
@@ -45,6 +50,10 @@ class PlacementConfig(RunPlacementConfig):
     @property
     def shares_devices(self) -> bool:
         return self.colocate_all
+
+    def offloads_idle(self, has_gpus: bool) -> bool:
+        is_on = has_gpus if self.offload_idle == "auto" else self.offload_idle
+        return is_on and self.colocate_all
 
 
 class TrainerConfig(RunConfig):

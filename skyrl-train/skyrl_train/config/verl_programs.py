@@ -102,7 +102,7 @@ ALWAYS_COMPLETE = Fixed(
     "checkpoints hold all that a run needs to resume, and are written while training continues; skyrl merge turns one "
     "into a model"
 )
-NO_OFFLOAD = Fixed("weights and optimizer stay on their device; plan memory with --dry-run")
+OFFLOADED_IF_IDLE = Fixed("trainer.placement.offload_idle decides what leaves its device between the phases of a step")
 NO_REMOTE_CODE = Fixed("models with code of their own are not supported", (False,))
 NO_MODULE = Fixed("no module is imported", (None,))
 NO_OVERRIDES = Fixed("the model is that of its config.json; change the file in a copy of the model", (None, {}))
@@ -124,7 +124,7 @@ HALF_A_COSINE = Fixed("the cosine schedule is half a period", (0.5,))
 
 FSDP = {
     "wrap_policy": Fixed("every transformer block is sharded"),
-    "optimizer_offload": NO_OFFLOAD,
+    "optimizer_offload": OFFLOADED_IF_IDLE,
     "forward_prefetch": Fixed("FSDP2 prefetches on its own"),
     "use_orig_params": Fixed("FSDP2 always keeps the parameters"),
     "use_torch_compile": Fixed("training runs without torch.compile"),
@@ -281,7 +281,7 @@ MAIN_PPO = VerlProgram(
         f"{ROLLOUT}.over_sample_rate": Fixed("all rollouts of a batch are finished", (0, 0.0)),
         f"{ROLLOUT}.use_fire_sampling": Fixed("FIRE sampling is not supported", (False,)),
         f"{ROLLOUT}.ignore_eos": Fixed("rollouts end with the EOS token", (False,)),
-        f"{ROLLOUT}.free_cache_engine": Fixed("the embedded engine frees its cache before an update"),
+        f"{ROLLOUT}.free_cache_engine": OFFLOADED_IF_IDLE,
         f"{ROLLOUT}.enable_chunked_prefill": Fixed("new prompts are always prefilled in chunks"),
         f"{ROLLOUT}.enable_prefix_caching": Fixed("shared prefixes are always computed once"),
         f"{ROLLOUT}.cudagraph_capture_sizes": Fixed("vLLM chooses the sizes of its CUDA graphs", (None, [])),
@@ -327,7 +327,7 @@ MAIN_PPO = VerlProgram(
         ),
         "critic.model.tokenizer_path": Fixed("the critic shares the policy's tokenizer"),
         "critic.model.use_shm": SYSTEM_CACHE,
-        "critic.model.fsdp_config.param_offload": NO_OFFLOAD,
+        "critic.model.fsdp_config.param_offload": OFFLOADED_IF_IDLE,
         "reward_model.enable": Fixed("rewards come from environments or custom_reward_function", (False,)),
         "reward_model.reward_manager": ONE_REWARD,
         "reward_model.launch_reward_fn_async": WHILE_SAMPLING,

@@ -151,11 +151,14 @@ class Experiment(ABC):
         n_engines: int = 0,
         engine_size: int = 1,
         servers: Sequence[str] = (),
+        offloads_idle: bool = False,
     ) -> Launcher:
         """Create the launcher of `trainer.placement`, for the models in `roles` and `n_engines` engines of
         `engine_size` devices each.
 
-        `sync` describes how weights are sent from one to another, and to the engines at the addresses of `servers`.
+        `sync` describes how weights are sent from one to another, and to the engines at the addresses of `servers`. In
+        one process, `offloads_idle` lets models and an engine with a copy of the weights leave the device while they
+        are idle; on Ray, `trainer.placement` does.
 
         Raises:
             ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
@@ -172,7 +175,7 @@ class Experiment(ABC):
 
             return RayLauncher(placement, roles, sync, n_engines=n_engines, engine_size=engine_size)
         assert self._compute is not None, "running() comes first"
-        return InlineLauncher(self._compute, sync, servers)
+        return InlineLauncher(self._compute, sync, servers, offloads_idle=offloads_idle)
 
     def new_model_launcher(self, roles: Sequence[Role]) -> ModelLauncher:
         """Create the launcher of a run without an engine, which is that of torchrun if it has started several

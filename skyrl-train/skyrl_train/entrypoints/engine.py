@@ -65,6 +65,7 @@ def new_engine(
         max_cache_bytes=usable,
         bf16=cfg.trainer.bf16,
         executor=executor,
+        owns_model=executor is None,
     )
 
 
@@ -214,10 +215,13 @@ def sync_options(cfg: GeneratorConfig) -> SyncOptions:
     )
 
 
-def sync_tolerance(cfg: SkyRLConfig, device: torch.device, *, is_copied: bool) -> float | None:
+def sync_tolerance(
+    cfg: SkyRLConfig, device: torch.device, engine_dtype: torch.dtype | None, *, is_copied: bool
+) -> float | None:
     """Return the largest allowed difference between the log-probs of engine and policy; None if they are not compared.
 
-    `is_copied` is False if the engine generates with the policy's own tensors. `device` is that of the policy.
+    `is_copied` is False if the engine generates with the policy's own tensors. `device` is that of the policy, and
+    `engine_dtype` that of the engine's weights, if it is known.
     """
     check = cfg.generator.weight_sync_check
     if check in ("off", "checksum") or (check == "auto" and not is_copied):
@@ -225,7 +229,8 @@ def sync_tolerance(cfg: SkyRLConfig, device: torch.device, *, is_copied: bool) -
     if cfg.generator.weight_sync_tolerance is not None:
         return cfg.generator.weight_sync_tolerance
     computes_in_bf16 = cfg.trainer.bf16 and device.type == "cuda"
-    return BF16_TOLERANCE if computes_in_bf16 or cfg.trainer.policy.model.dtype != "float32" else FLOAT32_TOLERANCE
+    dtypes = {getattr(torch, cfg.trainer.policy.model.dtype), engine_dtype or torch.float32}
+    return BF16_TOLERANCE if computes_in_bf16 or dtypes != {torch.float32} else FLOAT32_TOLERANCE
 
 
 def _memory() -> tuple[int, int]:

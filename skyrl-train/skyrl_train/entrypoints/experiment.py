@@ -364,6 +364,7 @@ class BasePPOExp(Experiment):
             n_engines=generator.n_local_engines,
             engine_size=generator.n_devices_per_engine,
             servers=receiving_servers(generator),
+            offloads_idle=self.cfg.offloads_idle(has_gpus=torch.cuda.is_available()),
         )
         try:
             async with started(launcher) as self._launcher:
@@ -373,11 +374,12 @@ class BasePPOExp(Experiment):
 
     def _engine_sync(self, launcher: Launcher, policy: WorkerGroup, engine: InferenceEngine) -> SyncEngines:
         """Return the function that sends the policy's weights to the engine, with the check that is configured."""
-        sync = launcher.weight_sync(policy, {"the engine": engine}, sync_kind(self.cfg))
+        dtype = engine.info.weight_dtype
+        sync = launcher.weight_sync(policy, {"the engine": engine}, sync_kind(self.cfg), dtype)
         if isinstance(engine, EngineClient):
             engine.follow(sync)
         is_copied = launcher.policy is None or not needs_model(self.cfg)
-        tolerance = sync_tolerance(self.cfg, launcher.device, is_copied=is_copied)
+        tolerance = sync_tolerance(self.cfg, launcher.device, dtype, is_copied=is_copied)
         return sync if tolerance is None else CheckedSync(sync, engine, policy, len(self.tokenizer), tolerance)
 
     async def _load_models(

@@ -60,6 +60,24 @@ class PlannedModel:
         frozen = self.weight_bytes if self.lora or self.role == "reference" else 0
         return (self.n_trained or 0) * BYTES_WHEN_TRAINED + frozen
 
+    @property
+    def idle_bytes(self) -> int:
+        """Memory for weights and optimizer state; gradients exist during updates only."""
+        return self.training_bytes - self.checkpoint_bytes // COPIES_IN_CHECKPOINT
+
+
+def forecast_offloaded_bytes(shares: Mapping[PlannedModel, float], engine_bytes: float) -> float:
+    """Return the maximum of the host memory that idle models and a sleeping engine need for a device.
+
+    Args:
+        shares: the part of each model that is on the device.
+        engine_bytes: weights of the engine on the device.
+    """
+    idle = {model: share * model.idle_bytes for model, share in shares.items()}
+    total = sum(idle.values())
+    staying = sum(share * model.weight_bytes for model, share in shares.items() if model.role == "policy")
+    return max(total - staying, total - min(idle.values()) + engine_bytes)
+
 
 def forecast_engine_bytes(cfg: SkyRLConfig, policy: PlannedModel, *, has_gpu: bool) -> float:
     """Return the size of the weights on each device of an engine; data-parallel devices hold copies."""

@@ -23,6 +23,7 @@ from skyrl_train.entrypoints.forecast import (
     count_steps,
     forecast_disk,
     forecast_engine_bytes,
+    forecast_offloaded_bytes,
     format_bytes,
     format_count,
     free_bytes,
@@ -186,6 +187,8 @@ def _describe_resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     import torch  # as in `_describe_device`
 
     models, placement = plan_models(cfg), cfg.trainer.placement
+    has_gpu = torch.cuda.is_available()
+    offloads_idle = cfg.offloads_idle(has_gpus=has_gpu)
     yield _describe_device()
     ranks = _plan_ranks(placement, models)
     if ranks:
@@ -193,20 +196,37 @@ def _describe_resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         devices = "its own device" if size == 1 else f"{size} devices of its own"
         own = f"{'the' if n_engines == 1 else 'each'} engine has {devices}"
         sharing = "all share the policy's devices" if placement.colocate_all or not n_engines else own
+        sharing += ", and are offloaded while idle" if offloads_idle else ""
         yield "processes", f"{_describe_processes(ranks, n_engines)} · {sharing}"
     else:
         yield "processes", "1: training and generation in this one"
-    yield "engine", _describe_engine(cfg)
+    yield "engine", _describe_engine(cfg, offloads_idle=offloads_idle)
     sources = [] if cfg.data.custom_cls.path is not None else cfg.data.train_data
     on_top, engine_bytes = "activations and the key-value cache", 0.0
     if cfg.generator.run_engines_locally and (ranks or cfg.generator.backend in ENGINE_NAMES):
-        engine_bytes = forecast_engine_bytes(cfg, models[0], has_gpu=torch.cuda.is_available())
+        engine_bytes = forecast_engine_bytes(cfg, models[0], has_gpu=has_gpu)
         if not ranks:
             on_top = f"activations, {format_bytes(engine_bytes)} for the engine's weights, and the key-value cache"
+    if offloads_idle and all(model.n_parameters is not None for model in models):
+        yield _describe_offloading(cfg.trainer, models, ranks, engine_bytes)
     yield from _describe_storage(cfg.trainer, models, sources, on_top, ranks, engine_bytes)
 
 
-def _describe_engine(cfg: SkyRLConfig) -> str:
+def _describe_offloading(
+    trainer: TrainerConfig, models: Sequence[PlannedModel], ranks: Ranks, engine_bytes: float
+) -> tuple[str, str]:
+    """Describe the memory of models and an engine that leave shared devices while they are idle."""
+    shares = {model: 1 / _n_shards(trainer, model, ranks) if ranks else 1.0 for model in models}
+    _, n_per_node = ranks.get("policy", (1, 1))
+    n_bytes = n_per_node * forecast_offloaded_bytes(shares, engine_bytes)
+    staying = shares[models[0]] * models[0].weight_bytes
+    return "offloading", (
+        f"≤ {format_bytes(n_bytes)} in host memory on each node for what is idle; {format_bytes(staying)} of the "
+        "policy's weights stay on each device beside the engine"
+    )
+
+
+def _describe_engine(cfg: SkyRLConfig, *, offloads_idle: bool) -> str:
     generator = cfg.generator
     if not generator.run_engines_locally:
         return f"{ENGINE_NAMES[generator.backend]} at {', '.join(generator.remote_inference_engine_urls)}"
@@ -215,7 +235,8 @@ def _describe_engine(cfg: SkyRLConfig) -> str:
     else:
         sharing = "with a copy of" if cfg.trainer.placement.uses_ray else "shares"
         engine = f"embedded, {sharing} the policy's weights"
-    return f"{engine} · {generator.gpu_memory_utilization:.0%} of the memory that training leaves free"
+    rest = "beside the policy's weights" if offloads_idle else "that training leaves free"
+    return f"{engine} · {generator.gpu_memory_utilization:.0%} of the memory {rest}"
 
 
 def _describe_storage(

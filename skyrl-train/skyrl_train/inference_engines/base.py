@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
 
+import torch
+
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.types import Message, WeightSpan
@@ -124,10 +126,11 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Limits of an engine, known before the first request."""
+    """Limits and weights of an engine, known before the first request."""
 
     context_length: int  # maximum tokens of prompt and response together
     longest_sequence: int  # the same, or less if the engine's memory holds less
+    weight_dtype: torch.dtype | None = None  # in which the engine holds weights; None: as the policy sends them
 
 
 class InferenceEngineInput(TypedDict, total=False):
@@ -153,7 +156,7 @@ class InferenceEngine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """Limits of this engine."""
+        """Limits and weights of this engine."""
         ...
 
     @property

@@ -43,14 +43,24 @@ class EngineClient:
     a token depends on seed and position alone.
     """
 
-    def __init__(self, engines: Sequence[InferenceEngine], restart: Restart | None = None) -> None:
-        """Take over the engines, which `close` closes. Without `restart`, a lost engine fails its requests."""
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngine],
+        restart: Restart | None = None,
+        enter: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Take over the engines, which `close` closes. Without `restart`, a lost engine fails its requests.
+
+        `enter` is called before requests; it wakes up the engines if others use their devices while they sleep.
+        """
         self._engines = list(engines)
         self._restart = restart
+        self._enter = enter
         self._sync: WeightSync | None = None
         self.info = EngineInfo(
             min(engine.info.context_length for engine in engines),
             min(engine.info.longest_sequence for engine in engines),
+            engines[0].info.weight_dtype,
         )
         self.n_weight_copies = sum(engine.n_weight_copies for engine in engines)
         self._homes: dict[str, int] = {}  # index of the engine of each session
@@ -61,6 +71,7 @@ class EngineClient:
         self._version: int | None = None  # of the last weights that were received
         self._synced = self._engines.copy()  # receivers of the last weights, or of a failed attempt
         self._is_paused, self._is_asleep, self._is_closed = False, False, False
+        self._has_weights = True  # in memory
         self._watching: asyncio.Task[None] | None = None
 
     def follow(self, sync: WeightSync) -> None:
@@ -74,7 +85,7 @@ class EngineClient:
     # -- requests
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
-        self._start_watching()
+        await self._prepare()
         rows: dict[int, list[int]] = {}
         for row, index in enumerate(self._route(requests)):
             rows.setdefault(index, []).append(row)
@@ -102,7 +113,7 @@ class EngineClient:
         return results
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
-        self._start_watching()
+        await self._prepare()
         (index,), n_aborts = self._route([request]), self._n_aborts(request)
         received: list[int] = []
         with self._running(index, 1):
@@ -208,12 +219,17 @@ class EngineClient:
     async def sleep(self) -> None:
         if n_running := sum(self._n_running):
             raise EngineError(f"the engine cannot sleep while {n_running} sequences are being generated")
-        await self._on_all(lambda engine: engine.sleep())
-        self._is_asleep = True
+        for replacing in self._replacing:  # an engine that is being started needs its memory
+            async with replacing:
+                pass
+        self._is_asleep, self._has_weights = True, False
+        await self._on_all(lambda engine: engine.sleep(), ignores_lost=True)  # a lost one is replaced once awake
 
     async def wake_up(self, what: WakeUp = "all") -> None:
-        await self._on_all(lambda engine: engine.wake_up(what))
-        self._is_asleep = what != "all"
+        if not self._is_asleep:
+            return
+        await self._on_all(lambda engine: engine.wake_up(what), ignores_lost=True)
+        self._is_asleep, self._has_weights = what != "all", True
 
     async def check_health(self) -> None:
         await self._on_all(lambda engine: engine.check_health())
@@ -259,7 +275,10 @@ class EngineClient:
         is_replaced = self._replacing[index].locked() or self._engines[index] is not engine
         return is_replaced or isinstance(error, EngineLostError)
 
-    def _start_watching(self) -> None:
+    async def _prepare(self) -> None:
+        """Wake up the engines for requests, and start watching them."""
+        if self._enter is not None:
+            await self._enter()
         if self._watching is None and self._restart is not None:
             self._watching = asyncio.create_task(self._watch())
 
@@ -288,7 +307,7 @@ class EngineClient:
             if not self._is_lost(index, engine, failure):
                 raise
             error = failure
-        if error is not None:
+        if error is not None and self._has_weights:  # while it sleeps, others use its devices
             await self._replace(index, engine, error, sends_weights=sends_weights)
 
     async def _replace(self, index: int, lost: InferenceEngine, error: EngineError, *, sends_weights: bool) -> None:
@@ -314,6 +333,7 @@ class EngineClient:
                     await engine.pause()
                 if self._is_asleep:
                     await engine.sleep()
+                    await engine.wake_up("weights")
             except BaseException:
                 await engine.close()
                 raise

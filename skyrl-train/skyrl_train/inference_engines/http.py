@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
@@ -43,6 +44,7 @@ class HTTPEngine(AsyncEngine):
         vocab_size: int,
         eos_ids: frozenset[int],
         tokenizer: PreTrainedTokenizerBase,
+        weight_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             context_length=context_length,
@@ -50,6 +52,7 @@ class HTTPEngine(AsyncEngine):
             eos_ids=eos_ids,
             tokenizer=tokenizer,
             thread=EngineThread(None, "http-engine"),
+            weight_dtype=weight_dtype,
         )
         self._url = url
         self._http = httpx.AsyncClient(

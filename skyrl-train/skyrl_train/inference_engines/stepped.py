@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
@@ -70,8 +71,9 @@ class SteppedEngine(ABC, Generic[S]):
         eos_ids: frozenset[int],
         tokenizer: PreTrainedTokenizerBase,
         thread: EngineThread,
+        weight_dtype: torch.dtype | None = None,
     ) -> None:
-        self.info = EngineInfo(context_length, context_length)
+        self.info = EngineInfo(context_length, context_length, weight_dtype)
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._tokenizer = tokenizer
@@ -158,8 +160,9 @@ class SteppedEngine(ABC, Generic[S]):
         return receipt
 
     async def sleep(self) -> None:
-        if self._is_asleep:
+        if self._is_asleep and not self._has_weights:
             return
+        await self.wake_up()  # backends cannot release the weights alone
         self._check_ready()
         if n_unfinished := len(self._unfinished()):
             raise EngineError(f"the engine cannot sleep while {n_unfinished} sequences are being generated")

@@ -1,5 +1,5 @@
-"""A run in one process: one rank per model, and an engine that generates with the policy's own tensors, or servers that
-receive them.
+"""A run in one process: one rank per model, and an engine that generates with the policy's own tensors or a copy, or
+servers that receive them.
 """
 
 from __future__ import annotations
@@ -7,31 +7,44 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
+import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.http import find_host, server_url
+from skyrl_train.launch.launcher import holding_devices
 from skyrl_train.launch.transports import with_transport
 from skyrl_train.models.loading import default_device
 from skyrl_train.types.specs import ModelSpec, SyncKind, World
 from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
 from skyrl_train.weight_sync.sync import free_port
 from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.lease import Lease
 from skyrl_train.workers.ranks import LocalRank
 
 
 class InlineLauncher:
     """A launcher whose models compute in `executor`, which has one thread."""
 
-    def __init__(self, executor: Executor, sync: SyncOptions | None = None, servers: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        sync: SyncOptions | None = None,
+        servers: Sequence[str] = (),
+        *,
+        offloads_idle: bool = False,
+    ) -> None:
         """Create the launcher. `sync` describes how weights are sent to `servers`, the addresses of engines that
-        receive them in other processes.
+        receive them in other processes. With `offloads_idle`, models and the engine, which has a copy of the weights,
+        leave the device while they are idle.
         """
         self._executor = executor
         self._sync = sync or SyncOptions()
         self._servers = servers
+        self._lease = Lease() if offloads_idle else None
         self.device = default_device()
         self.policy: PreTrainedModel | None = None
 
@@ -44,21 +57,35 @@ class InlineLauncher:
         await group.load()
         if spec.role == "policy":
             self.policy = rank.worker.module.hf_model
+        if self._lease is not None:
+            await self._lease.add_model(group)
         return group
 
     async def start_engine(
         self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine], start_timeout_s: float
     ) -> InferenceEngine:
-        return make_engine(self.policy)
+        engine = make_engine(self.policy)
+        if self._lease is None:
+            return engine
+        client = EngineClient([engine], enter=self._lease.enter_engine)
+        self._lease.add_engine(client)
+        return client
 
     def bytes_beside_engine(self, n_bytes: int) -> int:
-        return n_bytes
+        return 0 if self._lease is not None and self.device.type == "cuda" else n_bytes
 
-    def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
+    def weight_sync(
+        self,
+        source: WorkerGroup,
+        sinks: Mapping[str, WeightSink],
+        kind: SyncKind = "full",
+        dtype: torch.dtype | None = None,
+    ) -> WeightSync:
         if not self._servers or any(isinstance(sink, WorkerGroup) for sink in sinks.values()):
-            return WeightSync(source, sinks, SyncOptions(timeout_s=self._sync.timeout_s), kind=kind)
+            options = SyncOptions(timeout_s=self._sync.timeout_s)
+            return WeightSync(source, sinks, options, kind=kind, holding_devices=holding_devices(self._lease, sinks))
         options = with_transport(self._sync, self.device, shares_devices=False)
-        return WeightSync(source, sinks, options, find_address=self._find_address, kind=kind)
+        return WeightSync(source, sinks, options, find_address=self._find_address, kind=kind, dtype=dtype)
 
     async def _find_address(self) -> str:
         """Return a free "host:port" of this machine that all servers can reach."""
@@ -67,4 +94,5 @@ class InlineLauncher:
         return f"{host}:{free_port(host)}"
 
     async def close(self) -> None:
-        pass
+        if self._lease is not None:
+            await self._lease.close()

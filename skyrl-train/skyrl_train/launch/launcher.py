@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.types.specs import ModelSpec, SyncKind
 from skyrl_train.weight_sync import WeightSink, WeightSync
 from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.lease import Lease
 
 
 class ModelLauncher(Protocol):
@@ -55,12 +57,28 @@ class Launcher(ModelLauncher, Protocol):
         """Return the part of `n_bytes`, which all ranks together still allocate, that is in the engine's memory."""
         ...
 
-    def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
+    def weight_sync(
+        self,
+        source: WorkerGroup,
+        sinks: Mapping[str, WeightSink],
+        kind: SyncKind = "full",
+        dtype: torch.dtype | None = None,
+    ) -> WeightSync:
         """Return a channel for the weights of a model that this launcher has loaded, or for its adapter alone.
 
-        Sinks have names for error messages.
+        Sinks have names for error messages, and hold weights in `dtype`, by default that of the source.
         """
         ...
+
+
+def holding_devices(
+    lease: Lease | None, sinks: Mapping[str, WeightSink]
+) -> Callable[[], AbstractAsyncContextManager[None]]:
+    """Return the context of a weight sync from the policy to the engine, or to the reference."""
+    if lease is None:
+        return nullcontext
+    models = [sink for sink in sinks.values() if isinstance(sink, WorkerGroup)]
+    return partial(lease.sending_to, models[0]) if models else lease.sending_to_engine
 
 
 L = TypeVar("L", bound=ModelLauncher)

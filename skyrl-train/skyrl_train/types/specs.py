@@ -17,6 +17,8 @@ SyncKind = Literal["full", "adapter", "factors", "base_and_factors"]
 """The tensors of a weight sync: `full`, those of the model with its adapter merged into them. `adapter`, those of the
 adapter, for copies that have its modules. `factors`, those of the adapter's change of each matrix, for copies that hold
 the model without it. `base_and_factors`, the factors and then the model without the adapter."""
+ModelPart = Literal["weights", "optimizer", "all"]
+"""A part of a model in memory: its weights, or its gradients and the state of its optimizer."""
 
 
 @dataclass(frozen=True, slots=True)

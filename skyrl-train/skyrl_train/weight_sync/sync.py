@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -111,18 +112,24 @@ class WeightSync:
         *,
         find_address: Callable[[], Awaitable[str]] | None = None,
         kind: SyncKind = "full",
+        dtype: torch.dtype | None = None,
+        holding_devices: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         """Connect the source to its sinks, by name. `transport="shared"` requires them in one process.
 
         `find_address` returns a free "host:port" of the source's rank 0, which is on this machine by default. If the
         source has an adapter, sinks that have it as well take the kind `adapter`, sinks with a `WeightMirror`
-        `factors`, and others `full`. Factors are preceded by the base where sinks do not hold it.
+        `factors`, and others `full`. Factors are preceded by the base where sinks do not hold it. Whole models travel
+        in `dtype`, that of the sinks, where it is smaller. A sync runs inside `holding_devices()`, which brings the
+        weights of source and sinks to devices that they share with others.
         """
         self._source = source
         self._sinks = dict(sinks)
         self._options = options
         self._find_address = find_address or _local_address
         self._kind: SyncKind = kind
+        self._dtype = dtype
+        self._holding_devices = holding_devices
         self.recover: Callable[[], Awaitable[bool]] | None = None
         """Called after a failed sync to replace lost sinks; if it returns True, the weights are sent once more."""
         self._version: int | None = None  # that every sink holds
@@ -134,18 +141,23 @@ class WeightSync:
             SyncError: a sink received different bytes, or none in time.
             EngineError: a sink refused, e.g. because it is asleep.
         """
-        try:
-            receipt = await self._send(self._sinks, version, is_update=True)
-        except (EngineError, SyncError):
-            if self.recover is None or not await self.recover():
-                raise
-            receipt = await self._send(self._sinks, version)
+        async with self._holding_devices():
+            receipt = await self._send_to_all(version)
         self._version = version
         if self._options.transport == "shared":
             return Metrics()
         n_copies = sum(sink.n_weight_copies for sink in self._sinks.values())
         verified = {"sync/verified_copies": n_copies} if self._options.has_checksum else {}
         return Metrics.of({"sync/megabytes": receipt.n_sent / 1e6, **verified})
+
+    async def _send_to_all(self, version: int) -> Receipt:
+        """Send the weights to every sink. After a failure, lost sinks are replaced, and all weights sent once more."""
+        try:
+            return await self._send(self._sinks, version, is_update=True)
+        except (EngineError, SyncError):
+            if self.recover is None or not await self.recover():
+                raise
+            return await self._send(self._sinks, version)
 
     async def send_to(self, name: str, sink: WeightSink, version: int) -> None:
         """Send all weights, as those of `version`, to a sink that replaces another one of this name.
@@ -221,7 +233,7 @@ class WeightSync:
             version,
             options.transport,
             await self._find_address(),
-            chunked(await self._source.tensor_specs(kind), options.chunk_bytes),
+            chunked(self._narrow(await self._source.tensor_specs(kind), kind), options.chunk_bytes),
             n_receivers=len(names) - 1,
             timeout_s=options.timeout_s,
             kind=kind,
@@ -231,6 +243,21 @@ class WeightSync:
             base_version=held if sends_changes else None,
             names=tuple(names),
         )
+
+    def _narrow(self, specs: Sequence[TensorSpec], kind: SyncKind) -> Sequence[TensorSpec]:
+        """Return the tensors of a model in the type of the sinks, where it is smaller: they would round to it anyway.
+
+        Adapters are not rounded: sinks merge them first.
+        """
+        dtype = self._dtype
+        if dtype is None or kind != "full":
+            return specs
+        return [
+            replace(spec, dtype=dtype)
+            if spec.dtype.is_floating_point and spec.dtype.itemsize > dtype.itemsize
+            else spec
+            for spec in specs
+        ]
 
 
 async def _end_sender(

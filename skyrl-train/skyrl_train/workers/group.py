@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -14,10 +15,14 @@ from skyrl_train.distributed import METADATA
 from skyrl_train.errors import SyncError, WorkerError
 from skyrl_train.models.memory import MIN_TOKENS
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
-from skyrl_train.types.specs import ModelSpec, Role, SyncKind, TensorSpec
+from skyrl_train.types.specs import ModelPart, ModelSpec, Role, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.ranks import Rank
 from skyrl_train.workers.split import draws_fit, join, split
+from skyrl_train.workers.worker import NEEDED_PARTS
+
+if TYPE_CHECKING:
+    from skyrl_train.workers.lease import Lease
 
 FINISH_TIMEOUT_S = 60.0
 """Seconds that other ranks may take to gather the rest of the weights after a failed weight sync."""
@@ -49,6 +54,8 @@ class WorkerGroup:
         self._max_tokens = spec.sequence_parallel_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
+        self.lease: Lease | None = None
+        """The lease of devices that the model shares with others; None if it has them to itself."""
 
     @property
     def role(self) -> Role:
@@ -81,12 +88,17 @@ class WorkerGroup:
         n_bytes: list[int] = await self._call("checkpoint_bytes")
         return n_bytes[0]
 
-    async def score(self, batch: TrainingBatch, *, adapter: bool = True) -> dict[str, torch.Tensor]:
+    async def score(
+        self, batch: TrainingBatch, *, adapter: bool = True, beside_others: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Return the scores of the model, or of its base without the adapter: (B, R) float32 on the CPU, 0 off the
         mask.
+
+        With `beside_others`, others that share the devices stay there: the batch is small, and the weights are there.
         """
         shards, rows = self._split(batch, self._spec.max_rows_forward)
-        return join(rows, await self._call_with_shards("score", shards, adapter), len(batch))
+        results = await self._call_with_shards("score", shards, adapter, beside_others=beside_others)
+        return join(rows, results, len(batch))
 
     async def forward_backward(self, mini_batch: TrainingBatch, scores: torch.Tensor | None = None) -> Metrics:
         """Add the gradient of a mini-batch's loss to the parameters.
@@ -167,15 +179,23 @@ class WorkerGroup:
 
     async def send_weights(self, plan: SyncPlan) -> Receipt:
         """Send the weights. Every rank takes part in gathering them; the first one sends."""
-        receipts: list[Receipt] = await self._call("send_weights", plan)
+        receipts: list[Receipt] = await self._call("send_weights", plan, beside_others=True)
         return receipts[0]
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Load weights of a model of the same architecture; SyncError if ranks received different ones."""
-        receipts: list[Receipt] = await self._call("receive_weights", plan)
+        receipts: list[Receipt] = await self._call("receive_weights", plan, beside_others=True)
         if len(set(receipts)) > 1:
             raise SyncError(f"the ranks of the {self._spec.role} received different weights: {receipts}")
         return receipts[0]
+
+    async def move(self, to: Literal["cpu", "device"], part: ModelPart = "all") -> int:
+        """Move a part of the model to host memory or back, on every rank; return the number of bytes that were moved.
+
+        Raises:
+            WorkerError: host memory is too small.
+        """
+        return sum(await self._call("move", to, part))
 
     async def close(self) -> None:
         """End every rank."""
@@ -193,16 +213,27 @@ class WorkerGroup:
             keeps_draws=keeps_draws,
         )
 
-    async def _call_with_shards(self, method: str, shards: Sequence[Shard], *args: Any) -> list[Any]:
+    async def _call_with_shards(
+        self, method: str, shards: Sequence[Shard], *args: Any, beside_others: bool = False
+    ) -> list[Any]:
         """Call a method of every worker with the shard of its data-parallel rank; return one result for each shard."""
         layout = self._layout
         own = [(shards[layout.data_parallel_rank(rank)],) for rank in range(layout.n_ranks)]
-        results = await self._call(method, *args, first_args=own)
+        results = await self._call(method, *args, first_args=own, beside_others=beside_others)
         return [results[layout.leader(i)] for i in range(layout.data_parallel_size)]
 
-    async def _call(self, method: str, *args: Any, first_args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Call a method of every worker, with the first arguments of each; return the result of each."""
-        async with self._lock:
+    async def _call(
+        self,
+        method: str,
+        *args: Any,
+        first_args: Sequence[tuple[Any, ...]] | None = None,
+        beside_others: bool = False,
+    ) -> list[Any]:
+        """Call a method of every worker, with the first arguments of each; return the result of each.
+
+        Others that share the devices leave them first, unless the model is to compute `beside_others`.
+        """
+        async with nullcontext() if beside_others else self._holding_devices(method), self._lock:
             if self._broken_by is not None:
                 raise WorkerError(
                     f"the {self._spec.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
@@ -211,6 +242,12 @@ class WorkerGroup:
                 rank.call(method, *first, *args)
                 for rank, first in zip(self._ranks, first_args or [()] * len(self._ranks), strict=True)
             )
+
+    def _holding_devices(self, method: str) -> AbstractAsyncContextManager[None]:
+        """Hold the devices that a method of the workers needs."""
+        if self.lease is None or method not in NEEDED_PARTS:
+            return nullcontext()
+        return self.lease.holding(self, NEEDED_PARTS[method])
 
     async def _gather(self, calls_of_ranks: Iterable[Awaitable[Any]]) -> list[Any]:
         """Return the result of each rank. The failure of one of several ranks breaks the group."""

@@ -64,6 +64,6 @@ class CheckedSync:
         sequences, attention_mask = pad_tokens(rows, pad_token_id=0)
         loss_mask = pad_right([[1.0] * len(result.token_ids) for result in results])  # (32, 1)
         batch = TrainingBatch(sequences, attention_mask, loss_mask, draws=torch.arange(N_TOKENS))
-        expected = (await self._policy.score(batch))["logprobs"]  # (32, 1)
+        expected = (await self._policy.score(batch, beside_others=True))["logprobs"]  # (32, 1)
         found = pad_right([result.logprobs or [] for result in results])
         return float((found - expected).abs().mean())

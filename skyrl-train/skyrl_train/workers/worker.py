@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -22,12 +22,13 @@ from skyrl_train.checkpoint import disk_error, to_bytes
 from skyrl_train.distributed import BASE_MODEL, METADATA, DistributedStrategy, TrainState
 from skyrl_train.distributed.hugging_face import HuggingFaceStrategy
 from skyrl_train.distributed.strategy import SCHEDULE
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, WorkerError
 from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, count_parameters, save_adapter
 from skyrl_train.models.memory import default_max_tokens
+from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
 from skyrl_train.threads import use_one_core
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
-from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, SyncKind, TensorSpec, absolute
+from skyrl_train.types.specs import LoraSpec, ModelPart, ModelSpec, OptimizerSpec, SyncKind, TensorSpec, absolute
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan, send
 from skyrl_train.weight_sync.checksum import tensor_checksum
 from skyrl_train.weight_sync.transfer import SentWeights
@@ -35,6 +36,26 @@ from skyrl_train.workers.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+P = ParamSpec("P")
+
+NEEDED_PARTS: dict[str, ModelPart] = {}
+"""The part of the model that a method of `Worker` needs on the device. Other methods do not touch its values."""
+
+
+def needing(part: ModelPart) -> Callable[[Callable[Concatenate[Worker, P], T]], Callable[Concatenate[Worker, P], T]]:
+    """Let a method of `Worker` raise WorkerError while a part of the model is in host memory."""
+
+    def check(method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate[Worker, P], T]:
+        NEEDED_PARTS[method.__name__] = part
+
+        @wraps(method)
+        def checked(worker: Worker, *args: P.args, **kwargs: P.kwargs) -> T:
+            worker.check_on_device(part, method.__name__)
+            return method(worker, *args, **kwargs)
+
+        return checked
+
+    return check
 
 
 class Worker:
@@ -58,6 +79,7 @@ class Worker:
         self._saving: Future[None] | None = None
         self._sent: SentWeights | None = None  # set by the first sync that sends changes
         self._is_skipping = False  # True while gradients are NaN or infinite
+        self._offloaded: dict[ModelPart, OffloadedTensors] = {}  # parts in host memory
 
     def _make_optimizer(self, spec: OptimizerSpec) -> tuple[torch.optim.Optimizer, LambdaLR]:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -69,6 +91,56 @@ class Worker:
         """The strategy of a model with an adapter."""
         assert isinstance(self._strategy, HuggingFaceStrategy), "other strategies refuse adapters"
         return self._strategy
+
+    def move(self, to: Literal["cpu", "device"], part: ModelPart = "all") -> int:
+        """Move a part of the model to host memory, or back to its device, bit for bit. Parts that are there stay there.
+
+        Returns:
+            The number of bytes that were moved.
+
+        Raises:
+            WorkerError: host memory is too small; the part stays on its device.
+        """
+        device, n_bytes = torch.device(self._strategy.world.device), 0
+        for name in _parts(part):
+            if to == "cpu" and name not in self._offloaded:
+                self._offloaded[name] = self._offload(name, device)
+                n_bytes += self._offloaded[name].n_bytes
+            elif to == "device" and name in self._offloaded:
+                self._offloaded[name].restore()
+                n_bytes += self._offloaded.pop(name).n_bytes
+        if to == "cpu":
+            release_cached_memory(device)
+        return n_bytes
+
+    def _offload(self, part: ModelPart, device: torch.device) -> OffloadedTensors:
+        try:
+            return OffloadedTensors(self._tensors(part), device)
+        except RuntimeError as error:
+            raise WorkerError(
+                f"host memory has no room for the {part} of the {self._spec.role}: {error}; use a larger machine, or "
+                "set trainer.placement.offload_idle=false to keep all models on their devices"
+            ) from error
+
+    def _tensors(self, part: ModelPart) -> Iterator[torch.Tensor]:
+        """Yield the tensors of a part of the model."""
+        if part == "weights":
+            yield from self.module.parameters()
+            yield from self.module.buffers()
+            return
+        yield from (p.grad for p in self.module.parameters() if p.grad is not None)
+        if self._state.optimizer is not None:
+            for values in self._state.optimizer.state.values():
+                yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+    def check_on_device(self, part: ModelPart, purpose: str) -> None:
+        """Raise WorkerError if a part of the model is in host memory."""
+        for name in _parts(part):
+            if name in self._offloaded:
+                raise WorkerError(
+                    f"{purpose} needs the {self._spec.role} on its device, and its {name} is in host memory; call "
+                    "move('device') first"
+                )
 
     def shares_prefixes(self) -> bool:
         """Return True if the model computes tokens that several rows of a micro-batch begin with once."""
@@ -98,6 +170,7 @@ class Worker:
             for p in self.module.hf_model.parameters()
         )
 
+    @needing("weights")
     def score(self, shard: Shard, adapter: bool = True) -> dict[str, torch.Tensor]:
         """Return the scores of the shard's rows, of the model or of its base without the adapter: (b, R) float32 on the
         CPU, 0 off the mask. Of the ranks that get the same rows, all but the leader of the layout return none.
@@ -112,6 +185,7 @@ class Worker:
                 columns[name][indices] = values.cpu()
         return columns
 
+    @needing("all")
     def forward_backward(self, shard: Shard) -> Metrics:
         """Add the gradient of the shard's part of the loss to the parameters."""
         assert self._objective is not None, f"the {self._spec.role} has no objective"
@@ -130,6 +204,7 @@ class Worker:
             self.module, micro_batches, consume, bf16=self._spec.bf16, backward=backward, adapter=adapter
         )
 
+    @needing("all")
     def optim_step(self) -> Metrics:
         """Clip the accumulated gradients and apply them, or drop them all if their norm is NaN or infinite."""
         state, role = self._state, self._spec.role
@@ -157,10 +232,12 @@ class Worker:
         state.optimizer.zero_grad(set_to_none=True)
         return metrics
 
+    @needing("weights")
     def is_finite(self) -> bool:
         """Return False if a weight is NaN or infinite."""
         return self._strategy.is_finite(self.module)
 
+    @needing("all")
     def probe(self, shard: Shard) -> Metrics:
         """Return the mean log-prob or value of the shard's tokens, and the norm of its gradient. Changes nothing."""
         assert self._state.optimizer is not None
@@ -174,6 +251,7 @@ class Worker:
         self._state.optimizer.zero_grad(set_to_none=True)
         return metrics
 
+    @needing("all")
     def begin_save(self, folder: Path) -> None:
         """Copy weights, optimizer, schedule and this rank's random state to host memory; write in the background.
 
@@ -224,6 +302,7 @@ class Worker:
             return OSError(f"the {self._spec.role} could not be written: {_root_cause(error)}")
         return None
 
+    @needing("all")
     def load_state(self, folder: Path) -> None:
         """Load what any number of ranks saved. The learning rate follows the schedule of this worker's specification.
 
@@ -263,6 +342,7 @@ class Worker:
                 *(self._spec.role, group["lr"], saved),
             )
 
+    @needing("weights")
     def export(self, folder: Path) -> OSError | None:
         """Write a plain Hugging Face folder, or the adapter in peft's format. Return an OSError if the file system
         refuses; training may continue, because every collective comes before the first file.
@@ -286,6 +366,7 @@ class Worker:
         """Return the tensors that `send_weights` sends, in order."""
         return self._strategy.tensor_specs(self.module, kind)
 
+    @needing("weights")
     def send_weights(self, plan: SyncPlan) -> Receipt:
         """Send the weights to the receivers of `plan`. Gathering is collective: every rank must call this."""
         if plan.tracks_changes and self._sent is None:
@@ -294,6 +375,7 @@ class Worker:
         is_shared = plan.transport == "shared"  # an engine with the model's own tensors must not get rounded ones
         return send(plan, self._strategy.full_tensors(self.module, plan.kind, as_exported=not is_shared), sent_weights)
 
+    @needing("weights")
     def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Load the weights of a model of the same architecture, as the receiver `plan.rank` plus this rank."""
         receiver = Receiver(replace(plan, rank=plan.rank + self._strategy.world.rank))
@@ -327,6 +409,10 @@ class Worker:
     def close(self) -> None:
         """Wait for a save in progress."""
         self._writer.shutdown()
+
+
+def _parts(part: ModelPart) -> tuple[ModelPart, ...]:
+    return ("weights", "optimizer") if part == "all" else (part,)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> LambdaLR:

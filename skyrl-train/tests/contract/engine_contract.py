@@ -493,6 +493,10 @@ class EngineContract:
         await engine.wake_up("weights")
         with pytest.raises(EngineError, match=r"asleep; call wake_up\(\) first"):
             await engine.generate([request])
+        await engine.sleep()
+        with pytest.raises(EngineError, match=r"asleep; call wake_up\(\) first"):
+            await engine_kit.sync(engine, 1)
+        await engine.wake_up("weights")
         engine_kit.add_noise()
         await engine_kit.sync(engine, 1)
         await engine.wake_up()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray_runs import N_STEPS, assert_same_run, metrics, weights
+from ray_runs import N_STEPS, assert_same_run, killing_an_engine, metrics, weights
 
 from skyrl_train.entrypoints import main_generate
 from skyrl_train.entrypoints.main_base import main
@@ -65,6 +67,36 @@ def test_a_critic_on_its_own_ranks(
     assert_same_run(ranks, train("inline", *ppo, "trainer.update_ref_every_epoch=true"), "policy", "critic")
     for line in ("1 × 2 CPUs for policy, ref", "1 × 1 CPU for critic", "1 × 1 CPU for engine"):
         assert f"Reserved {line}" in caplog.text
+
+
+def test_models_and_engines_that_leave_devices_while_idle_train_like_one_process(
+    start_cluster: Callable[..., Cluster],
+    train: Callable[..., Path],
+    tiny_model_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Evaluations, checkpoints, a reference that is updated, a lost engine, and a run that is resumed."""
+    start_cluster(2)
+    settings = [*PPO, f"trainer.critic.model.path={tiny_model_path}", "trainer.update_ref_every_epoch=true"]
+    settings += ["trainer.eval_interval=1", "trainer.ckpt_interval=1"]
+    inline = train("inline", *settings)
+    engines = ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"]
+    offloading = [*settings, *engines, "trainer.placement.offload_idle=true", "generator.weight_sync_backend=gloo"]
+    with caplog.at_level(logging.DEBUG, "skyrl_train.workers.lease"), killing_an_engine(inline.parent / "offloading"):
+        train("offloading", *offloading, "trainer.max_training_steps=3")
+        folder = train("offloading", *offloading)
+    assert_same_run(folder, inline, "policy", "critic")
+    assert "was lost and is replaced" in caplog.text
+    assert "Resumed from" in caplog.text
+    users = re.findall(r"Shared devices go to (.*?),? after .* in which (.*) GB", caplog.text)
+    assert {user for user, _ in users} == {
+        "the critic",
+        "the ref",
+        "the policy",
+        "the engine, for its weights",
+        "the engine",
+    }
+    assert all(float(moved) > 0 for user, moved in users if user == "the critic")
 
 
 def test_an_evaluation_uses_the_placed_engines(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
-from ray_runs import assert_same_run, metrics
+from ray_runs import assert_same_run, killing_an_engine, metrics
 from transformers import PreTrainedModel
 
 from skyrl_train.config.cli import parse_cli
@@ -20,7 +18,6 @@ from skyrl_train.errors import ConfigError, SyncError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.weight_sync import Receipt, SyncPlan
-from tests.processes import find_descendants
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -96,23 +93,10 @@ def test_two_engines_train_like_one_process_and_a_killed_one_is_replaced(
 ) -> None:
     start_cluster(1, 1)
     inline = train("inline")
-    killed: list[int] = []
-
-    def kill_an_engine() -> None:
-        log = inline.parent / "two/metrics.jsonl"
-        while not log.exists() or len(log.read_text().splitlines()) < 2:
-            time.sleep(0.02)
-        engine = next(find_descendants("EngineActor"))
-        killed.append(engine.pid)
-        engine.kill()
-
-    killer = threading.Thread(target=kill_an_engine, daemon=True)
-    killer.start()
     settings = ["generator.num_inference_engines=2", "generator.weight_sync_backend=nccl"]
-    two = train("two", "trainer.placement.policy_num_nodes=2", *settings)
-    killer.join(timeout=10)
+    with killing_an_engine(inline.parent / "two"):
+        two = train("two", "trainer.placement.policy_num_nodes=2", *settings)
     assert_same_run(two, inline, "policy")
-    assert killed
     assert "was lost and is replaced" in caplog.text
     assert "generator.weight_sync_backend=nccl: weights travel through shared memory, and gloo" in caplog.text
     assert all(row["sync/verified_copies"] == 2 for row in metrics(two))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from transformers import PretrainedConfig, Qwen3MoeConfig
+from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from skyrl_train.entrypoints import main_base, main_generate
 from tests.processes import find_descendants
@@ -31,8 +31,11 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_training_updates_the_weights_of_vllm_after_each_step(run: list[str], tmp_path: Path) -> None:
-    main_base.main(run)
+@pytest.mark.parametrize("offload_idle", ["auto", "true"])
+def test_training_updates_the_weights_of_vllm_after_each_step(
+    offload_idle: str, run: list[str], tmp_path: Path
+) -> None:
+    main_base.main([*run, f"trainer.placement.offload_idle={offload_idle}"])
     folder = tmp_path / "skyrl/test_run"
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -64,6 +67,20 @@ def test_a_mixture_of_experts_trains(run: list[str], tmp_path: Path, save_model:
         assert row["sync/logprob_gap"] < 1e-3
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
         assert row["policy/grad_norm"] > 0
+
+
+def test_an_engine_in_bfloat16_gets_half_of_the_bytes_of_a_policy_in_float32(
+    run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: PreTrainedModel
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    settings = ["trainer.placement.launcher=ray", "+generator.engine_init_kwargs.dtype=bfloat16"]
+    try:
+        main_base.main([*run, *settings])
+    finally:
+        ray.shutdown()
+    for row in metrics(tmp_path / "skyrl/test_run"):
+        assert row["sync/megabytes"] == pytest.approx(2 * tiny_model.num_parameters() / 1e6, rel=0.01)
+        assert 1e-3 < row["sync/logprob_gap"] < 0.1
 
 
 @pytest.mark.timeout(600)
@@ -132,6 +149,7 @@ def test_ranks_and_two_vllm_engines_in_actors_train_like_one_process_though_one_
     killer = threading.Thread(target=kill_an_engine, daemon=True)
     killer.start()
     engines = ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"]
+    engines += ["trainer.placement.offload_idle=true"]
     try:
         main_base.main([*run, *engines, "trainer.run_name=ray"])
     finally:

@@ -28,7 +28,6 @@ from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 from skyrl_train.models.loading import load_model
 from skyrl_train.weight_sync import SyncOptions, WeightSync
-from skyrl_train.weight_sync.base import Transport
 from tests.contract.engine_kit import EngineKit, NamedTensors, TensorSource, distance, sync_weights
 
 NewEngine = Callable[..., VLLMEngine]
@@ -112,15 +111,23 @@ async def test_experts_whose_weights_have_other_names_are_refused_in_the_first_s
     assert await distance(engine, kit) < 1e-4  # it still has its own
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-async def test_a_policy_in_float32_and_an_engine_in_bfloat16(
-    new_engine: NewEngine, policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, transport: Transport
+async def test_a_policy_in_float32_sends_bfloat16_to_an_engine_in_bfloat16(
+    new_engine: NewEngine, policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     engine = new_engine(dtype="bfloat16")
-    kit = EngineKit(new_engine, policy, tiny_tokenizer, 1e-4, 32, transport)
+    assert engine.info.weight_dtype == torch.bfloat16
+    kit = EngineKit(new_engine, policy, tiny_tokenizer, 1e-4, 32, "shared")
     kit.add_noise()
+    request = kit.request(40, 20, temperature=0.8, ignore_eos=True)
     await kit.sync(engine, 1)
+    (expected,) = await engine.generate([request])
     assert await distance(engine, kit) < 0.1
+    source, options = TensorSource(policy.named_parameters), SyncOptions("gloo", timeout_s=20.0)
+    sync = WeightSync(source, {"the engine": engine}, options, dtype=engine.info.weight_dtype)
+    metrics = (await sync(2)).numbers()
+    assert metrics["sync/megabytes"] == pytest.approx(2 * policy.num_parameters() / 1e6, rel=0.01)
+    (result,) = await engine.generate([request])
+    assert (result.token_ids, result.logprobs) == (expected.token_ids, expected.logprobs), "other weights"
 
 
 async def test_a_layer_that_arrives_in_several_pieces_is_complete(

@@ -94,6 +94,25 @@ def colocation_has_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
+def idle_memory_is_shared(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse to offload idle models where no engine uses their memory."""
+    placement, generator = cfg.trainer.placement, cfg.generator
+    if placement.offload_idle is not True or cfg.offloads_idle(has_gpus=True):
+        return
+    if not placement.colocate_all:
+        reason = "trainer.placement.colocate_all=false reserves others for it"
+        fix = "trainer.placement.colocate_all=true"
+    elif not generator.run_engines_locally:
+        reason, fix = "generator.run_engines_locally=false uses servers", "generator.run_engines_locally=true"
+    else:
+        reason = f"generator.backend={generator.backend} generates with the policy's own tensors in one process"
+        fix = "trainer.placement.launcher=ray"
+    yield (
+        f"trainer.placement.offload_idle=true frees devices for an engine with a copy of the weights, and {reason}; "
+        f"set trainer.placement.offload_idle=auto, or {fix}"
+    )
+
+
 def ray_is_installed(cfg: Section) -> Iterator[str]:
     """Refuse several processes if the package that starts them is missing."""
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")

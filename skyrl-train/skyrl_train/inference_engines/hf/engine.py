@@ -25,11 +25,12 @@ from skyrl_train.inference_engines.hf.scheduler import CachedSequence, EngineSte
 from skyrl_train.inference_engines.hf.support import check_supported
 from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens
 from skyrl_train.inference_engines.sequence import all_eos_ids
-from skyrl_train.inference_engines.stepped import EngineThread, SteppedEngine
+from skyrl_train.inference_engines.stepped import EngineThread, MemoryPart, SteppedEngine
 from skyrl_train.models.loading import autocast, default_device, load_model, load_tokenizer
 from skyrl_train.models.logprobs import lm_head_logits, scaled_logits
 from skyrl_train.models.lora import trained_parameters
 from skyrl_train.models.memory import cache_bytes_per_token
+from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
 
 CHUNK_LOGITS = 1 << 24  # logits held at once: 64 MiB
@@ -57,6 +58,7 @@ def load_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         max_cache_bytes=max_cache_bytes,
         bf16=bf16,
+        owns_model=True,
     )
 
 
@@ -75,10 +77,12 @@ class HFEngine(SteppedEngine[CachedSequence]):
         max_cache_bytes: int,
         bf16: bool = False,
         executor: ThreadPoolExecutor | None = None,
+        owns_model: bool = False,
     ) -> None:
         """Run at most `max_num_seqs` sequences at once, with at most `max_cache_bytes` of keys and values.
 
-        `executor` has one thread, in which the model runs; without it, the engine starts its own.
+        `executor` has one thread, in which the model runs; without it, the engine starts its own. If the engine
+        `owns_model`, its weights are in host memory while it sleeps.
 
         Raises:
             EngineError: the model does not support packed sequences.
@@ -103,6 +107,8 @@ class HFEngine(SteppedEngine[CachedSequence]):
         self.info = EngineInfo(self.info.context_length, min(self.info.context_length, size))
         self._table = RegionTable(size)
         self._scheduler = Scheduler(self._table, max_num_seqs, max_num_batched_tokens)
+        self._owns_model = owns_model
+        self._offloaded: OffloadedTensors | None = None  # weights, while the engine sleeps
 
     async def end_session(self, session_id: str) -> None:
         self._table.end_session(session_id)
@@ -166,6 +172,21 @@ class HFEngine(SteppedEngine[CachedSequence]):
         return receiver.receipt
 
     async def _release_memory(self) -> None:
+        self._drop_caches()
+        if self._owns_model:
+            await self._thread.run(self._offload)
+
+    def _offload(self) -> None:
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        self._offloaded = OffloadedTensors(tensors, self._model.device)
+        release_cached_memory(self._model.device)
+
+    async def _restore_memory(self, part: MemoryPart) -> None:
+        if part == "weights" and self._offloaded is not None:
+            await self._thread.run(self._offloaded.restore)
+            self._offloaded = None
+
+    async def _shut_down(self) -> None:
         self._drop_caches()
 
     def _drop_caches(self) -> None:

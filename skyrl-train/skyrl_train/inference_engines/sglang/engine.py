@@ -76,7 +76,8 @@ class SGLangEngine(HTTPEngine):
             eos_ids=all_eos_ids(model_eos, tokenizer.eos_token_id),
             tokenizer=tokenizer,
         )
-        self.info = EngineInfo(n_context, min(n_context, int(facts.get("max_total_num_tokens") or n_context)))
+        n_longest = min(n_context, int(facts.get("max_total_num_tokens") or n_context))
+        self.info = EngineInfo(n_context, n_longest, getattr(torch, str(facts.get("dtype")), None))  # None for "auto"
         self._model_path = model_path
         self._weight_folder = weight_folder
         self._weight_mirror = WeightMirror()

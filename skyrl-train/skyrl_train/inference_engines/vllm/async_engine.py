@@ -79,6 +79,7 @@ class AsyncVLLMEngine(AsyncEngine):
             eos_ids=frozenset(self._facts.eos_ids),
             tokenizer=tokenizer,
             thread=EngineThread(None, "vllm-engine"),
+            weight_dtype=self._facts.weight_dtype,
         )
         self.n_weight_copies = self._facts.n_workers
         self._eos_token_id = tokenizer.eos_token_id

@@ -45,6 +45,7 @@ class VLLMEngine(ScheduledEngine):
             eos_ids=frozenset(facts.eos_ids),
             tokenizer=tokenizer,
             thread=thread,
+            weight_dtype=facts.weight_dtype,
         )
         self._dropped: list[str] = []  # to be removed from vLLM
 

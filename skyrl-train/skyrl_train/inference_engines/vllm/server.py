@@ -72,6 +72,7 @@ class VLLMServerEngine(HTTPEngine):
             vocab_size=self._facts.vocab_size,
             eos_ids=frozenset(self._facts.eos_ids),
             tokenizer=tokenizer,
+            weight_dtype=self._facts.weight_dtype,
         )
         self.n_weight_copies = self._facts.n_workers
         self._last_tokens: dict[str, list[SampledToken]] = {}  # of responses whose usage has not arrived

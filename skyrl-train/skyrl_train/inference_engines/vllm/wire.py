@@ -30,6 +30,13 @@ class Facts(NamedTuple):
     eos_ids: list[int]
     n_workers: int
     can_sleep: bool
+    dtype: str  # of the weights, e.g. "bfloat16"
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
 class Request(NamedTuple):

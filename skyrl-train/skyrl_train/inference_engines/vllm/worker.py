@@ -139,4 +139,5 @@ def read_facts(config: VllmConfig, eos_token_id: int | None) -> Facts:
         sorted(all_eos_ids(ids, eos_token_id)),
         config.parallel_config.world_size_across_dp,
         bool(model.enable_sleep_mode),
+        str(model.dtype).removeprefix("torch."),
     )

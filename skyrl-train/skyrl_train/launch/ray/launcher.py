@@ -21,6 +21,7 @@ from skyrl_train.config.trainer import PlacementConfig
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import connect_engine, start_engine_actor
+from skyrl_train.launch.launcher import holding_devices
 from skyrl_train.launch.ray.cluster import connect
 from skyrl_train.launch.ray.placement import Device, Request, Reservation, find_visible_devices
 from skyrl_train.launch.ray.ranks import RayRank
@@ -29,6 +30,7 @@ from skyrl_train.launch.transports import with_transport
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, World
 from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
 from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.lease import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,9 @@ class RayLauncher:
         except BaseException:
             self._disconnect()
             raise
-        self.device = torch.device("cuda" if self._reservation.kind == "GPU" else "cpu")
+        has_gpus = self._reservation.kind == "GPU"
+        self.device = torch.device("cuda" if has_gpus else "cpu")
+        self._lease = Lease() if n_engines and placement.offloads_idle(has_gpus) else None
 
     async def start(self) -> None:
         """Reserve the devices and start the processes.
@@ -113,6 +117,8 @@ class RayLauncher:
         group = WorkerGroup(spec, ranks, objective)
         await group.load()
         self._groups[group] = ranks[0]
+        if self._lease is not None:
+            await self._lease.add_model(group)
         return group
 
     async def start_engine(
@@ -133,15 +139,28 @@ class RayLauncher:
             self._engines[index] = self._start_engine_actor(index)
             return await connect(index)
 
-        return EngineClient(await asyncio.gather(*map(connect, range(self._n_engines))), restart)
+        engines = await asyncio.gather(*map(connect, range(self._n_engines)))
+        if self._lease is None:
+            return EngineClient(engines, restart)
+        client = EngineClient(engines, restart, self._lease.enter_engine)
+        self._lease.add_engine(client)
+        return client
 
     def bytes_beside_engine(self, n_bytes: int) -> int:
         if self._reservation.kind == "CPU":
             return n_bytes // self._reservation.n_cluster_nodes
+        if self._lease is not None:
+            return 0
         n_nodes, n_per_node = self._placement.size("policy")
         return n_bytes // (n_nodes * n_per_node) if self._placement.shares_devices else 0
 
-    def weight_sync(self, source: WorkerGroup, sinks: Mapping[str, WeightSink], kind: SyncKind = "full") -> WeightSync:
+    def weight_sync(
+        self,
+        source: WorkerGroup,
+        sinks: Mapping[str, WeightSink],
+        kind: SyncKind = "full",
+        dtype: torch.dtype | None = None,
+    ) -> WeightSync:
         assert self._sync is not None, "the run sends no weights"
         shares_devices = self._placement.shares_devices and self._n_engines > 0
         sends_changes = self._sync.sends_changes
@@ -149,11 +168,20 @@ class RayLauncher:
             shares_devices = any({"policy", "ref"} <= {*request.users} for request in self._requests)
             sends_changes = False  # the policy keeps one copy of sent weights, that of the engines
         options = with_transport(self._sync, self.device, shares_devices=shares_devices)
-        options = replace(options, sends_changes=sends_changes)
-        return WeightSync(source, sinks, options, find_address=self._groups[source].find_address, kind=kind)
+        return WeightSync(
+            source,
+            sinks,
+            replace(options, sends_changes=sends_changes),
+            find_address=self._groups[source].find_address,
+            kind=kind,
+            dtype=dtype,
+            holding_devices=holding_devices(self._lease, sinks),
+        )
 
     async def close(self) -> None:
         """End all ranks and return the devices."""
+        if self._lease is not None:
+            await self._lease.close()
         await asyncio.gather(*(rank.close() for ranks in self._ranks.values() for rank in ranks))
         for engine in self._engines:
             ray.kill(engine)

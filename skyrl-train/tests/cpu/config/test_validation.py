@@ -47,6 +47,11 @@ def refusal(overrides: list[str]) -> str:
     return str(caught.value)
 
 
+SERVER = [
+    "generator.backend=vllm",
+    "generator.run_engines_locally=false",
+    "generator.remote_inference_engine_urls=[gpu:8000]",
+]
 TWO_GPUS = ["generator.inference_engine_tensor_parallel_size=2", "generator.backend=vllm"]
 REMOTE = [
     "generator.run_engines_locally=false",
@@ -110,6 +115,30 @@ PROBLEMS: list[Case] = [
         "trainer.placement.colocate_all=false: trainer.placement.launcher=inline trains and samples in one process; "
         "set trainer.placement.launcher=ray, or trainer.placement.colocate_all=true",
         [["trainer.placement.colocate_all=false"], ["trainer.placement.launcher=inline"]],
+    ),
+    (
+        ["trainer.placement.offload_idle=true", "trainer.placement.colocate_all=false"],
+        "trainer.placement.offload_idle=true frees devices for an engine with a copy of the weights, and "
+        "trainer.placement.colocate_all=false reserves others for it; set trainer.placement.offload_idle=auto, or "
+        "trainer.placement.colocate_all=true",
+        [
+            ["trainer.placement.offload_idle=auto", "trainer.placement.colocate_all=false"],
+            ["trainer.placement.offload_idle=true", "trainer.placement.launcher=ray"],
+        ],
+    ),
+    (
+        ["trainer.placement.offload_idle=true"],
+        "trainer.placement.offload_idle=true frees devices for an engine with a copy of the weights, and "
+        "generator.backend=auto generates with the policy's own tensors in one process; set "
+        "trainer.placement.offload_idle=auto, or trainer.placement.launcher=ray",
+        [["trainer.placement.offload_idle=true", "generator.backend=vllm"], ["trainer.placement.offload_idle=false"]],
+    ),
+    (
+        ["trainer.placement.offload_idle=true", *SERVER],
+        "trainer.placement.offload_idle=true frees devices for an engine with a copy of the weights, and "
+        "generator.run_engines_locally=false uses servers; set trainer.placement.offload_idle=auto, or "
+        "generator.run_engines_locally=true",
+        [SERVER],
     ),
     (
         [f"{MEGATRON}.tensor_model_parallel_size=2"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -67,6 +68,21 @@ async def load_group(ranks: Any, spec: ModelSpec, objective: Objective) -> Worke
 async def save(group: WorkerGroup, folder: Path) -> Path:
     await (await group.save(folder))
     return folder
+
+
+async def train_with_moves(group: WorkerGroup, batches: Sequence[TrainingBatch]) -> list[dict[str, float]]:
+    """Return the metrics of an update on each batch, with the model in host memory in between, even with gradients."""
+    metrics = []
+    for batch in batches:
+        await group.move("cpu")
+        await group.move("device", "weights")
+        await group.score(batch)
+        await group.move("device")
+        loss = await group.forward_backward(batch)
+        assert await group.move("cpu") >= 2 * 4 * (await group.count_parameters())[0], "weights or gradients stayed"
+        await group.move("device")
+        metrics.append(loss.merge(await group.optim_step()).numbers())
+    return metrics
 
 
 async def first_gradient(

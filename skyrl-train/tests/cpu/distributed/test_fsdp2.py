@@ -14,7 +14,16 @@ from typing import Any, get_args
 import pytest
 import pytest_asyncio
 import torch
-from distributed.rank_groups import EXACT, compare, first_gradient, load_group, save, single_rank, spec
+from distributed.rank_groups import (
+    EXACT,
+    compare,
+    first_gradient,
+    load_group,
+    save,
+    single_rank,
+    spec,
+    train_with_moves,
+)
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from workers.worker_batches import (
@@ -296,6 +305,23 @@ async def test_the_placement_of_weights_changes_no_gradient(
         assert await group.is_finite()
         await group.export(tmp_path / f"{index}/export")
         assert not torch.equal((await group.score(batch))["logprobs"], before["logprobs"])
+
+
+async def test_a_model_that_moves_between_calls_trains_bit_for_bit_alike(
+    ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
+) -> None:
+    cfg = config(policy={"optimizer_config": {"lr": 1e-3}}).trainer
+    batches = [as_batch(random_trajectories(2, 3, 400, seed), config()) for seed in range(3)]
+    for index, fsdp in enumerate([FSDPConfig(), *sharding(len(ranks))]):
+        placed = replace(spec("policy", tiny_model_path, cfg, max_grad_norm=0.5), fsdp=fsdp)
+        group = await load_group(ranks, placed, policy_objective(cfg))
+        expected = [(await group.update(batch)).numbers() for batch in batches]
+        stationary = await save(group, tmp_path / f"{index}/stationary")
+        group = await load_group(ranks, placed, policy_objective(cfg))
+        assert await train_with_moves(group, batches) == expected
+        moved = await save(group, tmp_path / f"{index}/moved")
+        for path in stationary.glob("*.distcp"):
+            assert (moved / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 async def test_recomputed_activations_change_no_gradient(

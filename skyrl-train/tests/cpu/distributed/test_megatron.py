@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from distributed.rank_groups import train_with_moves
 from small_models import SMALL
 from transformers import (
     AutoModelForCausalLM,
@@ -197,6 +198,21 @@ async def test_all_kinds_of_parallelism_at_once(paths: dict[str, Path], tmp_path
     finally:
         for rank in ranks:
             await rank.close()
+
+
+@pytest.mark.parametrize("megatron", [SEQUENCE, PIPELINE], ids=["sequence", "pipeline"])
+async def test_a_model_that_moves_between_calls_trains_bit_for_bit_alike(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path, megatron: MegatronConfig
+) -> None:
+    path = paths["qwen2"]  # with tied embeddings
+    batches = [off_policy_batch(load(path), N_TOKENS, seed=seed) for seed in range(3)]
+    stationary = await load_group(two_ranks, spec(path, megatron))
+    expected = [(await stationary.update(batch)).numbers() for batch in batches]
+    weights = await tensors(stationary, tmp_path / "stationary")
+    moved = await load_group(two_ranks, spec(path, megatron))
+    assert await train_with_moves(moved, batches) == expected
+    for name, tensor in (await tensors(moved, tmp_path / "moved")).items():
+        assert torch.equal(tensor, weights[name]), name
 
 
 async def test_a_loss_of_pairs(two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path) -> None:

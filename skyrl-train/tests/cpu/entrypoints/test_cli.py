@@ -179,6 +179,30 @@ def test_a_plan_counts_the_weights_of_an_engine_by_its_dtype_and_devices(
     assert f"; engine {format_bytes(n_parameters)}\n" in describe_plan(configure(vllm, n_gpus, *sizes))
 
 
+def test_a_plan_counts_the_host_memory_of_idle_models_and_engines(catch_run: list[str], tiny_model_path: Path) -> None:
+    n_parameters = AutoModelForCausalLM.from_pretrained(tiny_model_path).num_parameters()
+
+    def plan(*overrides: str) -> str:
+        return describe_plan(load_config(OmegaConf.from_dotlist([*catch_run, *overrides])))
+
+    def expected(shares: float, staying: float) -> str:
+        return (
+            f"offloading   ≤ {format_bytes(shares * n_parameters)} in host memory on each node for what is idle; "
+            f"{format_bytes(staying * n_parameters)} of the policy's weights stay on each device beside the engine\n"
+        )
+
+    on, vllm = "trainer.placement.offload_idle=true", "generator.backend=vllm"
+    gpus = [on, "trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=4"]
+    inline = plan(on, vllm)
+    assert expected(12 + 4, 4) in inline, "the policy and the engine, while the reference computes"
+    assert "vLLM · 80% of the memory beside the policy's weights" in inline
+    sharded = plan(*gpus)
+    assert expected(4 * (12 / 8 + 4), 4 / 8) in sharded
+    assert "all share the policy's devices, and are offloaded while idle" in sharded
+    assert "offloading" not in plan(*gpus[1:]), "there is no GPU"
+    assert "offloading" not in plan(vllm)
+
+
 def test_a_plan_does_not_guess_the_size_of_a_model_that_is_not_here(
     catch_run: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -241,6 +241,48 @@ async def test_an_engine_lost_before_a_pause_is_replaced_by_a_paused_one(
         assert {result.weight_spans for result in await generating} == {((2, 3),)}
 
 
+async def test_an_engine_lost_while_asleep_is_replaced_by_the_next_sync(
+    processes: list[ServerProcess], tiny_model_path: Path, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "HEALTH_INTERVAL_S", 0.1)
+    monkeypatch.setattr(rendezvous, "LINGER_S", 3.0)
+    async with replaceable(processes[1], tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
+        await sync(1)
+        await client.generate([request(3)])  # starts the checks of its health
+        await client.sleep()
+        os.kill(pids[0], signal.SIGKILL)
+        await asyncio.sleep(1)
+        assert len(pids) == 2, "others use its memory"
+        await client.wake_up("weights")
+        assert (await sync(2)).numbers()["sync/verified_copies"] == 2
+        assert len(pids) == 3
+        for engine in client._engines:
+            with pytest.raises(EngineError, match="asleep"):
+                await engine.generate([request(3)])
+        await client.wake_up()
+        results = await client.generate([request(3, seed) for seed in range(4)])
+        assert {result.weight_spans for result in results} == {((2, 3),)}
+
+
+async def test_engines_sleep_once_a_lost_one_is_replaced(
+    processes: list[ServerProcess], tiny_model_path: Path, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "HEALTH_INTERVAL_S", 0.1)
+    async with replaceable(processes[1], tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
+        await sync(1)
+        await client.generate([request(3)])
+        os.kill(pids[0], signal.SIGKILL)
+        while not client._replacing[0].locked():
+            await asyncio.sleep(0.01)
+        await client.sleep()
+        assert len(pids) == 3
+        for engine in client._engines:
+            with pytest.raises(EngineError, match="asleep"):
+                await engine.generate([request(3)])
+        await client.wake_up()
+        assert len((await client.generate([request(3)]))[0].token_ids) == 3
+
+
 async def test_an_engine_that_is_lost_again_and_again_fails_its_requests(
     processes: list[ServerProcess], tiny_model_path: Path, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

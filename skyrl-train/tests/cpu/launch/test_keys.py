@@ -60,6 +60,7 @@ HONOURED: dict[str, tuple[list[str], list[str]]] = {  # key: a run, and what to 
     "trainer.placement.policy_num_nodes": ([RAY], ["trainer.placement.policy_num_nodes=2"]),
     "trainer.placement.policy_num_gpus_per_node": ([RAY], ["trainer.placement.policy_num_gpus_per_node=2"]),
     "trainer.placement.colocate_all": ([RAY], [APART]),
+    "trainer.placement.offload_idle": ([RAY], ["trainer.placement.offload_idle=true"]),
     "trainer.placement.colocate_policy_ref": ([APART], [FREE]),
     "trainer.placement.critic_num_nodes": ([APART], ["trainer.placement.critic_num_nodes=2"]),
     "trainer.placement.critic_num_gpus_per_node": ([APART], ["trainer.placement.critic_num_gpus_per_node=2"]),
@@ -107,7 +108,9 @@ def load(overrides: list[str]) -> SkyRLConfig:
 
 
 def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
-    """Return the devices and servers of a run, how ranks divide the policy, and how its weights are sent."""
+    """Return the devices and servers of a run, who leaves them, how ranks divide the policy, and how its weights are
+    sent.
+    """
     placement, generator, policy = cfg.trainer.placement, cfg.generator, cfg.trainer.policy
     spec = model_spec("policy", math.prod, print, cfg.trainer, 1.0, sharding=policy)
     is_copied = placement.uses_ray or not needs_model(cfg)
@@ -122,10 +125,11 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
         )
         if placement.uses_ray
         else None,
+        "offloads_idle": cfg.offloads_idle(has_gpus=False),
         "layout": (spec.layout(math.prod(placement.size("policy"))), spec.megatron),
         "servers": generator.remote_inference_engine_urls,
         "sync": sync,
-        "tolerance": sync_tolerance(cfg, torch.device("cpu"), is_copied=is_copied),
+        "tolerance": sync_tolerance(cfg, torch.device("cpu"), None, is_copied=is_copied),
     }
 
 

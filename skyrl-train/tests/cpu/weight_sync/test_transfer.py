@@ -527,6 +527,21 @@ class BrokenModel(Model):
         return receiver.receipt
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+async def test_whole_models_are_sent_in_the_type_of_the_engine_if_it_is_smaller(
+    dtype: torch.dtype, kind: SyncKind
+) -> None:
+    tensors = {"a": torch.randn(3000), "b": torch.randn(100).bfloat16(), "c": torch.arange(10)}
+    sent = tensors | {"a": tensors["a"].bfloat16()} if kind == "full" and dtype == torch.bfloat16 else tensors
+    sink = Model({name: torch.zeros_like(tensor) for name, tensor in sent.items()})
+    sync = WeightSync(Model(tensors), {"engine": sink}, SyncOptions("auto", timeout_s=10), kind=kind, dtype=dtype)
+    metrics = (await sync(1)).numbers()
+    assert sink.plans[0].specs == list(specs_of(sent))
+    assert metrics["sync/megabytes"] == pytest.approx(sum(tensor.nbytes for tensor in sent.values()) / 1e6, rel=0.05)
+    assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in sent.items())
+
+
 async def test_a_sync_reports_its_size_and_its_verified_copies(tensors: Tensors) -> None:
     policy = Model(tensors)
     sinks = [Model({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}) for _ in range(2)]

@@ -73,7 +73,7 @@ class SGLangServer:
 
     async def _server_info(self) -> dict[str, Any]:
         n_tokens = self._engine.info.longest_sequence
-        return {"context_length": None, "max_total_num_tokens": n_tokens, "enable_memory_saver": True}
+        return {"context_length": None, "max_total_num_tokens": n_tokens, "enable_memory_saver": True, "dtype": "auto"}
 
     async def _generate(self, body: dict[str, Any]) -> StreamingResponse:
         return StreamingResponse(self._events(body), media_type="text/event-stream")

@@ -1,0 +1,72 @@
+"""The memory of tensors: released, and restored bit for bit."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from skyrl_train.models.offload import OffloadedTensors
+
+CPU = torch.device("cpu")
+MB = 1 << 20
+
+
+@contextmanager
+def memory_left(n_bytes: int) -> Iterator[None]:
+    """Limit the memory that this process may still allocate."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_values_and_shared_memory_return() -> None:
+    base = torch.randn(7, 5)
+    base[0, 0] = torch.nan
+    parameter = torch.nn.Parameter(base)
+    transposed, row, empty, half = parameter.detach().T, base[3], torch.empty(0), torch.randn(3).bfloat16()
+    expected = [tensor.clone() for tensor in (base, half)]
+    offloaded = OffloadedTensors([parameter, transposed, half, empty], CPU)
+    assert parameter.shape == (7, 5)
+    assert [tensor.untyped_storage().nbytes() for tensor in (parameter, row, half)] == [0, 0, 0]
+    offloaded.restore()
+    for tensor, values in zip((base, half), expected, strict=True):
+        torch.testing.assert_close(tensor, values, rtol=0, atol=0, equal_nan=True)
+    with torch.no_grad():
+        parameter[3, 1] = 42
+    assert row[1] == transposed[1, 3] == 42, "no longer the same memory"
+    offloaded.restore()
+    assert row[1] == 42, "restored twice"
+
+
+def test_tensors_elsewhere_and_mapped_files_stay(tmp_path: Path) -> None:
+    save_file({"weight": torch.arange(6.0)}, tmp_path / "model.safetensors")
+    mapped, other = load_file(tmp_path / "model.safetensors")["weight"], torch.empty(3, device="meta")
+    OffloadedTensors([mapped, other], CPU)
+    assert mapped.tolist() == [0, 1, 2, 3, 4, 5]
+    assert other.untyped_storage().nbytes() == 12
+
+
+def test_nothing_is_released_if_the_copy_does_not_fit() -> None:
+    tensors = [torch.full((16 * MB,), value, dtype=torch.float32) for value in (1, 2)]
+    with memory_left(96 * MB), pytest.raises(RuntimeError, match="allocate"):
+        OffloadedTensors(tensors, CPU)
+    assert [tensor[-1].item() for tensor in tensors] == [1, 2]
+
+
+def test_tensors_that_do_not_fit_at_first_are_restored_later() -> None:
+    tensors = [torch.full((size,), 7, dtype=torch.float32) for size in (16 * MB, 1000)]
+    offloaded = OffloadedTensors(tensors, CPU)
+    with memory_left(32 * MB), pytest.raises(RuntimeError, match="allocate"):
+        offloaded.restore()
+    offloaded.restore()
+    assert [tensor[-1].item() for tensor in tensors] == [7, 7]
