@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 import httpx
 import torch
@@ -175,18 +173,3 @@ def read_answer(response: httpx.Response) -> Any:
 def describe_response(response: httpx.Response) -> str:
     """Return the status of an answer and the beginning of its text."""
     return f"HTTP {response.status_code}: {response.text[:MAX_ERROR_CHARS].strip()}"
-
-
-def server_url(address: str) -> str:
-    """Return the URL of "host:port", or of a URL."""
-    url = address if "://" in address else f"http://{address}"
-    return url.rstrip("/")
-
-
-def find_host(url: str) -> str:
-    """Return the address of this machine on the network of a server."""
-    parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
-        host: str = probe.getsockname()[0]
-        return host
