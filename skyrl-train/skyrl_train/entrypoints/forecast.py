@@ -61,6 +61,11 @@ class PlannedModel:
         return (self.n_trained or 0) * BYTES_WHEN_TRAINED + frozen
 
     @property
+    def loaded_bytes(self) -> int:
+        """Memory for the weights alone, which are float32 if they are trained."""
+        return self.training_bytes - self.checkpoint_bytes
+
+    @property
     def idle_bytes(self) -> int:
         """Memory for weights and optimizer state; gradients exist during updates only."""
         return self.training_bytes - self.checkpoint_bytes // COPIES_IN_CHECKPOINT
@@ -75,7 +80,7 @@ def forecast_offloaded_bytes(shares: Mapping[PlannedModel, float], engine_bytes:
     """
     idle = {model: share * model.idle_bytes for model, share in shares.items()}
     total = sum(idle.values())
-    staying = sum(share * model.weight_bytes for model, share in shares.items() if model.role == "policy")
+    staying = sum(share * model.loaded_bytes for model, share in shares.items() if model.role == "policy")
     return max(total - staying, total - min(idle.values()) + engine_bytes)
 
 

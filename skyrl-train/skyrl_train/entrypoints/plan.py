@@ -219,7 +219,7 @@ def _describe_offloading(
     shares = {model: 1 / _n_shards(trainer, model, ranks) if ranks else 1.0 for model in models}
     _, n_per_node = ranks.get("policy", (1, 1))
     n_bytes = n_per_node * forecast_offloaded_bytes(shares, engine_bytes)
-    staying = shares[models[0]] * models[0].weight_bytes
+    staying = shares[models[0]] * models[0].loaded_bytes
     return "offloading", (
         f"≤ {format_bytes(n_bytes)} in host memory on each node for what is idle; {format_bytes(staying)} of the "
         "policy's weights stay on each device beside the engine"

@@ -196,6 +196,8 @@ def test_a_plan_counts_the_host_memory_of_idle_models_and_engines(catch_run: lis
     inline = plan(on, vllm)
     assert expected(12 + 4, 4) in inline, "the policy and the engine, while the reference computes"
     assert "vLLM · 80% of the memory beside the policy's weights" in inline
+    rounded = plan(on, vllm, "trainer.policy.model.dtype=bfloat16")
+    assert expected(12 + 2, 4) in rounded, "weights of the policy are trained in float32"
     sharded = plan(*gpus)
     assert expected(4 * (12 / 8 + 4), 4 / 8) in sharded
     assert "all share the policy's devices, and are offloaded while idle" in sharded
