@@ -53,7 +53,8 @@ class LoraConfig(Section):
     """Names of modules among `target_modules` that get no adapter."""
 
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Only 0 is supported: dropout would make the log-probs of training differ from those of sampling."""
+    """Probability that an input of the adapter is set to 0 in training; only in supervised fine-tuning. Rollouts are
+    scored with the weights that sampled them, and the answers of a pair with equal weights."""
 
     init_method: Literal["kaiming", "gaussian"] = "kaiming"
     """Distribution of A: uniform within ±1/√in, or normal with standard deviation 1/rank. B is zero, so that training

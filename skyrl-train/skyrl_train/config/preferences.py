@@ -143,6 +143,16 @@ def smoothing_has_a_sigmoid(cfg: DPOConfig) -> Iterator[str]:
         )
 
 
+def answers_are_scored_equally(cfg: SupervisedConfig) -> Iterator[str]:
+    """Refuse dropout in an adapter: each answer of a pair would be scored with other weights."""
+    key, lora = "trainer.policy.model.lora", cfg.trainer.policy.model.lora
+    if lora.dropout > 0:
+        yield (
+            f"{key}.dropout={lora.dropout:g} would score the answers of a pair with different random weights, and "
+            f"their difference is what is trained; set {key}.dropout=0"
+        )
+
+
 DPO = Schema(
     root=DPOConfig,
     config_name="dpo_config",
@@ -151,7 +161,7 @@ DPO = Schema(
     without_effect=MEMORY_WITHOUT_EFFECT,
     paths=(*SUPERVISED_PATHS, "trainer.ref.model.path"),
     sources=(*RUN_SOURCES, ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path)),
-    rules=(*SUPERVISED_RULES, smoothing_has_a_sigmoid),
+    rules=(*SUPERVISED_RULES, answers_are_scored_equally, smoothing_has_a_sigmoid),
     machine_rules=SUPERVISED_MACHINE_RULES,
     warnings=SUPERVISED_WARNINGS,
 )
@@ -172,7 +182,7 @@ REWARD = Schema(
     without_effect=MEMORY_WITHOUT_EFFECT,
     paths=SUPERVISED_PATHS,
     sources=RUN_SOURCES,
-    rules=(*SUPERVISED_RULES, reward_models_are_sharded),
+    rules=(*SUPERVISED_RULES, answers_are_scored_equally, reward_models_are_sharded),
     machine_rules=SUPERVISED_MACHINE_RULES,
     warnings=SUPERVISED_WARNINGS,
 )

@@ -24,6 +24,7 @@ from skyrl_train.models.loading import autocast, checkpointed_layers
 from skyrl_train.models.lora import (
     adapter_config,
     adapter_disabled,
+    adapter_dropout,
     add_adapter,
     change_norm,
     frozen_tensors,
@@ -80,6 +81,7 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         bf16: bool,
         backward: bool,
         adapter: bool = True,
+        dropout: bool = False,
     ) -> list[T]:
         device = torch.device(self.world.device)
         results: list[T] = []
@@ -92,7 +94,8 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
                     results.append(consume(module.score(rows), rows)[1])
                 continue
             recomputed = tree_attention(module.hf_model) if module.shares_prefixes else nullcontext()
-            with checkpointed_layers(module.hf_model), recomputed:
+            dropped = adapter_dropout(module.hf_model) if dropout else nullcontext()
+            with checkpointed_layers(module.hf_model), recomputed, dropped:
                 with autocast(device, bf16):
                     scores = module.score(rows)
                 loss, result = consume(scores, rows)

@@ -88,11 +88,13 @@ class DistributedStrategy(ABC, Generic[M]):
         bf16: bool,
         backward: bool,
         adapter: bool = True,
+        dropout: bool = False,
     ) -> list[T]:
         """Score every micro-batch and call `consume`, which returns the loss to differentiate if `backward` is set.
 
         Gradients are summed over micro-batches, and by `clip_gradients` at the latest over ranks. Without `adapter`,
-        the model computes without its adapter. Returns the results of `consume`, or none on a rank that has no scores.
+        the model computes without its adapter; with `dropout`, with the adapter's dropout. Returns the results of
+        `consume`, or none on a rank that has no scores.
         """
 
     @abstractmethod

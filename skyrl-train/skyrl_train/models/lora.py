@@ -119,6 +119,19 @@ def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+@contextmanager
+def adapter_dropout(model: PreTrainedModel) -> Iterator[None]:
+    """Set inputs of the adapter to 0 at random, with its probability of dropout. Other modules compute exactly."""
+    modules = [layer.lora_dropout[NAME] for layer in _layers(model).values()]
+    for module in modules:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = False
+
+
 def trained_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     """Return the adapter's parameters, and a critic's value head, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -280,6 +293,7 @@ def _new_config(lora: LoraSpec, model: PreTrainedModel) -> peft.LoraConfig:
         lora_alpha=config.alpha,
         target_modules=config.target_modules,
         exclude_modules=[*(config.exclude_modules or []), *([VALUE_HEAD] if has_head else [])] or None,
+        lora_dropout=config.dropout,
         init_lora_weights=True if config.init_method == "kaiming" else config.init_method,
     )
 
@@ -300,6 +314,7 @@ def _load_config(path: str, lora: LoraSpec) -> peft.LoraConfig:
             base,
             lora.base_path,
         )
+    config.lora_dropout = lora.config.dropout
     return config
 
 

@@ -75,6 +75,8 @@ class Worker:
             self.module.requires_grad_(False)
         else:
             self._state.optimizer, self._state.scheduler = self._make_optimizer(spec.optimizer)
+        if spec.lora is not None and spec.lora.config.dropout > 0:
+            torch.manual_seed((spec.lora.seed + strategy.world.rank) % 2**63)  # ranks drop different inputs
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=use_one_core)
         self._saving: Future[None] | None = None
         self._sent: SentWeights | None = None  # set by the first sync that sends changes
@@ -189,7 +191,7 @@ class Worker:
     def forward_backward(self, shard: Shard) -> Metrics:
         """Add the gradient of the shard's part of the loss to the parameters."""
         assert self._objective is not None, f"the {self._spec.role} has no objective"
-        return Metrics().merge(*self._run(shard, self._objective, backward=True))
+        return Metrics().merge(*self._run(shard, self._objective, backward=True, dropout=True))
 
     def _run(
         self,
@@ -198,10 +200,17 @@ class Worker:
         *,
         backward: bool,
         adapter: bool = True,
+        dropout: bool = False,
     ) -> list[T]:
         micro_batches = [shard.rows.select(rows) for rows in shard.micro_batches]
         return self._strategy.run(
-            self.module, micro_batches, consume, bf16=self._spec.bf16, backward=backward, adapter=adapter
+            self.module,
+            micro_batches,
+            consume,
+            bf16=self._spec.bf16,
+            backward=backward,
+            adapter=adapter,
+            dropout=dropout,
         )
 
     @needing("all")

@@ -68,14 +68,19 @@ def _adapters(cfg: Section) -> Iterator[tuple[str, LoraConfig]]:
             yield key, value_at(cfg, key)
 
 
-def adapters_are_possible(cfg: Section) -> Iterator[str]:
-    """Refuse dropout in an adapter, and a choice of matrices for an adapter that has its own."""
+def rollouts_are_scored_exactly(cfg: Section) -> Iterator[str]:
+    """Refuse dropout in an adapter in reinforcement learning."""
     for key, lora in _adapters(cfg):
         if lora.dropout > 0:
             yield (
                 f"{key}.dropout={lora.dropout:g} would make the log-probs of training random, unlike those of "
                 f"sampling; set {key}.dropout=0"
             )
+
+
+def adapters_are_possible(cfg: Section) -> Iterator[str]:
+    """Refuse a choice of matrices for an adapter that has its own."""
+    for key, lora in _adapters(cfg):
         for name in changed_fields(lora) & {"target_modules", "exclude_modules"}:
             if lora.lora_path is not None:
                 yield (

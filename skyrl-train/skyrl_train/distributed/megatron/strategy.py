@@ -124,6 +124,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         bf16: bool,
         backward: bool,
         adapter: bool = True,
+        dropout: bool = False,
     ) -> list[T]:
         if not micro_batches:
             return []

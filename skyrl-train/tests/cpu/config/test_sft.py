@@ -58,6 +58,10 @@ def test_aliases_name_keys_that_exist(old: str) -> None:
             {"trainer": {"policy": {"optimizer_config": {"lr": 100, "weight_decay": 1}}}},
             "must be below 1, or a step erases the weights",
         ),
+        (
+            {"trainer": {"policy": {"model": {"lora": {"lora_path": "adapter", "target_modules": ["q_proj"]}}}}},
+            r"target_modules=\[q_proj\]: the adapter in .*lora_path=.*adapter has its own matrices",
+        ),
         ({"trainer": {"run_name": ".."}}, r"trainer\.run_name=\.\. must be the name of a folder"),
         ({"trainer": {"resume_mode": "from_path"}}, r"trainer\.resume_mode=from_path needs trainer\.resume_path"),
         ({"data": {**DATA, "val_data": ["a.jsonl", "./a.jsonl"]}}, "twice, so its rows would count twice"),

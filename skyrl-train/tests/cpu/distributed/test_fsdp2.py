@@ -405,6 +405,29 @@ async def test_gradients_of_an_adapter(
     await compare(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg), batch, tmp_path)
 
 
+async def test_ranks_drop_different_inputs_of_an_adapter_in_updates_only(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    cfg = config(policy=LORA, micro_train_batch_size_per_gpu=3).trainer
+    batch, exact = off_policy_batch(tiny_model, 400, seed=28), spec("policy", tiny_model_path, cfg)
+    assert exact.lora is not None
+    lora = replace(exact.lora, config=exact.lora.config.model_copy(update={"dropout": 0.5}))
+    norms, scores = [], []
+    for index, options in enumerate((exact, replace(exact, lora=lora), replace(exact, lora=lora))):
+        group = await load_group(ranks, options, policy_objective(cfg))
+        probes = [await group.probe(batch) for _ in range(2 if index == 2 else 1)]  # which take no random numbers
+        assert probes[0] == probes[-1]
+        norms.append([(await group.update(batch)).numbers()["grad_norm"] for _ in range(2)])
+        scores.append([(await group.score(batch))["logprobs"] for _ in range(2)])
+        assert torch.equal(*scores[-1])
+    assert norms[1] == norms[2]
+    assert torch.equal(scores[1][0], scores[2][0])
+    assert abs(norms[1][0] / norms[0][0] - 1) > 0.02
+    await save(group, tmp_path)
+    states = [torch.load(tmp_path / f"rng_{rank}.pt", weights_only=True)["torch"] for rank in range(len(ranks))]
+    assert len({tuple(state.tolist()) for state in states}) == len(ranks)
+
+
 async def test_gradients_of_the_adapter_of_a_critic(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
 ) -> None:

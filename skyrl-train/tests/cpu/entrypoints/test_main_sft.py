@@ -191,6 +191,31 @@ def test_a_run_that_stops_at_any_step_resumes_exactly(
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+def test_the_dropout_of_an_adapter_is_applied_in_training_only_and_resumes_exactly(
+    data: Path, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    def rows(name: str, *options: str) -> list[dict[str, Any]]:
+        lora = ["trainer.policy.model.lora.rank=4", "trainer.eval_before_train=true", *options]
+        run = overrides(data, tiny_model_path, tmp_path / name, *lora)
+        if name == "parts":
+            run_in_parts(tmp_path / name, run, 3)
+        else:
+            assert main(["sft", *run]) == 0
+        return metrics(tmp_path / name)
+
+    dropout = "trainer.policy.model.lora.dropout=0.5"
+    exact, dropped = rows("exact"), rows("dropped", dropout)
+    for key in ("val/loss", "train/loss"):
+        losses = [[row[key] for row in run if key in row] for run in (exact, dropped)]
+        assert losses[0][0] == losses[1][0], f"the adapter starts as 0, so that {key} is that of the base"
+        assert all(a != b for a, b in zip(*(one[1:] for one in losses), strict=True))
+    assert rows("parts", dropout) == dropped
+    assert rows("checkpointed", dropout, "trainer.gradient_checkpointing=true") == [
+        pytest.approx(row, abs=1e-5) for row in dropped
+    ]
+    assert rows("unsaved", dropout, "trainer.ckpt_interval=-1")[-1]["val/loss"] == dropped[-1]["val/loss"]
+
+
 @pytest.mark.parametrize(
     ("scheduler", "jump"), [("cosine", "0.00225"), ("wsd", "0.003"), ("constant_with_warmup", None)]
 )

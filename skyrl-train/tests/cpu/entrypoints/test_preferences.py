@@ -331,6 +331,7 @@ def test_plans_name_the_reference_and_the_loss(
     assert not (tmp_path / "out").exists()
 
 
+DROPOUT = "trainer.policy.model.lora.dropout=0.1"
 MISTAKES = [
     ("dpo", "trainer.dpo.loss_type=hinge", "trainer.dpo.loss_type=hinge must be one of sigmoid, ipo"),
     ("dpo", "trainer.dpo.beta=0", "trainer.dpo.beta=0 must be a number > 0"),
@@ -339,6 +340,10 @@ MISTAKES = [
     ("dpo", "data.chosen_key=better", "has no 'better': it has the keys prompt, chosen, rejected; set data.chosen_key"),
     ("dpo", "data.response_key=x", "there is no key data.response_key"),
     ("reward", "trainer.dpo.beta=0.1", "there is no key trainer.dpo"),
+    *(
+        (command, DROPOUT, f"{DROPOUT} would score the answers of a pair with different")
+        for command in ("dpo", "reward")
+    ),
     ("reward", "data.max_length=5", "tokens, more than data.max_length=5; raise it, or set data.truncation"),
 ]
 
