@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from workers.worker_batches import (
     as_batch,
@@ -87,6 +88,32 @@ def test_save_and_load_continue_bit_for_bit(
         assert first.update(batch) == second.update(batch)
     for name, tensor in first.model.state_dict().items():
         assert torch.equal(tensor, second.model.state_dict()[name]), name
+
+
+def test_a_checkpoint_of_bfloat16_weights_resumes_in_float32(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Earlier versions trained weights in bfloat16 and saved them and their moments so."""
+    batch = as_batch(random_trajectories(2, 3, len(tiny_tokenizer), seed=5), config())
+    worker = make_worker(policy, tiny_tokenizer)
+    worker.update(batch)
+    state = worker.rank.worker._strategy.copy(worker.rank.worker._state)
+    rounded = {
+        part: {
+            key: value.bfloat16() if torch.is_tensor(value) and value.ndim else value for key, value in items.items()
+        }
+        for part, items in state.items()
+    }
+    worker.save(tmp_path)
+    dcp.save(rounded, checkpoint_id=tmp_path, no_dist=True)
+    expected = {name: parameter.detach().bfloat16().float() for name, parameter in policy.named_parameters()}
+    worker.load(tmp_path)
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in policy.named_parameters())
+    optimizer = worker.rank.worker._state.optimizer
+    assert optimizer is not None
+    assert {moment["exp_avg_sq"].dtype for moment in optimizer.state.values()} == {torch.float32}
+    worker.update(batch)
+    assert any(not torch.equal(parameter, parameter.bfloat16()) for parameter in policy.parameters())
 
 
 def test_a_run_that_has_not_learned_yet_resumes_with_the_learning_rate_of_its_schedule(
