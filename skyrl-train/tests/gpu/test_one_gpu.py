@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.entrypoints import main_base
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.models.offload import OffloadedTensors
 from skyrl_train.workers.random_state import random_state, set_random_state
 
 pytest.register_assert_rewrite("tests.contract.engine_contract")
@@ -32,6 +34,10 @@ def tiny_head_dim() -> int:
 def gpu_model(tiny_model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the tiny model on the GPU, whose weights a test may change."""
     return copy.deepcopy(tiny_model).to("cuda")
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_logprobs_equal_those_of_the_cpu(tiny_model: PreTrainedModel, gpu_model: PreTrainedModel) -> None:
@@ -70,12 +76,42 @@ def test_a_run_trains_and_samples_with_the_trained_weights(
     catch_run: list[str], tmp_path: Path, backend: str, bf16: bool
 ) -> None:
     main_base.main([*catch_run, f"generator.backend={backend}", f"trainer.bf16={bf16}"])
-    rows = [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(tmp_path / "skyrl/test_run")
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
         assert row["policy/rollout_train_logprobs_abs_diff_mean"] < (0.05 if bf16 else 1e-3)
         assert row["policy/grad_norm"] > 0
+
+
+def test_offloaded_tensors_release_the_memory_of_the_gpu() -> None:
+    tensors = [torch.randn(1 << 20, device="cuda") for _ in range(8)]
+    expected, allocated = [tensor.cpu() for tensor in tensors], torch.cuda.memory_allocated()
+    offloaded = OffloadedTensors(tensors, torch.device("cuda"))
+    assert allocated - torch.cuda.memory_allocated() == offloaded.n_bytes == 8 * 4 << 20
+    offloaded.restore()
+    assert torch.cuda.memory_allocated() == allocated
+    assert all(torch.equal(tensor.cpu(), values) for tensor, values in zip(tensors, expected, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_offloading_changes_no_result(
+    backend: str, catch_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    settings = [f"generator.backend={backend}", "trainer.bf16=false", "trainer.placement.launcher=ray"]
+    for offloads in ("false", "true"):
+        try:
+            main_base.main(
+                [*catch_run, *settings, f"trainer.placement.offload_idle={offloads}", f"trainer.run_name={offloads}"]
+            )
+        finally:
+            ray.shutdown()
+    with_all, without_idle = (read_metrics(tmp_path / "skyrl" / name) for name in ("false", "true"))
+    for row, expected in zip(without_idle, with_all, strict=True):
+        for name in expected.keys() & {"reward/avg_raw_reward", "policy/final_loss", "policy/grad_norm"}:
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+        assert row["sync/logprob_gap"] < 1e-3
 
 
 @pytest.mark.parametrize("is_old", [False, True])
