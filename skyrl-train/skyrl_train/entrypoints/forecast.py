@@ -72,16 +72,14 @@ class PlannedModel:
 
 
 def forecast_offloaded_bytes(shares: Mapping[PlannedModel, float], engine_bytes: float) -> float:
-    """Return the maximum of the host memory that idle models and a sleeping engine need for a device.
+    """Return the host memory that idle models and a sleeping engine need for a device. Their processes keep it.
 
     Args:
-        shares: the part of each model that is on the device.
+        shares: the part of each model that is on the device. The weights of the policy only leave it for other models.
         engine_bytes: weights of the engine on the device.
     """
-    idle = {model: share * model.idle_bytes for model, share in shares.items()}
-    total = sum(idle.values())
-    staying = sum(share * model.loaded_bytes for model, share in shares.items() if model.role == "policy")
-    return max(total - staying, total - min(idle.values()) + engine_bytes)
+    staying = sum(share * model.loaded_bytes for model, share in shares.items() if len(shares) == 1)
+    return sum(share * model.idle_bytes for model, share in shares.items()) - staying + engine_bytes
 
 
 def forecast_engine_bytes(cfg: SkyRLConfig, policy: PlannedModel, *, has_gpu: bool) -> float:

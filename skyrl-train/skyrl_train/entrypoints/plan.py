@@ -221,7 +221,7 @@ def _describe_offloading(
     n_bytes = n_per_node * forecast_offloaded_bytes(shares, engine_bytes)
     staying = shares[models[0]] * models[0].loaded_bytes
     return "offloading", (
-        f"≤ {format_bytes(n_bytes)} in host memory on each node for what is idle; {format_bytes(staying)} of the "
+        f"{format_bytes(n_bytes)} in host memory on each node for what is idle; {format_bytes(staying)} of the "
         "policy's weights stay on each device beside the engine"
     )
 

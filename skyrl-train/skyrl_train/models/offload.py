@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
+BLOCK_BYTES = 1 << 26  # a power of two, to which PyTorch rounds pinned memory up
+
 
 class OffloadedTensors:
     """Tensors whose values are in host memory, while the memory of the tensors themselves is released.
@@ -22,17 +24,20 @@ class OffloadedTensors:
             RuntimeError: the host has too little memory. Nothing is released.
         """
         self._device = device
-        is_gpu = device.type == "cuda"
+        self._is_pinned = device.type == "cuda"
         _synchronize(device)  # other streams may still write
+        host = _HostMemory(is_pinned=self._is_pinned)
         copies = []
         for storage in _storages(tensors, device):
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_gpu)
-            copies.append((storage, copy.copy_(_as_bytes(storage), non_blocking=is_gpu)))
+            pieces = host.take(storage.nbytes())
+            for piece, values in _pair(pieces, storage):
+                piece.copy_(values, non_blocking=self._is_pinned)
+            copies.append((storage, pieces))
         _synchronize(device)
+        self.n_bytes = sum(storage.nbytes() for storage, _ in copies)  # that are released
         for storage, _ in copies:
             storage.resize_(0)
         self._copies = copies
-        self.n_bytes = sum(len(copy) for _, copy in copies)  # that were released
 
     def restore(self) -> None:
         """Allocate the memory of the tensors and copy their values back. It may be called again after an error.
@@ -41,11 +46,31 @@ class OffloadedTensors:
             RuntimeError: the device has too little memory.
         """
         while self._copies:
-            storage, copy = self._copies[-1]
-            storage.resize_(len(copy))
-            _as_bytes(storage).copy_(copy, non_blocking=copy.is_pinned())
+            storage, pieces = self._copies[-1]
+            storage.resize_(sum(map(len, pieces)))
+            for piece, values in _pair(pieces, storage):
+                values.copy_(piece, non_blocking=self._is_pinned)
             self._copies.pop()
         _synchronize(self._device)
+
+
+class _HostMemory:
+    """Host memory in blocks, of which tensors take pieces."""
+
+    def __init__(self, *, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
+        self._rest = torch.empty(0, dtype=torch.uint8)  # of the last block
+
+    def take(self, n_bytes: int) -> list[torch.Tensor]:
+        """Return consecutive pieces (n,) of `n_bytes` in all."""
+        pieces = []
+        while n_bytes > 0:
+            if not len(self._rest):
+                self._rest = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)
+            pieces.append(self._rest[:n_bytes])
+            self._rest = self._rest[n_bytes:]
+            n_bytes -= len(pieces[-1])
+        return pieces
 
 
 def release_cached_memory(device: torch.device) -> None:
@@ -70,6 +95,7 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[tor
     return list(storages.values())
 
 
-def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the content of a storage as a tensor (n,) with the same memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _pair(pieces: list[torch.Tensor], storage: torch.UntypedStorage) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each piece with the bytes of the storage that belong to it."""
+    content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return zip(pieces, content.split(list(map(len, pieces))), strict=True)

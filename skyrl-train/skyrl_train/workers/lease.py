@@ -43,6 +43,8 @@ class Lease:
     def add_engine(self, engine: InferenceEngine) -> None:
         """Add the engine, which is awake."""
         self._engine = self._user = engine
+        if self._models:
+            logger.info("Models and engines leave their devices while they are idle (trainer.placement.offload_idle)")
 
     async def close(self) -> None:
         """Wait until the engine has entered, if it is about to."""
@@ -109,6 +111,7 @@ class Lease:
                 await self._engine.wake_up("weights")
                 _log_change("the engine, for its weights,", n_bytes, started)
             yield
+            await self._models[0].move("cpu", "optimizer")  # returns the memory that the sync took as well
             await self._engine.wake_up()
             self._user = self._engine
 

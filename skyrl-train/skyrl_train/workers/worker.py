@@ -140,7 +140,7 @@ class Worker:
         for name in _parts(part):
             if name in self._offloaded:
                 raise WorkerError(
-                    f"{purpose} needs the {self._spec.role} on its device, and its {name} is in host memory; call "
+                    f"{purpose} cannot run while the {self._spec.role} has its {name} in host memory; call "
                     "move('device') first"
                 )
 

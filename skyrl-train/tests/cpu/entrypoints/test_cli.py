@@ -187,19 +187,20 @@ def test_a_plan_counts_the_host_memory_of_idle_models_and_engines(catch_run: lis
 
     def expected(shares: float, staying: float) -> str:
         return (
-            f"offloading   ≤ {format_bytes(shares * n_parameters)} in host memory on each node for what is idle; "
+            f"offloading   {format_bytes(shares * n_parameters)} in host memory on each node for what is idle; "
             f"{format_bytes(staying * n_parameters)} of the policy's weights stay on each device beside the engine\n"
         )
 
     on, vllm = "trainer.placement.offload_idle=true", "generator.backend=vllm"
     gpus = [on, "trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=4"]
     inline = plan(on, vllm)
-    assert expected(12 + 4, 4) in inline, "the policy and the engine, while the reference computes"
+    assert expected(12 + 4 + 4, 4) in inline, "the policy, the reference and the engine"
+    assert expected(8 + 4, 4) in plan(on, vllm, "trainer.algorithm.use_kl_loss=false"), "the weights of the policy stay"
     assert "vLLM · 80% of the memory beside the policy's weights" in inline
     rounded = plan(on, vllm, "trainer.policy.model.dtype=bfloat16")
-    assert expected(12 + 2, 4) in rounded, "weights of the policy are trained in float32"
+    assert expected(12 + 2 + 2, 4) in rounded, "weights of the policy are trained in float32"
     sharded = plan(*gpus)
-    assert expected(4 * (12 / 8 + 4), 4 / 8) in sharded
+    assert expected(4 * ((12 + 4) / 8 + 4), 4 / 8) in sharded
     assert "all share the policy's devices, and are offloaded while idle" in sharded
     assert "offloading" not in plan(*gpus[1:]), "there is no GPU"
     assert "offloading" not in plan(vllm)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from skyrl_train.models import offload
 from skyrl_train.models.offload import OffloadedTensors
 
 CPU = torch.device("cpu")
@@ -46,6 +47,18 @@ def test_values_and_shared_memory_return() -> None:
     assert row[1] == transposed[1, 3] == 42, "no longer the same memory"
     offloaded.restore()
     assert row[1] == 42, "restored twice"
+
+
+def test_tensors_share_blocks_of_host_memory_and_may_span_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 64)
+    tensors = [torch.randn(size) for size in (3, 40, 16, 1)]  # 240 bytes
+    expected = [tensor.clone() for tensor in tensors]
+    offloaded = OffloadedTensors(tensors, CPU)
+    blocks = {piece.untyped_storage().data_ptr() for _, pieces in offloaded._copies for piece in pieces}
+    assert len(blocks) == 4
+    assert offloaded.n_bytes == 240
+    offloaded.restore()
+    assert all(torch.equal(tensor, values) for tensor, values in zip(tensors, expected, strict=True))
 
 
 def test_tensors_elsewhere_and_mapped_files_stay(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_call_that_needs_a_part_in_host_memory_is_an_error(
         if needed not in (part, "all"):
             continue
         arguments = [None] * len(inspect.signature(function).parameters)
-        with pytest.raises(WorkerError, match=rf"{method} needs the policy on its device, and its {part} is in host"):
+        with pytest.raises(WorkerError, match=rf"{method} cannot run while the policy has its {part} in host memory"):
             function(*arguments)
 
 
