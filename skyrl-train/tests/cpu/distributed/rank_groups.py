@@ -115,5 +115,6 @@ async def compare(
     (single, single_metrics), (sharded, sharded_metrics) = results
     largest = max(values.abs().max().item() for values in single.values())
     assert largest > 1e-4
-    assert largest_difference(single, sharded) < tolerance * max(1.0, largest)
+    difference = largest_difference(single, sharded)
+    assert difference < tolerance * max(1.0, largest), f"gradients differ by {difference:.2g} of {largest:.2g}"
     assert sharded_metrics.numbers() == pytest.approx(single_metrics.numbers(), rel=1e-4, abs=1e-5)

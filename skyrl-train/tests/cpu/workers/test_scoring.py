@@ -44,4 +44,4 @@ def test_log_probs_do_not_depend_on_the_budget(
     torch.testing.assert_close(logprobs, expected)
     assert not logprobs.requires_grad
     assert not logprobs[2].any()
-    assert n_rows[1:] == expected_n_rows  # the first pass checks that the model can share prefixes
+    assert n_rows[2:] == expected_n_rows  # two passes check that the model can share prefixes
