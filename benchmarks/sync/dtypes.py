@@ -10,22 +10,16 @@ import argparse
 import os
 import statistics
 import sys
-import time
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from harness import conditions
-from transports import model_shapes, receive_once
+from transports import measure, model_shapes, specs_in
 
-from skyrl_train.types.specs import TensorSpec
-from skyrl_train.weight_sync import SyncPlan, send
+from skyrl_train.weight_sync import SyncPlan
 from skyrl_train.weight_sync.base import Transport
-from skyrl_train.weight_sync.sync import free_port
 
 HERE = Path(__file__).parent
-Specs = tuple[TensorSpec, ...]
 CONTENDERS: dict[str, tuple[Transport, torch.dtype]] = {
     "shared memory, float32": ("shared_memory", torch.float32),
     "shared memory, bfloat16": ("shared_memory", torch.bfloat16),
@@ -43,54 +37,15 @@ def main() -> int:
     options = arguments.parse_args()
     load = os.getloadavg()[0]
     shapes = model_shapes(options.layers, options.vocabulary)
-    samples = measure(shapes, options.rounds)
+    contenders = {
+        name: SyncPlan(0, transport, "", (specs_in(dtype, shapes),)) for name, (transport, dtype) in CONTENDERS.items()
+    }
+    samples = measure({name: torch.randn(shape) for name, shape in shapes.items()}, contenders, options.rounds)
     n_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
     text = report(samples, n_parameters, load)
     print(text)
     (HERE / "dtypes.md").write_text(text)
     return 0
-
-
-def specs_in(dtype: torch.dtype, shapes: dict[str, tuple[int, ...]]) -> Specs:
-    return tuple(TensorSpec(name, shape, dtype) for name, shape in shapes.items())
-
-
-def measure(shapes: dict[str, tuple[int, ...]], n_rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each sync, from its start to the last value in the receiver's tensors."""
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    samples: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(theirs, shapes), daemon=True)
-    process.start()
-    try:
-        ours.recv()
-        for round_index in range(n_rounds + 1):  # the first one touches the memory
-            for name, (transport, dtype) in CONTENDERS.items():
-                plan = SyncPlan(round_index, transport, f"127.0.0.1:{free_port()}", (specs_in(dtype, shapes),))
-                started = time.perf_counter()
-                ours.send(plan)
-                sent = send(plan, iter(tensors.items()))
-                received = ours.recv()
-                if round_index:
-                    samples[name].append(time.perf_counter() - started)
-                assert received == sent, f"{received} instead of {sent}"
-        ours.send(None)
-        process.join(timeout=30)
-    finally:
-        process.kill()
-    return samples
-
-
-def receive(connection: Connection, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Receive by every plan, into tensors of its type."""
-    own = {
-        dtype: {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-        for dtype in {dtype for _, dtype in CONTENDERS.values()}
-    }
-    connection.send("ready")
-    while (plan := connection.recv()) is not None:
-        connection.send(receive_once(plan, own[plan.specs[0].dtype]))
 
 
 def report(samples: dict[str, list[float]], n_parameters: int, load: float) -> str:

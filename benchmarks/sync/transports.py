@@ -59,10 +59,17 @@ def main() -> int:
     options = arguments.parse_args()
     load = os.getloadavg()[0]
     shapes = model_shapes(options.layers, options.vocabulary)
-    specs = tuple(TensorSpec(name, shape, torch.bfloat16) for name, shape in shapes.items())
+    specs = specs_in(torch.bfloat16, shapes)
     n_bytes = sum(spec.n_bytes for spec in specs)
     rate = copy_rate()
-    samples = measure(specs, options.rounds)
+    random = torch.randn(1 << 24).bfloat16()
+    tensors = {spec.name: random.repeat(-(-spec.n_bytes // random.nbytes))[: spec.n_bytes // 2] for spec in specs}
+    tensors = {spec.name: tensors[spec.name].view(spec.shape).contiguous() for spec in specs}
+    contenders = {
+        name: SyncPlan(0, transport, "", (specs,), timeout_s=120.0, has_checksum=has_checksum)
+        for name, (transport, has_checksum) in CONTENDERS.items()
+    }
+    samples = measure(tensors, contenders, options.rounds)
     results: dict[str, Any] = {
         "conditions": conditions(),
         "load_before": load,
@@ -88,22 +95,23 @@ def model_shapes(n_layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def measure(specs: tuple[TensorSpec, ...], n_rounds: int) -> dict[str, list[float]]:
+def specs_in(dtype: torch.dtype, shapes: dict[str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
+    """Return the tensors of the model in a type."""
+    return tuple(TensorSpec(name, shape, dtype) for name, shape in shapes.items())
+
+
+def measure(tensors: dict[str, torch.Tensor], contenders: dict[str, SyncPlan], n_rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each sync, from its start to the last value in the receiver's tensors."""
-    random = torch.randn(1 << 24).bfloat16()
-    tensors = {spec.name: random.repeat(-(-spec.n_bytes // random.nbytes))[: spec.n_bytes // 2] for spec in specs}
-    tensors = {spec.name: tensors[spec.name].view(spec.shape).contiguous() for spec in specs}
-    samples: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(theirs, specs), daemon=True)
+    process = context.Process(target=receive, args=(theirs,), daemon=True)
     process.start()
     try:
         ours.recv()
-        for round_index in range(n_rounds + 1):  # the first one touches the memory
-            for name, (transport, has_checksum) in CONTENDERS.items():
-                address = f"127.0.0.1:{free_port()}"
-                plan = SyncPlan(round_index, transport, address, (specs,), timeout_s=120.0, has_checksum=has_checksum)
+        for round_index in range(n_rounds + 1):  # the first one allocates and touches the memory
+            for name, contender in contenders.items():
+                plan = replace(contender, version=round_index, address=f"127.0.0.1:{free_port()}")
                 started = time.perf_counter()
                 ours.send(plan)
                 sent = send(plan, iter(tensors.items()))
@@ -118,20 +126,18 @@ def measure(specs: tuple[TensorSpec, ...], n_rounds: int) -> dict[str, list[floa
     return samples
 
 
-def receive(connection: Connection, specs: tuple[TensorSpec, ...]) -> None:
-    """Receive by every plan, into the same tensors."""
-    own = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs}
+def receive(connection: Connection) -> None:
+    """Receive by every plan, into the same tensors for each type."""
+    own: dict[torch.dtype, dict[str, torch.Tensor]] = {}
     connection.send("ready")
     while (plan := connection.recv()) is not None:
-        connection.send(receive_once(plan, own))
-
-
-def receive_once(plan: SyncPlan, own: dict[str, torch.Tensor]) -> Any:
-    """Receive by one plan and return the receipt."""
-    receiver = Receiver(replace(plan, rank=1), own)
-    for _ in receiver:
-        pass
-    return receiver.receipt
+        dtype = plan.specs[0].dtype
+        if dtype not in own:
+            own[dtype] = {spec.name: torch.zeros(spec.shape, dtype=dtype) for spec in plan.specs}
+        receiver = Receiver(replace(plan, rank=1), own[dtype])
+        for _ in receiver:
+            pass
+        connection.send(receiver.receipt)
 
 
 def fraction(results: dict[str, Any], name: str) -> float:

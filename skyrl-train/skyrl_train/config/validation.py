@@ -74,7 +74,6 @@ from skyrl_train.config.rules.run import (
 
 RULES: tuple[Rule, ...] = (
     training_has_prompts,
-    evaluation_has_prompts,
     custom_dataset_is_complete,
     custom_reward_function_is_called,
     mini_batches_divide_batch,
@@ -127,6 +126,7 @@ WARNINGS: tuple[Rule, ...] = (
     adapters_are_on,
     resume_path_is_read,
     training_data_is_read_once,
+    evaluation_has_prompts,
     engines_use_all_devices,
     critic_is_placed_if_there_is_one,
     colocation_has_an_effect,

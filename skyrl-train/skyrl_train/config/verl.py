@@ -225,6 +225,8 @@ def _find_reason(key: str, value: object, options: Mapping[str, object], program
         return f"it is read only with {conditional.switch}" if _is_off(options.get(conditional.switch)) else None
     if (fixed := _look_up(key, program.fixed)) is not None:
         return fixed.reason
+    if key == "data.seed" and value is None:
+        return "a run always has a seed, trainer.seed"
     if key.startswith(f"{ENGINE_OPTIONS}."):
         engine = key.removeprefix(f"{ENGINE_OPTIONS}.").partition(".")[0]
         backend = options.get(f"{ROLLOUT}.name", options.get("generator.backend"))

@@ -406,16 +406,18 @@ class EngineContract:
 
     async def test_an_abort_ends_all_requests_including_waiting_and_paused_ones(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new(max_num_seqs=1)
-        listeners = [Listener(engine, engine_kit.request(n, **LONG)) for n in (10, 11)]
-        await listeners[0].wait_for(5)
+        running = Listener(engine, engine_kit.request(10, **LONG))
+        await running.wait_for(1)
+        waiting = Listener(engine, engine_kit.request(11, **LONG))
+        await running.wait_for(5)
         await engine.pause()
-        n_before = await listeners[0].settle()
+        n_before = await running.settle()
         await engine.abort()
-        running, waiting = [await listener.result() for listener in listeners]
-        assert running.stop_reason == waiting.stop_reason == "abort"
-        assert len(running.token_ids) == listeners[0].n_tokens == n_before
-        assert (waiting.token_ids, waiting.logprobs) == ([], [])
-        assert listeners[1].n_tokens == 0
+        cut, dropped = await running.result(), await waiting.result()
+        assert cut.stop_reason == dropped.stop_reason == "abort"
+        assert len(cut.token_ids) == running.n_tokens == n_before
+        assert (dropped.token_ids, dropped.logprobs) == ([], [])
+        assert waiting.n_tokens == 0
         await engine.resume()
         assert len((await engine.generate([engine_kit.request(10, 4, ignore_eos=True)]))[0].token_ids) == 4
 

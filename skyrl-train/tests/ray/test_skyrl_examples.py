@@ -35,23 +35,6 @@ def compute_simple_baseline_advantage(
 
 
 AdvantageEstimatorRegistry.register("simple_baseline", compute_simple_baseline_advantage)
-
-
-@ray.remote(num_cpus=1)
-def skyrl_entrypoint(cfg: DictConfig):
-    exp = BasePPOExp(cfg)
-    exp.run()
-
-
-@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
-def main(cfg: DictConfig) -> None:
-    validate_cfg(cfg)
-    initialize_ray(cfg)
-    ray.get(skyrl_entrypoint.remote(cfg))
-
-
-if __name__ == "__main__":
-    main()
 """
 
 LOSS = """
@@ -79,23 +62,6 @@ def compute_reinforce_policy_loss(
 
 
 PolicyLossRegistry.register("reinforce", compute_reinforce_policy_loss)
-
-
-@ray.remote(num_cpus=1)
-def skyrl_entrypoint(cfg: DictConfig):
-    exp = BasePPOExp(cfg)
-    exp.run()
-
-
-@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
-def main(cfg: DictConfig) -> None:
-    validate_cfg(cfg)
-    initialize_ray(cfg)
-    ray.get(skyrl_entrypoint.remote(cfg))
-
-
-if __name__ == "__main__":
-    main()
 """
 
 DAPO = """
@@ -128,11 +94,13 @@ class DAPOTrainer(RayPPOTrainer):
 class DAPOExp(BasePPOExp):
     def get_trainer(self, *args, **kwargs):
         return DAPOTrainer(*args, **kwargs)
+"""
 
+MAIN = """
 
 @ray.remote(num_cpus=1)
 def skyrl_entrypoint(cfg: DictConfig):
-    exp = DAPOExp(cfg)
+    exp = {experiment}(cfg)
     exp.run()
 
 
@@ -218,7 +186,7 @@ REWARD = ["custom_reward_function.path=reward.py"]
 
 
 def test_a_custom_advantage_estimator(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "main_custom_adv_est.py").write_text(ESTIMATOR)
+    (tmp_path / "main_custom_adv_est.py").write_text(ESTIMATOR + MAIN.format(experiment="BasePPOExp"))
     estimator = "trainer.algorithm.advantage_estimator=simple_baseline"
     steps = launch(["main_custom_adv_est.py"], SCORED, estimator, *REWARD)
     for step in steps:
@@ -227,7 +195,7 @@ def test_a_custom_advantage_estimator(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_a_custom_policy_loss_that_returns_a_mean(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "main_custom_policy_loss.py").write_text(LOSS)
+    (tmp_path / "main_custom_policy_loss.py").write_text(LOSS + MAIN.format(experiment="BasePPOExp"))
     loss = "trainer.algorithm.policy_loss_type=reinforce"
     steps = launch(["main_custom_policy_loss.py"], SCORED, loss, *REWARD)
     for step in steps:
@@ -237,7 +205,7 @@ def test_a_custom_policy_loss_that_returns_a_mean(launch: Launch, tmp_path: Path
 
 
 def test_a_trainer_of_dapo(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "main_dapo.py").write_text(DAPO)
+    (tmp_path / "main_dapo.py").write_text(DAPO + MAIN.format(experiment="DAPOExp"))
     dapo = [
         "trainer.algorithm.policy_loss_type=dual_clip",
         "trainer.algorithm.clip_ratio_c=10.0",

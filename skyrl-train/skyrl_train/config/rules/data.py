@@ -11,11 +11,11 @@ from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 
 
 def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse evaluation without prompts."""
+    """Warn of evaluations without prompts, which are left out, as SkyRL does."""
     if not cfg.data.val_data and cfg.data.custom_cls.path is None and cfg.trainer.eval_interval > 0:
         yield (
             f"data.val_data=[] leaves nothing to evaluate every trainer.eval_interval={cfg.trainer.eval_interval} "
-            "steps; set data.val_data or trainer.eval_interval=-1"
+            "steps, so there are no evaluations; set data.val_data, or trainer.eval_interval=-1"
         )
 
 

@@ -357,12 +357,6 @@ PROBLEMS: list[Case] = [
         [[*REMOTE], [*REMOTE, "generator.engine_init_kwargs.chat_template=x.jinja"]],
     ),
     (
-        ["data.val_data=[]"],
-        "data.val_data=[] leaves nothing to evaluate every trainer.eval_interval=5 steps; "
-        "set data.val_data or trainer.eval_interval=-1",
-        [],
-    ),
-    (
         ["data.custom_cls.path=x.py"],
         "data.custom_cls.path=x.py needs data.custom_cls.name too: a dataset class is the name of a class and the path "
         "of its file",
@@ -683,6 +677,12 @@ DOUBTS: list[Case] = [
         "trainer.algorithm.kl_loss_coef=100 is so large that rewards hardly matter; try "
         "trainer.algorithm.kl_loss_coef=0.01",
         [[f"{ALGORITHM}.kl_loss_coef=100", f"{ALGORITHM}.use_kl_loss=false"]],
+    ),
+    (
+        ["data.val_data=[]"],
+        "data.val_data=[] leaves nothing to evaluate every trainer.eval_interval=5 steps, so there are no evaluations; "
+        "set data.val_data, or trainer.eval_interval=-1",
+        [["data.val_data=[]", "trainer.eval_interval=-1"]],
     ),
     (
         ["data.train_data=[a.jsonl,./a.jsonl]"],

@@ -370,6 +370,12 @@ def test_options_of_an_engine_are_read_if_it_is_used(caplog: pytest.LogCaptureFi
     assert f"{section}.vllm.swap_space=null has no effect: the engine has its own default" in caplog.messages
 
 
+def test_a_seed_of_null_keeps_that_of_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    _, overrides = read_command(["main_ppo", "data.seed=null"])
+    assert not any("seed" in text for text in overrides)
+    assert "data.seed=null has no effect: a run always has a seed, trainer.seed" in caplog.messages
+
+
 def test_options_of_supervised_fine_tuning_with_a_counterpart_are_read() -> None:
     options = "data.train_files=a data.shuffle=True data.seed=3 engine.model_dtype=bf16 optim.warmup_style=constant"
     options += (
