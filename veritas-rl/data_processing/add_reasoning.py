@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_processing.arguments import add_endpoint, chat_model
+from data_processing.arguments import add_endpoint, chat_model, family_folder
 from data_processing.jobs import Record, ToolError, read_records, run_tool, work
 from skyrl_gym.tasks import read_task
 from skyrl_gym.tasks.replies import FINAL_ANSWER, visible_answer
@@ -31,8 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path, required=True, help="file of data_processing.generate_dataset")
-    parser.add_argument("--output", type=Path, help="by default, the same name in the folder reasoned/")
-    parser.add_argument("--temperature", type=float, default=0.3, help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, help="by default, the same name in the folder reasoned/"
+    )
+    parser.add_argument("--temperature", type=float, default=0.3, help="sampling temperature (default: %(default)s)")
     add_endpoint(parser, model="gpt-4o-mini", base_url="https://api.openai.com/v1", timeout=600)
     args = parser.parse_args(argv)
     return run_tool(lambda: add_reasoning(args))
@@ -45,7 +47,7 @@ def add_reasoning(args: argparse.Namespace) -> int:
         missing = [name for name in ("key", "task_id", "prompt", "answer", "extra_info") if name not in record]
         if missing:
             raise ToolError(f"record {number} of {args.input} has no {', '.join(missing)}; generate the file again")
-    output = args.output or args.input.parent.parent / "reasoned" / args.input.name
+    output = args.output or family_folder(args.input) / "reasoned" / args.input.name
     ask = chat_model(args, args.temperature)
 
     def reason(record: Record) -> Record:

@@ -17,6 +17,11 @@ FOLDER = Path(__file__).parent
 """Results are below this folder, by family: `<env>/generated/`, `<env>/reasoned/`, `<env>/results/`."""
 
 
+def family_folder(path: Path) -> Path:
+    """Return the folder of the results for an input file: that of its family, or else the file's own."""
+    return path.parent.parent if path.parent.name in ("generated", "reasoned") else path.parent
+
+
 def positive(text: str) -> int:
     """Parse a whole number above 0."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
@@ -67,9 +72,9 @@ def add_endpoint(parser: argparse.ArgumentParser, *, model: str | None, base_url
     add("--model", default=model, required=model is None, help=f"the model's name at the endpoint{default}")
     add("--api-key-env", default="", help="environment variable that holds the key; empty for none")
     add("--timeout", type=float, default=timeout, help="seconds of one request (default: %(default)s)")
-    add("--max-retries", type=not_negative, default=3, help="further requests after a failure (default: %(default)s)")
+    add("--max-retries", type=not_negative, default=3, help="retries of a failed request (default: %(default)s)")
     add("--max-concurrent", type=positive, default=5, help="requests at a time (default: %(default)s)")
-    add("--max-tokens", type=positive, default=4096, help="tokens of a reply (default: %(default)s)")
+    add("--max-tokens", type=positive, default=4096, help="maximum number of tokens in a reply (default: %(default)s)")
 
 
 def chat_model(args: argparse.Namespace, temperature: float) -> Callable[[ConversationType], str]:

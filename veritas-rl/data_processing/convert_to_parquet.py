@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--data-source-field", help=f"by default, the first of {', '.join(SOURCE_FIELDS)} that a record has")
     add("--val-ratio", type=ratio, default=0.2, help="share of validation rows (default: %(default)s)")
     add("--shuffle", action="store_true", help="shuffle before splitting")
-    add("--seed", type=not_negative, default=42, help="of --shuffle (default: %(default)s)")
+    add("--seed", type=not_negative, default=42, help="seed of --shuffle (default: %(default)s)")
     args = parser.parse_args(argv)
     return run_tool(lambda: convert(args))
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def convert(args: argparse.Namespace) -> int:
     """Write both files. Records with the same prompt are in the same one."""
     rows = [
-        _row(record, f"record {number} of {path}", args)
+        _create_row(record, f"record {number} of {path}", args)
         for path in args.input
         for number, record in enumerate(read_records(path), start=1)
     ]
@@ -74,17 +74,17 @@ def convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(record: Record, location: str, args: argparse.Namespace) -> Record:
-    prompt = _field(record, (args.prompt_field,), location, "--prompt-field")
+def _create_row(record: Record, location: str, args: argparse.Namespace) -> Record:
+    prompt = _read_field(record, (args.prompt_field,), location, "--prompt-field")
     source = next((record[name] for name in SOURCE_FIELDS if name in record), "unknown")
     if args.data_source_field:
-        source = _field(record, (args.data_source_field,), location, "--data-source-field")
+        source = _read_field(record, (args.data_source_field,), location, "--data-source-field")
     extra = record.get("extra_info") or {}
     extra = json.dumps(extra if isinstance(extra, dict) else {"extra_info": extra}, ensure_ascii=False)
     row = {"data_source": str(source), "extra_info": extra}
     if args.format == "sft":
         names = (args.response_field,) if args.response_field else RESPONSE_FIELDS
-        return {**row, "prompt": prompt, "response": _field(record, names, location, "--response-field")}
+        return {**row, "prompt": prompt, "response": _read_field(record, names, location, "--response-field")}
     truth = next((record[name] for name in ("ground_truth", "raw_answer", "answer") if name in record), "")
     return {
         **row,
@@ -93,7 +93,7 @@ def _row(record: Record, location: str, args: argparse.Namespace) -> Record:
     }
 
 
-def _field(record: Record, names: Sequence[str], location: str, flag: str) -> str:
+def _read_field(record: Record, names: Sequence[str], location: str, flag: str) -> str:
     value = next((record[name] for name in names if record.get(name) is not None), None)
     if not isinstance(value, str) or not value.strip():
         raise ToolError(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from data_processing.arguments import family_folder
 from data_processing.jobs import Record, read_records, run_tool
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.tasks import compute_score
@@ -50,7 +51,7 @@ def verify(args: argparse.Namespace) -> int:
         "task_type_accuracy": {name: sum(s > 0 for s in scores) / len(scores) for name, scores in by_type.items()},
         "results": results,
     }
-    output = args.output or args.input.parent.parent / "results" / f"{args.input.stem}.json"
+    output = args.output or family_folder(args.input) / "results" / f"{args.input.stem}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for result in results:

@@ -1,4 +1,4 @@
-"""Work on many records: concurrent, with a progress bar, written as it is done, resumed where it stopped."""
+"""Process many records concurrently. Each result is appended when it is done, and a rerun processes the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ToolError(Exception):
 
 @dataclass(slots=True)
 class JobSummary:
-    """The number of records that were written now, that had been written before, and that failed."""
+    """Numbers of records that this run wrote, that existed before, and that failed."""
 
     n_written: int = 0
     n_skipped: int = 0
@@ -79,7 +79,7 @@ def work(
         ToolError: more than `max_error_share` of the records have failed, or another process writes the file.
     """
     summary = JobSummary()
-    with _locked(output) as written, output.open("a", encoding="utf-8") as file:
+    with _lock_and_read(output) as written, output.open("a", encoding="utf-8") as file:
         done = {record.get("key") for record in written}
 
         def pending() -> Iterator[Record]:
@@ -129,20 +129,21 @@ def _write(future: Future[Record], file: Any, summary: JobSummary) -> None:
 
 
 @contextmanager
-def _locked(output: Path) -> Iterator[list[Record]]:
+def _lock_and_read(output: Path) -> Iterator[list[Record]]:
     """Lock an output file and yield its records; a last line that a kill has cut off is removed."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a+", encoding="utf-8") as file:
+    with output.open("a+b") as file:
         try:
             flock(file, LOCK_EX | LOCK_NB)
         except BlockingIOError:
             raise ToolError(f"another process writes {output}; wait until it ends, or set another --output") from None
         file.seek(0)
-        text = file.read()
-        complete = text[: text.rfind("\n") + 1]
-        if complete != text:
-            file.truncate(len(complete.encode()))
-        yield [_parse(line, output, n) for n, line in enumerate(complete.split("\n"), start=1) if line.strip()]
+        content = file.read()
+        complete = content[: content.rfind(b"\n") + 1]
+        if complete != content:
+            file.truncate(len(complete))
+        lines = complete.decode().split("\n")
+        yield [_parse(line, output, n) for n, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _parse(line: str, path: Path, number: int) -> Record:

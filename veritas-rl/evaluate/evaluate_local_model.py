@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--num-tasks", type=positive, default=64, help="tasks of the validation split (default: %(default)s)"
     )
     add("--samples", type=positive, default=1, help="replies per task (default: %(default)s)")
-    add("--temperature", type=float, default=0.0, help="of the model (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
     add("--output", type=Path, default=Path("evaluate/results/rollouts.jsonl"), help="(default: %(default)s)")
     add("--wandb-project", help="log the scores to this project of Weights & Biases, e.g. lgc-v2-Benchmark")
     add("--wandb-name", help="name of that run (default: the model)")
@@ -76,7 +76,7 @@ def evaluate(args: argparse.Namespace) -> int:
     concurrency = args.max_concurrent
     summary = work(requests, play, args.output, n_total=len(requests), concurrency=concurrency, title=title)
     wanted = {request["key"] for request in requests}
-    played = [record for record in read_records(args.output) if record["key"] in wanted]
+    played = [record for record in read_records(args.output) if record.get("key") in wanted]
     result = _report(args, family.env, played, summary.n_failed)
     if args.wandb_project:
         _log_to_wandb(args, family.env, played, result)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +18,30 @@ from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 from skyrl_train.entrypoints import main_base, main_generate
 from tests.processes import find_descendants
 
+TRAIN_FOLDER = Path(__file__).parents[2]
+GSM8K = """
+   trainer.algorithm.advantage_estimator="grpo"
+   trainer.strategy=fsdp2
+   trainer.placement.colocate_all=true
+   trainer.placement.policy_num_gpus_per_node=2
+   trainer.eval_batch_size=1024
+   trainer.eval_before_train=true
+   trainer.eval_interval=5
+   trainer.ckpt_interval=10
+   generator.backend=vllm
+   generator.num_inference_engines=2
+   generator.inference_engine_tensor_parallel_size=1
+   generator.weight_sync_backend=nccl
+   environment.env_class=gsm8k
+   trainer.logger="wandb"
+   trainer.project_name="gsm8k"
+   trainer.run_name="gsm8k_test"
+   trainer.train_batch_size=4
+   trainer.policy_mini_batch_size=4
+   trainer.max_training_steps=2
+   generator.n_samples_per_prompt=2
+   generator.sampling_params.max_generate_length=8
+"""
 SaveModel = Callable[[PretrainedConfig], Path]
 
 
@@ -163,3 +190,28 @@ def test_ranks_and_two_vllm_engines_in_actors_train_like_one_process_though_one_
         for name, value in expected.items():
             if name.startswith(("policy/", "reward/", "environment/", "loss/")):
                 assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+
+
+@pytest.mark.timeout(600)
+def test_the_quick_start_of_skyrl_on_two_ranks_and_two_engines(tiny_model_path: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"HOME": str(tmp_path), "WANDB_MODE": "offline", "RAY_ADDRESS": "local"}
+    prepare = ["examples.gsm8k.gsm8k_dataset", "--output_dir", f"{tmp_path}/data/gsm8k", "--source", "sample"]
+    data = [
+        f"data.{key}_data=['$HOME/data/gsm8k/{name}.parquet']"
+        for key, name in (("train", "train"), ("val", "validation"))
+    ]
+    model = f"trainer.policy.model.path={tiny_model_path}"
+    overrides = [word.replace('"', "") for word in GSM8K.split()]
+    for module in (
+        prepare,
+        ["skyrl_train.entrypoints.main_base", *data, model, *overrides, f"trainer.output_dir={tmp_path}"],
+    ):
+        subprocess.run([sys.executable, "-m", *module], cwd=TRAIN_FOLDER, env=environment, check=True)
+    folder = tmp_path / "gsm8k/gsm8k_test"
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert "eval/all/avg_score" in rows[0]
+    for row in rows[1:]:
+        assert row["sync/verified_copies"] == 2
+        assert row["sync/logprob_gap"] < 1e-3
+    assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == 1

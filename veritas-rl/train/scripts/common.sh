@@ -37,13 +37,17 @@ try() {
 # Print a command, run it, and end the recipe if it fails, also where set -e is off: . script || …
 run() { try "$@" || exit; }
 
-# Sort the arguments of a script: --tiny, --dry-run, and overrides, which come last and therefore win.
+# Sort the arguments of a script: --help, --tiny, --dry-run, and overrides, which come last and therefore win.
 read_arguments() {
     local argument
     for argument in "$@"; do
         case $argument in
         --tiny) TINY=1 ;;
         --dry-run) DRY_RUN=1 STARTS_RUN=0 ;;
+        -h | --help)
+            sed -n '2,/^(/s/^# \{0,1\}//p' "${BASH_SOURCE[1]}"
+            exit 0
+            ;;
         --print-config) STARTS_RUN=0 OVERRIDES+=("$argument") ;;
         *) OVERRIDES+=("$argument") ;;
         esac
@@ -66,7 +70,9 @@ load_settings() {
     done
     load_env "$ROOT/.env"
     for name in "${SETTINGS[@]}"; do
-        if [ -n "${!name+set}" ]; then export "${name?}"; fi # a shell that sources a script may not have exported it
+        if [ -z "${!name+set}" ]; then continue; fi
+        # a shell that sources a script may not have exported it
+        if [ -n "${!name}" ] || [ "$name" = GAME_TYPES ]; then export "${name?}"; else unset "$name"; fi
     done
 }
 
@@ -77,6 +83,7 @@ load_env() {
     [ -f "$1" ] || return 0
     while IFS= read -r line || [ -n "$line" ]; do
         number=$((number + 1))
+        line=${line#$'\xef\xbb\xbf'} # byte-order mark
         line=${line%$'\r'}
         line=${line#"${line%%[![:space:]]*}"}
         line=${line#export }
@@ -140,6 +147,9 @@ choose_model() {
     MODEL_NAME=${repo##*/}
     MODEL=$(absolute "$repo")
     if [ -d "$MODEL" ]; then return 0; fi
+    case $repo in
+    /* | '~/'* | ./* | ../*) die "AGENT_MODEL_REPO_ID=$repo is not a folder; use one, or a name on the Hub (owner/name)" ;;
+    esac
     MODEL=$ROOT/train/models/$repo
     if [ -d "$MODEL" ]; then return 0; fi
     if [ -z "${HF_TOKEN:-}" ]; then
@@ -150,7 +160,7 @@ choose_model() {
         MODEL=$repo
         return 0
     fi
-    # Another recipe that has completed the same download renames the folder, and this one fails.
+    # If another recipe completes the same download first, it renames the folder, and this download fails.
     if ! try hf download "$repo" --local-dir "$MODEL.partial" && [ ! -d "$MODEL" ]; then
         die "$repo could not be downloaded; rerun to resume"
     fi
@@ -254,7 +264,7 @@ choose_lora() {
     fi
 }
 
-# Set SYNC to the options of weight sync, which have no effect; the log says so.
+# Set SYNC to the options of weight sync. They are accepted for compatibility and have no effect; the log says so.
 choose_sync() {
     SYNC=(actor_rollout_ref.rollout.load_format=safetensors)
     if is_on LAYERED_SUMMON "${LAYERED_SUMMON:-0}"; then SYNC+=(actor_rollout_ref.rollout.layered_summon=True); fi
@@ -286,7 +296,7 @@ make_tiny_model() {
     run skyrl tiny "$WORK/random" --data "$WORK/attempts.jsonl"
     run skyrl sft "$(format_option data.train_data "$WORK/attempts.jsonl")" \
         "$(format_option trainer.policy.model.path "$WORK/random")" \
-        trainer.epochs=2 trainer.train_batch_size=16 trainer.policy.optimizer_config.lr=3e-3 \
+        data.truncation=left trainer.epochs=2 trainer.train_batch_size=16 trainer.policy.optimizer_config.lr=3e-3 \
         trainer.ckpt_interval=-1 trainer.hf_save_interval=100000 trainer.logger=jsonl \
         trainer.project_name=warm trainer.run_name=up \
         "$(format_option trainer.output_dir "$WORK")" "$(format_option trainer.export_path "$WORK/export")"
@@ -300,6 +310,7 @@ merge_actor() {
     local base source target=$ROOT/$1 runs
     if [ "$TINY" = 1 ]; then target+=_tiny; fi
     target=$(absolute "${TARGET_DIR:-$target}")
+    target=${target%/}
     if [ -e "$target" ] && { [ "$TINY" = 0 ] || [ -n "${TARGET_DIR:-}" ]; }; then
         die "$target already exists; set TARGET_DIR to a new folder"
     fi
@@ -323,8 +334,8 @@ merge_actor() {
     base=$(absolute "${CHECKPOINT_BASE:-$ROOT/train/artifacts/RL/checkpoints}")
     source=$base${GLOBAL_STEP:+/global_step_$GLOBAL_STEP}
     [ -d "$base" ] || die "$base does not exist; set CHECKPOINT_BASE to the folder of a run's checkpoints"
-    if [ -z "${GLOBAL_STEP:-}" ] && [ -z "$(find "$base" -maxdepth 1 -name 'global_step_*')" ]; then
-        runs=$(find "$base" -mindepth 2 -maxdepth 2 -name 'global_step_*' -exec dirname {} \; | sort -u)
+    if [ -z "${GLOBAL_STEP:-}" ] && [ -z "$(find -H "$base" -maxdepth 1 -name 'global_step_*')" ]; then
+        runs=$(find -H "$base" -mindepth 2 -maxdepth 2 -name 'global_step_*' -exec dirname {} \; | sort -u)
         die "$base has no checkpoint; set CHECKPOINT_BASE to the folder of a run's checkpoints${runs:+:$'\n'$runs}"
     fi
     if [ "$DRY_RUN" = 1 ]; then

@@ -7,6 +7,7 @@
 # AGENT_MODEL_REPO_ID, HF_TOKEN, gpu_count, ENABLE_LORA, LORA_ADAPTER_PATH, LAYERED_SUMMON, ROLLOUT_BACKEND, FSDP_STRATEGY,
 # WANDB_PROJECT, WANDB_EXP, WANDB_DIR, WANDB_MODE, WANDB_API_KEY.
 (
+    [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sourced by zsh, where $0 is this file
     # shellcheck source=SCRIPTDIR/common.sh
     . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
     read_arguments "$@"

@@ -7,6 +7,7 @@
 # Variables, from the environment or .env: AGENT_MODEL_REPO_ID, HF_TOKEN, gpu_count, dataset_path, ENABLE_LORA,
 # LORA_ADAPTER_PATH, WANDB_PROJECT, WANDB_EXP, WANDB_DIR, WANDB_MODE, WANDB_API_KEY.
 (
+    [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sourced by zsh, where $0 is this file
     # shellcheck source=SCRIPTDIR/common.sh
     . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
     read_arguments "$@"
@@ -46,9 +47,9 @@
             rm -rf "$WORK"
         fi
     else
-        choose_model
         [ -f "$dataset_path/train.parquet" ] || die "$dataset_path/train.parquet does not exist; write it with" \
             "data_processing.convert_to_parquet --format sft (docs/dataset_generation.md), or set dataset_path"
+        choose_model
     fi
     gpu_count=${gpu_count:-2}
     validation='data.val_files=[]'

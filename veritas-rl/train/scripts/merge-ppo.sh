@@ -5,6 +5,7 @@
 #
 # Variables: CHECKPOINT_BASE, GLOBAL_STEP (the newest by default), TARGET_DIR (train/merged_model_ppo).
 (
+    [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sourced by zsh, where $0 is this file
     # shellcheck source=SCRIPTDIR/common.sh
     . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
     read_arguments "$@"

@@ -3,12 +3,13 @@
 #
 #   bash train/scripts/openspiel-ppo-trainer.sh [--tiny] [--dry-run] [KEY=VALUE …]
 #
-# Or source it. --tiny makes a tiny model that plays tic-tac-toe, and takes a minute or two on a CPU. Variables, from the
-# environment or .env: GAME_TYPES ("hex,go"; empty: all games), ENABLE_LORA, LORA_ADAPTER_PATH, LAYERED_SUMMON,
-# FSDP_STRATEGY, ROLLOUT_BACKEND, AGENT_MODEL_REPO_ID, HF_TOKEN, gpu_count, WANDB_PROJECT, WANDB_EXP, WANDB_DIR,
-# WANDB_MODE, WANDB_API_KEY. Settings of the tasks are overrides:
+# Or source it. --tiny makes a tiny model that plays tic-tac-toe, or the games of GAME_TYPES, and takes a minute or two
+# on a CPU. Variables, from the environment or .env: GAME_TYPES ("hex,go"; empty: all games), ENABLE_LORA,
+# LORA_ADAPTER_PATH, LAYERED_SUMMON, FSDP_STRATEGY, ROLLOUT_BACKEND, AGENT_MODEL_REPO_ID, HF_TOKEN, gpu_count,
+# WANDB_PROJECT, WANDB_EXP, WANDB_DIR, WANDB_MODE, WANDB_API_KEY. Settings of the tasks are overrides:
 # +data.custom_cls.config.adapter_config.num_tasks_per_case=200 and cases, game_list, max_random_steps, reward_mode, seed.
 (
+    [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sourced by zsh, where $0 is this file
     # shellcheck source=SCRIPTDIR/common.sh
     . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
     read_arguments "$@"
@@ -31,7 +32,7 @@
     choose_sync
     if [ "$TINY" = 1 ]; then
         options='{"cases": ["tic_tac_toe"], "num_tasks_per_case": 1000, "max_random_steps": 6}'
-        if [ -n "$GAME_TYPES" ]; then options='{}'; fi
+        if [ -n "$GAME_TYPES" ]; then options='{"max_listed_moves": 25}'; fi
         make_tiny_model "tiny-openspiel${GAME_TYPES:+-${GAME_TYPES//[^a-zA-Z0-9]/_}}" openspiel "$options"
         ppo_mini_batch_size=8 max_prompt_length=480 max_response_length=12 kl_loss_coef=0.01
         total_training_steps=3 save_freq=3 test_freq=3
