@@ -117,13 +117,13 @@ class RayPPOTrainer(Trainer):
 
     def _postprocess(self, step: Step, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         rows = [t for t in trajectories for _ in t.segments]
-        facts = [[t.id.instance_id for t in rows]]
+        uids, options = [t.id.instance_id for t in rows], {}
         if "data_sources" in inspect.signature(self.postprocess_generator_output).parameters:
-            facts.append([t.data_source for t in rows])
+            options["data_sources"] = [t.data_source for t in rows]
         with self._in_hook(step, "postprocess_generator_output"):
             return edit_as_lists(
                 trajectories,
-                lambda lists: self.postprocess_generator_output(lists, *facts),
+                lambda lists: self.postprocess_generator_output(lists, uids, **options),
                 with_totals=self.generator.returns_totals,
             )
 

@@ -20,7 +20,7 @@ import torch
 T = TypeVar("T")
 
 INTERVAL_S = 0.2
-"""Seconds between two looks at the load; the kernel counts in hundredths."""
+"""Minimum seconds between two measurements of the load; the kernel's counters have steps of 0.01 s."""
 
 _local = threading.local()
 
@@ -71,6 +71,11 @@ class ThreadBudget:
 
 def _cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def threads_per_process(n_processes: int) -> int:
+    """Return the number of threads for each of several processes that compute at once on this machine."""
+    return max(1, len(_cores()) // n_processes)
 
 
 def adjust_threads() -> None:

@@ -20,7 +20,7 @@ from skyrl_train.checkpoint.durable import sync, sync_tree
 from skyrl_train.checkpoint.lock import LOCK_FILE, folder_lock
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.types.specs import TensorSpec
-from skyrl_train.weight_sync.base import chunked
+from skyrl_train.weight_sync.base import split_into_chunks
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 """The type of written weights; `auto` is that of the read ones."""
@@ -150,7 +150,7 @@ def write_model(
     n_bytes = sum(spec.n_bytes for spec in specs)
     if (free := shutil.disk_usage(folder).free) < n_bytes:
         raise OSError(f"{n_bytes:,} bytes are needed and {free:,} are free")
-    chunks = chunked(specs, SHARD_BYTES)
+    chunks = split_into_chunks(specs, SHARD_BYTES)
     names = ["model.safetensors"]
     if len(chunks) > 1:
         names = [f"model-{i:05}-of-{len(chunks):05}.safetensors" for i in range(1, len(chunks) + 1)]

@@ -32,7 +32,7 @@ from skyrl_train.models.lora import (
     sync_tensors,
 )
 from skyrl_train.models.precision import train_in_float32
-from skyrl_train.models.prefix_sharing import tree_attention
+from skyrl_train.models.prefix_sharing import use_attention
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.threads import adjust_threads
@@ -93,7 +93,7 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
                 with torch.no_grad(), autocast(device, bf16), without_adapter:
                     results.append(consume(module.score(rows), rows)[1])
                 continue
-            recomputed = tree_attention(module.hf_model) if module.shares_prefixes else nullcontext()
+            recomputed = use_attention(module.hf_model) if module.shares_prefixes else nullcontext()
             dropped = adapter_dropout(module.hf_model) if dropout else nullcontext()
             with checkpointed_layers(module.hf_model), recomputed, dropped:
                 with autocast(device, bf16):

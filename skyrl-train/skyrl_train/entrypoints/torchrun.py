@@ -28,7 +28,8 @@ def replace_by_torchrun(arguments: Sequence[str], placement: RunPlacementConfig,
             f"one node; run torchrun --nnodes={n_nodes} --nproc_per_node={n_per_node} --rdzv_backend=c10d "
             "--rdzv_endpoint=<first node>:29400 --no-python skyrl … on each node, or set trainer.placement.launcher=ray"
         )
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n_per_node)))  # otherwise it warns
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_cores // n_per_node)))  # otherwise it warns
     counts = [f"--nnodes={n_nodes}", f"--nproc_per_node={n_per_node}"]
     torchrun = ["-m", "torch.distributed.run", *counts, *([] if has_rendezvous else ["--standalone"]), *flags]
     command = [sys.executable, *torchrun, "-m", "skyrl_train.entrypoints.cli", *arguments]

@@ -57,15 +57,16 @@ class EngineClient:
         self._restart = restart
         self._enter = enter
         self._sync: WeightSync | None = None
+        self._check_weight_dtypes()
         self.info = EngineInfo(
             min(engine.info.context_length for engine in engines),
             min(engine.info.longest_sequence for engine in engines),
             engines[0].info.weight_dtype,
         )
-        self.n_weight_copies = sum(engine.n_weight_copies for engine in engines)
         self._homes: dict[str, int] = {}  # index of the engine of each session
         self._n_running = [0] * len(engines)  # requests
         self._n_replaced = [0] * len(engines)
+        self._is_gone = [False] * len(engines)  # closed, and not replaced yet
         self._replacing = [asyncio.Lock() for _ in engines]
         self._aborted: Counter[str | None] = Counter()  # calls of `abort` by session
         self._version: int | None = None  # of the last weights that were received
@@ -73,6 +74,16 @@ class EngineClient:
         self._is_paused, self._is_asleep, self._is_closed = False, False, False
         self._has_weights = True  # in memory
         self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def n_weight_copies(self) -> int:
+        return sum(engine.n_weight_copies for engine in self._engines)
+
+    def _check_weight_dtypes(self) -> None:
+        dtypes = [engine.info.weight_dtype for engine in self._engines]
+        if len(set(dtypes)) > 1:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise EngineError(f"engines hold weights in different types: {names}; start all with the same dtype")
 
     def follow(self, sync: WeightSync) -> None:
         """Send the current weights to replaced engines through `sync`, which syncs this client.
@@ -273,7 +284,7 @@ class EngineClient:
     def _is_lost(self, index: int, engine: InferenceEngine, error: EngineError) -> bool:
         """Return True if `error` means that an engine was lost; closing a replaced engine fails its calls, too."""
         is_replaced = self._replacing[index].locked() or self._engines[index] is not engine
-        return is_replaced or isinstance(error, EngineLostError)
+        return is_replaced or self._is_gone[index] or isinstance(error, EngineLostError)
 
     async def _prepare(self) -> None:
         """Wake up the engines for requests, and start watching them."""
@@ -323,6 +334,7 @@ class EngineClient:
                 )
             self._n_replaced[index] += 1
             logger.warning("%s was lost and is replaced: %s", self._name(index).capitalize(), error)
+            self._is_gone[index] = True
             with suppress(EngineError):
                 await lost.close()
             engine = await self._restart(index)
@@ -331,13 +343,15 @@ class EngineClient:
                     await self._sync.send_to(self._name(index), engine, self._version)
                 if self._is_paused:
                     await engine.pause()
+                    if not self._is_paused:  # resumed meanwhile
+                        await engine.resume()
                 if self._is_asleep:
                     await engine.sleep()
                     await engine.wake_up("weights")
             except BaseException:
                 await engine.close()
                 raise
-            self._engines[index] = engine
+            self._engines[index], self._is_gone[index] = engine, False
 
     def _name(self, index: int) -> str:
         return "the engine" if len(self._engines) == 1 else f"engine {index + 1} of {len(self._engines)}"

@@ -122,7 +122,9 @@ class HTTPEngine(AsyncEngine):
     async def _drop_all(self) -> None:
         self._forget_all()
 
-    async def _request(self, method: str, path: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **options: Any) -> Any:
+    async def _request(
+        self, method: str, path: str, *, timeout_s: float | None = ANSWER_TIMEOUT_S, **options: Any
+    ) -> Any:
         """Call the server; return its JSON, if it answers with any.
 
         Raises:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
@@ -18,6 +18,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.channel import listen
 from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_token, serve
+from skyrl_train.threads import threads_per_process
 
 ANSWER_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 300.0
@@ -50,7 +51,7 @@ class EngineActor:
         _make_engine = make_engine
         if visible_devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices  # CUDA reads it when it is first used
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // n_processes))
+        torch.set_num_threads(threads_per_process(n_processes))
         threading.Thread(target=lambda: asyncio.run(serve(self._listener, token)), daemon=True).start()
         host, port = self._listener.getsockname()[:2]
         return f"{host}:{port}", f"engine process {os.getpid()} on {host}"
@@ -71,9 +72,11 @@ async def connect_engine(
     start_timeout_s: float,
     *,
     n_processes: int,
-    visible_devices: str = "",
+    visible_devices: Awaitable[str] | None = None,
 ) -> RayWrappedInferenceEngine:
     """Make an engine in an actor, and return the engine, whose `close` ends the actor.
+
+    `visible_devices` are its GPUs, as `EngineActor.serve` takes them.
 
     Raises:
         EngineError: the actor ended or found no place on the cluster, or its engine was not ready in `start_timeout_s`.
@@ -82,7 +85,8 @@ async def connect_engine(
     token = new_token()
     try:
         async with asyncio.timeout(PLACE_TIMEOUT_S):
-            address, name = await actor.serve.remote(make_engine, token, n_processes, visible_devices)
+            devices = "" if visible_devices is None else await visible_devices
+            address, name = await actor.serve.remote(make_engine, token, n_processes, devices)
 
         def describe_end() -> str:
             try:

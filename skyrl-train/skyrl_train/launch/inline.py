@@ -4,6 +4,7 @@ servers that receive them.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
@@ -45,6 +46,7 @@ class InlineLauncher:
         self._sync = sync or SyncOptions()
         self._servers = servers
         self._lease = Lease() if offloads_idle else None
+        self._groups: list[WorkerGroup] = []
         self.device = default_device()
         self.policy: PreTrainedModel | None = None
 
@@ -55,6 +57,7 @@ class InlineLauncher:
         rank = LocalRank(self._executor, SingleStrategy(World(device=str(self.device))))
         group = WorkerGroup(spec, [rank], objective)
         await group.load()
+        self._groups.append(group)
         if spec.role == "policy":
             self.policy = rank.worker.module.hf_model
         if self._lease is not None:
@@ -96,3 +99,4 @@ class InlineLauncher:
     async def close(self) -> None:
         if self._lease is not None:
             await self._lease.close()
+        await asyncio.gather(*(group.close() for group in self._groups))

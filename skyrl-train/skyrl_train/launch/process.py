@@ -17,6 +17,7 @@ from typing import Any
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.errors import WorkerError
 from skyrl_train.launch.rank_host import RankHost
+from skyrl_train.threads import threads_per_process
 from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.weight_sync.sync import free_port
 
@@ -96,7 +97,7 @@ def start_ranks(n_ranks: int) -> list[ProcessRank]:
     """Start processes with a common gloo process group; each holds a shard of the models that a group loads on them."""
     context = multiprocessing.get_context("spawn")
     address = f"tcp://127.0.0.1:{free_port()}"
-    n_threads = max(1, (os.cpu_count() or 1) // n_ranks)
+    n_threads = threads_per_process(n_ranks)
     ranks = []
     for rank in range(n_ranks):
         ours, theirs = context.Pipe()

@@ -54,7 +54,7 @@ class RankHost:
             return False, picklable_error(error, WorkerError)
 
     def _get_strategy(self, spec: ModelSpec) -> DistributedStrategy[Any]:
-        """Return the strategy of a model. The first models of several ranks create their process groups together."""
+        """Return the strategy of a model. Creating one is collective: all ranks load their models in the same order."""
         megatron = spec.megatron
         if megatron not in self._strategies:
             strategy: DistributedStrategy[Any]

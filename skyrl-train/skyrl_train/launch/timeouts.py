@@ -1,4 +1,4 @@
-"""The time for which ranks wait for each other, and the weight syncs that must end before. Imports no torch."""
+"""Timeouts of collectives, and the check that weight syncs end before them. Imports no torch."""
 
 from __future__ import annotations
 

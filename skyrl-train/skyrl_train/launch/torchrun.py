@@ -8,10 +8,13 @@ import os
 import secrets
 import signal
 import socket
+import struct
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, TypeVar
 
@@ -24,6 +27,7 @@ from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.launch.process import ConnectedRank
 from skyrl_train.launch.rank_host import RankHost
 from skyrl_train.models.loading import default_device
+from skyrl_train.threads import threads_per_process
 from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import Rank
@@ -36,6 +40,7 @@ DRIVER = "skyrl/driver"
 STORE_TIMEOUT = timedelta(days=1)
 POLL = timedelta(seconds=30)
 CONNECT_TIMEOUT_S = 120.0
+HANDSHAKE_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class Torchrun:
         """Join the process group of all processes, in the thread that will compute."""
         device = default_device().type
         world = World(self.rank, self.size, f"cuda:{self.local_rank}" if device == "cuda" else device)
-        return RankHost(world, "env://", max(1, (os.cpu_count() or 1) // self.n_per_node))
+        return RankHost(world, "env://", threads_per_process(self.n_per_node))
 
     def store(self) -> dist.Store:
         """Return the store that all processes share."""
@@ -144,7 +149,8 @@ class TorchrunLauncher:
         ranks: list[Rank] = [*self._others, *self._local]
         await asyncio.gather(*(rank.close() for rank in ranks), return_exceptions=True)  # a save may be in progress
         if self._host is not None:
-            await self._compute(self._host.close)
+            with suppress(Exception):  # of a collective whose other ranks have ended
+                await self._compute(self._host.close)
 
     async def _compute(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
@@ -168,10 +174,16 @@ def _accept_ranks(torchrun: Torchrun) -> dict[int, Connection]:
                     f"ranks {missing} of torchrun did not connect to {host} in {CONNECT_TIMEOUT_S:g} s; all processes "
                     "must run the same command, and reach MASTER_ADDR on any port"
                 ) from error
-            connection = Connection(accepted.detach())
-            deliver_challenge(connection, key)
-            answer_challenge(connection, key)
-            connections[int.from_bytes(connection.recv_bytes())] = connection
+            with accepted:
+                connection = Connection(os.dup(accepted.fileno()))
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HANDSHAKE_TIMEOUT_S, 0))
+                try:
+                    deliver_challenge(connection, key)
+                    answer_challenge(connection, key)
+                    connections[int.from_bytes(connection.recv_bytes())] = connection
+                except (AuthenticationError, EOFError, OSError):  # of another program, such as a port scan
+                    connection.close()
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
     return connections
 
 

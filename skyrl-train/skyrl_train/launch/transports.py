@@ -16,7 +16,7 @@ REASONS = {
     "cuda_ipc": ("CUDA IPC", "sender and receiver are on the same GPUs"),
     "nccl": ("NCCL", "sender and receiver are on different GPUs"),
 }
-"""Names of the transports that replace another, and why they do."""
+"""Name of each transport that may replace the configured one, and the reason to log."""
 
 
 def with_transport(options: SyncOptions, device: torch.device, *, shares_devices: bool) -> SyncOptions:

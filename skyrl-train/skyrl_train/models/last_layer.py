@@ -1,4 +1,4 @@
-"""The last decoder layer, on the tokens whose hidden states are read.
+"""A last decoder layer that computes only the tokens whose hidden states are used.
 
 It computes keys and values of all tokens, but queries, attention and what follows it for the wanted tokens only: the
 trained ones in an update, and the last token of each prompt in generation. This is for CPUs, on which small models are
@@ -18,8 +18,8 @@ MAX_SHARE = 0.75
 
 
 class KeysAndValues(Exception):
-    """The end of a pass that computes nothing but keys and values, which an attention function raises if its keyword
-    argument `wants_keys` is true.
+    """Raised by an attention function to end a pass that needs only keys and values (keyword argument
+    `wants_keys=True`).
     """
 
     def __init__(self, keys: Any, values: Any) -> None:
@@ -29,8 +29,8 @@ class KeysAndValues(Exception):
 def narrow_last_layer(model: PreTrainedModel) -> None:
     """Let the last layer compute only the tokens in the argument `wanted_tokens` (M,) of the model's forward pass.
 
-    The attention functions that it is given to must support `KeysAndValues`, and take such states of all tokens as
-    `keys_and_values`. Without the argument, the layer is unchanged.
+    Every attention function used with the model must raise `KeysAndValues`, and accept `keys_and_values` of all tokens.
+    Without the argument, the layer is unchanged.
     """
     if (layer := _last_layer(model)) is not None:
         layer.forward = MethodType(_forward, layer)
@@ -62,6 +62,8 @@ def _forward(self: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **k
         forward(self, hidden_states, *args, **kwargs, wants_keys=True)
     except KeysAndValues as end:
         keys_and_values = end.states
+    else:
+        raise NotImplementedError("its last layer has no attention that supports wants_keys")
     for name in ("position_ids", "position_embeddings"):
         if isinstance(values := kwargs.get(name), torch.Tensor):
             kwargs[name] = values.index_select(1, wanted)

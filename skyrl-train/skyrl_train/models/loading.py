@@ -139,7 +139,7 @@ def load_model(
             f"{type(model).__name__} (attn_logit_softcapping in its config.json), so its log-probs would be wrong; use "
             "another model"
         )
-    _prepare(model, key, path, None if is_deferred else device, gradient_checkpointing)
+    _prepare(model, key, path, device, gradient_checkpointing, is_deferred=is_deferred)
     if not is_deferred:
         check_head(model, f"{key}={path}")
     return model
@@ -227,7 +227,7 @@ def _load_scalar_model(
             for parameter in model.score.parameters():
                 torch.nn.init.zeros_(parameter)
             logger.info("%s has no head for the %s; initializing it to zero", path, kind)
-    _prepare(model, key, path, None if is_deferred else device, gradient_checkpointing)
+    _prepare(model, key, path, device, gradient_checkpointing, is_deferred=is_deferred)
     loaded: PreTrainedModel = model
     return loaded
 
@@ -269,20 +269,26 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
 
 
 def _prepare(
-    model: PreTrainedModel, key: str, path: str, device: torch.device | None, gradient_checkpointing: bool
+    model: PreTrainedModel,
+    key: str,
+    path: str,
+    device: torch.device,
+    gradient_checkpointing: bool,
+    *,
+    is_deferred: bool,
 ) -> None:
-    """Put a model that was just loaded into the state it trains in; without `device`, its shards are moved later."""
+    """Put a model that was just loaded into the state it trains in on `device`; deferred weights are moved later."""
     module: torch.nn.Module = model.eval()
-    if device is not None:
+    if not is_deferred:
         module.to(device)
-    if device is None or device.type == "cpu":
+    if device.type == "cpu":
         fuse_operations(model)
         narrow_last_layer(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     role = {POLICY_PATH: "policy", REF_PATH: "reference", CRITIC_PATH: "critic"}.get(key, "model")
     n_parameters = f"{model.num_parameters():,}"
-    place = "sharded" if device is None else f"on {device}"
+    place = "sharded" if is_deferred else f"on {device}"
     logger.info("Loaded the %s from %s: %s parameters, %s %s", role, path, n_parameters, model.dtype, place)
 
 

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from skyrl_train.models.linear_head import linear_head_scores
-from skyrl_train.models.prefix_sharing import PrefixTree, tree_hidden_states, unpadded
+from skyrl_train.models.prefix_sharing import PrefixTree, remove_padding, tree_hidden_states
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types import TokenScores
 
@@ -67,7 +67,7 @@ def hidden_before(
     if shares_prefixes:
         is_narrowed = group is None and sequences.device.type == "cpu"  # as models/last_layer.py explains
         wanted = (rows, positions) if is_narrowed else None
-        tree = PrefixTree(unpadded(sequences, attention_mask), sequences.device, wanted)
+        tree = PrefixTree(remove_padding(sequences, attention_mask), sequences.device, wanted)
         states, index = tree_hidden_states(model, tree, group), tree.index[rows, positions]  # (M or u, H), (N,)
         if tree.wanted is not None:
             index = torch.searchsorted(tree.wanted, index)

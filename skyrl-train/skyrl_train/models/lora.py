@@ -171,7 +171,7 @@ def sync_tensors(model: PreTrainedModel, kind: SyncKind, gather: Gather) -> Iter
             yield name, gather(parameter.detach())
     else:
         for path, layer in _layers(model).items():
-            yield from _matrix_change(layer, *map(gather, _factors(layer))).named(f"{path}.weight")
+            yield from _matrix_change(layer, *map(gather, _factors(layer))).name_factors(f"{path}.weight")
         if kind == "base_and_factors":
             yield from frozen_tensors(model, gather)
 

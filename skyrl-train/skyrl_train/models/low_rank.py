@@ -21,7 +21,7 @@ class MatrixChange(NamedTuple):
         left, right = (factor.to(weight.device) for factor in self)
         return (weight.float() + left @ right).to(weight.dtype)
 
-    def named(self, name: str) -> list[tuple[str, torch.Tensor]]:
+    def name_factors(self, name: str) -> list[tuple[str, torch.Tensor]]:
         """Return the factors with their names, for the change of the tensor `name`."""
         return [(name + LEFT, self.left), (name + RIGHT, self.right)]
 

@@ -76,6 +76,7 @@ class _HostMemory:
 def release_cached_memory(device: torch.device) -> None:
     """Return the memory that PyTorch keeps for later tensors to the device, where other processes can use it."""
     if device.type == "cuda":
+        torch.cuda.ipc_collect()  # of memory that receivers of a weight sync no longer use
         torch.cuda.empty_cache()
 
 

@@ -42,8 +42,8 @@ class AttentionCall:
         """Return the mask (queries, keys) to add to the scores: 0 for the keys that a query sees, up to itself and
         within the sliding window, and else -inf.
 
-        None stands for the causal mask of positions from 0 on. All layers share a mask of numbers: attention would
-        convert one of booleans, and keep the result, in each of them.
+        Return None for a plain causal mask. Masks hold numbers, because attention would convert a boolean mask, and
+        keep the copy, in every layer.
         """
         if window is not None and self.n_keys <= window:
             window = None
@@ -140,11 +140,11 @@ class PrefixTree:
         self.position_ids = torch.from_numpy(np.concatenate([*position_ids, []]).astype(np.int64)).to(device)  # (U,)
         self.wanted: torch.Tensor | None = None  # (M,) the distinct tokens that are wanted, ascending
         if wanted is not None:
-            places = tuple(indices.cpu().numpy() for indices in wanted)
-            tokens = np.unique(index[places])
+            indices = tuple(part.cpu().numpy() for part in wanted)
+            tokens = np.unique(index[indices])
             if 0 < len(tokens) <= MAX_SHARE * n_tokens:
                 is_query[:] = False
-                is_query[places] = True
+                is_query[indices] = True
                 self.wanted = torch.from_numpy(tokens).to(device)
                 self.wanted_queries = Queries(index, is_query, tokens, device)
 
@@ -172,7 +172,7 @@ def count_shared(rows: Sequence[np.ndarray]) -> list[int]:
     return n_shared
 
 
-def unpadded(sequences: torch.Tensor, attention_mask: torch.Tensor) -> list[np.ndarray]:
+def remove_padding(sequences: torch.Tensor, attention_mask: torch.Tensor) -> list[np.ndarray]:
     """Return the tokens of each row of (B, L)."""
     masks = attention_mask.cpu().numpy().astype(bool)
     return [row[mask] for row, mask in zip(sequences.cpu().numpy(), masks, strict=True)]
@@ -186,7 +186,7 @@ def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree, group: Sequence
     if group is not None:
         token_ids, position_ids = group.take_slice(token_ids), group.take_slice(position_ids)
     is_narrowed = tree.wanted is not None and is_narrow(model)
-    with tree_attention(model):
+    with use_attention(model):
         output = model.base_model(
             input_ids=token_ids[None],
             position_ids=position_ids[None],
@@ -200,11 +200,13 @@ def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree, group: Sequence
 
 
 @contextmanager
-def tree_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Use the attention of prefix trees, also in layers that are computed again in the backward pass."""
+def use_attention(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
+    """Use a registered attention function, by default that of prefix trees, also in layers that are computed again in
+    the backward pass.
+    """
     config = model.config.get_text_config()
     previous = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = name
     try:
         yield
     finally:
@@ -297,7 +299,7 @@ def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = Non
         picked = [(0, 2), (1, 3), (3, 3), (3, 8)]  # rows and positions
         tree = PrefixTree(rows, model.device, tuple(torch.tensor(picked).T))
         assert tree.wanted is not None
-        indices = [torch.searchsorted(tree.wanted, tree.index[place]) for place in picked]
+        indices = [torch.searchsorted(tree.wanted, tree.index[position]) for position in picked]
         if _find_fault(model, tree, indices, [expected[row][position] for row, position in picked]) is not None:
             widen_last_layer(model)
     return fault

@@ -12,7 +12,7 @@ from skyrl_train.types.specs import SyncKind, TensorSpec
 Transport = Literal["shared", "shared_memory", "gloo", "nccl", "cuda_ipc", "auto"]
 
 
-def chunked(specs: Sequence[TensorSpec], chunk_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+def split_into_chunks(specs: Sequence[TensorSpec], chunk_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
     """Divide tensors, in order, into chunks of at most `chunk_bytes`; a larger tensor has a chunk of its own."""
     chunks: list[list[TensorSpec]] = []
     size = 0

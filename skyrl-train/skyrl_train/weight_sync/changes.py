@@ -1,7 +1,7 @@
 """Exact differences between two versions of a tensor: the new bits of the values that changed.
 
-A change is its distance from the previous one in a byte, and its bits. Where changes are more than 256 values apart,
-unchanged values between them are sent as well.
+Each change is stored as its distance from the previous change, in one byte, and its new bits. Where changes are more
+than 256 values apart, unchanged values between them are sent as well.
 """
 
 from __future__ import annotations

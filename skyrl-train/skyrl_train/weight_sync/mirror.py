@@ -16,7 +16,7 @@ from skyrl_train.models.low_rank import LEFT, RIGHT, MatrixChange, is_factor
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync.base import SyncPlan
 from skyrl_train.weight_sync.shared_memory import SharedMemory, can_share_memory, open_memory
-from skyrl_train.weight_sync.stream import padded
+from skyrl_train.weight_sync.stream import pad_size
 from skyrl_train.weight_sync.sync import Receiver
 
 
@@ -76,11 +76,11 @@ class WeightMirror:
     def _allocate(self, specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
         """Return tensors in one block of memory."""
         self.tensors = {}  # first: the old ones may need as much memory
-        memory = allocate_host_memory(sum(padded(spec.n_bytes) for spec in specs), self._peers)
+        memory = allocate_host_memory(sum(pad_size(spec.n_bytes) for spec in specs), self._peers)
         tensors, start = {}, 0
         for spec in specs:
             tensors[spec.name] = memory[start : start + spec.n_bytes].view(spec.dtype).view(spec.shape)
-            start += padded(spec.n_bytes)
+            start += pad_size(spec.n_bytes)
         return tensors
 
 

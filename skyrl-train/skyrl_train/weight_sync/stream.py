@@ -32,15 +32,15 @@ POLL_S = 2e-4
 Memory = SharedMemory | CudaMemory
 
 
-def padded(n_bytes: int) -> int:
+def pad_size(n_bytes: int) -> int:
     """Return the size of a record with its padding."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def slot_bytes(plan: SyncPlan) -> int:
     """Return the size of a slot: `chunk_bytes`, or less if all tensors fit into less."""
-    total = sum(padded(spec.n_bytes) for spec in plan.specs)
-    return max(ALIGNMENT, min(padded(plan.chunk_bytes), total))
+    total = sum(pad_size(spec.n_bytes) for spec in plan.specs)
+    return max(ALIGNMENT, min(pad_size(plan.chunk_bytes), total))
 
 
 def stream_device(plan: SyncPlan) -> torch.device:
@@ -50,8 +50,8 @@ def stream_device(plan: SyncPlan) -> torch.device:
     return torch.device("cpu")
 
 
-def memory_place(device: torch.device) -> str:
-    """Return the place of a device's memory: processes in the same place can open it. On a GPU, it is its UUID."""
+def memory_location(device: torch.device) -> str:
+    """Return the location of a device's memory, which processes at the same location can open: the UUID of a GPU."""
     return "host" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -94,7 +94,7 @@ class StreamWriter:
         elif self._plan.transport in ("shared_memory", "auto") and can_share_memory():
             memory = SharedMemory.create(size)
         self._buffer = memory.buffer if memory else torch.empty(size, dtype=torch.uint8, device=self._device)
-        addresses = {memory_place(self._device): memory.address} if memory else {}
+        addresses = {memory_location(self._device): memory.address} if memory else {}
         if self._n_ranks > 1:
             parts: list[dict[str, str]] = [{}] * self._n_ranks
             dist.all_gather_object(parts, addresses)
@@ -149,7 +149,7 @@ class StreamWriter:
             start, self._used = start + n_bytes, self._used + n_bytes
             if self._used == self._size:
                 self._publish()
-        self._used = padded(self._used)
+        self._used = pad_size(self._used)
         if self._used == self._size:
             self._publish()
 
@@ -235,7 +235,7 @@ class StreamReader:
             SyncError: the sender is missing.
         """
         self._plan = plan
-        self._device = stream_device(plan)
+        self.device = stream_device(plan)
         self._group: Any = None
         self._size = slot_bytes(plan)
         self._n_pieces = 0  # begun
@@ -252,8 +252,8 @@ class StreamReader:
 
     def _connect(self) -> None:
         self._endpoint.send("here")
-        address = self._endpoint.receive("connect").get(memory_place(self._device))
-        memory = None if address is None else open_device_memory(address, self._device)
+        address = self._endpoint.receive("connect").get(memory_location(self.device))
+        memory = None if address is None else open_device_memory(address, self.device)
         self._endpoint.send(memory is not None)
         remote = self._endpoint.receive("connect")
         if memory is not None:
@@ -262,8 +262,8 @@ class StreamReader:
         else:
             port, *remote = remote
             with group_errors(self._plan, [0]):
-                self._group = process_group(self._plan, open_store(self._plan, port), remote, self._device)
-            self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+                self._group = process_group(self._plan, open_store(self._plan, port), remote, self.device)
+            self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self.device)
         self._endpoint.send("connected")
         self._endpoint.receive("connect")
 
@@ -275,7 +275,7 @@ class StreamReader:
             n_part = min(n_bytes, len(self._piece) - self._used)
             yield self._piece[self._used : self._used + n_part]
             self._used, n_bytes = self._used + n_part, n_bytes - n_part
-        self._used = padded(self._used)
+        self._used = pad_size(self._used)
 
     @property
     def n_left(self) -> int:
@@ -283,11 +283,6 @@ class StreamReader:
         if self._used == len(self._piece):
             self._next_piece()
         return len(self._piece) - self._used
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the stream."""
-        return self._device
 
     def finish(self) -> None:
         """Inform the sender that everything was read."""
@@ -301,7 +296,7 @@ class StreamReader:
     def close(self) -> None:
         """Close the connection."""
         self._endpoint.close()
-        close_group(self._group, self._device)
+        close_group(self._group, self.device)
 
     def _next_piece(self) -> None:
         self._free_piece()
@@ -317,7 +312,7 @@ class StreamReader:
 
     def _wait_for_device(self) -> None:
         """Wait until the GPU has received the piece. It would wait forever for a sender that has ended."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return
         received = torch.cuda.Event()
         received.record()
@@ -330,7 +325,7 @@ class StreamReader:
 
     def _free_piece(self) -> None:
         if self._n_pieces:
-            synchronize(self._device)
+            synchronize(self.device)
             self._endpoint.send("read")
 
 
@@ -341,7 +336,12 @@ def create_memory(size: int, device: torch.device) -> Memory:
 
 def open_device_memory(address: str, device: torch.device) -> Memory | None:
     """Return the memory of a device at an address; None if this process cannot open it."""
-    return open_memory(address) if device.type == "cpu" else open_cuda_memory(address, device)
+    if device.type == "cpu":
+        return open_memory(address)
+    try:
+        return open_cuda_memory(address, device)
+    except RuntimeError:  # of CUDA: the memory belongs to another GPU or container
+        return None
 
 
 def synchronize(device: torch.device) -> None:
@@ -370,7 +370,11 @@ def process_group(plan: SyncPlan, store: dist.TCPStore, remote: Sequence[int], d
             synchronize(device)
 
     others = [other for other in ranks if other != plan.rank]
-    run_within(plan.timeout_s, connect, lambda: describe_stall(plan, others))
+    try:
+        run_within(plan.timeout_s, connect, lambda: describe_stall(plan, others))
+    except BaseException:
+        group.abort()
+        raise
     return group
 
 

@@ -15,11 +15,13 @@ import torch
 from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.types import Metrics
 from skyrl_train.types.specs import SyncKind, TensorSpec
-from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport, chunked
+from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport, split_into_chunks
 from skyrl_train.weight_sync.rendezvous import LINGER_S, MAX_POLL_S, call_off
 from skyrl_train.weight_sync.shared import receive_shared, release, send_shared
 from skyrl_train.weight_sync.stream import N_SLOTS
 from skyrl_train.weight_sync.transfer import SentWeights, receive_stream, send_stream
+
+ADVICE = "Training on its samples would be wrong; rerun the command to resume from the last checkpoint"
 
 
 def send(
@@ -211,8 +213,7 @@ class WeightSync:
             if receipt != sent:
                 raise SyncError(
                     f"weight sync {version} failed: {name} holds other weights than the policy: {receipt} instead of "
-                    f"{sent}. Training on its samples would be wrong; rerun the command to resume from the last "
-                    "checkpoint"
+                    f"{sent}. {ADVICE}"
                 )
         return sent
 
@@ -224,7 +225,7 @@ class WeightSync:
         if options.transport == "shared":
             address = f"sync-{id(self)}-{version}"
             return SyncPlan(version, "shared", address, timeout_s=options.timeout_s, kind=kind)
-        sends_changes = options.sends_changes and self._kind != "factors"  # almost all values of an adapter change
+        sends_changes = options.sends_changes and self._kind == "full"  # almost all values of an adapter change
         names = ["rank 0 of the model"]
         for name, sink in sinks.items():
             n = sink.n_weight_copies
@@ -233,7 +234,7 @@ class WeightSync:
             version,
             options.transport,
             await self._find_address(),
-            chunked(self._narrow(await self._source.tensor_specs(kind), kind), options.chunk_bytes),
+            split_into_chunks(self._narrow(await self._source.tensor_specs(kind), kind), options.chunk_bytes),
             n_receivers=len(names) - 1,
             timeout_s=options.timeout_s,
             kind=kind,

@@ -1,4 +1,4 @@
-"""Devices that an engine and models share, of which one at a time has its memory there."""
+"""Devices that an engine and models share, and whose memory they use in turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lease:
     """
 
     def __init__(self) -> None:
-        """Start without anybody; `add_model` and `add_engine` follow, the policy first."""
+        """Create a lease without users. Call `add_model` for each model, the policy first, then `add_engine`."""
         self._models: list[WorkerGroup] = []
         self._engine: InferenceEngine | None = None
         self._user: WorkerGroup | InferenceEngine | None = None  # None: nobody, or a change of users has failed
@@ -47,7 +47,7 @@ class Lease:
             logger.info("Models and engines leave their devices while they are idle (trainer.placement.offload_idle)")
 
     async def close(self) -> None:
-        """Wait until the engine has entered, if it is about to."""
+        """Wait for the engine if it is waking up."""
         if self._entering is not None:
             await asyncio.wait([self._entering])
 

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from skyrl_train.models.prefix_sharing import count_shared, sort_by_prefix, unpadded
+from skyrl_train.models.prefix_sharing import count_shared, remove_padding, sort_by_prefix
 from skyrl_train.types import Shard, TrainingBatch
 
 SHARED_COST = 0.25
@@ -35,7 +35,7 @@ def split(
     batch's shortest row with its loss mask zeroed, make up the difference.
     """
     trained = batch.loss_mask.any(dim=1).nonzero()[:, 0].tolist()
-    tokens = unpadded(batch.sequences[trained], batch.attention_mask[trained])
+    tokens = remove_padding(batch.sequences[trained], batch.attention_mask[trained])
     order, n_shared = sort_by_prefix(tokens)
     units = [[i] for i in range(len(order))]  # indices into the order, of rows that stay together
     if keeps_draws:

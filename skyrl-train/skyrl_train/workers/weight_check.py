@@ -9,15 +9,15 @@ from skyrl_train.errors import SyncError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
 from skyrl_train.types import Metrics, TrainingBatch
 from skyrl_train.weight_sync import WeightSync
+from skyrl_train.weight_sync.sync import ADVICE
 from skyrl_train.workers.group import WorkerGroup
 
 N_TOKENS = 32
 PROMPT_LENGTH = 16
-ADVICE = "Training on its samples would be wrong; rerun the command to resume from the last checkpoint"
 
 
 class CheckedSync:
-    """A weight sync, after which an engine samples 32 tokens that the policy scores as well."""
+    """A weight sync, after which the engines sample tokens that the policy scores as well."""
 
     def __init__(
         self, sync: WeightSync, engine: InferenceEngine, policy: WorkerGroup, n_token_ids: int, tolerance: float
@@ -27,9 +27,12 @@ class CheckedSync:
         self._engine = engine
         self._policy = policy
         self._tolerance = tolerance
+        self._n_tokens = max(N_TOKENS, 4 * engine.n_weight_copies)  # every copy samples some
         length = min(PROMPT_LENGTH, engine.info.longest_sequence - 1)
         generator = torch.Generator().manual_seed(0)
-        self._prompts: list[list[int]] = torch.randint(n_token_ids, (N_TOKENS, length), generator=generator).tolist()
+        self._prompts: list[list[int]] = torch.randint(
+            n_token_ids, (self._n_tokens, length), generator=generator
+        ).tolist()
 
     async def __call__(self, version: int) -> Metrics:
         """Send the weights as those of `version`.
@@ -53,8 +56,8 @@ class CheckedSync:
         if not gap <= self._tolerance:  # NaN is a difference
             raise SyncError(
                 f"weight sync {version} failed: the engine does not compute with the policy's weights. The log-probs "
-                f"of {N_TOKENS} tokens differ by {gap:.3g} on average, and at most {self._tolerance:g} is expected "
-                f"(generator.weight_sync_tolerance). {ADVICE}"
+                f"of {self._n_tokens} tokens differ by {gap:.3g} on average, and at most {self._tolerance:g} is "
+                f"expected (generator.weight_sync_tolerance). {ADVICE}"
             )
         return metrics.merge(Metrics.of({"sync/logprob_gap": gap}))
 
@@ -62,8 +65,8 @@ class CheckedSync:
         """Return the mean absolute difference between the log-probs of engine and policy."""
         rows = [(prompt + result.token_ids, len(prompt)) for prompt, result in zip(self._prompts, results, strict=True)]
         sequences, attention_mask = pad_tokens(rows, pad_token_id=0)
-        loss_mask = pad_right([[1.0] * len(result.token_ids) for result in results])  # (32, 1)
-        batch = TrainingBatch(sequences, attention_mask, loss_mask, draws=torch.arange(N_TOKENS))
-        expected = (await self._policy.score(batch, beside_others=True))["logprobs"]  # (32, 1)
+        loss_mask = pad_right([[1.0] * len(result.token_ids) for result in results])  # (N, 1)
+        batch = TrainingBatch(sequences, attention_mask, loss_mask, draws=torch.arange(self._n_tokens))
+        expected = (await self._policy.score(batch, beside_others=True))["logprobs"]  # (N, 1)
         found = pad_right([result.logprobs or [] for result in results])
         return float((found - expected).abs().mean())

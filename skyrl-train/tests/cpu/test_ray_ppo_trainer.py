@@ -116,7 +116,7 @@ def test_a_hook_gets_a_reward_for_each_token_unless_rollouts_are_batched(
     n_trained: list[float] = []
 
     class FilteringTrainer(RayPPOTrainer):
-        def postprocess_generator_output(self, generator_output: Any, uids: Any, data_sources: Any) -> Any:
+        def postprocess_generator_output(self, generator_output: Any, uids: Any, *, data_sources: Any) -> Any:
             calls.append((list(generator_output["rewards"]), uids, data_sources, self.global_step))
             for rewards, mask in zip(generator_output["rewards"], generator_output["loss_masks"], strict=True):
                 rewards[-1] += 1.0

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from skyrl_train import threads
-from skyrl_train.threads import ThreadBudget, compute_thread, half_of_cores, use_one_core
+from skyrl_train.threads import ThreadBudget, compute_thread, half_of_cores, threads_per_process, use_one_core
 
 
 @pytest.fixture
@@ -154,3 +154,8 @@ def test_both_ends_of_a_transfer_fit_on_the_cores() -> None:
     with half_of_cores():
         assert torch.get_num_threads() == min(before, max(1, len(os.sched_getaffinity(0)) // 2))
     assert torch.get_num_threads() == before
+
+
+def test_processes_share_the_cores_that_this_one_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {1, 3, 5})
+    assert [threads_per_process(n) for n in (1, 2, 3, 4)] == [3, 1, 1, 1]

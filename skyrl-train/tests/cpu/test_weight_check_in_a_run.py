@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from skyrl_train.config.cli import parse_cli
 from skyrl_train.entrypoints.experiment import BasePPOExp
 from skyrl_train.errors import DivergenceError, SyncError
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
@@ -52,6 +54,22 @@ def experiment(overrides: list[str], engine_class: type[HFEngine], *, copies: bo
 
 def rows(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+
+
+class WideEngine(HFEngine):
+    """An engine that counts as 16 copies of the weights."""
+
+    n_weight_copies = 16
+    n_requests: ClassVar[list[int]] = []
+
+    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+        self.n_requests.append(len(requests))
+        return await super().generate(requests)
+
+
+def test_every_copy_of_the_weights_samples_tokens(catch_run: list[str]) -> None:
+    experiment([*catch_run, *CHECK], WideEngine).run()
+    assert 4 * WideEngine.n_weight_copies in WideEngine.n_requests
 
 
 def test_the_gap_is_logged_in_every_step(catch_run: list[str], tmp_path: Path) -> None:

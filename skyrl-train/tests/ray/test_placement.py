@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -77,6 +78,34 @@ async def test_an_engine_that_exceeds_its_start_timeout_names_the_key(start_clus
     async with started(launcher):
         with pytest.raises(EngineError, match=message):
             await launcher.start_engine(start_slowly, 0.5)
+
+
+def test_a_run_waits_for_nodes_with_gpus(
+    start_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYRL_RAY_JOIN_TIMEOUT_IN_S", "60")
+    cluster = start_cluster(2)
+    timer = threading.Timer(3, lambda: cluster.add_node(num_cpus=2, num_gpus=2))
+    timer.start()
+    launcher = RayLauncher(placement(colocate_all=True, n_nodes=1, n_per_node=2), [], None, n_engines=1)
+    timer.join()
+    assert launcher.device.type == "cuda"
+
+
+def test_gpus_of_a_node_without_cpus_for_them_are_not_counted(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster(1)
+    cluster.add_node(num_cpus=1, num_gpus=4)
+    with pytest.raises(ConfigError, match=r"1 × 2 GPUs for engine .* has 1 GPU with a CPU for each on 2 nodes: 0 \+ 1"):
+        RayLauncher(placement(colocate_all=True, n_nodes=1, n_per_node=2), [], None, n_engines=1)
+
+
+def test_a_timeout_that_is_no_number_is_named(
+    start_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYRL_RAY_JOIN_TIMEOUT_IN_S", "5m")
+    start_cluster(1)
+    with pytest.raises(ConfigError, match="SKYRL_RAY_JOIN_TIMEOUT_IN_S=5m must be a number of seconds, such as 180"):
+        RayLauncher(placement(colocate_all=True, n_nodes=1, n_per_node=1), [], None, n_engines=1)
 
 
 def test_an_engine_larger_than_every_node_is_refused(start_cluster: Callable[..., Cluster]) -> None:

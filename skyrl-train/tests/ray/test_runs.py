@@ -134,6 +134,10 @@ def test_a_cluster_that_does_not_answer_is_named(
     with pytest.raises(SystemExit):
         main([*five_steps, "trainer.placement.launcher=ray"])
     assert "RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers there" in capsys.readouterr().err
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(SystemExit):
+        main([*five_steps, "trainer.placement.launcher=ray"])
+    assert "RAY_ADDRESS=ray://head:10001: Ray Client is not supported" in capsys.readouterr().err
 
 
 def test_devices_that_others_hold_are_waited_for_only_for_a_while(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
@@ -25,6 +24,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.scheduler import Row
 from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow
+from skyrl_train.models.prefix_sharing import use_attention
 
 NAME = "skyrl_packed"
 MASK_SIZE = 1 << 24  # elements of a mask: 64 MiB in float32
@@ -357,7 +357,7 @@ def hidden_states(
     input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=model.device)  # (N,)
     narrows = last_only and len(rows) <= MAX_SHARE * len(input_ids) and is_narrow(model)
     cache = PackedCache(memory, rows, model.device, is_isolated=is_isolated, narrows=narrows)
-    with packed_attention_of(model):
+    with use_attention(model, NAME):
         output = model.base_model(
             input_ids=input_ids[None],
             position_ids=cache.position_ids[None],
@@ -369,18 +369,6 @@ def hidden_states(
     if last_only and not narrows:
         return states[torch.tensor([row.n_new for row in rows], device=model.device).cumsum(0) - 1]
     return states
-
-
-@contextmanager
-def packed_attention_of(model: PreTrainedModel) -> Iterator[None]:
-    """Replace the model's attention by `packed_attention`."""
-    config = model.config.get_text_config()
-    previous = config._attn_implementation
-    config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = previous
 
 
 AttentionInterface.register(NAME, packed_attention)

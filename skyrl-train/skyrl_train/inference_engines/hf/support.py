@@ -15,11 +15,11 @@ from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
 from skyrl_train.models.last_layer import is_narrow, widen_last_layer
 from skyrl_train.models.loading import autocast
+from skyrl_train.models.prefix_sharing import LOW_PRECISION_TOLERANCE, TOLERANCE
 
 logger = logging.getLogger(__name__)
 
 FIRST, SECOND = (5, 3), (1, 4)  # tokens of two sequences that the first and the second pass read
-TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value, in float32 and in shorter types
 
 
 @torch.inference_mode()

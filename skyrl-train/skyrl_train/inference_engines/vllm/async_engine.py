@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,9 @@ from skyrl_train.inference_engines.vllm.wire import check_results, decode_receip
 from skyrl_train.inference_engines.vllm.worker import read_facts
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
+T = TypeVar("T")
+
+POLL_S = 1.0
 DIED = "vLLM's process ended; its own messages are above"
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
@@ -90,7 +93,7 @@ class AsyncVLLMEngine(AsyncEngine):
         if self._reading is None:
             await self._prepare()
         for request_id, sequence in new.items():
-            await self._client.add_request_async(core_request(request_id, sequence, self._facts))
+            await self._ask(self._client.add_request_async(core_request(request_id, sequence, self._facts)))
 
     async def _prepare(self) -> None:
         """Install the sampler, and check that the model runs: some load and fail in their first step."""
@@ -127,15 +130,12 @@ class AsyncVLLMEngine(AsyncEngine):
 
     async def _drop_all(self) -> None:
         self._forget_all()
-        try:
-            await self._drop_caches()
-        except EngineDeadError as error:
-            raise EngineLostError(DIED) from error
+        await self._drop_caches()
 
     async def _drop_caches(self) -> None:
         if self._aborts:
             await asyncio.wait(self._aborts)
-        await self._client.reset_prefix_cache_async(reset_running_requests=True)
+        await self._ask(self._client.reset_prefix_cache_async(reset_running_requests=True))
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
         await self._drop_caches()
@@ -148,20 +148,40 @@ class AsyncVLLMEngine(AsyncEngine):
             EngineLostError: a worker has ended. vLLM then ends the others.
         """
         try:
-            results = await self._client.call_utility_all_async("collective_rpc", method, None, args, None)
+            results = await self._ask(self._client.call_utility_all_async("collective_rpc", method, None, args, None))
+        except EngineLostError:
+            raise
         except Exception as error:  # vLLM raises plain exceptions
             self._broken_by = EngineLostError(f"a worker of vLLM ended during {method}; its own messages are above")
             raise self._broken_by from error
         return [result for replica in results for result in replica]
 
+    async def _ask(self, call: Coroutine[Any, Any, T]) -> T:
+        """Return the answer of the engine core to a call. If the core ends first, vLLM itself waits forever.
+
+        Raises:
+            EngineLostError: the core has ended.
+        """
+        answer = asyncio.ensure_future(call)
+        try:
+            while not answer.done():
+                await asyncio.wait([answer], timeout=POLL_S)
+                if not answer.done():
+                    self._client.ensure_alive()
+            return answer.result()
+        except EngineDeadError as error:
+            raise EngineLostError(DIED) from error
+        finally:
+            answer.cancel()
+
     async def _release_memory(self) -> None:
         await self._drop_caches()
         if self._facts.can_sleep:
-            await self._client.sleep_async(level=1)
+            await self._ask(self._client.sleep_async(level=1))
 
     async def _restore_memory(self, part: MemoryPart) -> None:
         if self._facts.can_sleep:
-            await self._client.wake_up_async([part])
+            await self._ask(self._client.wake_up_async([part]))
 
     async def _shut_down(self) -> None:
         if self._reading is not None:

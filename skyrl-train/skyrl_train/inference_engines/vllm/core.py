@@ -190,7 +190,7 @@ def read_output(output: EngineCoreOutput) -> Output:
 
 @contextmanager
 def starting(environment: dict[str, str]) -> Iterator[None]:
-    """Start vLLM within: set variables of the `environment`, and undo everything that it changes in this process.
+    """Set variables of the `environment` while vLLM starts, and undo everything that it changes in this process.
 
     It seeds every random generator, sets environment variables that child processes would inherit (LD_PRELOAD among
     them), and on a CPU replaces `torch.set_num_threads`.

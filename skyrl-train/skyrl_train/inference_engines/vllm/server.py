@@ -1,12 +1,7 @@
 """vLLM behind HTTP: a server that another program started with `vllm serve`. Needs no vLLM in this process.
 
-The server must be started so that its workers have our extension and its control endpoints are open:
-
-    VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 vllm serve <policy> --enable-scale-out \\
-        --no-async-scheduling --max-logprobs=-1 --enable-prompt-tokens-details \\
-        --worker-extension-cls skyrl_train.inference_engines.vllm.worker.WorkerExtension
-
-Whoever reaches these endpoints controls the server: keep its port inside a trusted network.
+`START_COMMAND` starts such a server: its workers have our extension, and its control endpoints are open. Whoever
+reaches these endpoints controls the server: keep its port inside a trusted network.
 """
 
 from __future__ import annotations
@@ -42,7 +37,6 @@ START_COMMAND = (
     f"--max-logprobs=-1 --enable-prompt-tokens-details --worker-extension-cls {EXTENSION}"
 )
 MAX_DROP_S = 30.0
-SYNC_SLACK_S = 30.0
 
 
 class VLLMServerEngine(HTTPEngine):
@@ -56,7 +50,7 @@ class VLLMServerEngine(HTTPEngine):
         `tokenizer` is the policy's, to find stop strings.
 
         Raises:
-            EngineError: the server does not answer, or was not started as above.
+            EngineError: the server does not answer, or was not started with `START_COMMAND`.
         """
         url = server_url(address)
         call_server(url, "GET", "/health")
@@ -122,8 +116,8 @@ class VLLMServerEngine(HTTPEngine):
             raise EngineError(f"transport=shared cannot reach the server at {self._url}; use transport=auto")
         await self._drop_caches()
         call = {"method": "skyrl_receive_weights", "args": [encode_plan(plan)]}
-        timeout_s = plan.timeout_s + SYNC_SLACK_S
-        answer = await self._request("POST", "/collective_rpc", json=call, timeout_s=timeout_s)
+        # The ends of the sync limit their waits for each other, and the client watches the server.
+        answer = await self._request("POST", "/collective_rpc", json=call, timeout_s=None)
         return decode_receipts(answer["results"])
 
     async def _drop_caches(self) -> None:

@@ -114,8 +114,8 @@ def load_weights(model: Any, config: VllmConfig, weights: Iterable[tuple[str, to
 
 @contextmanager
 def _packing_experts(model: Any) -> Iterator[None]:
-    """Let vLLM pack the weights of experts that are loaded within: on a CPU, it does so only for a layer without a
-    kernel.
+    """Make vLLM pack the weights of experts that are loaded inside the context. On a CPU, it packs only layers without
+    a kernel.
     """
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     methods = [layer.quant_method for layer in experts if current_platform.is_cpu()]

@@ -107,6 +107,8 @@ def connect(registrations: Registrations | None = None, n_task_cpus: int = 0) ->
 def _check_address() -> None:
     """Raise ConfigError if nothing listens at `$RAY_ADDRESS`: Ray itself tries for minutes."""
     address = os.environ.get("RAY_ADDRESS", "")
+    if "://" in address:
+        raise ConfigError(f"RAY_ADDRESS={address}: Ray Client is not supported; set it to <head node>:6379")
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return  # local, auto, or unset

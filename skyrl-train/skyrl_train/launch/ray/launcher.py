@@ -98,8 +98,8 @@ class RayLauncher:
         if not self._placement.shares_devices:
             return self._reservation.devices(_engine_name(index, self._n_engines))
         _, n_per_node = self._placement.size("policy")
-        node, place = divmod(index, n_per_node // self._engine_size)
-        start = node * n_per_node + place * self._engine_size
+        node, slot = divmod(index, n_per_node // self._engine_size)
+        start = node * n_per_node + slot * self._engine_size
         return self._reservation.devices(ENGINE)[start : start + self._engine_size]
 
     def _start_ranks(self, role: Role) -> list[RayRank]:
@@ -132,7 +132,7 @@ class RayLauncher:
                 partial(make_engine, None),
                 start_timeout_s,
                 n_processes=self._n_processes_per_node(n_per_node),
-                visible_devices=await find_visible_devices(self._engine_devices(index)),
+                visible_devices=find_visible_devices(self._engine_devices(index)),
             )
 
         async def restart(index: int) -> InferenceEngine:

@@ -74,12 +74,13 @@ class Reservation:
         """
         self._requests = list(requests)
         self._groups: dict[Request, list[PlacementGroup]] = {}
-        deadline = time.monotonic() + float(os.environ.get(JOIN_TIMEOUT_VARIABLE, "0"))
+        deadline = time.monotonic() + _read_seconds(JOIN_TIMEOUT_VARIABLE, 0)
         while True:
             self.kind: Kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-            if self._fits():
+            is_late = time.monotonic() >= deadline
+            if self._fits() and (self.kind == "GPU" or is_late):  # nodes with GPUs may still join
                 break
-            if time.monotonic() > deadline:
+            if is_late:
                 raise ConfigError(
                     f"{self._describe_requests()}, but the Ray cluster has {_describe_nodes(self.kind)}. Lower "
                     "trainer.placement.policy_num_nodes, policy_num_gpus_per_node, generator.num_inference_engines or "
@@ -95,7 +96,7 @@ class Reservation:
         Raises:
             ConfigError: other programs on the cluster did not release enough in time.
         """
-        timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, "180"))
+        timeout_s = _read_seconds(TIMEOUT_VARIABLE, 180)
         deadline = time.monotonic() + timeout_s
         bundle = {"CPU": 1, self.kind: 1}
         for request in self._requests:
@@ -148,13 +149,24 @@ class Reservation:
 
 
 def _devices_of_nodes(kind: Kind) -> list[int]:
-    return sorted(int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"])
+    """Return the number of devices of each node. A GPU counts if there is also a CPU for it."""
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sorted(int(min(of_node.get(kind, 0), of_node.get("CPU", 0))) for of_node in resources)
 
 
 def _describe_nodes(kind: Kind) -> str:
     counts = _devices_of_nodes(kind)
     nodes = "1 node" if len(counts) == 1 else f"{len(counts)} nodes: {' + '.join(map(str, counts))}"
-    return f"{_count(sum(counts), kind)} on {nodes}"
+    lacks_cpus = sum(counts) < int(ray.cluster_resources().get(kind, 0))
+    return f"{_count(sum(counts), kind)}{' with a CPU for each' if lacks_cpus else ''} on {nodes}"
+
+
+def _read_seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable, str(default))
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{variable}={text} must be a number of seconds, such as 180") from None
 
 
 def _count(n: int, kind: Kind) -> str:

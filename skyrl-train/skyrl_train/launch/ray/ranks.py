@@ -19,6 +19,7 @@ from skyrl_train.errors import WorkerError
 from skyrl_train.launch.rank_host import RankHost
 from skyrl_train.launch.ray.placement import Device
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT
+from skyrl_train.threads import threads_per_process
 from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.weight_sync.sync import free_port
 
@@ -50,7 +51,7 @@ class RankActor:
         Returns:
             The time for which this rank waits for others in a collective.
         """
-        self._host = RankHost(world, f"tcp://{address}", max(1, (os.cpu_count() or 1) // n_processes))
+        self._host = RankHost(world, f"tcp://{address}", threads_per_process(n_processes))
         return COLLECTIVE_TIMEOUT
 
     def call(self, role: Role, method: str, *args: Any) -> tuple[bool, Any]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint.folders import assert_a_changed_byte_is_named
 from safetensors.torch import load_file
 from sft_runs import metrics, overrides, pair_overrides, write_pairs, write_rows
@@ -22,7 +28,8 @@ from skyrl_train.config.sft import SFT
 from skyrl_train.entrypoints.cli import main
 from skyrl_train.entrypoints.sft import SFTExp
 from skyrl_train.errors import ConfigError
-from skyrl_train.launch.torchrun import Torchrun
+from skyrl_train.launch import torchrun as torchrun_module
+from skyrl_train.launch.torchrun import DRIVER, Torchrun, _accept_ranks
 from skyrl_train.weight_sync import SyncOptions
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -235,6 +242,26 @@ def test_settings_for_other_processes_than_those_of_torchrun_are_refused(
     torchrun.check(RunPlacementConfig())
     with pytest.raises(ConfigError, match=message):
         torchrun.check(RunPlacementConfig(**placement))
+
+
+def test_connections_of_other_programs_do_not_delay_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun_module, "HANDSHAKE_TIMEOUT_S", 1)
+    store = dist.HashStore()
+    monkeypatch.setattr(Torchrun, "store", lambda _: store)
+    with ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(_accept_ranks, Torchrun(rank=0, size=2, local_rank=0, n_per_node=2))
+        store.wait([DRIVER], timedelta(seconds=10))
+        host, port, key = json.loads(store.get(DRIVER))
+        with socket.create_connection((host, port)), socket.create_connection((host, port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with Connection(socket.create_connection((host, port)).detach()) as rank:
+                answer_challenge(rank, bytes.fromhex(key))
+                deliver_challenge(rank, bytes.fromhex(key))
+                rank.send_bytes((1).to_bytes(4))
+                (connection,) = accepting.result(timeout=30).values()
+                rank.send_bytes(b"ready")
+                assert connection.recv_bytes() == b"ready"
+                connection.close()
 
 
 def test_runs_with_an_engine_are_refused_under_torchrun(

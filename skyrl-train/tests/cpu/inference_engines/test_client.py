@@ -41,8 +41,8 @@ def processes() -> Iterator[list[ServerProcess]]:
 
 
 def make_engine(path: Path, **options: Any) -> Callable[[], InferenceEngine]:
-    defaults = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 28}
-    return partial(load_engine, str(path), dtype=torch.float32, **{**defaults, **options})
+    defaults = {"dtype": torch.float32, "max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 28}
+    return partial(load_engine, str(path), **{**defaults, **options})
 
 
 @pytest.fixture
@@ -297,6 +297,35 @@ async def test_an_engine_that_is_lost_again_and_again_fails_its_requests(
                 assert len((await listener.result()).token_ids) == 400
         with pytest.raises(EngineLostError, match="engine 1 of 2 was lost 2 times; the last time: engine process"):
             await listener.result()
+
+
+async def test_a_replacement_that_fails_is_tried_again_for_the_next_requests(
+    processes: list[ServerProcess], tiny_model_path: Path, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with replaceable(processes[1], tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
+        await sync(1)
+        (expected,) = await client.generate([request(30, 0, "a")])
+
+        async def fail(_: int) -> InferenceEngine:
+            raise EngineError("its node has left the cluster")
+
+        os.kill(pids[0], signal.SIGKILL)
+        with monkeypatch.context() as patches:
+            patches.setattr(client, "_restart", fail)
+            with pytest.raises(EngineError, match="its node has left the cluster"):
+                await client.generate([request(30, 0, "a")])
+            await client.pause()  # ignores the engine that is gone
+            await client.resume()
+        (found,) = await client.generate([request(30, 0, "a")])
+        assert_same(found, expected, 1e-5)
+
+
+async def test_engines_with_weights_of_different_types_are_refused(tiny_model_path: Path) -> None:
+    engines = [make_engine(tiny_model_path, dtype=dtype)() for dtype in (torch.float32, torch.bfloat16)]
+    with pytest.raises(EngineError, match="engines hold weights in different types: float32, bfloat16; start all"):
+        EngineClient(engines)
+    for engine in engines:
+        await engine.close()
 
 
 async def test_an_aborted_request_of_a_lost_engine_is_not_sampled_again(

@@ -187,3 +187,14 @@ def test_a_lack_of_memory_is_no_fault_of_the_model() -> None:
     model.base_model.register_forward_pre_hook(exhaust)
     with pytest.raises(torch.OutOfMemoryError):
         find_sharing_fault(model)
+
+
+def test_a_last_layer_without_attention_computes_all_tokens() -> None:
+    class Identity(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+            return hidden_states, None
+
+    model = make_model(CONFIGS["llama"])
+    model.model.layers[-1].self_attn = Identity()
+    assert find_sharing_fault(model) is None
+    assert not is_narrow(model)

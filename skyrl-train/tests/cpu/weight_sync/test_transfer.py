@@ -430,7 +430,7 @@ def test_a_function_that_hangs_is_given_up() -> None:
 def send_as_rank(rank: int, store: str, plan: SyncPlan, tensors: Tensors, outcomes: Any) -> None:
     """Send the weights as one of two ranks of a model, whose memory only receivers in the same place can open."""
     stream_module.stream_device = lambda plan: torch.device("cpu")
-    stream_module.memory_place = lambda device: f"GPU-{rank}"
+    stream_module.memory_location = lambda device: f"GPU-{rank}"
     rendezvous.LINGER_S = 0.5
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
@@ -451,7 +451,7 @@ def test_each_rank_serves_the_receivers_on_its_gpu(
         opened.append((threading.current_thread().name, address.partition("/")[0]))
         return open_memory(address)
 
-    monkeypatch.setattr(stream_module, "memory_place", lambda device: threading.current_thread().name)
+    monkeypatch.setattr(stream_module, "memory_location", lambda device: threading.current_thread().name)
     monkeypatch.setattr(stream_module, "open_device_memory", open_recorded)
     plan = plan_for(tensors, "cuda_ipc", n_receivers=len(places), timeout_s=100.0)
     results: list[tuple[Tensors, Receipt] | SyncError] = []

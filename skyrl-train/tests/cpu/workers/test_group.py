@@ -38,7 +38,7 @@ PLACE: ContextVar[str] = ContextVar("place")
 def serve(connection: Connection, world: World, address: str) -> None:
     """Serve a rank whose slots are on the CPU, where only receivers in the place `GPU-<rank>` can open them."""
     stream_module.stream_device = lambda plan: torch.device("cpu")
-    stream_module.memory_place = lambda device: f"GPU-{world.rank}"
+    stream_module.memory_location = lambda device: f"GPU-{world.rank}"
     rendezvous.LINGER_S = 0.5
     RankHost(world, address, 1).serve(connection)
 
@@ -81,7 +81,7 @@ async def start_ranks(serve: Callable[[Connection, World, str], None]) -> AsyncI
 async def ranks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[ProcessRank]]:
     """Two ranks that share their memory as on two GPUs."""
     monkeypatch.setattr(stream_module, "stream_device", lambda plan: torch.device("cpu"))
-    monkeypatch.setattr(stream_module, "memory_place", lambda device: PLACE.get())
+    monkeypatch.setattr(stream_module, "memory_location", lambda device: PLACE.get())
     async with start_ranks(serve) as started:
         yield started
 
