@@ -281,6 +281,9 @@ def _prepare(
     module: torch.nn.Module = model.eval()
     if not is_deferred:
         module.to(device)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # rounding of products with a vector depends on its alignment, which files lack
+                parameter.data = parameter.data.clone()
     if device.type == "cpu":
         fuse_operations(model)
         narrow_last_layer(model)
