@@ -157,12 +157,20 @@ def loop(server: ServerProcess, disturbed: Callable[[Callable[[], list[float]]],
     return losses, samples
 
 
+def assert_undisturbed(server: ServerProcess, killer: Killer, undisturbed: Found) -> None:
+    """Run the loop with a kill, again if the engine was always too fast for it."""
+    for _ in range(MAX_TRIES):
+        assert loop(server, killer) == undisturbed
+        if killer.has_killed:
+            break
+    assert killer.has_killed
+
+
 @on_both
 def test_the_engine_is_killed_while_it_trains(server: ServerProcess, undisturbed: Found) -> None:
     before = server.engine.pid
     killer = Killer(server, Kind.FORWARD_BACKWARD, kill_engine)
-    assert loop(server, killer) == undisturbed
-    assert killer.has_killed
+    assert_undisturbed(server, killer, undisturbed)
     assert server.engine.pid != before
     assert "the engine has died: signal 9" in server.log
 
@@ -171,8 +179,7 @@ def test_the_engine_is_killed_while_it_trains(server: ServerProcess, undisturbed
 def test_the_server_is_killed_while_its_engine_trains(server: ServerProcess, undisturbed: Found) -> None:
     before = server.engine
     killer = Killer(server, Kind.OPTIM_STEP, kill_server)
-    assert loop(server, killer) == undisturbed
-    assert killer.has_killed
+    assert_undisturbed(server, killer, undisturbed)
     assert not before.is_running()
 
 
