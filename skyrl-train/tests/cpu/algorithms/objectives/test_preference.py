@@ -56,7 +56,7 @@ def test_loss_and_gradient_are_those_of_the_formula(tiny_model: PreTrainedModel,
     assert metrics["policy/loss"] == pytest.approx(expected.item(), abs=1e-6)
     for (name, ours), theirs in zip(worker.model.named_parameters(), naive.parameters(), strict=True):
         if theirs.grad is not None:
-            torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-6, rtol=1e-5, msg=lambda text: f"{name}: {text}")
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-6, rtol=1e-5, msg=name)
 
 
 def test_the_loss_reaches_its_optimum_on_two_answers(tiny_model: PreTrainedModel) -> None:
