@@ -266,7 +266,7 @@ $(VLLM)/.ready: $(VLLM_REQUIREMENTS)
 $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes minutes)"
 	@$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
-	  -e skyrl-gym -e 'skyrl-train[ray]' hypothesis pytest pytest-asyncio pytest-timeout requests
+	  -e skyrl-gym -e 'skyrl-train[ray,wandb]' hypothesis pytest pytest-asyncio pytest-timeout requests
 	@$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(REQUIREMENTS)
 	@touch $@
 
