@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,7 +15,7 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineError, EngineLostError
 from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_kit import EngineKit, Listener
 
@@ -67,6 +71,58 @@ async def test_a_killed_process_fails_its_requests(engine_kit: EngineKit) -> Non
     await engine.close()
     left = set(psutil.Process().children(recursive=True)) - before
     assert all(child.status() == psutil.STATUS_ZOMBIE for child in left)  # killed, and not yet reaped
+
+
+async def test_calls_that_wait_for_a_killed_process_fail(engine_kit: EngineKit) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    engine = engine_kit.new(max_num_seqs=5)  # not shared
+    await engine.generate([engine_kit.request(10, 4)])
+    children = set(psutil.Process().children(recursive=True)) - before
+    for child in children:
+        child.suspend()
+    sleeping = asyncio.create_task(engine.sleep())
+    await asyncio.sleep(0.5)
+    assert not sleeping.done()
+    for child in children:
+        child.kill()
+    async with asyncio.timeout(30):
+        with pytest.raises(EngineLostError, match="vLLM's process ended"):
+            await sleeping
+        with pytest.raises(EngineLostError, match="vLLM's process ended"):
+            await engine.check_health()
+    await engine.close()
+
+
+START_AND_HANG = """
+import asyncio, sys, time
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
+from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
+from skyrl_train.models.loading import load_tokenizer
+
+async def main():
+    options = {"model": sys.argv[1], "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}
+    engine = AsyncVLLMEngine(options, load_tokenizer(sys.argv[1]))
+    await engine.generate([EngineRequest([5, 6, 7], SamplingParams(2), 0)])
+    print("ready", flush=True)
+    time.sleep(300)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_killed_owner_leaves_no_process(tiny_model_path: Path, tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(START_AND_HANG)
+    with subprocess.Popen([sys.executable, str(script), str(tiny_model_path)], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        while owner.stdout.readline().strip() != b"ready":
+            assert owner.poll() is None
+        children = psutil.Process(owner.pid).children(recursive=True)
+        assert any("EngineCore" in " ".join([child.name(), *child.cmdline()]) for child in children)
+        owner.kill()
+        gone, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive
 
 
 @pytest.mark.parametrize(

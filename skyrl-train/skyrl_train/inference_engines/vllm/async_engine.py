@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -97,7 +98,7 @@ class AsyncVLLMEngine(AsyncEngine):
 
     async def _prepare(self) -> None:
         """Install the sampler, and check that the model runs: some load and fail in their first step."""
-        check_results(await self._call_workers("skyrl_prepare", self._eos_token_id))
+        check_results(await self._call_workers("skyrl_prepare", self._eos_token_id, os.getpid()))
         try:
             await self._client.add_request_async(trial_request(self._facts))
             await self._client.get_output_async()

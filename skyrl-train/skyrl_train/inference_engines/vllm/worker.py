@@ -6,11 +6,15 @@ vLLM mixes the class that `worker_extension_cls`, or `vllm serve … --worker-ex
 from __future__ import annotations
 
 import logging
+import os
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_pp_group, get_world_group
@@ -40,10 +44,10 @@ class WorkerExtension:
     rank: int
     vllm_config: VllmConfig
 
-    def skyrl_prepare(self, eos_token_id: int | None) -> dict[str, Any]:
+    def skyrl_prepare(self, eos_token_id: int | None, owner_pid: int | None = None) -> dict[str, Any]:
         """Replace the sampler of the model runner; return the facts about the model, or an error.
 
-        `eos_token_id` is the tokenizer's.
+        `eos_token_id` is the tokenizer's. When the process `owner_pid` ends, so does this worker, and vLLM with it.
         """
         if self.vllm_config.scheduler_config.async_scheduling:
             return {"error": "asynchronous scheduling hides sampled tokens from the sampler; use --no-async-scheduling"}
@@ -53,6 +57,8 @@ class WorkerExtension:
             return {"error": "vLLM's second model runner calls samplers differently; set VLLM_USE_V2_MODEL_RUNNER=0"}
         facts = read_facts(self.vllm_config, eos_token_id)
         self._allocate_received_states()
+        if owner_pid is not None:
+            threading.Thread(target=_end_with, args=(owner_pid,), daemon=True).start()
         self.model_runner.sampler = PositionSampler(self.model_runner, frozenset(facts.eos_ids))
         return facts._asdict()
 
@@ -84,6 +90,17 @@ class WorkerExtension:
         except Exception as error:  # handed to the driver, which may be on another machine
             logger.exception("vLLM could not receive weights")
             return {"error": str(error)}
+
+
+def _end_with(pid: int) -> None:
+    """End this process when another one has ended, however that was."""
+    try:
+        owner = psutil.Process(pid)
+        while owner.is_running() and owner.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(1)
+    except psutil.NoSuchProcess:
+        pass
+    os._exit(1)
 
 
 @torch.no_grad()
