@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ def processes() -> Iterator[list[ServerProcess]]:
 
 
 def make_engine(path: Path, **options: Any) -> Callable[[], InferenceEngine]:
-    defaults = {"dtype": torch.float32, "max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 28}
-    return partial(load_engine, str(path), **{**defaults, **options})
+    defaults = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 28}
+    return partial(load_engine, str(path), dtype=torch.float32, **{**defaults, **options})
 
 
 @pytest.fixture
@@ -320,8 +321,13 @@ async def test_a_replacement_that_fails_is_tried_again_for_the_next_requests(
         assert_same(found, expected, 1e-5)
 
 
-async def test_engines_with_weights_of_different_types_are_refused(tiny_model_path: Path) -> None:
-    engines = [make_engine(tiny_model_path, dtype=dtype)() for dtype in (torch.float32, torch.bfloat16)]
+async def test_engines_with_weights_of_different_types_are_refused(
+    tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    limits: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_cache_bytes": 1 << 20}
+    engines = [HFEngine(tiny_model, tiny_tokenizer, **limits) for _ in range(2)]
+    for engine, dtype in zip(engines, (torch.float32, torch.bfloat16), strict=True):
+        engine.info = replace(engine.info, weight_dtype=dtype)  # as servers of vLLM have it
     with pytest.raises(EngineError, match="engines hold weights in different types: float32, bfloat16; start all"):
         EngineClient(engines)
     for engine in engines:
