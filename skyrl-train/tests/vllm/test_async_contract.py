@@ -121,7 +121,7 @@ def test_a_killed_owner_leaves_no_process(tiny_model_path: Path, tmp_path: Path)
         children = psutil.Process(owner.pid).children(recursive=True)
         assert any("EngineCore" in " ".join([child.name(), *child.cmdline()]) for child in children)
         owner.kill()
-        gone, alive = psutil.wait_procs(children, timeout=20)
+        _, alive = psutil.wait_procs(children, timeout=20)
         assert not alive
 
 
