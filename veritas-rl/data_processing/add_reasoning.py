@@ -31,9 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path, required=True, help="file of data_processing.generate_dataset")
-    parser.add_argument(
-        "--output", type=Path, help="by default, the same name in the folder reasoned/"
-    )
+    parser.add_argument("--output", type=Path, help="by default, the same name in the folder reasoned/")
     parser.add_argument("--temperature", type=float, default=0.3, help="sampling temperature (default: %(default)s)")
     add_endpoint(parser, model="gpt-4o-mini", base_url="https://api.openai.com/v1", timeout=600)
     args = parser.parse_args(argv)
