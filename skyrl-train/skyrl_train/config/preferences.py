@@ -67,7 +67,7 @@ class DPOLossConfig(Section):
     averaged over the tokens of an answer."""
 
     beta: Annotated[float, Gt(0)] = 0.1
-    """Strength β of the pull to the reference."""
+    """Coefficient β: the larger it is, the closer the policy stays to the reference."""
 
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Probability that a label is wrong, of conservative DPO; only for `sigmoid`."""

@@ -134,7 +134,7 @@ def translate(argv: Sequence[str], program: VerlProgram) -> list[str]:
     Logs a line for each option that is dropped or changed, and for verl's defaults; the alias tables log the others.
 
     Raises:
-        ConfigError: it lists every option that cannot be parsed or honoured.
+        ConfigError: it lists every option that cannot be parsed or honored.
     """
     options: dict[str, object] = {}  # the last value of each
     parsed: list[Override | str] = []
@@ -220,7 +220,7 @@ def _rename(key: str, program: VerlProgram) -> str | None:
 def _find_reason(key: str, value: object, options: Mapping[str, object], program: VerlProgram) -> str | None:
     """Return why an option has no effect; None if it has one."""
     if _look_up(key, program.refused) is not None or (key == REJECTION and _is_off(value)):
-        return "it asks for nothing"
+        return "the option is off"
     if (conditional := _look_up(key, program.conditional)) is not None:
         return f"it is read only with {conditional.switch}" if _is_off(options.get(conditional.switch)) else None
     if (fixed := _look_up(key, program.fixed)) is not None:
@@ -238,7 +238,7 @@ def _find_reason(key: str, value: object, options: Mapping[str, object], program
 
 
 def _read_rejection(options: Mapping[str, object]) -> list[str]:
-    """Return the overrides of verl's rejection of tokens or trajectories, which three options describe.
+    """Return the overrides for verl's rejection of tokens or trajectories, which combines three options.
 
     Raises:
         ConfigError: it has no counterpart, or no threshold.

@@ -37,7 +37,7 @@ class SupervisedExp(Experiment):
     """The configuration of this kind of run."""
 
     role: ClassVar[Role] = "policy"
-    """The part that the trained model plays."""
+    """The role of the trained model."""
 
     def __init__(self, cfg: SupervisedConfig | ConfigSource) -> None:
         """Check the configuration and create the run folder; ConfigError lists every problem."""
@@ -72,7 +72,8 @@ class SupervisedExp(Experiment):
         eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         text_config = AutoConfig.from_pretrained(path).get_text_config()
         n_context = getattr(text_config, "max_position_embeddings", None)
-        raise_problems(find_long_rows(self.cfg, n_context))  # which had to be downloaded
+        # again, because the model's configuration may have been downloaded just now
+        raise_problems(find_long_rows(self.cfg, n_context))
         encoder = ConversationEncoder(self.tokenizer, data.chat_template_kwargs, eos_ids)
         return SupervisedDataset(sources, encoder, data, self.get_segment_reader(), n_context, max_checked_rows)
 
