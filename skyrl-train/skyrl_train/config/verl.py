@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
+from itertools import takewhile
 from typing import TypeVar
 
 from hydra.core.override_parser.types import Override
@@ -87,9 +88,10 @@ def _last_name(word: str) -> str:
 
 def _read_launcher(words: Sequence[str], program: VerlProgram) -> Iterator[str]:
     """Yield overrides for the command before a program, with a line for each flag of torchrun."""
-    if not any(map(_is_torchrun, words)):
-        if not all(word == "-m" or re.fullmatch(r"(.*/)?python[\d.]*", word) for word in words):
-            logger.warning("%s has no effect: skyrl runs the program, and starts its processes", " ".join(words))
+    ignored = list(takewhile(lambda word: not _is_torchrun(word), words))
+    if not all(word == "-m" or re.fullmatch(r"(.*/)?python[\d.]*", word) for word in ignored):
+        logger.warning("%s has no effect: skyrl runs the program, and starts its processes", " ".join(ignored))
+    if ignored == list(words):
         return
     starts_ranks = program is FSDP_SFT_TRAINER
     if starts_ranks:
