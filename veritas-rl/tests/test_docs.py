@@ -1,4 +1,4 @@
-"""The command blocks of the documentation, with `--dry-run` where they train, and with 20 tasks in place of 1,000."""
+"""The command blocks of the documentation, with `--dry-run` where they train, and with 50 tasks in place of 1,000."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def test_a_block_of_commands_can_be_parsed(block: str, recipes: Recipes) -> None
 )
 def test_a_block_of_commands_runs(block: str, recipes: Recipes) -> None:
     command = STARTS_RUN.sub(r"\1 --dry-run", block)
-    command = command.replace("--num-samples 1000", "--num-samples 20").replace("train-0-999", "train-0-19")
+    command = command.replace("--num-samples 1000", "--num-samples 50").replace("train-0-999", "train-0-49")
     result = recipes.shell(["bash", "-e", "-c", command], HF_TOKEN="x")
     assert result.returncode == 0, result.stderr
