@@ -105,6 +105,30 @@ def test_generation_resumes_after_a_kill(generated: Path, tmp_path: Path, capsys
     assert sorted(generated.read_text().split("\n")) == sorted((tmp_path / "other.jsonl").read_text().split("\n"))
 
 
+def test_a_line_that_is_cut_inside_a_character_is_removed(tmp_path: Path) -> None:
+    output, records = tmp_path / "out.jsonl", [{"key": key, "text": "é"} for key in range(3)]
+    assert work(records, dict, output, n_total=3).n_written == 3
+    content = output.read_bytes()
+    output.write_bytes(content[: content.rindex("é".encode()) + 1])
+    summary = work(records, dict, output, n_total=3)
+    assert (summary.n_written, summary.n_skipped) == (1, 2)
+    assert sorted(read_records(output), key=lambda record: record["key"]) == records
+
+
+def test_results_are_beside_an_input_in_any_other_folder(generated: Path, model: Model, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "tasks.jsonl").write_text(generated.read_text())
+    assert evaluate_dataset.main(["--input", str(folder / "tasks.jsonl")]) == 0
+    assert reason(folder / "tasks.jsonl", model) == 0
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*/*") if path.is_file()) == [
+        Path("lgc-v2/generated/tasks.jsonl"),
+        Path("mine/reasoned/tasks.jsonl"),
+        Path("mine/results/tasks.json"),
+        Path("mine/tasks.jsonl"),
+    ]
+
+
 def test_splits_and_options_are_other_tasks(generated: Path) -> None:
     assert generate(generated, 8, "--split", "validation") == 0
     assert generate(generated, 8, "--task-types", "operation") == 0
@@ -246,11 +270,12 @@ def test_a_served_model_is_evaluated_and_resumed(
 
 def test_without_ids_validation_tasks_are_played(model: Model, tmp_path: Path) -> None:
     output = tmp_path / "rollouts.jsonl"
+    output.write_text('{"note": "a record without a key is not a rollout"}\n')
     flags = ["--base-url", model.url, "--model", "tiny", "--num-tasks", "3", "--output", str(output)]
     config = ["--adapter-config", '{"task_types": ["sudoku"]}']
     assert evaluate_local_model.main([*flags, *config]) == 0
     family = task_family("lgc-v2")
-    assert {family.split_of(record["task_id"]) for record in read_records(output)} == {"validation"}
+    assert {family.split_of(record["task_id"]) for record in read_records(output)[1:]} == {"validation"}
 
 
 def test_an_evaluation_is_logged_to_wandb(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

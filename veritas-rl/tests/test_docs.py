@@ -1,4 +1,4 @@
-"""The command blocks of the documentation, with `--dry-run` where they train, and with 20 tasks in place of 1,000."""
+"""The command blocks of the documentation, with `--dry-run` where they train, and with 50 tasks in place of 1,000."""
 
 from __future__ import annotations
 

@@ -239,6 +239,28 @@ def test_mistakes_are_answered(script: str, variables: dict[str, str], words: st
     assert "error: " in result.stderr
 
 
+@pytest.mark.parametrize("name", ["/none/model", "~/none", "./none", "../none"])
+def test_a_model_folder_that_does_not_exist_is_named(name: str, recipes: Recipes) -> None:
+    """It is not a name on the Hub, and needs no token."""
+    for token in ("", "x"):
+        result = recipes.run("lgc-v2-SFT-trainer.sh", "--dry-run", AGENT_MODEL_REPO_ID=name, HF_TOKEN=token)
+        assert result.returncode == 1
+        assert f"AGENT_MODEL_REPO_ID={name} is not a folder; use one, or a name on the Hub" in result.stderr
+
+
+@pytest.mark.parametrize("script", [*TRAINERS, "merge.sh", "merge-ppo.sh"])
+def test_help_is_the_header_of_a_script(script: str, recipes: Recipes) -> None:
+    header = (TRAIN / "scripts" / script).read_text().partition("\n(\n")[0].splitlines()[1:]
+    text = "".join(line.removeprefix("#").removeprefix(" ") + "\n" for line in header)
+    assert "bash train/scripts/" in text
+    for command in (
+        ["bash", f"train/scripts/{script}", "--tiny", "--help"],
+        ["bash", "-c", f". train/scripts/{script} -h"],
+    ):
+        result = recipes.shell(command, AGENT_MODEL_REPO_ID="org/none", PATH="/usr/bin:/bin")
+        assert (result.returncode, result.stdout, result.stderr) == (0, text, "")
+
+
 def test_merge_names_the_runs_that_have_checkpoints(recipes: Recipes, tmp_path: Path) -> None:
     (tmp_path / "run-1/global_step_3").mkdir(parents=True)
     result = recipes.run("merge-ppo.sh", "--dry-run", CHECKPOINT_BASE=str(tmp_path))
@@ -246,6 +268,26 @@ def test_merge_names_the_runs_that_have_checkpoints(recipes: Recipes, tmp_path: 
     assert f"set CHECKPOINT_BASE to the folder of a run's checkpoints:\n{tmp_path}/run-1" in result.stderr
     result = recipes.run("merge.sh", "--dry-run", CHECKPOINT_BASE=f"{tmp_path}/run-1", GLOBAL_STEP="3")
     assert f"would merge {tmp_path}/run-1/global_step_3 into {recipes.root}/train/merged_model" in result.stderr
+
+
+def test_merge_reads_a_folder_of_checkpoints_that_is_a_link(recipes: Recipes, tmp_path: Path) -> None:
+    (tmp_path / "runs/run-1/global_step_3").mkdir(parents=True)
+    links = [tmp_path / name for name in ("link to run-1", "link to runs")]
+    for link, target in zip(links, ("runs/run-1", "runs"), strict=True):
+        link.symlink_to(tmp_path / target)
+    result = recipes.run("merge.sh", "--dry-run", CHECKPOINT_BASE=str(links[0]))
+    assert f"would merge {links[0]} into" in result.stderr
+    result = recipes.run("merge.sh", "--dry-run", CHECKPOINT_BASE=str(links[1]))
+    assert f"set CHECKPOINT_BASE to the folder of a run's checkpoints:\n{links[1]}/run-1" in result.stderr
+
+
+@pytest.mark.parametrize("flag", ["--tiny", "--dry-run"])
+def test_the_target_of_a_merge_may_end_with_a_slash(flag: str, recipes: Recipes, tmp_path: Path) -> None:
+    """A partial folder beside it would be within it otherwise."""
+    (tmp_path / "run/global_step_3").mkdir(parents=True)
+    variables = {"CHECKPOINT_BASE": f"{tmp_path}/run", "TARGET_DIR": f"{tmp_path}/merged/"}
+    result = recipes.run("merge.sh", flag, "--dry-run", **variables)
+    assert result.stderr.endswith(f" into {tmp_path}/merged\n")
 
 
 @pytest.mark.parametrize("script", ["merge.sh", "merge-ppo.sh"])
@@ -337,6 +379,14 @@ def test_a_setting_that_is_empty_does_not_hide_that_of_the_dotenv_file(recipes: 
     variables = {"HF_TOKEN": "", "GAME_TYPES": "", "CUDA_VISIBLE_DEVICES": "", "WANDB_EXP": ""}
     with dotenv(recipes, "HF_TOKEN=hf_x\nGAME_TYPES=hex\nCUDA_VISIBLE_DEVICES=1\n"):  # pragma: allowlist secret
         assert call(recipes, code, **variables) == ["hf_x", "", "", "unset"]
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte-order mark"])
+def test_a_setting_of_the_dotenv_file_that_is_empty_counts_as_unset(mark: str, recipes: Recipes) -> None:
+    code = 'load_settings; env | grep -e ^WANDB_ -e ^HF_TOKEN -e ^GAME_TYPES; printf "\\0"'
+    with dotenv(recipes, f"{mark}HF_TOKEN=x\nWANDB_TAGS=\nWANDB_RUN_ID=''\nGAME_TYPES=\n"):
+        (exported,) = call(recipes, code)
+    assert sorted(exported.splitlines()) == ["GAME_TYPES=", "HF_TOKEN=x"]
 
 
 @pytest.mark.parametrize("script", ["lgc-v2-SFT-trainer.sh", "lgc-v2-RL-GRPO-trainer.sh"])

@@ -85,7 +85,7 @@ def test_constructor_has_skyrl_s_defaults(env_class: str, rows: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("env_class", SKYRL)
-def test_overridden_get_reward_is_honoured(env_class: str, rows: dict[str, Any]) -> None:
+def test_overridden_get_reward_is_honored(env_class: str, rows: dict[str, Any]) -> None:
     def get_reward(self: BaseTextEnv, action: str, done: bool = True) -> float:
         return len(action) / 10
 
@@ -113,7 +113,7 @@ def test_overridden_get_reward_may_extend_the_built_in_one(env_class: str, rows:
 
 
 @pytest.mark.parametrize("env_class", ["gsm8k_multi_turn", "multiply", "search", "searchcode", "text2sql"])
-def test_overridden_is_done_is_honoured(env_class: str, rows: dict[str, Any]) -> None:
+def test_overridden_is_done_is_honored(env_class: str, rows: dict[str, Any]) -> None:
     mine: Any = type("Mine", (SKYRL[env_class],), {"_is_done": lambda self, action: "stop" in action})
     section, row = rows[env_class]
     with mine(section, row) as env:
@@ -130,7 +130,7 @@ def test_overridden_is_done_is_honoured(env_class: str, rows: dict[str, Any]) ->
         ("text2sql", ("SQLCodeExecutorToolGroup", "sql", ("shop", "SELECT 6 * 7 AS answer", 1)), "42"),
     ],
 )
-def test_overridden_parse_action_of_tools_is_honoured(
+def test_overridden_parse_action_of_tools_is_honored(
     env_class: str, parsed: Any, observation: str, rows: dict[str, Any]
 ) -> None:
     mine: Any = type("Mine", (SKYRL[env_class],), {"_parse_action": lambda self, action: parsed})
@@ -141,7 +141,7 @@ def test_overridden_parse_action_of_tools_is_honoured(
 
 
 @pytest.mark.parametrize("env_class", ["gsm8k_multi_turn", "multiply"])
-def test_overridden_parse_action_of_answers_is_honoured(env_class: str, rows: dict[str, Any]) -> None:
+def test_overridden_parse_action_of_answers_is_honored(env_class: str, rows: dict[str, Any]) -> None:
     mine: Any = type("Mine", (SKYRL[env_class],), {"_parse_action": lambda self, action: action.removeprefix("It is ")})
     section, row = rows[env_class]
     with mine(section, row) as env:

@@ -192,7 +192,7 @@ class AlgorithmConfig(Section):
     """Rewards whose standard deviation is at most this count as equal, in the filter and in dynamic sampling."""
 
     overlong_buffer_len: OptionalCount = None
-    """Soft overlong punishment (DAPO): this many tokens before `generator.sampling_params.max_generate_length` cost up
+    """Soft overlong penalty (DAPO): this many tokens before `generator.sampling_params.max_generate_length` cost up
     to `overlong_buffer_penalty_factor`; null disables it."""
 
     overlong_buffer_penalty_factor: Resolved[Coefficient] = resolved_later()

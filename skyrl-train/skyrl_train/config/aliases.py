@@ -394,5 +394,5 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.log_path": ((None,), "the log is train.log in the run folder; set trainer.output_dir"),
     "trainer.enable_ray_gpu_monitor": ((False,), "GPUs are monitored by Weights & Biases and by Ray's dashboard"),
 }
-"""Keys of SkyRL for what does not exist here: the values that ask for nothing, and the reason with what to use instead.
+"""Keys of SkyRL for what does not exist here: the values that turn it off, and the reason, with what to use instead.
 Keys of a section come before the section itself."""

@@ -62,7 +62,7 @@ class LoraConfig(Section):
 
     lora_path: Text | None = None
     """Folder or Hub name of an adapter in peft's format to continue. Its rank, alpha and matrices are used; `rank` and
-    `alpha` may be omitted. Its optimizer starts anew."""
+    `alpha` may be omitted. The optimizer state is new."""
 
     merge_on_export: bool = False
     """Export the whole model with the adapter merged into it, and the adapter in its subfolder `lora_adapter`; false

@@ -67,7 +67,7 @@ class DPOLossConfig(Section):
     averaged over the tokens of an answer."""
 
     beta: Annotated[float, Gt(0)] = 0.1
-    """Strength β of the pull to the reference."""
+    """Coefficient β: the larger it is, the closer the policy stays to the reference."""
 
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Probability that a label is wrong, of conservative DPO; only for `sigmoid`."""
@@ -102,6 +102,15 @@ class DPOConfig(SupervisedConfig):
     """The training run."""
 
 
+class RewardDataConfig(PreferenceDataConfig):
+    """The preferences: rows with a prompt, a chosen and a rejected answer."""
+
+    def row_length(self, n_context: int | None) -> int:
+        """Return the maximum length of a row. The context of the model also holds a copy of the last token."""
+        length = super().row_length(n_context)
+        return length - 1 if length == n_context else length
+
+
 class RewardOptimizerConfig(PreferenceOptimizerConfig):
     """AdamW, one step per batch."""
 
@@ -126,7 +135,7 @@ class RewardTrainerConfig(SFTTrainerConfig):
 class RewardConfig(SupervisedConfig):
     """The typed configuration of training a reward model."""
 
-    data: PreferenceDataConfig = PreferenceDataConfig()
+    data: RewardDataConfig = RewardDataConfig()
     """The preferences: rows with a prompt, a chosen and a rejected answer."""
 
     trainer: RewardTrainerConfig = RewardTrainerConfig()

@@ -70,8 +70,8 @@ class DataConfig(Section):
 
     max_checked_rows: OptionalCount = 20_000
     """Rows of the training data that are checked before training; null checks all. Of larger data, a sample of this
-    size is checked, and the others when they are drawn: invalid rows and prompts longer than
-    `trainer.max_prompt_length` are then skipped. Validation data is always checked completely."""
+    size is checked. Other rows are checked when they are drawn, and skipped if they are invalid or if their prompt is
+    longer than `trainer.max_prompt_length`. Validation data is always checked completely."""
 
     mixture: MixtureConfig = MixtureConfig()
     """The mixture of data sources in a batch."""

@@ -62,8 +62,8 @@ class SupervisedDataConfig(Section):
 
     max_checked_rows: OptionalCount = 20_000
     """Rows of the training data that are checked and tokenized before training; null checks all. Of larger data, a
-    sample of this size is checked, and the others are when they are drawn: those that are invalid or too long are then
-    skipped. Validation data is always checked completely."""
+    sample of this size is checked. Other rows are checked when they are drawn, and skipped if they are invalid or too
+    long. Validation data is always checked completely."""
 
     prompt_key: Text = "prompt"
     """Column with the prompt: a text, which becomes a message of the user, or a list of messages."""
@@ -100,7 +100,7 @@ class SFTDataConfig(SupervisedDataConfig):
 
     messages_key: Text = "messages"
     """Column with a conversation: a list of messages with `role` and `content`. Every turn of the assistant is
-    trained. In rows without it, the prompt and the response are."""
+    trained, except those before any other message. Rows without it have a prompt and a response."""
 
     response_key: Text = "response"
     """Column with the response, a text."""

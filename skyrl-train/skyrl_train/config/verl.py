@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
+from itertools import takewhile
 from typing import TypeVar
 
 from hydra.core.override_parser.types import Override
@@ -87,9 +88,10 @@ def _last_name(word: str) -> str:
 
 def _read_launcher(words: Sequence[str], program: VerlProgram) -> Iterator[str]:
     """Yield overrides for the command before a program, with a line for each flag of torchrun."""
-    if not any(map(_is_torchrun, words)):
-        if not all(word == "-m" or re.fullmatch(r"(.*/)?python[\d.]*", word) for word in words):
-            logger.warning("%s has no effect: skyrl runs the program, and starts its processes", " ".join(words))
+    ignored = list(takewhile(lambda word: not _is_torchrun(word), words))
+    if not all(word == "-m" or re.fullmatch(r"(.*/)?python[\d.]*", word) for word in ignored):
+        logger.warning("%s has no effect: skyrl runs the program, and starts its processes", " ".join(ignored))
+    if ignored == list(words):
         return
     starts_ranks = program is FSDP_SFT_TRAINER
     if starts_ranks:
@@ -134,7 +136,7 @@ def translate(argv: Sequence[str], program: VerlProgram) -> list[str]:
     Logs a line for each option that is dropped or changed, and for verl's defaults; the alias tables log the others.
 
     Raises:
-        ConfigError: it lists every option that cannot be parsed or honoured.
+        ConfigError: it lists every option that cannot be parsed or honored.
     """
     options: dict[str, object] = {}  # the last value of each
     parsed: list[Override | str] = []
@@ -220,7 +222,7 @@ def _rename(key: str, program: VerlProgram) -> str | None:
 def _find_reason(key: str, value: object, options: Mapping[str, object], program: VerlProgram) -> str | None:
     """Return why an option has no effect; None if it has one."""
     if _look_up(key, program.refused) is not None or (key == REJECTION and _is_off(value)):
-        return "it asks for nothing"
+        return "the option is off"
     if (conditional := _look_up(key, program.conditional)) is not None:
         return f"it is read only with {conditional.switch}" if _is_off(options.get(conditional.switch)) else None
     if (fixed := _look_up(key, program.fixed)) is not None:
@@ -238,7 +240,7 @@ def _find_reason(key: str, value: object, options: Mapping[str, object], program
 
 
 def _read_rejection(options: Mapping[str, object]) -> list[str]:
-    """Return the overrides of verl's rejection of tokens or trajectories, which three options describe.
+    """Return the overrides for verl's rejection of tokens or trajectories, which combines three options.
 
     Raises:
         ConfigError: it has no counterpart, or no threshold.

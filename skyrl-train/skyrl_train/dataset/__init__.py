@@ -1,4 +1,4 @@
-"""Datasets of prompts, and batches made of trajectories."""
+"""Datasets of prompts, demonstrations and preferences, and the batches built from them."""
 
 from __future__ import annotations
 

@@ -94,11 +94,11 @@ class CustomDataset(PromptDataset):
 
     @cached_property
     def fingerprint(self) -> str:
-        """The dataset's own `fingerprint`, or else a hash of the file, the class and its options."""
+        """The dataset's own `fingerprint`, or else a hash of the file's content, the class and its options."""
         own = getattr(self._dataset, "fingerprint", None)
         if isinstance(own, str):
             return own
-        options = json.dumps(self._cfg.model_dump(), sort_keys=True)
+        options = json.dumps(self._cfg.model_dump(exclude={"path"}), sort_keys=True)
         return hashlib.blake2b(Path(str(self._cfg.path)).read_bytes() + options.encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:

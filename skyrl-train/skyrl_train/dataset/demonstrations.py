@@ -79,6 +79,11 @@ def _read_pair(row: Row, location: str, data: PreferenceDataConfig) -> tuple[Dem
                 f"{location}: {key} has no message of the assistant after the prompt; write "
                 '[{"role": "assistant", "content": "…"}], or a text'
             )
+        if prompt[-1]["role"] == "user" and answer[0]["role"] in ("system", "user"):
+            raise DataError(
+                f"{location}: {key} begins with a {answer[0]['role']} message that is not the prompt; repeat the "
+                "prompt exactly, or write the answer only"
+            )
         pair.append(Demonstration(location, [*prompt, *answer], len(prompt), tools))
     return tuple(pair)
 
@@ -198,14 +203,14 @@ def _has_valid_calls(message: Mapping[str, Any]) -> bool:
 
 
 def _parse_tools(value: Any, location: str, key: str) -> list[Any] | None:
-    if isinstance(value, str):
+    if isinstance(value, str) and value:
         try:
             value = json.loads(value)
         except ValueError as error:
             raise DataError(
                 f"{location}: {key}={quote(value)} is not JSON: {error}; write a list of schemas"
             ) from error
-    if value is None or value == []:
+    if value in (None, "", []):
         return None
     if not isinstance(value, list):
         raise DataError(f"{location}: {key}={quote(value)} is not a list of tools; write a list of JSON schemas")

@@ -101,7 +101,7 @@ class MixedPrompts(PromptOrder[PromptRow]):
             movable = [name for name in used if step > 0 or shares[name] > self._min_per_batch]
             most_owed = max(movable, key=lambda name: step * (self._credits[name] - shares[name]))
             shares[most_owed] += step
-        for name in used:  # forced deviations are not owed forever
+        for name in used:  # limit the credit, so that a forced deviation has no lasting effect
             self._credits[name] = max(-1.0, min(1.0, self._credits[name] - shares[name]))
         return shares
 

@@ -37,7 +37,7 @@ class Dataset(Protocol[RowType]):
 
 
 class EpochOrder:
-    """The shuffled order of rows in each epoch, of which the last one is kept."""
+    """The shuffled order of rows in each epoch; the order of the latest epoch is cached."""
 
     def __init__(self, n_rows: int, seed_of: Callable[[int], int]) -> None:
         """Shuffle an epoch with the seed that `seed_of` returns for its number."""

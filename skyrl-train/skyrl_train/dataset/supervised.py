@@ -69,7 +69,7 @@ class ConversationEncoder:
             DataError: the template refuses the conversation, or does not show what has to be trained.
         """
         rows: list[TokenRow] = []
-        text = ""  # what the tokens of the last row spell
+        text = ""  # text of the last row
         for index in range(demonstration.n_context, len(demonstration.messages)):
             if demonstration.messages[index]["role"] != "assistant":
                 continue
@@ -85,7 +85,7 @@ class ConversationEncoder:
             row.loss_mask += [0] * len(added) + [1] * len(answer_ids)
             text = prompt + ending
         for row in rows:
-            row.loss_mask[0] = 0  # the first token is predicted from nothing
+            row.loss_mask[0] = 0  # no token precedes the first one to predict it from
         return rows
 
     def _render_turn(self, demonstration: Demonstration, index: int) -> tuple[str, str]:
@@ -115,7 +115,7 @@ class ConversationEncoder:
         return prompt, answer
 
     def _encode_answer(self, answer: str, demonstration: Demonstration, index: int) -> tuple[list[int], str]:
-        """Return the tokens of an answer up to its EOS token, which is added if there is none, and what they spell."""
+        """Return the tokens of an answer up to its EOS token, which is added if there is none, and their text."""
         token_ids = self._encode(answer)
         ends = [position for position, token in enumerate(token_ids) if token in self._eos_ids]
         if not ends:  # drop white space that the template adds

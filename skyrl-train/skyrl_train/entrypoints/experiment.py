@@ -306,7 +306,7 @@ class BasePPOExp(Experiment):
                         generator,
                         prompts,
                         with_greedy_rewards=bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS),
-                        punishes_overlong=skyrl_trainer is None or not skyrl_trainer.postprocesses,
+                        penalizes_overlong=skyrl_trainer is None or not skyrl_trainer.postprocesses,
                     )
                     parts: dict[str, Any] = {
                         "source": source,

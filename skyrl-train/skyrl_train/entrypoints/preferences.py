@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
@@ -17,7 +16,6 @@ from skyrl_train.models.loading import (
     REF_PATH,
     check_same_vocabulary,
     check_vocabulary_size,
-    default_device,
     load_reward_model,
 )
 from skyrl_train.types.specs import LoraSpec, Role
@@ -60,15 +58,8 @@ class RewardExp(SupervisedExp):
 
     def get_model(self) -> PreTrainedModel:
         """Load the model to train, with a reward head of zeros if it has none."""
-        trainer = self.cfg.trainer
-        return load_reward_model(
-            trainer.policy.model.path,
-            dtype=getattr(torch, trainer.policy.model.dtype),
-            device=default_device(),
-            gradient_checkpointing=trainer.gradient_checkpointing,
-            key=POLICY_PATH,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
+        path, pad_token_id = self.cfg.trainer.policy.model.path, self.tokenizer.pad_token_id
+        return load_reward_model(path, pad_token_id=pad_token_id, **self._loading_options(POLICY_PATH))
 
     def get_segment_reader(self) -> SegmentReader:
         return partial(build_rewarded_segments, pad_token_id=self.tokenizer.pad_token_id)

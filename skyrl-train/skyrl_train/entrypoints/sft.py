@@ -37,7 +37,7 @@ class SupervisedExp(Experiment):
     """The configuration of this kind of run."""
 
     role: ClassVar[Role] = "policy"
-    """The part that the trained model plays."""
+    """The role of the trained model."""
 
     def __init__(self, cfg: SupervisedConfig | ConfigSource) -> None:
         """Check the configuration and create the run folder; ConfigError lists every problem."""
@@ -52,10 +52,9 @@ class SupervisedExp(Experiment):
         """Load the policy's tokenizer, with `data.chat_template` if it is set."""
         path = self.cfg.data.chat_template
         template = None if path is None else Path(path).read_text(encoding="utf-8")
-        tokenizer = load_tokenizer(self.cfg.trainer.policy.model.path, chat_template=template)
-        if template is not None:
-            tokenizer.chat_template = template
-        return tokenizer
+        return load_tokenizer(
+            self.cfg.trainer.policy.model.path, POLICY_PATH, template, "data.chat_template", replaces_template=True
+        )
 
     def get_dataset(self, sources: Sequence[str], max_checked_rows: int | None = None) -> SupervisedDataset:
         """Load the rows of `data.train_data` or `data.val_data` as tokens, all of them or those of a sample.
@@ -72,7 +71,8 @@ class SupervisedExp(Experiment):
         eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         text_config = AutoConfig.from_pretrained(path).get_text_config()
         n_context = getattr(text_config, "max_position_embeddings", None)
-        raise_problems(find_long_rows(self.cfg, n_context))  # which had to be downloaded
+        # again, because the model's configuration may have been downloaded just now
+        raise_problems(find_long_rows(self.cfg, n_context))
         encoder = ConversationEncoder(self.tokenizer, data.chat_template_kwargs, eos_ids)
         return SupervisedDataset(sources, encoder, data, self.get_segment_reader(), n_context, max_checked_rows)
 
@@ -90,14 +90,17 @@ class SupervisedExp(Experiment):
 
     def load_language_model(self, path: str, key: str) -> PreTrainedModel:
         """Load the causal language model at `path`, the value of the configuration key `key`."""
+        return load_model(path, **self._loading_options(key))
+
+    def _loading_options(self, key: str) -> dict[str, Any]:
+        """Return the options with which the model at the configuration key `key` is loaded."""
         trainer = self.cfg.trainer
-        return load_model(
-            path,
-            dtype=getattr(torch, trainer.policy.model.dtype),
-            device=default_device(),
-            gradient_checkpointing=trainer.gradient_checkpointing,
-            key=key,
-        )
+        return {
+            "dtype": getattr(torch, trainer.policy.model.dtype),
+            "device": default_device(),
+            "gradient_checkpointing": trainer.gradient_checkpointing,
+            "key": key,
+        }
 
     def get_callbacks(
         self, val_dataset: SupervisedDataset | None, models: TrainedModels, tracker: Tracking

@@ -64,16 +64,16 @@ class LockstepRollouts:
         prompts: PromptOrder,
         *,
         with_greedy_rewards: bool = False,
-        punishes_overlong: bool = True,
+        penalizes_overlong: bool = True,
     ) -> None:
-        """With `with_greedy_rewards`, also play each prompt greedily. Without `punishes_overlong`, the trainer applies
-        the soft overlong punishment itself.
+        """With `with_greedy_rewards`, also play each prompt greedily. Without `penalizes_overlong`, the trainer applies
+        the soft overlong penalty itself.
         """
         self._cfg = cfg
         self._generator = generator
         self._prompts = prompts
         self._with_greedy_rewards = with_greedy_rewards
-        self._punishes_overlong = punishes_overlong and cfg.trainer.algorithm.overlong_buffer_len is not None
+        self._penalizes_overlong = penalizes_overlong and cfg.trainer.algorithm.overlong_buffer_len is not None
         self._compares_samples = estimator_traits(cfg.trainer.algorithm).compares_samples
         self._sampling = SamplingParams.from_config(cfg.generator.sampling_params)
 
@@ -120,7 +120,7 @@ class LockstepRollouts:
             usable, n_more = self._usable(trajectories, step)
             played, n_alone = played + trajectories, n_alone + n_more
             collector.add(usable, [prompt.draw for prompt in batch])
-        rollouts = self._punish_overlong(collector.take())
+        rollouts = self._penalize_overlong(collector.take())
         metrics = rollout_metrics(played) | training_reward_metrics(played, generator.n_samples_per_prompt)
         metrics |= {"generate/n_left_alone": float(n_alone), **collector.metrics(), **self._prompts.metrics}
         if self._with_greedy_rewards:
@@ -144,9 +144,9 @@ class LockstepRollouts:
             )
         return usable, n_valid.total() - len(usable)
 
-    def _punish_overlong(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Apply the soft overlong punishment, if it is configured."""
-        if not self._punishes_overlong:
+    def _penalize_overlong(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Apply the soft overlong penalty, if it is configured."""
+        if not self._penalizes_overlong:
             return trajectories
         algorithm, sampling = self._cfg.trainer.algorithm, self._cfg.generator.sampling_params
         buffer, factor = algorithm.overlong_buffer_len, algorithm.overlong_buffer_penalty_factor
@@ -168,7 +168,7 @@ class LockstepRollouts:
             )
         ]
         greedy_sampling = replace(self._sampling, temperature=0.0)
-        greedy = self._punish_overlong(await play(self._generator, requests, greedy_sampling, metadata))
+        greedy = self._penalize_overlong(await play(self._generator, requests, greedy_sampling, metadata))
         rewards = {t.id.instance_id: t.total_reward for t in greedy if t.is_valid}
         with_baseline = [t for t in rollouts if t.id.instance_id in rewards]
         if not with_baseline:

@@ -48,14 +48,21 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_tokenizer(path: str, key: str = POLICY_PATH, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str,
+    key: str = POLICY_PATH,
+    chat_template: str | None = None,
+    template_key: str = "generator.chat_template",
+    *,
+    replaces_template: bool = False,
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer at `path`, padding on the left, with a pad token (the EOS token if it has none).
 
-    `key` is the configuration key of `path`, for error messages. A tokenizer without a chat template gets
-    `chat_template`.
+    A tokenizer without a chat template gets `chat_template`; with `replaces_template`, so does any other. `key` and
+    `template_key` are the configuration keys of `path` and of `chat_template`, for error messages.
 
     Raises:
-        ConfigError: no tokenizer at `path`, no EOS token, or no chat template.
+        ConfigError: no tokenizer at `path`, no EOS token, no chat template, or one with an error of syntax.
     """
     with _loading("tokenizer", key, path):
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
@@ -63,20 +70,22 @@ def load_tokenizer(path: str, key: str = POLICY_PATH, chat_template: str | None 
         raise ConfigError(f"{key}={path} has no tokenizer.json; save the tokenizer there with save_pretrained")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {key}={path} has no eos_token; set one and save it")
-    tokenizer.chat_template = tokenizer.chat_template or chat_template
+    own_template = None if replaces_template and chat_template else tokenizer.chat_template
+    tokenizer.chat_template = own_template or chat_template
     if tokenizer.chat_template is None:
         raise ConfigError(
-            f"the tokenizer of {key}={path} has no chat template; use an instruct model, "
-            "or set tokenizer.chat_template and save it with save_pretrained"
+            f"the tokenizer of {key}={path} has no chat template; use an instruct model, or set {template_key}"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except TemplateSyntaxError as error:
+        source, fix = (
+            (f"{key}={path}", f"correct it, or set {template_key}") if own_template else (template_key, "correct it")
+        )
         raise ConfigError(
-            f"the chat template of {key}={path} is broken in line {error.lineno}: {error.message}; correct it, or set "
-            "generator.chat_template"
+            f"the chat template of {source} is broken in line {error.lineno}: {error.message}; {fix}"
         ) from error
     except (TemplateError, TypeError, ValueError, LookupError) as error:
         logger.debug("The chat template refuses a user message alone, which the rows may not have: %r", error)

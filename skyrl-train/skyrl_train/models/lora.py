@@ -20,6 +20,7 @@ import torch
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import create_empty
@@ -219,9 +220,10 @@ def adapter_role(config: peft.LoraConfig) -> Role:
     return roles.get(config.task_type or "", "policy")
 
 
-def read_changes(path: str, base: str) -> tuple[Changes, set[str]]:
-    """Return the changes that an adapter makes to the model at `base`, by the name of the tensor, and the names of the
-    parameters that were frozen. Files may have other tensors too, such as a copy of a tied head.
+def read_changes(path: str, base: str) -> tuple[Changes, dict[str, list[str]]]:
+    """Return the changes that an adapter makes to the model at `base`, by the name of the tensor, and the frozen
+    parameters, each with the names of its tensors in files. Files may have other tensors too, such as a copy of a tied
+    head.
 
     Raises:
         ConfigError: the adapter cannot be read, or does not fit the model.
@@ -248,7 +250,8 @@ def read_changes(path: str, base: str) -> tuple[Changes, set[str]]:
         changes[f"{layer_path}.weight"] = _matrix_change(layer, a, b)
     own = dict(merged_names(model))
     changes |= {name: TrainedHead(tensors[FILE_PREFIX + name]) for name, p in own.items() if p.requires_grad}
-    return changes, {name for name, parameter in own.items() if not parameter.requires_grad}
+    frozen = {name: parameter for name, parameter in own.items() if not parameter.requires_grad}
+    return changes, {name: list(revert_weight_conversion(model, {name: frozen[name]})) for name in frozen}
 
 
 def _layers(model: PreTrainedModel) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Low-rank changes of matrices, and their names where they travel beside the weights of a model."""
+"""Low-rank changes of matrices, and the names of their factors in a weight sync."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class WorkerGroup:
 
     @property
     def role(self) -> Role:
-        """The part that the model plays in a run."""
+        """The role of the model in a run."""
         return self._spec.role
 
     @property

@@ -25,6 +25,7 @@ runpy.run_path({root!r} + "/tests/cpu/inference_engines/sglang/sglang_server.py"
         ("lgc-v2-GRPO-trainer.sh", {"ENABLE_LORA": "1"}),
         ("lgc-v2-RL-GRPO-trainer.sh", {"ROLLOUT_BACKEND": "hf", "FSDP_STRATEGY": "fsdp2"}),
         ("openspiel-ppo-trainer.sh", {"ENABLE_LORA": "0"}),
+        ("openspiel-ppo-trainer.sh", {"GAME_TYPES": "hex"}),
         ("openspiel-ppo-trainer.sh", {"GAME_TYPES": "leduc_poker,pig", "LAYERED_SUMMON": "1"}),
         ("merge.sh", {}),
     ],

@@ -72,8 +72,9 @@ def merge_into_base(
     role = adapter_role(config)
     source = open_model(base)
     changes, frozen = read_changes(adapter, str(source.folder))
-    specs = _merged_specs(source.specs, changes, frozen)
-    needed = changes.keys() if role == "policy" else changes.keys() | frozen
+    files = {name for names in frozen.values() for name in names}
+    specs = _merged_specs(source.specs, changes, files)
+    needed = changes.keys() if role == "policy" else changes.keys() | files
     if missing := sorted(needed - {spec.name for spec in specs}):
         raise ConfigError(f"{base} has no {missing[0]}, which the adapter {adapter} needs; name its base model")
     tally = _Tally() if settings is None else _Tally(read_dtype(settings), frozen)
@@ -83,6 +84,9 @@ def merge_into_base(
             _describe_scores(partial, role, adapter, is_complete=settings is not None)
         write_model(partial, specs, _apply_changes(source, specs, changes, dtype, tally), dtype)
         if settings is not None:
+            if not frozen.keys() <= {spec.name for spec in source.specs}:  # the model has one tensor of all experts
+                parameters = load_model(source.folder, read_dtype(settings), role).named_parameters()
+                tally.checksum = sum(tensor_checksum(name, tensor) for name, tensor in parameters if name in frozen)
             _check_base(settings.parent, base, tally.checksum % 2**64)
             shutil.copytree(adapter, partial / ADAPTER_FOLDER)
         if not (tally.n_changed or allow_unchanged):
@@ -102,7 +106,7 @@ def merge_into_base(
 
 
 def _merged_specs(base: Sequence[TensorSpec], changes: Changes, frozen: Collection[str]) -> list[TensorSpec]:
-    """Return the tensors of a merged model. If the adapter brings a head, that of the language model goes."""
+    """Return the tensors of a merged model. If the adapter has a trained head, it replaces the language-model head."""
     heads = {
         name: TensorSpec(name, tuple(change.values.shape), change.values.dtype)
         for name, change in changes.items()
@@ -113,7 +117,7 @@ def _merged_specs(base: Sequence[TensorSpec], changes: Changes, frozen: Collecti
 
 
 def _describe_scores(folder: Path, role: Role, adapter: str, *, is_complete: bool) -> None:
-    """Make the configuration of a base that of a critic or reward model, unless it is that of a checkpoint already."""
+    """Turn the configuration of a base into that of a critic or reward model; that of a checkpoint already is one."""
     if not is_complete:
         edit_config(folder, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
         if Path(adapter).is_dir():
@@ -137,7 +141,7 @@ def _find_pad_token(folder: Path, adapter: str) -> int:
 
 @dataclass(slots=True)
 class _Tally:
-    """Facts about the tensors that were read and written."""
+    """The checksum of the base and the number of changed tensors."""
 
     trained_dtype: torch.dtype | None = None
     """Type in which the base was loaded, for its checksum; None for none."""

@@ -53,12 +53,17 @@ def average_models(
 
     @torch.no_grad()
     def probe_sources(dtype: torch.dtype) -> torch.Tensor:
-        loaded = load_model(first.folder, dtype, role)
-        for name, parameter in loaded.named_parameters():
+        mean = load_model(first.folder, dtype, role)
+        parameters = dict(mean.named_parameters())
+        is_stored = parameters.keys() <= {spec.name for spec in first.specs}  # not if it has one tensor of all experts
+        for parameter in parameters.values():
             parameter.mul_(shares[0])
-            for share, model in zip(shares[1:], models[1:], strict=True):
-                parameter.add_(model.read(name).to(dtype), alpha=share)
-        return probe(loaded)
+        for share, model in zip(shares[1:], models[1:], strict=True):
+            others = {} if is_stored else dict(load_model(model.folder, dtype, role).named_parameters())
+            for name, parameter in parameters.items():
+                parameter.add_((model.read(name) if is_stored else others[name]).to(dtype), alpha=share)
+            others.clear()  # before the next model is loaded
+        return probe(mean)
 
     with new_folder(target) as partial:
         copy_settings([first.folder], partial)
@@ -74,7 +79,9 @@ def average_models(
 def _average(
     models: Sequence[OpenModel], shares: Sequence[float], dtype: DType, changed: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weighted means of the tensors of several models, and note those that differ from the first model's."""
+    """Yield the weighted means of the tensors of several models, and append to `changed` the names of those that differ
+    from the first model's.
+    """
     for spec in models[0].specs:
         mean = models[0].read(spec.name)
         if spec.dtype.is_floating_point:

@@ -26,7 +26,9 @@ class MergeReport:
     folder: Path
     n_tensors: int
     n_changed: int | None
-    """Tensors that differ from those of the base, or of the first averaged model; None if the base is not here."""
+    """Tensors that differ from those of the base, or of the first averaged model; None if the base is not on this
+    machine.
+    """
     logit_gap: float
     """Norm of the difference between the logits of the result and of its sources, relative to that of the latter."""
 
@@ -35,6 +37,7 @@ def load_model(
     folder: Path, dtype: torch.dtype, role: Role = "policy", config: PretrainedConfig | None = None
 ) -> PreTrainedModel:
     """Load a model in a role, in evaluation mode; `config` replaces its configuration."""
+    gc.collect()  # an earlier model may be part of a reference cycle
     model: PreTrainedModel = AUTO_CLASSES[role].from_pretrained(folder, dtype=dtype, config=config)
     return model.eval()
 
@@ -51,14 +54,13 @@ def probe(model: torch.nn.Module) -> torch.Tensor:
 def compare(merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], role: Role = "policy") -> float:
     """Return the relative difference between the logits of a merged model and those of its sources.
 
-    One model is in memory at a time.
+    One model is in memory at a time, or two for an average of mixtures of experts.
 
     Raises:
         CheckpointError: it is larger than rounding explains.
     """
     dtype = read_dtype(merged)
     reference = probe_sources(dtype)
-    gc.collect()  # a model may be part of a reference cycle
     model = load_model(merged, dtype, role)
     gap = ((probe(model) - reference).norm() / reference.norm().clamp(min=1e-6)).item()
     limit = TOLERANCE if dtype == torch.float32 else LOW_PRECISION_TOLERANCE

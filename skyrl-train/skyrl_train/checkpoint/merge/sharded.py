@@ -148,8 +148,8 @@ def _compare_with_start(
     dtype: DType,
     changed: list[str],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a trained model, and note those that differ from the ones that the run started from, as they
-    are written. A head that the latter lack was 0.
+    """Yield the tensors of a trained model, and append to `changed` the names of those whose written values differ from
+    the start. A head that the start lacks counts as 0.
     """
     names = {spec.name for spec in start.specs}
     for spec, (name, tensor) in zip(specs, tensors, strict=True):

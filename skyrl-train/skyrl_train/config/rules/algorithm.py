@@ -156,7 +156,7 @@ def intervals_are_not_empty(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def bounds_leave_room(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a second clip that bounds what the first one lets pass, and a buffer that punishes every response."""
+    """Refuse a second clip that bounds what the first one lets pass, and a buffer that penalizes every response."""
     algorithm, longest = cfg.trainer.algorithm, cfg.generator.sampling_params.max_generate_length
     first, buffer = 1 + algorithm.eps_clip_high, algorithm.overlong_buffer_len
     if algorithm.policy_loss_type == "dual_clip" and algorithm.clip_ratio_c <= first:
@@ -169,7 +169,7 @@ def bounds_leave_room(cfg: SkyRLConfig) -> Iterator[str]:
         fixes = [f"trainer.algorithm.overlong_buffer_len={n}" for n in ([longest // 4 or 1] if longest > 1 else [])]
         yield (
             f"trainer.algorithm.overlong_buffer_len={buffer} must be below "
-            f"generator.sampling_params.max_generate_length={longest}, or every response is punished for its length; "
+            f"generator.sampling_params.max_generate_length={longest}, or every response is penalized for its length; "
             f"try {' or '.join([*fixes, 'trainer.algorithm.overlong_buffer_len=null'])}"
         )
 

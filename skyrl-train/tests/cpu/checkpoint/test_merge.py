@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from small_models import SMALL
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
 )
 from workers.worker_batches import SingleRankGroup, as_batch, complete, config, make_worker, random_trajectories
 
@@ -50,6 +52,15 @@ def new_model(
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=is_tied))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def new_experts(folder: Path, *, seed: int = 0) -> Path:
+    """Save a mixture of experts: files have the matrices of each expert, and the loaded model has one tensor of all."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    assert "model.layers.0.mlp.experts.0.up_proj.weight" in load_file(folder / "model.safetensors")
     return folder
 
 
@@ -186,6 +197,28 @@ def test_files_may_hold_a_copy_of_a_tied_head(tmp_path: Path, tiny_tokenizer: Pr
     torch.testing.assert_close(logits_in(tmp_path / "merged"), logits(model), rtol=1e-5, atol=1e-5)
 
 
+def test_the_adapter_of_a_mixture_of_experts_is_merged_into_the_base_that_was_trained(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    base, other = (new_experts(tmp_path / str(seed), seed=seed) for seed in range(2))
+    model = load_model(str(base), dtype=torch.float32, device=torch.device("cpu"))
+    lora = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
+    trained(tmp_path / "step", model, tiny_tokenizer, model={"path": str(base), "lora": lora})
+    merge_checkpoint(tmp_path / "step", tmp_path / "merged")
+    torch.testing.assert_close(logits_in(tmp_path / "merged"), logits(model), rtol=1e-5, atol=1e-5)
+    with pytest.raises(CheckpointError, match="trained on other weights"):
+        merge_checkpoint(tmp_path / "step", tmp_path / "again", base=str(other))
+
+
+def test_the_average_of_mixtures_of_experts(tmp_path: Path) -> None:
+    sources = [new_experts(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    report = average_models([str(source) for source in sources], tmp_path / "mean")
+    tensors = [load_file(source / "model.safetensors") for source in sources]
+    for name, mean in load_file(tmp_path / "mean/model.safetensors").items():
+        torch.testing.assert_close(mean, sum(one[name] for one in tensors) / 3)
+    assert report.logit_gap < 1e-5
+
+
 def test_the_critic_of_a_checkpoint(tmp_path: Path, tiny_model_path: Path) -> None:
     critic = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
     torch.nn.init.normal_(critic.get_parameter("score.weight"))
@@ -206,9 +239,11 @@ def test_the_reward_model_of_a_checkpoint(tmp_path: Path, tiny_model_path: Path)
     torch.testing.assert_close(logits(merged), logits(model))
 
 
-def trained_head(folder: Path, base: Path, role: Role, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def trained_head(
+    folder: Path, base: Path, role: Role, tokenizer: PreTrainedTokenizerBase, **lora: Any
+) -> PreTrainedModel:
     """Save and export a critic or reward model with a random adapter and head; return the model."""
-    cpu, section = torch.device("cpu"), {"model": {"path": str(base), "lora": {"rank": 4}}}
+    cpu, section = torch.device("cpu"), {"model": {"path": str(base), "lora": {"rank": 4, **lora}}}
     if role == "critic":
         model = load_value_model(str(base), dtype=torch.float32, device=cpu)
         group = SingleRankGroup(role, model, tokenizer, config(critic=section).trainer, ValueObjective(0.2))
@@ -259,6 +294,25 @@ def test_the_adapter_of_a_critic_or_reward_model_is_merged_with_its_head(
         average_models([str(checkpoint), str(export)], tmp_path / "mean")
     if has_head:
         assert average_models([str(export), str(base)], tmp_path / "mean").logit_gap < 1e-5
+
+
+@pytest.mark.parametrize("role", ["critic", "reward"])
+def test_the_adapter_of_a_critic_or_reward_model_with_experts_is_merged(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, role: Role
+) -> None:
+    base = new_experts(tmp_path / "base")
+    expected = logits(trained_head(tmp_path, base, role, tiny_tokenizer, target_modules=["q_proj", "v_proj"]))
+    for report in (
+        merge_checkpoint(tmp_path / "step", tmp_path / "of the checkpoint", role=role),
+        merge_adapter(str(tmp_path / "adapter"), tmp_path / "of the export"),
+    ):
+        torch.testing.assert_close(logits(AUTO_CLASSES[role].from_pretrained(report.folder)), expected)
+        assert "lm_head.weight" not in load_file(report.folder / "model.safetensors")
+    tensors = load_file(base / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight")
+    save_file(tensors, base / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"has no model.layers.1.mlp.experts.2.up_proj.weight, which the adapter"):
+        merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged")
 
 
 def test_an_adapter_with_a_head_that_its_kind_of_model_lacks_is_refused(

@@ -534,7 +534,7 @@ PROBLEMS: list[Case] = [
     (
         [f"{ALGORITHM}.overlong_buffer_len=1024"],
         "trainer.algorithm.overlong_buffer_len=1024 must be below generator.sampling_params.max_generate_length=1024, "
-        "or every response is punished for its length; try trainer.algorithm.overlong_buffer_len=256 or "
+        "or every response is penalized for its length; try trainer.algorithm.overlong_buffer_len=256 or "
         "trainer.algorithm.overlong_buffer_len=null",
         [
             [f"{ALGORITHM}.overlong_buffer_len=1023"],
@@ -544,7 +544,7 @@ PROBLEMS: list[Case] = [
     (
         [f"{ALGORITHM}.overlong_buffer_len=1", "generator.sampling_params.max_generate_length=1"],
         "trainer.algorithm.overlong_buffer_len=1 must be below generator.sampling_params.max_generate_length=1, or "
-        "every response is punished for its length; try trainer.algorithm.overlong_buffer_len=null",
+        "every response is penalized for its length; try trainer.algorithm.overlong_buffer_len=null",
         [[f"{ALGORITHM}.overlong_buffer_len=1", "generator.sampling_params.max_generate_length=2"]],
     ),
 ]

@@ -429,6 +429,10 @@ def test_the_flags_of_torchrun_are_those_of_the_ranks(caplog: pytest.LogCaptureF
     [
         (f"{LAUNCHER} verl.trainer.main_ppo", "--master_port 1234 has no effect: Ray starts the processes"),
         ("ray job submit --working-dir . -- python3 -m verl.trainer.main_ppo", "ray job submit --working-dir . -- "),
+        (
+            f"env NCCL_DEBUG=INFO {LAUNCHER} verl.trainer.fsdp_sft_trainer",
+            "env NCCL_DEBUG=INFO has no effect: skyrl runs the program, and starts its processes",
+        ),
         ("env/bin/python3.11 -m verl.trainer.main_ppo", ""),
         ("main_ppo", ""),
     ],

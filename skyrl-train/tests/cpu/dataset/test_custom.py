@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,15 @@ def test_a_class_that_takes_a_split_gets_it(file: str) -> None:
 
 def test_the_fingerprint_follows_the_options(file: str) -> None:
     assert custom(file).fingerprint == custom(file).fingerprint != custom(file, n=9).fingerprint
+
+
+def test_the_fingerprint_is_that_of_the_file_in_any_folder(file: str, tmp_path: Path) -> None:
+    copy = tmp_path / "moved/other.py"
+    copy.parent.mkdir()
+    shutil.copy(file, copy)
+    assert custom(str(copy)).fingerprint == custom(file).fingerprint
+    copy.write_text(copy.read_text() + "\n# changed")
+    assert custom(str(copy)).fingerprint != custom(file).fingerprint
 
 
 @pytest.mark.parametrize(

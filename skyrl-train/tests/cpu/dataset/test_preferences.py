@@ -159,6 +159,14 @@ WRONG = [
     ),
     ({"chosen": [GOOD], "rejected": [BAD]}, "do not begin with the same prompt"),
     ({"chosen": "x y", "rejected": [ASK, BAD]}, "do not begin with the same prompt"),
+    (
+        {"prompt": [ASK], "chosen": [{**ASK, "content": "2 + 2? "}, GOOD], "rejected": [ASK, BAD]},
+        "row 0 of .*: chosen begins with a user message that is not the prompt; repeat the prompt exactly",
+    ),
+    (
+        {"prompt": "2 + 2?", "chosen": [ASK, GOOD], "rejected": [{"role": "system", "content": "Add."}, ASK, BAD]},
+        "rejected begins with a system message that is not the prompt",
+    ),
     ({"prompt": 3, "chosen": "x", "rejected": "y"}, "prompt=3 is neither a text nor a list of messages"),
 ]
 

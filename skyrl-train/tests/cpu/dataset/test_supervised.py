@@ -289,6 +289,12 @@ def test_a_greeting_is_context(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path
     assert trained == ["b<|im_end|>"]
 
 
+@pytest.mark.parametrize("tools", [None, "", [], "[]", "null"])
+def test_a_row_may_have_no_tools(tools: Any, tmp_path: Path) -> None:
+    (row,) = read_all([write_rows(tmp_path, [{"prompt": "a", "response": "b", "tools": tools}])], SFTDataConfig())
+    assert row.tools is None
+
+
 def test_keys_may_be_nested(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [{"extra_info": {"question": "a", "answer": "b"}}])
     keys = {"prompt_key": "extra_info", "response_key": "extra_info"}

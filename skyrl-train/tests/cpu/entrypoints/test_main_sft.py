@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -381,6 +382,15 @@ def test_a_template_that_is_no_text_is_refused(
         run = overrides(data, tiny_model_path, tmp_path / "out", f"data.chat_template='{data}/template.jinja'")
         assert main(["sft", *run]) == 1
         assert f"template.jinja {fault}" in capsys.readouterr().err
+
+
+def test_a_template_of_ones_own_replaces_a_broken_one(data: Path, tiny_model_path: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model_path, tmp_path / "model")
+    (data / "template.jinja").write_text((model / "chat_template.jinja").read_text())
+    (model / "chat_template.jinja").write_text("{{ broken }")
+    run = overrides(data, model, tmp_path / "out", "trainer.max_training_steps=1", "trainer.ckpt_interval=-1")
+    assert main(["sft", *run]) == 1
+    assert main(["sft", *run, f"data.chat_template='{data}/template.jinja'"]) == 0
 
 
 def test_a_template_of_ones_own_is_trained_and_exported(data: Path, tiny_model_path: Path, tmp_path: Path) -> None:

@@ -14,7 +14,13 @@ import torch
 from safetensors.torch import load_file
 from sft_runs import metrics, write_pairs
 from sft_runs import pair_overrides as overrides
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    PreTrainedModel,
+)
 
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.config.cli import parse
@@ -329,6 +335,22 @@ def test_plans_name_the_reference_and_the_loss(
     assert main(["reward", "--help"]) == 0
     assert "skyrl reward --help SECTION" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("max_length", ["null", "40"])
+def test_rows_of_a_reward_model_fit_into_its_context(
+    max_length: str, data: Path, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """The last token is repeated, and a model with learned positions has none beyond its context."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, n_positions=40)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [json.dumps({"prompt": "Count!", "chosen": "1" * n, "rejected": "2" * n}) for n in range(20, 60)]
+    for name in ("train", "val"):
+        (data / f"{name}.jsonl").write_text("\n".join(rows))
+    limits = [f"data.max_length={max_length}", "data.truncation=right", "trainer.max_training_steps=1"]
+    assert main(["reward", *overrides(data, tmp_path / "model", tmp_path / "out", *limits)]) == 0
 
 
 DROPOUT = "trainer.policy.model.lora.dropout=0.1"

@@ -134,7 +134,7 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", HONOURED)
-def test_a_key_is_honoured(key: str) -> None:
+def test_a_key_is_honored(key: str) -> None:
     run, change = HONOURED[key]
     assert describe_run(load([*run, *change])) != describe_run(load(run))
 
@@ -150,7 +150,7 @@ def test_a_key_is_honoured(key: str) -> None:
         "generator.weight_sync_timeout_seconds=5",
     ],
 )
-def test_a_key_of_weight_sync_is_honoured_by_one_process_with_a_server(change: str) -> None:
+def test_a_key_of_weight_sync_is_honored_by_one_process_with_a_server(change: str) -> None:
     run = ["generator.backend=vllm", "generator.run_engines_locally=false", URLS]
     assert describe_run(load([*run, change])) != describe_run(load(run))
 

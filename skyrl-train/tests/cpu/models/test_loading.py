@@ -166,8 +166,31 @@ def test_a_folder_without_a_tokenizer_is_refused_as_such(tiny_model_path: Path, 
 
 def test_a_broken_chat_template_is_named_with_its_line(tokenizer_folder: Path) -> None:
     (tokenizer_folder / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }")
-    with pytest.raises(ConfigError, match=r"chat template of trainer\.policy\.model\.path=.* is broken in line 2"):
+    with pytest.raises(
+        ConfigError, match=r"chat template of trainer\.policy\.model\.path=.* is broken in line 2"
+    ) as caught:
         load_tokenizer(str(tokenizer_folder))
+    assert "; correct it, or set generator.chat_template" in str(caught.value)
+
+
+@pytest.mark.parametrize("own", [None, "[{{ messages[0].content }}]", "{{ broken }"])
+def test_the_chat_template_that_is_used_is_checked(tokenizer_folder: Path, own: str | None) -> None:
+    file, options = tokenizer_folder / "chat_template.jinja", {"template_key": "data.chat_template"}
+    if own is None:
+        file.unlink()
+        with pytest.raises(
+            ConfigError, match=r"has no chat template; use an instruct model, or set data\.chat_template$"
+        ):
+            load_tokenizer(str(tokenizer_folder), **options)
+    else:
+        file.write_text(own)
+    template = "{{ messages[0].role }}"
+    tokenizer = load_tokenizer(str(tokenizer_folder), chat_template=template, replaces_template=True, **options)
+    assert tokenizer.chat_template == template
+    with pytest.raises(
+        ConfigError, match=r"the chat template of data\.chat_template is broken in line 2: .*; correct it$"
+    ):
+        load_tokenizer(str(tokenizer_folder), chat_template="\n{{ a }", replaces_template=True, **options)
 
 
 def test_a_model_with_fewer_tokens_than_the_policy_is_refused() -> None:
