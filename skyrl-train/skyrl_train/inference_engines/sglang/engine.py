@@ -31,6 +31,7 @@ from skyrl_train.weight_sync import MirroredReceiver, Receipt, Receiver, SyncPla
 
 SHARD_BYTES = 1 << 30
 MAX_FLUSH_S = 30.0
+ABORT_TIMEOUT_S = 10.0
 
 
 class SGLangEngine(HTTPEngine):
@@ -164,7 +165,8 @@ class SGLangEngine(HTTPEngine):
 
     async def _abort_on_server(self, request_id: str) -> None:
         with suppress(EngineError):  # a server that is lost runs nothing
-            await self._request("POST", "/abort_request", json={"rid": self._server_id(request_id)})
+            abort = {"rid": self._server_id(request_id)}
+            await self._request("POST", "/abort_request", json=abort, timeout_s=ABORT_TIMEOUT_S)
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
         folder = self._weight_folder / f"version_{plan.version}_{uuid4().hex}"  # other engines write this version, too
