@@ -18,6 +18,8 @@ DIFFERENTIAL := .venv-differential
 DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
 OPENENV := .venv-openenv
 OPENENV_REQUIREMENTS := skyrl-gym/tests/openenv_server/requirements.txt
+SGLANG := .venv-sglang
+SGLANG_REQUIREMENTS := skyrl-train/tests/sglang/requirements.txt
 SKYPILOT := .venv-skypilot
 SKYPILOT_REQUIREMENTS := skyrl-train/tests/skypilot/requirements.txt
 TINKER := .venv-tinker
@@ -143,6 +145,10 @@ test-recipes: .venv/.dev ## train with the scripts of veritas-rl in their --tiny
 test-s3: .venv/.dev $(S3)/.ready ## upload checkpoints to an S3 server, through a network with faults (separate environment)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-train/tests/s3 $(ARGS)
 
+.PHONY: test-sglang
+test-sglang: .venv/.dev $(SGLANG)/.ready ## test the SGLang engine against SGLang's server on a CPU (separate environment)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-train/tests/sglang $(ARGS)
+
 .PHONY: test-skypilot
 test-skypilot: $(SKYPILOT)/.ready ## check the task files with SkyPilot (separate environment)
 	@$(SKYPILOT)/bin/python -m pytest -q --confcutdir=skyrl-train/tests/skypilot skyrl-train/tests/skypilot $(ARGS)
@@ -239,7 +245,7 @@ wheels: .venv/.dev ## build wheels into dist/, install them into a new environme
 
 # --- setup ---------------------------------------------------------------------------------------------------
 
-.venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(S3)/bin/python $(SKYPILOT)/bin/python $(VERIFIERS)/bin/python $(VLLM)/bin/python \
+.venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(S3)/bin/python $(SGLANG)/bin/python $(SKYPILOT)/bin/python $(VERIFIERS)/bin/python $(VLLM)/bin/python \
 $(TINKER_VERSIONS:%=$(TINKER)/%/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "setup: $(PYTHON) is not Python 3.11 or newer; set one: make PYTHON=python3.12 …"; exit 1; }
@@ -268,6 +274,13 @@ $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 	  -e skyrl-gym -e 'skyrl-train[ray,wandb]' hypothesis pytest pytest-asyncio pytest-timeout requests
 	@$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(REQUIREMENTS)
+	@touch $@
+
+# A server that our client reaches over a socket. torch comes first, because the others require another one.
+$(SGLANG)/.ready: $(SGLANG_REQUIREMENTS) constraints.txt | $(SGLANG)/bin/python
+	@echo "setup: installing $< into $(SGLANG) (the first time takes minutes)"
+	@$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch transformers
+	@$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 # None of our packages is installed: servers that our clients reach over a socket, and a reader of our task files.
@@ -299,6 +312,6 @@ $(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERI
 
 .PHONY: clean
 clean: ## remove .venv, caches and built docs; keep outputs/
-	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(S3) $(SKYPILOT) $(TINKER) $(VERIFIERS) $(VLLM) $(WHEELS) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER) $(VERIFIERS) $(VLLM) $(WHEELS) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -rf skyrl-*/build skyrl-*/*.egg-info

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 MARKERS = {
     "skyrl-train/tests/ray": "ray",
+    "skyrl-train/tests/sglang": "sglang",
     "skyrl-train/tests/vllm": "vllm",
     "skyrl-tx/tests/vllm_server": "vllm",
     "skyrl-tx/tests/sdk": "integrations",

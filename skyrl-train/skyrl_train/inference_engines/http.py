@@ -34,6 +34,9 @@ class HTTPEngine(AsyncEngine):
     GENERATE: ClassVar[str]
     """Path of the server for responses."""
 
+    HEALTH: ClassVar[str] = "/health"
+    """Path that answers while the backend of the server does."""
+
     def __init__(
         self,
         url: str,
@@ -63,7 +66,7 @@ class HTTPEngine(AsyncEngine):
         self._watching: asyncio.Task[None] | None = None
 
     @abstractmethod
-    def _body(self, sequence: ActiveSequence) -> dict[str, Any]:
+    def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:
         """Return the request to continue a sequence after its tokens so far."""
 
     @abstractmethod
@@ -81,7 +84,8 @@ class HTTPEngine(AsyncEngine):
         problem = f"the server at {self._url} ended a response early"
         try:
             timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)  # `_watch` notices a server that hangs
-            async with self._http.stream("POST", self.GENERATE, json=self._body(sequence), timeout=timeout) as response:
+            body = self._body(request_id, sequence)
+            async with self._http.stream("POST", self.GENERATE, json=body, timeout=timeout) as response:
                 if response.is_error:
                     await response.aread()
                     raise EngineError(f"the server at {self._url} refused a request: {describe_response(response)}")
@@ -110,7 +114,7 @@ class HTTPEngine(AsyncEngine):
     async def check_health(self) -> None:
         await super().check_health()
         try:
-            await self._request("GET", "/health")
+            await self._request("GET", self.HEALTH)
         except EngineError as error:
             raise EngineLostError(str(error)) from error.__cause__
 

@@ -221,7 +221,7 @@ class EngineContract:
     async def test_a_response_ends_with_the_context(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         n = engine.info.context_length
-        assert n == engine_kit.model.config.max_position_embeddings
+        assert n == engine_kit.model.config.max_position_embeddings - engine_kit.n_reserved_tokens
         assert engine.info.longest_sequence == n  # the engines under test have room for it
         request = engine_kit.request(n - 4, 50, ignore_eos=True)
         (result,) = await engine.generate([request])

@@ -64,6 +64,8 @@ class EngineKit:
     """Number of tokens per block of the prefix cache."""
     transport: Transport = "shared"
     """Transport of new weights; "auto" if the engine is in another process."""
+    n_reserved_tokens: int = 0
+    """Number of tokens of the model's context that the backend does not use."""
 
     @property
     def eos_id(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 
 pytest.register_assert_rewrite("tests.contract.engine_contract")
-from tests.contract.engine_kit import sync_weights  # noqa: E402
+from tests.contract.shared_engines import SharedEngines  # noqa: E402
 
 NewEngine = Callable[..., VLLMEngine]
 SaveModel = Callable[[PretrainedConfig], Path]
@@ -76,40 +74,6 @@ def save_model(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> SaveM
     return save
 
 
-class SharedEngines:
-    """Engines that tests take turns with, because starting one takes long. One for each set of options."""
-
-    def __init__(self, start: Callable[..., InferenceEngine], model: PreTrainedModel) -> None:
-        self._start = start
-        self._model = model
-        self._engines: dict[str, InferenceEngine] = {}
-
-    def new(self, **options: Any) -> InferenceEngine:
-        """Return an engine with the initial weights, as version 0, and without a cache."""
-        key = repr(sorted(options.items()))
-        if key not in self._engines:
-            self._engines[key] = self._start(**options)
-        return self._engines[key]
-
-    async def reset(self) -> None:
-        """End what a test has begun, and drop engines that it has closed."""
-        for key, engine in list(self._engines.items()):
-            try:
-                await engine.abort()
-                with suppress(EngineError):
-                    await engine.resume()
-                await engine.wake_up()
-                await sync_weights(engine, self._model.named_parameters, 0, "gloo")
-            except EngineError:
-                del self._engines[key]
-                await engine.close()
-
-    async def close(self) -> None:
-        """Close all engines."""
-        for engine in self._engines.values():
-            await engine.close()
-
-
 @pytest.fixture(scope="session")
 def vllm_options() -> dict[str, Any]:
     """Options of every engine of vLLM."""
@@ -119,7 +83,7 @@ def vllm_options() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def shared_engines(tiny_model: PreTrainedModel) -> Callable[[Callable[..., InferenceEngine]], SharedEngines]:
     """Share engines that a function starts."""
-    return lambda start: SharedEngines(start, tiny_model)
+    return lambda start: SharedEngines(start, tiny_model, "gloo")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

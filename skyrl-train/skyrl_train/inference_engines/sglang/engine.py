@@ -1,7 +1,7 @@
 """SGLang behind its native server API (version 0.5.23): `/generate`, weights from a folder, memory control.
 
-It has never been run against SGLang itself, which needs a GPU. The tests run it against a server that follows the
-published API and samples with the embedded engine.
+`make test-sglang` runs it against SGLang's server on a CPU. It has not been run on a GPU yet. The other tests use a
+server that answers as SGLang does, and samples with the embedded engine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,6 +31,7 @@ from skyrl_train.weight_sync import MirroredReceiver, Receipt, Receiver, SyncPla
 
 SHARD_BYTES = 1 << 30
 MAX_FLUSH_S = 30.0
+ABORT_TIMEOUT_S = 10.0
 
 
 class SGLangEngine(HTTPEngine):
@@ -38,9 +40,12 @@ class SGLangEngine(HTTPEngine):
     The server draws its own random numbers: `seed` is passed on, and has an effect if the server was started with
     `--enable-deterministic-inference`. Its log-probs are those of the model at the request's temperature. It cannot
     report them with penalties, or the ones of a truncated distribution, so such requests are refused.
+
+    The server keeps the last tokens of the context to itself: `info.context_length` is a few tokens below the model's.
     """
 
     GENERATE = "/generate"
+    HEALTH = "/server_info"  # SGLang's /health generates a token, also while the memory of the model is released
 
     def __init__(
         self,
@@ -65,7 +70,7 @@ class SGLangEngine(HTTPEngine):
         url = server_url(address)
         facts = call_server(url, "GET", "/server_info")
         config = AutoConfig.from_pretrained(model_path).get_text_config()
-        n_context = int(facts.get("context_length") or config.max_position_embeddings)
+        n_context = int(facts["max_req_input_len"])  # a prompt must be shorter, also one that resumes a response
         try:
             model_eos = GenerationConfig.from_pretrained(model_path).eos_token_id
         except OSError:  # the model has none
@@ -77,13 +82,14 @@ class SGLangEngine(HTTPEngine):
             eos_ids=all_eos_ids(model_eos, tokenizer.eos_token_id),
             tokenizer=tokenizer,
         )
-        n_longest = min(n_context, int(facts.get("max_total_num_tokens") or n_context))
-        self.info = EngineInfo(n_context, n_longest, getattr(torch, str(facts.get("dtype")), None))  # None for "auto"
+        self.info = EngineInfo(n_context, n_context, getattr(torch, str(facts.get("dtype")), None))  # None for "auto"
         self._model_path = model_path
         self._weight_folder = weight_folder
         self._weight_mirror = WeightMirror()
         self._end_server = end_server
         self._can_sleep = bool(facts.get("enable_memory_saver"))
+        self._name = uuid4().hex  # other clients of the server number their requests, too
+        self._aborts: set[asyncio.Task[None]] = set()
 
     def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
         sampling = request.sampling
@@ -101,7 +107,7 @@ class SGLangEngine(HTTPEngine):
             )
         return super()._new_sequence(request, max_tokens)
 
-    def _body(self, sequence: ActiveSequence) -> dict[str, Any]:
+    def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:
         sampling = sequence.sampling
         params = {
             "max_new_tokens": sequence.max_tokens - len(sequence.token_ids),
@@ -112,6 +118,7 @@ class SGLangEngine(HTTPEngine):
             "skip_special_tokens": False,
         }
         return {
+            "rid": self._server_id(request_id),
             "input_ids": sequence.token_ids,
             "sampling_params": {name: value for name, value in params.items() if value != []},
             "return_logprob": True,
@@ -143,26 +150,41 @@ class SGLangEngine(HTTPEngine):
             )
         return Output(request_id, choices, meta.get("cached_tokens"))
 
+    def _server_id(self, request_id: str) -> str:
+        """Return the name of a request on the server, of which no other name is a prefix: that would abort both."""
+        return f"{self._name}-{request_id}-"
+
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        """Abort requests at once; the server would go on for 2 s after a connection is closed."""
+        unfinished = [request_id for request_id in request_ids if request_id in self._streams]
+        super()._drop(request_ids)
+        for request_id in unfinished:
+            task = asyncio.create_task(self._abort_on_server(request_id))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def _abort_on_server(self, request_id: str) -> None:
+        with suppress(EngineError):  # a server that is lost runs nothing
+            abort = {"rid": self._server_id(request_id)}
+            await self._request("POST", "/abort_request", json=abort, timeout_s=ABORT_TIMEOUT_S)
+
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
         folder = self._weight_folder / f"version_{plan.version}_{uuid4().hex}"  # other engines write this version, too
         receiver = MirroredReceiver(plan, self._weight_mirror)
         try:
             await asyncio.to_thread(write_model, folder, self._model_path, receiver)
-            await self._flush_cache()
-            update = {"model_path": str(folder.absolute()), "weight_version": str(plan.version)}
-            answer = await self._update_weights(update, plan.timeout_s)
-            if not answer["success"]:
-                raise EngineError(
-                    f"the server at {self._url} could not load the weights in {folder}: {answer['message']}"
-                )
+            update = {"model_path": str(folder.absolute()), "weight_version": str(plan.version), "flush_cache": False}
+            await self._update_weights(update, plan.timeout_s)
+            await self._flush_cache()  # unlike the one of the update, waits for the end of aborted requests
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         return receiver.receipt
 
-    async def _update_weights(self, update: dict[str, str], timeout_s: float) -> Any:
-        """Let the server load a folder; return its answer."""
+    async def _update_weights(self, update: dict[str, Any], timeout_s: float) -> None:
+        """Let the server load a folder."""
+        await self._end_requests()
         try:
-            return await self._request("POST", "/update_weights_from_disk", json=update, timeout_s=timeout_s)
+            await self._request("POST", "/update_weights_from_disk", json=update, timeout_s=timeout_s)
         except EngineLostError as error:
             raise EngineLostError(
                 f"{error} It had {timeout_s:g} s to load new weights; raise generator.weight_sync_timeout_seconds if "
@@ -170,8 +192,14 @@ class SGLangEngine(HTTPEngine):
             ) from error.__cause__
 
     async def _flush_cache(self) -> None:
-        """Drop all keys and values, once the server has noticed that dropped requests are gone."""
+        """Drop all keys and values, once the server has aborted the dropped requests."""
+        await self._end_requests()
         await self._request("POST", "/flush_cache", params={"timeout": MAX_FLUSH_S}, timeout_s=2 * MAX_FLUSH_S)
+
+    async def _end_requests(self) -> None:
+        """Wait until the server knows which requests were dropped."""
+        if self._aborts:
+            await asyncio.wait(self._aborts)
 
     async def _release_memory(self) -> None:
         await self._flush_cache()
@@ -183,6 +211,7 @@ class SGLangEngine(HTTPEngine):
             await self._request("POST", "/resume_memory_occupation", json={"tags": [part]})
 
     async def _shut_down(self) -> None:
+        await self._end_requests()
         await super()._shut_down()
         if self._end_server is not None:
             await self._thread.run(self._end_server)

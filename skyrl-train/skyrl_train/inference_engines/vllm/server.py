@@ -72,7 +72,7 @@ class VLLMServerEngine(HTTPEngine):
         self.n_weight_copies = self._facts.n_workers
         self._last_tokens: dict[str, list[SampledToken]] = {}  # of responses whose usage has not arrived
 
-    def _body(self, sequence: ActiveSequence) -> dict[str, Any]:
+    def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:
         sampling = sequence.sampling
         params = {
             "max_tokens": sequence.max_tokens - len(sequence.token_ids),

@@ -1,13 +1,15 @@
 """A server with the part of SGLang's native API that the engine uses, for machines on which SGLang cannot run.
 
-It answers as SGLang 0.5.23 documents, and samples with the embedded engine. As a program, it takes the options
-`--model-path` and `--port`, and ignores the others of SGLang.
+It answers as SGLang 0.5.23 does, and samples with the embedded engine; the tests of `skyrl-train/tests/sglang` expect
+the same of SGLang itself. As a program, it takes the options `--model-path` and `--port`, and ignores the others of
+SGLang.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import threading
 import time
@@ -37,6 +39,7 @@ class SGLangServer:
         self.address = f"127.0.0.1:{port or free_port()}"
         self.calls: list[tuple[str, Any]] = []  # path and body of all requests but /generate
         self._cached: list[list[int]] = []  # sequences whose keys and values a server would keep
+        self._running: set[str] = set()  # names of requests
         self._is_incremental = is_incremental
         self._model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
         limits = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 28, **options}
@@ -60,6 +63,7 @@ class SGLangServer:
             ("GET", self._health),
             ("GET", self._server_info),
             ("POST", self._generate),
+            ("POST", self._abort_request),
             ("POST", self._flush_cache),
             ("POST", self._update_weights_from_disk),
             ("POST", self._release_memory_occupation),
@@ -68,15 +72,30 @@ class SGLangServer:
             app.add_api_route(route.__name__.replace("_", "/", 1), route, methods=[method])
         return app
 
+    @property
+    def _max_tokens(self) -> int:
+        """The maximum number of tokens of a sequence."""
+        return self._engine.info.longest_sequence - 2
+
     async def _health(self) -> Response:
+        await self._engine.generate([EngineRequest([0], SamplingParams(1, temperature=0.0), 0)])
         return Response()
 
     async def _server_info(self) -> dict[str, Any]:
-        n_tokens = self._engine.info.longest_sequence
-        return {"context_length": None, "max_total_num_tokens": n_tokens, "enable_memory_saver": True, "dtype": "auto"}
+        return {
+            "context_length": None,
+            "max_req_input_len": self._max_tokens - 4,
+            "enable_memory_saver": True,
+            "dtype": "auto",
+        }
 
     async def _generate(self, body: dict[str, Any]) -> StreamingResponse:
         return StreamingResponse(self._events(body), media_type="text/event-stream")
+
+    async def _abort_request(self, body: dict[str, Any]) -> None:
+        self.calls.append(("/abort_request", body))
+        for rid in [rid for rid in self._running if rid.startswith(body["rid"])]:
+            await self._engine.abort(rid)
 
     async def _flush_cache(self, timeout: float = 0.0) -> Response:
         self.calls.append(("/flush_cache", timeout))
@@ -90,6 +109,8 @@ class SGLangServer:
 
     async def _update_weights_from_disk(self, body: dict[str, Any]) -> JSONResponse:
         self.calls.append(("/update_weights_from_disk", body))
+        while self._engine._unfinished():
+            await asyncio.sleep(0.01)
         folder, version = Path(body["model_path"]), int(body["weight_version"])
         assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
         tensors: dict[str, torch.Tensor] = {}
@@ -101,6 +122,8 @@ class SGLangServer:
         plan = SyncPlan(version, "shared", f"sglang-{self.address}")
         send(plan, iter(self._model.named_parameters()))
         await self._engine.receive_weights(plan)
+        if body.get("flush_cache", True):
+            self._cached.clear()
         return JSONResponse(
             {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         )
@@ -117,16 +140,23 @@ class SGLangServer:
         params = body["sampling_params"]
         assert body["stream"]
         assert body["return_logprob"]
+        n_prompt = len(body["input_ids"])
+        if n_prompt >= self._max_tokens - 4:
+            message = f"Input length ({n_prompt} tokens) exceeds the maximum allowed length"
+            meta = {"finish_reason": {"type": "abort", "message": message}, "completion_tokens": 0}
+            yield f"data: {json.dumps({'output_ids': [], 'meta_info': meta})}\n\ndata: [DONE]\n\n"
+            return
         sampling = SamplingParams(
-            params["max_new_tokens"],
+            min(params["max_new_tokens"], self._max_tokens - n_prompt),
             temperature=params["temperature"],
             stop_token_ids=tuple(params.get("stop_token_ids", ())) if not params["ignore_eos"] else (),
             ignore_eos=params["ignore_eos"],
             n_top_logprobs=body["top_logprobs_num"],
         )
-        request = EngineRequest(body["input_ids"], sampling, params["sampling_seed"])
+        request = EngineRequest(body["input_ids"], sampling, params["sampling_seed"], session_id=body["rid"])
         n_cached = max((common_length(request.prompt_ids[:-1], cached) for cached in self._cached), default=0)
         chunks: list[TokenChunk] = []
+        self._running.add(body["rid"])
         try:
             async with aclosing(self._engine.stream(request)) as stream:
                 async for chunk in stream:
@@ -134,7 +164,13 @@ class SGLangServer:
                     if chunk.result is not None or not sampling.n_top_logprobs:
                         yield self._event(request, chunks, n_cached)
         except EngineError as error:
-            yield f"data: {json.dumps({'error': {'message': str(error), 'code': 400}})}\n\n"
+            if "not finite" not in str(error):
+                raise
+            chunks.append(TokenChunk([0], [math.nan]))  # SGLang samples a token and reports no log-prob
+            yield self._event(request, chunks, n_cached)
+        finally:
+            self._running.remove(body["rid"])
+            await self._engine.end_session(body["rid"])
         self._cached.append(request.prompt_ids + [token_id for chunk in chunks for token_id in chunk.token_ids][:-1])
         yield "data: [DONE]\n\n"
 
@@ -145,6 +181,8 @@ class SGLangServer:
         reason: dict[str, Any] | None = None
         if result is not None and result.stop_reason == "stop":
             reason = {"type": "stop", "matched": token_ids[-1]}
+        elif result is not None and result.stop_reason == "abort":
+            reason = {"type": "abort", "message": "Aborted"}
         elif result is not None:
             reason = {"type": "length", "length": len(token_ids)}
         start = len(token_ids) - len(chunks[-1].token_ids) if self._is_incremental else 0
@@ -155,7 +193,8 @@ class SGLangServer:
             "completion_tokens": len(token_ids),
             "cached_tokens": n_cached,
             "output_token_logprobs": [
-                [logprob, token_id, None] for token_id, logprob in list(zip(token_ids, logprobs, strict=True))[start:]
+                [None if math.isnan(logprob) else logprob, token_id, None]
+                for token_id, logprob in list(zip(token_ids, logprobs, strict=True))[start:]
             ],
         }
         if result is not None and result.top_logprobs is not None:

@@ -30,8 +30,8 @@ from skyrl_train.inference_engines.sglang.launch import launch_server, list_argu
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from tests.cpu.inference_engines.sglang.sglang_server import SGLangServer
 
-pytest.register_assert_rewrite("tests.contract.engine_contract")
-from tests.contract.engine_contract import ENDINGS, EngineContract, assert_agrees  # noqa: E402
+pytest.register_assert_rewrite("tests.contract.engine_contract", "tests.contract.sglang_contract")
+from tests.contract.engine_contract import assert_agrees  # noqa: E402
 from tests.contract.engine_kit import (  # noqa: E402
     AdapterSource,
     EngineKit,
@@ -41,6 +41,7 @@ from tests.contract.engine_kit import (  # noqa: E402
     change_adapter,
     distance,
 )
+from tests.contract.sglang_contract import N_RESERVED_TOKENS, SGLangContract  # noqa: E402
 
 UPDATE = "/update_weights_from_disk"
 COMMAND = (sys.executable, str(Path(__file__).parent / "sglang_server.py"))
@@ -76,55 +77,15 @@ async def engine_kit(
         engines.append(SGLangEngine(address, str(tiny_model_path), tiny_tokenizer, tmp_path / "weights"))
         return engines[-1]
 
-    yield EngineKit(new, copy.deepcopy(tiny_model), tiny_tokenizer, tolerance=1e-5, cache_block_size=1)
+    limits = {"tolerance": 1e-5, "cache_block_size": 1, "n_reserved_tokens": N_RESERVED_TOKENS}
+    yield EngineKit(new, copy.deepcopy(tiny_model), tiny_tokenizer, **limits)
     for engine in engines:
         await engine.close()
     assert not list((tmp_path / "weights").glob("*")), "new weights are deleted once the server has them"
 
 
-class TestSGLangContract(EngineContract):
-    """The engine contract, less what SGLang cannot report."""
-
-    async def test_penalties_and_truncation_change_sampling_and_not_the_log_probs(self, engine_kit: EngineKit) -> None:
-        engine = engine_kit.new()
-        for name, value in (("top_p", 0.6), ("top_k", 5), ("min_p", 0.4), ("min_new_tokens", 12)):
-            with pytest.raises(EngineError, match=f"{name}={value}: SGLang does not report"):
-                await engine.generate([engine_kit.request(20, 16, **{name: value})])
-        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-            with pytest.raises(EngineError, match="SGLang reports log-probs after penalties only"):
-                await engine.generate([engine_kit.request(20, 16, **{name: 1.5})])
-
-    async def test_raw_and_top_log_probs_on_request(self, engine_kit: EngineKit) -> None:
-        engine = engine_kit.new()
-        with pytest.raises(EngineError, match="with_raw_logprobs=True: SGLang does not report"):
-            await engine.generate([engine_kit.request(20, 6, temperature=0.6, with_raw_logprobs=True)])
-        request = engine_kit.request(20, 6, with_raw_logprobs=True, n_top_logprobs=3)
-        (result,) = await engine.generate([request])
-        assert_agrees(engine_kit, request, result)
-        assert result.raw_logprobs == result.logprobs
-        logits = engine_kit.logits(request, result).log_softmax(-1)
-        assert result.top_logprobs is not None
-        for row, top in zip(logits, result.top_logprobs, strict=True):
-            values, token_ids = row.topk(3)
-            assert top == pytest.approx(dict(zip(token_ids.tolist(), values.tolist(), strict=True)), abs=1e-5)
-
-    @pytest.mark.parametrize(("options", "text", "reason"), [e for e in ENDINGS if "min_new_tokens" not in e[0]])
-    async def test_a_response_ends_at_eos_stop_string_stop_token_or_limit(
-        self, engine_kit: EngineKit, options: dict[str, Any], text: str, reason: str
-    ) -> None:
-        await super().test_a_response_ends_at_eos_stop_string_stop_token_or_limit(engine_kit, options, text, reason)
-
-    async def test_no_response_ends_before_min_new_tokens(self, engine_kit: EngineKit) -> None:
-        with pytest.raises(EngineError, match="min_new_tokens=60: SGLang does not report"):
-            await engine_kit.new().generate([engine_kit.request(9, 60, min_new_tokens=60)])
-
-    async def test_nan_weights_are_reported(self, engine_kit: EngineKit) -> None:
-        engine = engine_kit.new()
-        with torch.no_grad():
-            engine_kit.model.lm_head.weight.fill_(torch.nan)
-        await engine_kit.sync(engine, 1)
-        with pytest.raises(EngineError, match=r"failed a request: .*not finite"):
-            await engine.generate([engine_kit.request(40, 4)])
+class TestSGLangContract(SGLangContract):
+    """The contract, with the stand-in."""
 
 
 @pytest.mark.parametrize("is_incremental", [False, True])
@@ -136,6 +97,29 @@ async def test_events_with_all_tokens_and_with_new_ones(
     result = await listener.result()
     assert listener.n_tokens == len(result.token_ids) == 20
     assert_agrees(engine_kit, request, result)
+
+
+async def test_dropped_requests_are_aborted_before_new_weights_are_loaded(
+    engine_kit: EngineKit, start_server: Callable[..., SGLangServer]
+) -> None:
+    server = start_server()
+    engine = engine_kit.new(start=lambda: server)
+    listeners = [Listener(engine, engine_kit.request(n, 300, ignore_eos=True)) for n in (10, 11)]
+    for listener in listeners:
+        await listener.wait_for(2)
+    await engine.pause()
+    await engine_kit.sync(engine, 1)
+    paths = [path for path, _ in server.calls]
+    assert sorted(paths[:2]) == ["/abort_request"] * 2
+    assert paths[2:] == [UPDATE, "/flush_cache"]
+    assert not any(body.get("flush_cache", True) for path, body in server.calls if path == UPDATE)
+    await engine.abort()
+
+
+async def test_a_health_check_does_not_use_released_memory(engine_kit: EngineKit) -> None:
+    engine = engine_kit.new()
+    await engine.sleep()
+    await engine.check_health()
 
 
 async def test_a_server_that_dies_fails_its_requests(
@@ -152,7 +136,7 @@ async def test_a_server_that_dies_fails_its_requests(
     listener = Listener(engine, engine_kit.request(10, 400, ignore_eos=True))
     await listener.wait_for(3)
     await asyncio.to_thread(servers[0].close)
-    with pytest.raises(EngineError, match=r"broke off a response|does not answer /health|ended a response early"):
+    with pytest.raises(EngineError, match=r"broke off a response|does not answer /server_info|ended a response early"):
         await listener.result()
     with pytest.raises(EngineError, match="broke off a response"):
         await engine.generate([engine_kit.request(10, 4)])

@@ -1,0 +1,69 @@
+"""The engine contract, less what SGLang cannot report. The stand-in and SGLang itself meet it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.errors import EngineError
+from tests.contract.engine_contract import ENDINGS, EngineContract, assert_agrees, assert_same
+from tests.contract.engine_kit import EngineKit
+
+N_RESERVED_TOKENS = 6  # of the context, by SGLang
+
+
+class SGLangContract(EngineContract):
+    """The engine contract with the refusals of `SGLangEngine`."""
+
+    async def test_penalties_and_truncation_change_sampling_and_not_the_log_probs(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        for name, value in (("top_p", 0.6), ("top_k", 5), ("min_p", 0.4), ("min_new_tokens", 12)):
+            with pytest.raises(EngineError, match=f"{name}={value}: SGLang does not report"):
+                await engine.generate([engine_kit.request(20, 16, **{name: value})])
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            with pytest.raises(EngineError, match="SGLang reports log-probs after penalties only"):
+                await engine.generate([engine_kit.request(20, 16, **{name: 1.5})])
+
+    async def test_raw_and_top_log_probs_on_request(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        with pytest.raises(EngineError, match="with_raw_logprobs=True: SGLang does not report"):
+            await engine.generate([engine_kit.request(20, 6, temperature=0.6, with_raw_logprobs=True)])
+        request = engine_kit.request(20, 6, with_raw_logprobs=True, n_top_logprobs=3)
+        (result,) = await engine.generate([request])
+        assert_agrees(engine_kit, request, result)
+        assert result.raw_logprobs == result.logprobs
+        logits = engine_kit.logits(request, result).log_softmax(-1)
+        assert result.top_logprobs is not None
+        for row, top in zip(logits, result.top_logprobs, strict=True):
+            values, token_ids = row.topk(3)
+            assert top == pytest.approx(
+                dict(zip(token_ids.tolist(), values.tolist(), strict=True)), abs=engine_kit.tolerance
+            )
+
+    @pytest.mark.parametrize(("options", "text", "reason"), [e for e in ENDINGS if "min_new_tokens" not in e[0]])
+    async def test_a_response_ends_at_eos_stop_string_stop_token_or_limit(
+        self, engine_kit: EngineKit, options: dict[str, Any], text: str, reason: str
+    ) -> None:
+        await super().test_a_response_ends_at_eos_stop_string_stop_token_or_limit(engine_kit, options, text, reason)
+
+    async def test_no_response_ends_before_min_new_tokens(self, engine_kit: EngineKit) -> None:
+        with pytest.raises(EngineError, match="min_new_tokens=60: SGLang does not report"):
+            await engine_kit.new().generate([engine_kit.request(9, 60, min_new_tokens=60)])
+
+    async def test_nan_weights_are_reported(self, engine_kit: EngineKit) -> None:
+        engine, request = engine_kit.new(), engine_kit.request(40, 4)
+        (expected,) = await engine.generate([request])
+        weight = engine_kit.model.lm_head.weight
+        healthy = weight.detach().clone()
+        with torch.no_grad():
+            weight.fill_(torch.nan)
+        await engine_kit.sync(engine, 1)
+        for options in ({}, {"temperature": 0.0}):
+            with pytest.raises(EngineError, match=r"logits are not finite \(weight version 1\)"):
+                await engine.generate([engine_kit.request(40, 4, **options)])
+        with torch.no_grad():
+            weight.copy_(healthy)
+        await engine_kit.sync(engine, 2)
+        assert_same((await engine.generate([request]))[0], expected, engine_kit.tolerance)
