@@ -83,7 +83,7 @@ async def test_an_engine_that_exceeds_its_start_timeout_names_the_key(start_clus
 def test_a_run_waits_for_nodes_with_gpus(
     start_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SKYRL_RAY_JOIN_TIMEOUT_IN_S", "60")
+    monkeypatch.setenv("SKYRL_RAY_JOIN_TIMEOUT_IN_S", "240")
     cluster = start_cluster(2)
     timer = threading.Timer(3, lambda: cluster.add_node(num_cpus=2, num_gpus=2))
     timer.start()

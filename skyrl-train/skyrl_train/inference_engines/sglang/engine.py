@@ -65,11 +65,13 @@ class SGLangEngine(HTTPEngine):
             end_server: ends the server when the engine is closed. May block.
 
         Raises:
-            EngineError: the server does not answer.
+            EngineError: the server does not answer, or is of another version.
         """
         url = server_url(address)
         facts = call_server(url, "GET", "/server_info")
         config = AutoConfig.from_pretrained(model_path).get_text_config()
+        if "max_req_input_len" not in facts:
+            raise EngineError(f"{url}/server_info has no max_req_input_len, so this is no SGLang 0.5.23; install that")
         n_context = int(facts["max_req_input_len"])  # a prompt must be shorter, also one that resumes a response
         try:
             model_eos = GenerationConfig.from_pretrained(model_path).eos_token_id

@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +267,17 @@ async def test_a_lost_server_has_as_long_as_configured_to_return(
 def test_no_server_is_an_error(tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"no server answers at http://127.0.0.1:1/server_info: .*start it"):
         SGLangEngine("127.0.0.1:1", str(tiny_model_path), tiny_tokenizer, tmp_path)
+
+
+def test_a_server_of_another_kind_is_named(
+    tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (tmp_path / "server_info").write_text("{}")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(EngineError, match=r"/server_info has no max_req_input_len, so this is no SGLang 0\.5\.23"):
+            SGLangEngine(f"127.0.0.1:{server.server_port}", str(tiny_model_path), tiny_tokenizer, tmp_path)
+        server.shutdown()
 
 
 def test_options_become_arguments() -> None:
