@@ -164,13 +164,16 @@ class BasePPOExp(Experiment):
         """Load the policy's tokenizer, with the chat template of the engine's options, or `generator.chat_template` if
         it has none.
         """
-        cfg = self.cfg.generator
-        path = cfg.engine_init_kwargs.get("chat_template")
-        template = custom_chat_template(cfg.chat_template)
-        tokenizer = load_tokenizer(self.cfg.trainer.policy.model.path, chat_template=template)
+        cfg, path = self.cfg.generator, self.cfg.trainer.policy.model.path
+        key = "generator.engine_init_kwargs.chat_template"
+        if (file := cfg.engine_init_kwargs.get("chat_template")) is not None:
+            template = read_chat_template(str(file), key)
+            tokenizer = load_tokenizer(path, chat_template=template, template_key=key, replaces_template=True)
+        elif (fallback := custom_chat_template(cfg.chat_template)) is not None:
+            tokenizer = load_tokenizer(path, chat_template=fallback)
+        else:
+            tokenizer = load_tokenizer(path, template_key=key)
         tokenizer.padding_side = padding_side
-        if path is not None:
-            tokenizer.chat_template = read_chat_template(str(path), "generator.engine_init_kwargs.chat_template")
         return tokenizer
 
     def get_train_dataset(self) -> PromptDataset:

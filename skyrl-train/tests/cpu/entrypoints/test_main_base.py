@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +229,17 @@ def test_a_missing_resume_path_is_refused(
     missing = tmp_path / "ckpts/global_step_7"
     message = refusal([*catch_run, "trainer.resume_mode=from_path", f"trainer.resume_path='{missing}'"], capsys)
     assert f"trainer.resume_path={missing} does not exist" in message
+
+
+def test_the_chat_template_of_the_engine_replaces_a_broken_one(
+    catch_run: list[str], tiny_model_path: Path, tmp_path: Path
+) -> None:
+    model, file = tmp_path / "model", tmp_path / "template.jinja"
+    shutil.copytree(tiny_model_path, model)
+    (model / "chat_template.jinja").write_text("{{ broken }")
+    run = [*catch_run, f"trainer.policy.model.path='{model}'"]
+    key = "generator.engine_init_kwargs.chat_template"
+    with pytest.raises(ConfigError, match=f"is broken in line 1: .*; correct it, or set {re.escape(key)}$"):
+        BasePPOExp(parse_cli(run)).get_tokenizer()
+    file.write_text("{{ messages[0].role }}")
+    assert BasePPOExp(parse_cli([*run, f"+{key}='{file}'"])).get_tokenizer().chat_template == file.read_text()
