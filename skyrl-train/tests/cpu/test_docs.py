@@ -25,7 +25,9 @@ from skyrl_gym.envs import BUILT_IN as BUILT_IN_ENVIRONMENTS
 from skyrl_gym.envs.registration import EnvSpec
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Registry
 from skyrl_train.callbacks import StepReport
+from skyrl_train.config.preferences import DPO, REWARD
 from skyrl_train.config.problems import FIELDS
+from skyrl_train.config.sft import SFT
 from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.entrypoints.main_base import main, parse_cli
 from skyrl_train.generators.base import GeneratorInterface
@@ -40,7 +42,8 @@ ENVIRONMENTS, DATASETS = GUIDES / "environments.md", GUIDES / "datasets.md"
 EXTENDING, CUSTOM_ALGORITHMS = GUIDES / "extending.md", GUIDES / "custom-algorithms.md"
 REWARDS = GUIDES / "reward-functions.md"
 INCLUDED, OTHERS = GUIDES / "included-environments.md", GUIDES / "other-ecosystems.md"
-OTHER_KEYS = ("coming-from-skyrl", "preferences", "sft", "tinker")  # guides that name keys of other configurations
+OTHER_KEYS = ("coming-from-skyrl", "tinker")  # guides that name keys of other projects
+ALL_FIELDS = {*FIELDS, *SFT.fields, *SFT.aliases, *DPO.fields, *REWARD.fields}
 REGISTRIES: tuple[Registry, ...] = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES)
 BUILT_IN = {name: registry.get(name) for registry in REGISTRIES for name in registry.list_available()}
 KEY = re.compile(r"\b(?:data|trainer|generator|environment)\.\w+(?:\.\w+)*(?![\w{])")
@@ -331,7 +334,7 @@ def test_no_command_installs_our_packages_from_pypi() -> None:
     ],
 )
 def test_configuration_keys_on_the_pages_exist(page: Path) -> None:
-    sections = {key.rpartition(".")[0] for key in FIELDS}
+    sections = {key.rpartition(".")[0] for key in ALL_FIELDS}
     words = [word for word in KEY.findall(page.read_text(encoding="utf-8")) if not word.endswith((".py", ".md"))]
     free = (
         "trainer.algorithm.custom.",
@@ -343,7 +346,7 @@ def test_configuration_keys_on_the_pages_exist(page: Path) -> None:
         "data.mixture.weights.",
         "data.custom_cls.config.",
     )
-    unknown = {word for word in words if word not in FIELDS and word not in sections and not word.startswith(free)}
+    unknown = {word for word in words if word not in ALL_FIELDS and word not in sections and not word.startswith(free)}
     assert not unknown
 
 
