@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,9 @@ from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import load_engine
 from skyrl_train.launch.launcher import started
+from skyrl_train.launch.ray.cluster import connect
 from skyrl_train.launch.ray.launcher import RayLauncher
+from skyrl_train.launch.ray.placement import Request, Reservation
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -83,13 +85,15 @@ async def test_an_engine_that_exceeds_its_start_timeout_names_the_key(start_clus
 def test_a_run_waits_for_nodes_with_gpus(
     start_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SKYRL_RAY_JOIN_TIMEOUT_IN_S", "240")
+    monkeypatch.setenv("SKYRL_RAY_JOIN_TIMEOUT_IN_S", "120")
     cluster = start_cluster(2)
-    timer = threading.Timer(3, lambda: cluster.add_node(num_cpus=2, num_gpus=2))
-    timer.start()
-    launcher = RayLauncher(placement(colocate_all=True, n_nodes=1, n_per_node=2), [], None, n_engines=1)
-    timer.join()
-    assert launcher.device.type == "cuda"
+    connect()
+    with ThreadPoolExecutor(1) as pool:
+        reserving = pool.submit(Reservation, [Request(("policy",), 1, 2)])
+        time.sleep(2)
+        assert not reserving.done()
+        cluster.add_node(num_cpus=2, num_gpus=2)
+        assert reserving.result().kind == "GPU"
 
 
 def test_gpus_of_a_node_without_cpus_for_them_are_not_counted(start_cluster: Callable[..., Cluster]) -> None:
