@@ -232,9 +232,8 @@ def test_multiply_with_an_environment_that_its_task_registers(launch: Launch) ->
 
 
 def test_the_task_of_the_package(launch: Launch, tmp_path: Path) -> None:
-    before, _, after = LOSS.partition("@ray.remote")
-    script = before.replace("import BasePPOExp, config_dir,", "import config_dir, skyrl_entrypoint,")
-    (tmp_path / "main.py").write_text(script + after[after.index("@hydra.main") :])
+    script = LOSS.replace("import BasePPOExp, config_dir,", "import config_dir, skyrl_entrypoint,")
+    (tmp_path / "main.py").write_text(script + MAIN[MAIN.index("@hydra.main") :])
     steps = launch(["main.py"], SCORED, "trainer.algorithm.policy_loss_type=reinforce", *REWARD)
     assert all(step["policy/grad_norm"] > 0 for step in steps)
 
