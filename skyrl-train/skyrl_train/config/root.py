@@ -65,8 +65,7 @@ class DataConfig(Section):
     expanded when the file is read."""
 
     val_data: StringList = Field(default=["$HOME/data/gsm8k/validation.parquet"])
-    """Evaluation prompts, in the same forms. Metrics are reported per `data_source`. Empty: no
-    evaluations."""
+    """Evaluation prompts, in the same forms. Metrics are reported per `data_source`. Empty: no evaluations."""
 
     max_checked_rows: OptionalCount = 20_000
     """Rows of the training data that are checked before training; null checks all. Of larger data, a sample of this

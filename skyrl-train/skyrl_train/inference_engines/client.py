@@ -52,16 +52,22 @@ class EngineClient:
         """Take over the engines, which `close` closes. Without `restart`, a lost engine fails its requests.
 
         `enter` is called before requests; it wakes up the engines if others use their devices while they sleep.
+
+        Raises:
+            EngineError: the engines hold weights in different types.
         """
         self._engines = list(engines)
         self._restart = restart
         self._enter = enter
         self._sync: WeightSync | None = None
-        self._check_weight_dtypes()
+        dtypes = [engine.info.weight_dtype for engine in engines]
+        if len(set(dtypes)) > 1:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise EngineError(f"engines hold weights in different types: {names}; start all with the same dtype")
         self.info = EngineInfo(
             min(engine.info.context_length for engine in engines),
             min(engine.info.longest_sequence for engine in engines),
-            engines[0].info.weight_dtype,
+            dtypes[0],
         )
         self._homes: dict[str, int] = {}  # index of the engine of each session
         self._n_running = [0] * len(engines)  # requests
@@ -78,12 +84,6 @@ class EngineClient:
     @property
     def n_weight_copies(self) -> int:
         return sum(engine.n_weight_copies for engine in self._engines)
-
-    def _check_weight_dtypes(self) -> None:
-        dtypes = [engine.info.weight_dtype for engine in self._engines]
-        if len(set(dtypes)) > 1:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise EngineError(f"engines hold weights in different types: {names}; start all with the same dtype")
 
     def follow(self, sync: WeightSync) -> None:
         """Send the current weights to replaced engines through `sync`, which syncs this client.

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from string import ascii_lowercase
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -82,6 +82,9 @@ def start(engine: InferenceEngine, request: EngineRequest, method: str) -> async
 
 class EngineContract:
     """One test for each guarantee of `InferenceEngine`, compared with the policy's own model."""
+
+    samplings_of_nan: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"temperature": 0.0}, {"top_p": 0.9})
+    """Sampling options of the requests to a model with NaN weights."""
 
     # -- sampling and log-probs
 
@@ -378,7 +381,7 @@ class EngineContract:
         with torch.no_grad():
             weight.fill_(torch.nan)
         await engine_kit.sync(engine, 1)
-        for options in ({}, {"temperature": 0.0}, {"top_p": 0.9}):
+        for options in self.samplings_of_nan:
             with pytest.raises(EngineError, match=r"logits are not finite \(weight version 1\)"):
                 await engine.generate([engine_kit.request(40, 4, **options)])
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Engines that the tests of a backend share, because starting one takes long."""
+"""Engines that the tests of a backend share."""
 
 from __future__ import annotations
 

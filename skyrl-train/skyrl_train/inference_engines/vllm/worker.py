@@ -93,7 +93,7 @@ class WorkerExtension:
 
 
 def _end_with(pid: int) -> None:
-    """End this process when another one has ended, however that was."""
+    """End this process once another one has ended, even if that was killed."""
     try:
         owner = psutil.Process(pid)
         while owner.is_running() and owner.status() != psutil.STATUS_ZOMBIE:
