@@ -1,4 +1,4 @@
-"""The commands `skyrl report`: the page of a run, and its trajectories at two steps."""
+"""The commands `skyrl report`: the page of a run, that of several runs, and the trajectories of a run at two steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _ReportGroup(TyperGroup):
 
 
 report = typer.Typer(
-    cls=_ReportGroup, help="Write the report of a run, or compare its trajectories.", no_args_is_help=True
+    cls=_ReportGroup, help="Write the report of a run, or compare runs or trajectories.", no_args_is_help=True
 )
 
 
@@ -37,6 +37,18 @@ def report_run(
     if page is None:
         raise DataError(f"{folder} has no metrics.jsonl with a step in it; pass the folder of a run")
     typer.echo(page)
+
+
+@report.command("compare")
+@as_command
+def report_compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN_FOLDER...", help="e.g. outputs/skyrl/lr-1e-5 …")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("comparison.html"),
+) -> None:
+    """Write a page with the results and curves of several runs, and the settings that differ."""
+    from skyrl_train.report.comparison import compare_runs
+
+    typer.echo(compare_runs(folders, output))
 
 
 @report.command("trajectories")

@@ -339,6 +339,12 @@ class EngineClient:
                 await lost.close()
             engine = await self._restart(index)
             try:
+                if engine.info.weight_dtype != self.info.weight_dtype:
+                    old, new = (str(info.weight_dtype).removeprefix("torch.") for info in (self.info, engine.info))
+                    raise EngineError(
+                        f"the replacement of {self._name(index)} holds weights in {new} instead of {old}; start it "
+                        "with the same dtype"
+                    )
                 if sends_weights and self._version is not None and self._sync is not None:
                     await self._sync.send_to(self._name(index), engine, self._version)
                 if self._is_paused:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from skyrl_train.report.charts import Chart, Line, sparkline
@@ -43,7 +43,7 @@ _TRAINING_TWIN = {
 }
 
 # metric → (title, explanation)
-_PANELS = {
+PANELS = {
     "train/loss": ("Training loss", "of each step before its update; it should fall"),
     "val/loss": ("Validation loss", "the same on held-out rows; it rises when the model memorizes"),
     "train/accuracy": ("Preferred answers", "the fraction of pairs whose chosen answer has the higher reward"),
@@ -105,7 +105,8 @@ def write_report(
     config = yaml.safe_load(config_text) or {}
     last_step = max((row["step"] for row in rows), default=None)
     evaluations = _Evaluations.read(run_folder, last_step)
-    page = _template().render(
+    page = render(
+        "report.html.j2",
         project=run_folder.path.resolve().parent.name,
         run=run_folder.path.resolve().name,
         last_step=last_step,
@@ -178,7 +179,7 @@ def _training_twin(name: str) -> str:
 
 def _training_charts(rows: MetricRows) -> list[Chart]:
     """Return the panels that the run has metrics for; without evaluations, also the rates of environments."""
-    panels = dict(_PANELS)
+    panels = dict(PANELS)
     if not headline_evals(rows):
         rates = [n for n in metric_names(rows) if n.startswith("environment/") and n.endswith("_rate")]
         titles = {n: (format_name(n).capitalize(), "reported by the environment") for n in sorted(rates, key=len)}
@@ -238,7 +239,8 @@ def mark_special_tokens(text: str) -> Markup:
     return Markup("").join([*pieces, text[end:]])  # joining escapes what is not markup
 
 
-def _template() -> Template:
+def render(template: str, **values: Any) -> str:
+    """Return the page that a template of this folder makes of values."""
     environment = Environment(
         loader=PackageLoader("skyrl_train", "report"),
         autoescape=True,
@@ -248,4 +250,4 @@ def _template() -> Template:
     )
     environment.filters["mark_special_tokens"] = mark_special_tokens
     environment.filters["duration"] = format_duration
-    return environment.get_template("report.html.j2")
+    return environment.get_template(template).render(values)

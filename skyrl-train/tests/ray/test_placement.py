@@ -103,12 +103,14 @@ def test_gpus_of_a_node_without_cpus_for_them_are_not_counted(start_cluster: Cal
         RayLauncher(placement(colocate_all=True, n_nodes=1, n_per_node=2), [], None, n_engines=1)
 
 
+@pytest.mark.parametrize("value", ["5m", "nan", "inf"])
 def test_a_timeout_that_is_no_number_is_named(
-    start_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+    start_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
-    monkeypatch.setenv("SKYRL_RAY_JOIN_TIMEOUT_IN_S", "5m")
+    monkeypatch.setenv("SKYRL_RAY_JOIN_TIMEOUT_IN_S", value)
     start_cluster(1)
-    with pytest.raises(ConfigError, match="SKYRL_RAY_JOIN_TIMEOUT_IN_S=5m must be a number of seconds, such as 180"):
+    expected = f"SKYRL_RAY_JOIN_TIMEOUT_IN_S={value} must be a number of seconds, such as 180"
+    with pytest.raises(ConfigError, match=expected):
         RayLauncher(placement(colocate_all=True, n_nodes=1, n_per_node=1), [], None, n_engines=1)
 
 

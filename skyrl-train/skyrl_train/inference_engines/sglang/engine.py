@@ -71,7 +71,10 @@ class SGLangEngine(HTTPEngine):
         facts = call_server(url, "GET", "/server_info")
         config = AutoConfig.from_pretrained(model_path).get_text_config()
         if "max_req_input_len" not in facts:
-            raise EngineError(f"{url}/server_info has no max_req_input_len, so this is no SGLang 0.5.23; install that")
+            raise EngineError(
+                f"{url} is not a server of SGLang 0.5.23: /server_info reports no max_req_input_len; install that "
+                "version"
+            )
         n_context = int(facts["max_req_input_len"])  # a prompt must be shorter, also one that resumes a response
         try:
             model_eos = GenerationConfig.from_pretrained(model_path).eos_token_id

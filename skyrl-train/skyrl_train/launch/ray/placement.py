@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -164,9 +165,12 @@ def _describe_nodes(kind: Kind) -> str:
 def _read_seconds(variable: str, default: float) -> float:
     text = os.environ.get(variable, str(default))
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        raise ConfigError(f"{variable}={text} must be a number of seconds, such as 180") from None
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ConfigError(f"{variable}={text} must be a number of seconds, such as 180")
+    return seconds
 
 
 def _count(n: int, kind: Kind) -> str:

@@ -321,6 +321,16 @@ async def test_a_replacement_that_fails_is_tried_again_for_the_next_requests(
         assert_same(found, expected, 1e-5)
 
 
+async def test_a_replacement_with_weights_of_another_type_is_refused(
+    processes: list[ServerProcess], tiny_model_path: Path, tiny_model: PreTrainedModel
+) -> None:
+    async with replaceable(processes[1], tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, _):
+        client.info = replace(client.info, weight_dtype=torch.bfloat16)
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(EngineError, match="replacement of engine 1 of 2 holds weights in None instead of bfloat16"):
+            await client.generate([request(30, 0, "a")])
+
+
 async def test_engines_with_weights_of_different_types_are_refused(
     tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -32,7 +32,7 @@ METRICS = {
 }
 
 
-class _Page(HTMLParser):
+class Page(HTMLParser):
     """A parser that collects headings and loaded URLs, and fails on unclosed tags."""
 
     _VOID = ("meta", "link", "img", "br", "hr", "input")
@@ -70,9 +70,9 @@ def _log(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
     file.close()
 
 
-def _write(folder: RunFolder, **kwargs: Any) -> tuple[_Page, str]:
+def _write(folder: RunFolder, **kwargs: Any) -> tuple[Page, str]:
     text = write_report(folder, **kwargs).read_text("utf-8")
-    return _Page(text), text
+    return Page(text), text
 
 
 def test_an_empty_run_has_a_page(folder: RunFolder) -> None:

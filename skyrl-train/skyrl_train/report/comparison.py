@@ -1,0 +1,125 @@
+"""`skyrl report compare`: several runs on one self-contained page."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from skyrl_train.errors import DataError
+from skyrl_train.report.charts import Chart, Line
+from skyrl_train.report.page import PANELS, render
+from skyrl_train.report.series import MetricRows, format_name, format_value, read_series
+from skyrl_train.report.summary import Headline, find_method, headline_evals, headlines
+from skyrl_train.tracking import RunFolder, read_metrics
+
+MAX_RUNS = 7
+"""Number of colors in the stylesheet."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run on the page: `style` is the class of its color, and `headlines` are its results by label."""
+
+    path: Path
+    name: str
+    style: str
+    rows: MetricRows
+    config: Mapping[str, Any]
+    headlines: Mapping[str, Headline]
+
+    @property
+    def method(self) -> str:
+        method = find_method(self.config)
+        return "" if method is None else method.title
+
+    @property
+    def last_step(self) -> int:
+        return max(row["step"] for row in self.rows)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Values as text by key, except the name and the paths that it is part of."""
+        shown = {key: _show(value) for key, value in _flatten(self.config) if key != "trainer.run_name"}
+        return {key: text for key, text in shown.items() if not text.startswith(str(self.path))}
+
+
+def compare_runs(folders: Sequence[Path], output: Path) -> Path:
+    """Write a page with the results and curves of several runs, finished or not, and the settings that differ.
+
+    Raises:
+        DataError: a run has no metrics or is named twice, or there are fewer than two runs or more than `MAX_RUNS`.
+    """
+    paths = [folder.resolve() for folder in folders]
+    if not 2 <= len(paths) <= MAX_RUNS:
+        raise DataError(f"pass 2 to {MAX_RUNS} run folders, not {len(paths)}")
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    runs: list[ComparedRun] = []
+    for folder, path in zip(folders, paths, strict=True):
+        if paths.count(path) > 1:
+            raise DataError(f"{folder} is named twice; pass each run folder once")
+        run_folder = RunFolder(path)
+        rows = read_metrics(run_folder.metrics)
+        if not rows:
+            raise DataError(f"{folder} has no metrics.jsonl with a step in it; pass the folder of a run")
+        config = yaml.safe_load(run_folder.config_yaml.read_text("utf-8")) if run_folder.config_yaml.exists() else {}
+        results = {headline.label: headline for headline in headlines(rows)}
+        runs.append(ComparedRun(path, path.relative_to(root).as_posix(), f"c{len(runs)}", rows, config, results))
+    page = render(
+        "comparison.html.j2",
+        runs=runs,
+        titles=_union(run.headlines for run in runs),
+        nothing=Headline("", "–", ""),
+        settings=_differences([run.settings for run in runs]),
+        charts=_charts(runs),
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page, encoding="utf-8")
+    return output
+
+
+def _charts(runs: Sequence[ComparedRun]) -> list[Chart]:
+    """Return a chart of each evaluation and panel that a run has; curves of training are smoothed."""
+    evaluations = _union((evaluation.name for evaluation in headline_evals(run.rows)) for run in runs)
+    panels = {name: (format_name(name).capitalize(), "evaluation") for name in evaluations} | PANELS
+    charts = []
+    for name, (title, note) in panels.items():
+        lines = []
+        for run in runs:
+            if series := read_series(run.rows, name):
+                shown = series if name in evaluations else series.smoothed()
+                lines.append(Line(f"{run.name}: {format_value(name, shown.last)}", shown, run.style))
+        if lines:
+            charts.append(Chart(title, note, lines))
+    return charts
+
+
+def _differences(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return the keys whose values differ, with the value of each run; a key that a run lacks has a dash."""
+    values = {key: [own.get(key, "–") for own in settings] for key in _union(settings)}
+    return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _show(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _union(parts: Iterable[Iterable[str]]) -> list[str]:
+    """Return the distinct names of all parts, in the order of their first occurrence."""
+    return list(dict.fromkeys(chain.from_iterable(parts)))
