@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 from distributed.rank_groups import train_with_moves
+from safetensors.torch import load_file
 from small_models import SMALL
 from transformers import (
     AutoModelForCausalLM,
@@ -28,13 +29,14 @@ from workers.worker_batches import as_batch, config, off_policy_batch, policy_ob
 
 from skyrl_train.algorithms.objectives import Objective, PreferenceObjective
 from skyrl_train.checkpoint.merge import merge_checkpoint
-from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.process import ProcessRank, start_ranks
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.models.loading import load_model
-from skyrl_train.types.specs import ModelSpec, World
+from skyrl_train.models.lora import WEIGHTS, add_adapter, save_adapter, trained_parameters
+from skyrl_train.types.specs import LoraSpec, ModelSpec, World, lora_spec
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
@@ -63,6 +65,8 @@ SEQUENCE = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 PIPELINE = MegatronConfig(pipeline_model_parallel_size=2)
 DATA = MegatronConfig()
 CASES_IN_CI = [("tensor", "qwen3"), ("sequence", "qwen2"), ("pipeline", "llama")]
+ADAPTERS_IN_CI = [("tensor", "llama"), ("sequence", "qwen3"), ("pipeline", "qwen2")]
+MERGED = {"merge_on_export": True}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -87,6 +91,22 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.fixture(scope="module")
+def adapters(paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of adapters with random weights."""
+    folders = {}
+    for name, path in paths.items():
+        model = load(path)
+        add_adapter(model, LoraSpec(LoraConfig(rank=3, alpha=12), "lora", str(path)))
+        tensors = trained_parameters(model)
+        generator = torch.Generator().manual_seed(1)
+        for tensor in tensors.values():
+            tensor.data.copy_(0.05 * torch.randn(tensor.shape, generator=generator))
+        folders[name] = tmp_path_factory.mktemp("adapter")
+        save_adapter(model, tensors, str(path), folders[name])
+    return folders
+
+
 def load(path: Path, *, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False) -> PreTrainedModel:
     cpu = torch.device("cpu")
     return load_model(str(path), dtype=dtype, device=cpu, gradient_checkpointing=gradient_checkpointing)
@@ -96,14 +116,25 @@ def save_nothing(folder: str) -> None:
     """Do nothing; there is no tokenizer to save."""
 
 
-def spec(path: Path, megatron: MegatronConfig | None = None, **loading: Any) -> ModelSpec:
-    """Return the spec of a policy whose gradients are clipped in most steps."""
-    optimizer = {"lr": 1e-4, "scheduler": "linear", "num_warmup_steps": 2}
-    cfg = config(micro_train_batch_size_per_gpu=3, policy={"optimizer_config": optimizer}).trainer
+def spec(
+    path: Path, megatron: MegatronConfig | None = None, lora: dict[str, Any] | None = None, **loading: Any
+) -> ModelSpec:
+    """Return the spec of a policy, or of its adapter, whose gradients are clipped in most steps."""
+    optimizer = {"lr": 1e-4 if lora is None else 1e-3, "scheduler": "linear", "num_warmup_steps": 2}
+    policy = {"optimizer_config": optimizer, "model": {"path": str(path), "lora": lora or {}}}
+    cfg = config(micro_train_batch_size_per_gpu=3, policy=policy).trainer
     of_policy = replace(
         optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", 10), max_grad_norm=0.5
     )
-    made = model_spec("policy", partial(load, path, **loading), save_nothing, cfg, cfg.algorithm.temperature, of_policy)
+    made = model_spec(
+        "policy",
+        partial(load, path, **loading),
+        save_nothing,
+        cfg,
+        cfg.algorithm.temperature,
+        of_policy,
+        lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed),
+    )
     return replace(made, megatron=megatron)
 
 
@@ -141,11 +172,16 @@ async def train(
 
 
 async def compare(
-    ranks: list[ProcessRank], path: Path, megatron: MegatronConfig, tmp_path: Path, **loading: Any
+    ranks: list[ProcessRank],
+    path: Path,
+    megatron: MegatronConfig,
+    tmp_path: Path,
+    lora: dict[str, Any] | None = None,
+    **loading: Any,
 ) -> None:
     """Assert that five steps have the scores, metrics and weights of one process."""
-    single = await load_group([single_rank()], spec(path))
-    divided = await load_group(ranks, spec(path, megatron, **loading))
+    single = await load_group([single_rank()], spec(path, lora=lora))
+    divided = await load_group(ranks, spec(path, megatron, lora, **loading))
     steps = zip(await train(single, path), await train(divided, path), strict=True)
     for (expected, expected_metrics), (scores, metrics) in steps:
         for name in ("logprobs", "entropy", "sum_pi_squared"):
@@ -177,6 +213,50 @@ async def test_data_parallel_ranks_sum_their_gradients(
     two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path
 ) -> None:
     await compare(two_ranks, paths["qwen3"], DATA, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "model"),
+    [
+        pytest.param(
+            megatron, model, marks=() if (kind, model) in ADAPTERS_IN_CI else pytest.mark.nightly, id=f"{kind}-{model}"
+        )
+        for kind, megatron in (("tensor", TENSOR), ("sequence", SEQUENCE), ("pipeline", PIPELINE), ("data", DATA))
+        for model in MODELS
+    ],
+)
+async def test_five_steps_of_an_adapter_equal_those_of_one_process(
+    two_ranks: list[ProcessRank],
+    paths: dict[str, Path],
+    adapters: dict[str, Path],
+    tmp_path: Path,
+    model: str,
+    megatron: MegatronConfig,
+) -> None:
+    await compare(two_ranks, paths[model], megatron, tmp_path, {"lora_path": str(adapters[model])} | MERGED)
+    adapter_files = [load_file(tmp_path / name / "lora_adapter" / WEIGHTS) for name in ("single", "divided")]
+    assert adapter_files[0].keys() == adapter_files[1].keys()
+    for name, tensor in adapter_files[0].items():
+        torch.testing.assert_close(adapter_files[1][name], tensor, rtol=0, atol=1e-4, msg=name)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("megatron", [TENSOR, SEQUENCE, PIPELINE], ids=["tensor", "sequence", "pipeline"])
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "v_proj"], ["k_proj", "up_proj"], ["o_proj"]], ids=str)
+async def test_a_new_adapter_of_some_matrices(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path, megatron: MegatronConfig, modules: Any
+) -> None:
+    lora = {"rank": 3, "alpha": 24, "target_modules": modules, "init_method": "gaussian"} | MERGED
+    await compare(two_ranks, paths["qwen2"], megatron, tmp_path, lora)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("megatron", [SEQUENCE, PIPELINE], ids=["sequence", "pipeline"])
+async def test_gradient_checkpointing_of_an_adapter(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, megatron: Any
+) -> None:
+    lora = {"lora_path": str(adapters["qwen3"])} | MERGED
+    await compare(two_ranks, paths["qwen3"], megatron, tmp_path, lora, gradient_checkpointing=True)
 
 
 @pytest.mark.parametrize("megatron", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
