@@ -104,11 +104,14 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         return results
 
     def _state_dict(self, state: TrainState[ScoringModule], *, with_moments: bool) -> dict[str, Any]:
-        options = _model_options(state.module)
-        saved: dict[str, Any] = {"model": get_model_state_dict(state.module, options=options)}
+        module = state.module
+        saved: dict[str, Any] = {"model": get_model_state_dict(module, options=_model_options(module))}
+        if adapter_config(module.hf_model) is not None:  # torch keeps the second name of frozen tied weights
+            trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+            saved["model"] = {name: tensor for name, tensor in saved["model"].items() if name in trained}
         if with_moments:
             assert state.optimizer is not None
-            saved["optimizer"] = get_optimizer_state_dict(state.module, state.optimizer, options=OPTIMIZER_OPTIONS)
+            saved["optimizer"] = get_optimizer_state_dict(module, state.optimizer, options=OPTIMIZER_OPTIONS)
         return saved
 
     def _load_state_dict(self, state: TrainState[ScoringModule], saved: dict[str, Any]) -> None:

@@ -31,9 +31,7 @@ class JointAdapter(torch.nn.Module):
     sequence parallelism, each rank multiplies a whole factor by its own tokens only.
     """
 
-    def __init__(
-        self, base: ColumnParallelLinear | RowParallelLinear, adapted: Mapping[str, tuple[Any, Part]]
-    ) -> None:
+    def __init__(self, base: ColumnParallelLinear | RowParallelLinear, adapted: Mapping[str, tuple[Any, Part]]) -> None:
         """Create factors of zero.
 
         Args:

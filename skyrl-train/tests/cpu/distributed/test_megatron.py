@@ -40,6 +40,7 @@ from skyrl_train.types.specs import LoraSpec, ModelSpec, World, lora_spec
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
+from tests.contract.engine_kit import MirroredSink
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, the extra mcore of skyrl-train")
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron]
@@ -246,7 +247,7 @@ async def test_five_steps_of_an_adapter_equal_those_of_one_process(
 async def test_a_new_adapter_of_some_matrices(
     two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path, megatron: MegatronConfig, modules: Any
 ) -> None:
-    lora = {"rank": 3, "alpha": 24, "target_modules": modules, "init_method": "gaussian"} | MERGED
+    lora = {"rank": 3, "alpha": 6, "target_modules": modules, "init_method": "gaussian"} | MERGED
     await compare(two_ranks, paths["qwen2"], megatron, tmp_path, lora)
 
 
@@ -266,15 +267,21 @@ async def test_gradient_checkpointing_changes_nothing(
     await compare(two_ranks, paths["qwen2"], megatron, tmp_path, gradient_checkpointing=True)
 
 
-async def test_all_kinds_of_parallelism_at_once(paths: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("trains_adapter", [False, pytest.param(True, marks=pytest.mark.nightly)])
+async def test_all_kinds_of_parallelism_at_once(
+    paths: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, trains_adapter: bool
+) -> None:
     ranks = start_ranks(4)
+    qwen2, qwen3 = (
+        {"lora_path": str(adapters[name])} | MERGED if trains_adapter else None for name in ("qwen2", "qwen3")
+    )
     try:
-        await compare(ranks, paths["qwen2"], TENSOR, tmp_path / "tensor × data")
+        await compare(ranks, paths["qwen2"], TENSOR, tmp_path / "tensor × data", qwen2)
         everything = MegatronConfig(
             tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True
         )
-        await compare(ranks, paths["qwen2"], everything, tmp_path / "tensor × pipeline")
-        await compare(ranks, paths["qwen3"], PIPELINE, tmp_path / "pipeline × data")
+        await compare(ranks, paths["qwen2"], everything, tmp_path / "tensor × pipeline", qwen2)
+        await compare(ranks, paths["qwen3"], PIPELINE, tmp_path / "pipeline × data", qwen3)
     finally:
         for rank in ranks:
             await rank.close()
@@ -336,24 +343,37 @@ async def test_an_infinite_gradient_skips_the_step_on_all_ranks(
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(TENSOR, PIPELINE), (PIPELINE, TENSOR), (TENSOR, None), (None, SEQUENCE)]
+    ("first", "second", "trains_adapter"),
+    [
+        (TENSOR, PIPELINE, False),
+        (PIPELINE, TENSOR, False),
+        (TENSOR, None, False),
+        (None, SEQUENCE, False),
+        (SEQUENCE, None, True),
+        pytest.param(TENSOR, PIPELINE, True, marks=pytest.mark.nightly),
+        pytest.param(PIPELINE, TENSOR, True, marks=pytest.mark.nightly),
+        pytest.param(None, PIPELINE, True, marks=pytest.mark.nightly),
+    ],
 )
 async def test_a_checkpoint_resumes_in_another_layout(
     two_ranks: list[ProcessRank],
     paths: dict[str, Path],
+    adapters: dict[str, Path],
     tmp_path: Path,
     first: MegatronConfig | None,
     second: MegatronConfig | None,
+    trains_adapter: bool,
 ) -> None:
     path = paths["qwen2"]  # with tied embeddings
+    lora = {"lora_path": str(adapters["qwen2"])} | MERGED if trains_adapter else None
     batches = [off_policy_batch(load(path), N_TOKENS, seed=seed) for seed in range(2)]
-    group = await load_group(two_ranks, spec(path, first))  # None: FSDP2
+    group = await load_group(two_ranks, spec(path, first, lora))  # None: FSDP2
     await group.update(batches[0])
     folder = await save(group, tmp_path / "policy")
     expected = (await group.update(batches[1])).numbers()
     weights = await tensors(group, tmp_path / "expected")
     for ranks, megatron in ((two_ranks, first), (two_ranks, second), ([single_rank()], None)):
-        resumed = await load_group(ranks, spec(path, megatron))
+        resumed = await load_group(ranks, spec(path, megatron, lora))
         await resumed.load_state(folder)
         assert (await resumed.update(batches[1])).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
         for name, tensor in (await tensors(resumed, tmp_path / "resumed")).items():
@@ -425,10 +445,11 @@ async def test_weights_loaded_in_bfloat16_are_trained_in_float32(
         assert (results[0][key] - start).abs().max() < 1e-3, f"{key} did not start from the rounded weights"
 
 
+@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 4} | MERGED, marks=pytest.mark.nightly)])
 async def test_a_checkpoint_is_merged_into_a_hugging_face_folder(
-    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
-    group = await load_group(two_ranks, spec(paths["qwen2"], PIPELINE))
+    group = await load_group(two_ranks, spec(paths["qwen2"], PIPELINE, lora))
     batch = off_policy_batch(load(paths["qwen2"]), N_TOKENS, seed=0)
     for _ in range(2):  # the learning rate starts at 0
         await group.update(batch)
@@ -457,6 +478,93 @@ async def test_weights_are_sent_to_and_received_by_other_groups(
     expected = (await other.score(batch))["logprobs"]
     assert not torch.equal(expected, scores["logprobs"])
     torch.testing.assert_close((await group.score(batch))["logprobs"], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "megatron", [SEQUENCE, pytest.param(PIPELINE, marks=pytest.mark.nightly)], ids=["sequence", "pipeline"]
+)
+async def test_an_adapter_is_sent_and_switched_off(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, megatron: Any
+) -> None:
+    path, lora = paths["qwen3"], {"lora_path": str(adapters["qwen3"])}
+    batch = off_policy_batch(load(path), N_TOKENS, seed=1)
+    group = await load_group(two_ranks, spec(path, megatron, lora))
+    base, adapted = (
+        await load_group([single_rank()], spec(path)),
+        await load_group([single_rank()], spec(path, None, lora)),
+    )
+    reference = (await base.score(batch))["logprobs"]
+    await group.update(batch)  # the learning rate starts at 0
+    torch.testing.assert_close((await group.score(batch, adapter=False))["logprobs"], reference, rtol=0, atol=2e-5)
+    await group.update(batch)
+    expected = (await group.score(batch))["logprobs"]
+    mirrored, options = MirroredSink(), SyncOptions("broadcast", chunk_bytes=5_000, timeout_s=60)
+    await WeightSync(group, {"base": base}, options)(1)
+    await WeightSync(group, {"adapted": adapted}, options, kind="adapter")(1)
+    await WeightSync(group, {"mirrored": mirrored}, options, kind="factors")(1)
+    for other in (base, adapted):
+        torch.testing.assert_close((await other.score(batch))["logprobs"], expected, rtol=0, atol=2e-5)
+    assert (expected - reference).abs().max() > 1e-2
+    merged = await tensors(base, tmp_path)
+    assert all(torch.equal(mirrored.tensors[name], merged[name]) for name in mirrored.tensors)
+    await adapted.update(batch)
+    await adapted.update(batch)
+    await WeightSync(adapted, {"group": group}, options, kind="adapter")(2)
+    received = (await group.score(batch))["logprobs"]
+    torch.testing.assert_close(received, (await adapted.score(batch))["logprobs"], rtol=0, atol=2e-5)
+    assert not torch.equal(received, expected)
+
+
+@pytest.mark.parametrize(
+    "megatron", [SEQUENCE, pytest.param(TENSOR, marks=pytest.mark.nightly)], ids=["sequence", "tensor"]
+)
+async def test_ranks_that_share_a_matrix_drop_the_same_inputs_of_its_adapter(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, megatron: Any
+) -> None:
+    path, lora = paths["qwen3"], {"lora_path": str(adapters["qwen3"])}
+    batch = off_policy_batch(load(path), N_TOKENS, seed=1)
+
+    def with_dropout(spec: ModelSpec, dropout: float) -> ModelSpec:
+        assert spec.lora is not None
+        settings = spec.lora.config.model_copy(update={"dropout": dropout})
+        return replace(spec, lora=replace(spec.lora, config=settings))
+
+    other = await load_group(two_ranks, with_dropout(spec(path, None, lora), 0.5))  # FSDP2: ranks differ
+    await other.update(batch)
+    folder = await save(other, tmp_path / "other")
+    norms = []
+    for dropout, recomputes in ((0.0, False), (0.5, False), (0.5, True)):
+        exact = spec(path, megatron, lora, gradient_checkpointing=recomputes)
+        group = await load_group(two_ranks, with_dropout(exact, dropout))
+        await group.load_state(folder)
+        norms.append([(await group.update(batch)).numbers()["grad_norm"] for _ in range(2)])
+    assert norms[1] == pytest.approx(norms[2], rel=1e-4), "layers that are recomputed drop other inputs"
+    assert norms[1] != pytest.approx(norms[0], rel=1e-4), "nothing was dropped"
+    scores = await group.score(batch)
+    assert torch.equal((await group.score(batch))["logprobs"], scores["logprobs"]), "scores are random"
+    single = await load_group([single_rank()], spec(path, None, lora))
+    await single.load_state(await save(group, tmp_path / "policy"))  # with the factors of one of the ranks
+    torch.testing.assert_close((await single.score(batch))["logprobs"], scores["logprobs"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("modules", "megatron", "message"),
+    [
+        (["q_proj", "lm_head"], TENSOR, r"has no adapter for the head lm_head; leave it out of .*target_modules, or"),
+        (
+            r"model\.layers\.1\..*_proj",
+            PIPELINE,
+            r"has no matrix of the layers 0 to 0, .*parallel_size=2 stages .*size=1",
+        ),
+        (["gate"], TENSOR, "has no module gate; its linear modules are"),
+    ],
+    ids=["head", "stage", "name"],
+)
+async def test_adapters_that_cannot_be_divided_are_refused(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], modules: Any, megatron: MegatronConfig, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await load_group(two_ranks, spec(paths["llama"], megatron, {"rank": 2, "target_modules": modules}))
 
 
 @pytest.mark.parametrize(
