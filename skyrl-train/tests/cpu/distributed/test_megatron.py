@@ -395,6 +395,22 @@ async def test_the_same_layout_resumes_exactly(
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("megatron", [TENSOR, SEQUENCE, PIPELINE], ids=["tensor", "sequence", "pipeline"])
+async def test_a_float32_adapter_on_a_bfloat16_model(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], adapters: dict[str, Path], megatron: MegatronConfig
+) -> None:
+    path, lora = paths["qwen3"], {"lora_path": str(adapters["qwen3"])}
+    batch, metrics = off_policy_batch(load(path), N_TOKENS, seed=1), []
+    for ranks, layout in (([single_rank()], None), (two_ranks, megatron)):
+        group = await load_group(ranks, spec(path, layout, lora, dtype=torch.bfloat16))
+        metrics.append((await group.update(batch)).numbers())
+        assert {tensor.dtype for tensor in await group.tensor_specs("adapter")} == {torch.float32}
+        assert {tensor.dtype for tensor in await group.tensor_specs()} == {torch.bfloat16}
+    for name in ("grad_norm", "adapter_norm"):
+        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=2e-2)
+
+
 async def test_a_checkpoint_that_lacks_a_killed_rank_is_incomplete(paths: dict[str, Path], tmp_path: Path) -> None:
     ranks = start_ranks(2)
     try:
@@ -516,7 +532,7 @@ async def test_an_adapter_is_sent_and_switched_off(
 
 
 @pytest.mark.parametrize(
-    "megatron", [SEQUENCE, pytest.param(TENSOR, marks=pytest.mark.nightly)], ids=["sequence", "tensor"]
+    "megatron", [TENSOR, pytest.param(SEQUENCE, marks=pytest.mark.nightly)], ids=["tensor", "sequence"]
 )
 async def test_ranks_that_share_a_matrix_drop_the_same_inputs_of_its_adapter(
     two_ranks: list[ProcessRank], paths: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, megatron: Any
