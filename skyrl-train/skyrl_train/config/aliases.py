@@ -304,7 +304,7 @@ SKYRL_WITHOUT_EFFECT = {
         for role in ("policy", "ref")
         for name, reason in {
             "ddp_config": "gradients are summed in float32 once, before the optimizer step",
-            "lora_config": "Megatron-Core trains all weights",
+            "lora_config": "trainer.policy.model.lora has the settings of the adapter",
             "empty_cuda_cache": "freed memory of a GPU stays with PyTorch, which uses it again",
         }.items()
     },

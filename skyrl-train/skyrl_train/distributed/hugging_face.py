@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -22,14 +22,12 @@ from skyrl_train.distributed.strategy import DistributedStrategy, TrainState, ga
 from skyrl_train.models.deferred import deferring
 from skyrl_train.models.loading import autocast, checkpointed_layers
 from skyrl_train.models.lora import (
+    Gather,
     adapter_config,
     adapter_disabled,
     adapter_dropout,
     add_adapter,
-    change_norm,
-    frozen_tensors,
     merged_names,
-    sync_tensors,
 )
 from skyrl_train.models.precision import train_in_float32
 from skyrl_train.models.prefix_sharing import use_attention
@@ -37,7 +35,7 @@ from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Scores, TrainingBatch
-from skyrl_train.types.specs import ModelSpec, SyncKind, TensorSpec
+from skyrl_train.types.specs import ModelSpec
 
 T = TypeVar("T")
 
@@ -106,11 +104,14 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         return results
 
     def _state_dict(self, state: TrainState[ScoringModule], *, with_moments: bool) -> dict[str, Any]:
-        options = _model_options(state.module)
-        saved: dict[str, Any] = {"model": get_model_state_dict(state.module, options=options)}
+        module = state.module
+        saved: dict[str, Any] = {"model": get_model_state_dict(module, options=_model_options(module))}
+        if adapter_config(module.hf_model) is not None:  # torch keeps the second name of frozen tied weights
+            trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+            saved["model"] = {name: tensor for name, tensor in saved["model"].items() if name in trained}
         if with_moments:
             assert state.optimizer is not None
-            saved["optimizer"] = get_optimizer_state_dict(state.module, state.optimizer, options=OPTIMIZER_OPTIONS)
+            saved["optimizer"] = get_optimizer_state_dict(module, state.optimizer, options=OPTIMIZER_OPTIONS)
         return saved
 
     def _load_state_dict(self, state: TrainState[ScoringModule], saved: dict[str, Any]) -> None:
@@ -119,30 +120,8 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
             assert state.optimizer is not None
             set_optimizer_state_dict(state.module, state.optimizer, saved["optimizer"], options=OPTIMIZER_OPTIONS)
 
-    def tensor_specs(self, module: ScoringModule, kind: SyncKind = "full") -> list[TensorSpec]:
-        model = module.hf_model
-        named = merged_names(model) if kind == "full" else sync_tensors(model, kind, lambda shard: shard)
-        dtypes = module.export_dtypes
-        return [TensorSpec(name, tuple(tensor.shape), dtypes.get(name, tensor.dtype)) for name, tensor in named]
-
-    def full_tensors(
-        self, module: ScoringModule, kind: SyncKind = "full", *, as_exported: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        dtypes = module.export_dtypes if as_exported else {}
-        for name, tensor in sync_tensors(module.hf_model, kind, gather):
-            yield name, tensor.to(dtypes.get(name, tensor.dtype))
-
-    def frozen_tensors(self, module: ScoringModule) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every frozen tensor of a model with an adapter, gathered on every rank."""
-        return frozen_tensors(module.hf_model, gather)
-
-    def adapter_norm(self, module: ScoringModule) -> float:
-        """Return the Frobenius norm of the change that the adapter makes to the weights."""
-        return change_norm(module.hf_model, gather)
-
-    def copy_adapter(self, module: ScoringModule) -> dict[str, torch.Tensor]:
-        """Copy the tensors of the adapter to host memory. Gathering them is collective."""
-        return {name: tensor.to("cpu", copy=True) for name, tensor in self.full_tensors(module, "adapter")}
+    def _gather_from(self, module: ScoringModule) -> Gather:
+        return gather
 
     @torch.no_grad()
     def load_tensors(self, module: ScoringModule, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

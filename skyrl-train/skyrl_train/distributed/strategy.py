@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.lr_scheduler import LambdaLR
 
+from skyrl_train.models.lora import Gather, change_norm, frozen_tensors, merged_names, sync_tensors
 from skyrl_train.models.precision import save_model
 from skyrl_train.models.scoring_module import Scorer
 from skyrl_train.types import Scores, TrainingBatch
@@ -108,17 +109,8 @@ class DistributedStrategy(ABC, Generic[M]):
         """Return True on every rank if no parameter on any rank is NaN or infinite."""
 
     @abstractmethod
-    def tensor_specs(self, module: M, kind: SyncKind = "full") -> list[TensorSpec]:
-        """Return the tensors of a weight sync, in the order of `full_tensors`."""
-
-    @abstractmethod
-    def full_tensors(
-        self, module: M, kind: SyncKind = "full", *, as_exported: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a weight sync, gathered on every rank, in the type of exports or in that of training.
-
-        Those of the model have Hugging Face names.
-        """
+    def _gather_from(self, module: M) -> Gather:
+        """Return the function that gathers a parameter of the module's Hugging Face model. Calling it is collective."""
 
     @abstractmethod
     def load_tensors(self, module: M, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -133,6 +125,40 @@ class DistributedStrategy(ABC, Generic[M]):
     @abstractmethod
     def _load_state_dict(self, state: TrainState[M], saved: dict[str, Any]) -> None:
         """Set the state to a state dict of the same form, in place: an engine may generate with these very tensors."""
+
+    @property
+    def random_stream(self) -> int:
+        """The rank whose random numbers this one draws: ranks may have to drop the same inputs of an adapter."""
+        return self.world.rank
+
+    def tensor_specs(self, module: M, kind: SyncKind = "full") -> list[TensorSpec]:
+        """Return the tensors of a weight sync, in the order of `full_tensors`."""
+        model, dtypes = module.hf_model, module.export_dtypes
+        named = merged_names(model) if kind == "full" else sync_tensors(model, kind, lambda shard: shard.detach())
+        return [TensorSpec(name, tuple(tensor.shape), dtypes.get(name, tensor.dtype)) for name, tensor in named]
+
+    def full_tensors(
+        self, module: M, kind: SyncKind = "full", *, as_exported: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a weight sync, gathered on every rank, in the type of exports or in that of training.
+
+        Those of the model have Hugging Face names.
+        """
+        dtypes = module.export_dtypes if as_exported else {}
+        for name, tensor in sync_tensors(module.hf_model, kind, self._gather_from(module)):
+            yield name, tensor.to(dtypes.get(name, tensor.dtype))
+
+    def frozen_tensors(self, module: M) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every frozen tensor of a model with an adapter, gathered on every rank."""
+        return frozen_tensors(module.hf_model, self._gather_from(module))
+
+    def adapter_norm(self, module: M) -> float:
+        """Return the Frobenius norm of the change that the adapter makes to the weights."""
+        return change_norm(module.hf_model, self._gather_from(module))
+
+    def copy_adapter(self, module: M) -> dict[str, torch.Tensor]:
+        """Copy the tensors of the adapter to host memory. Gathering them is collective."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.full_tensors(module, "adapter")}
 
     def copy(self, state: TrainState[M]) -> dict[str, Any]:
         """Copy the state to host memory, by parameter name."""
@@ -207,5 +233,6 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor, on every rank that holds a part of it."""
+    """Return a whole tensor, detached, on every rank that holds a part of it."""
+    tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -41,7 +41,7 @@ BASE_CHECKSUM = "base_checksum.txt"
 """The checksum of the frozen weights, in a checkpoint of an adapter."""
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
-"""Returns a whole tensor, on every rank."""
+"""Returns the values of a whole parameter, detached, on every rank."""
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
@@ -61,7 +61,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
         try:
             peft.inject_adapter_in_model(config, model)
         except ValueError as error:
-            raise ConfigError(f"{_source(lora)} does not fit a {type(model).__name__}: {error}") from error
+            raise ConfigError(f"{name_source(lora)} does not fit a {type(model).__name__}: {error}") from error
     _check_layers(model, lora)
     if has_head:
         model.get_submodule(VALUE_HEAD).requires_grad_(True)
@@ -69,7 +69,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
     for parameter in trained_parameters(model).values():
         parameter.data = parameter.data.float()
     if path is not None:
-        _load_tensors(model, read_tensors(path, _source(lora)), _source(lora))
+        _load_tensors(model, read_tensors(path, name_source(lora)), name_source(lora))
     model.eval()
     trained, total = count_parameters(model)
     logger.info(
@@ -81,6 +81,11 @@ def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
 def adapter_config(model: PreTrainedModel) -> peft.LoraConfig | None:
     """Return the settings of a model's adapter; None without one."""
     return getattr(model, "peft_config", {}).get(NAME)
+
+
+def adapter_layers(model: PreTrainedModel) -> dict[str, Any]:
+    """Return peft's modules of an adapter by path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
@@ -110,7 +115,7 @@ def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
 
     peft's own switch also freezes the adapter, which FSDP would remember if this came before the first update.
     """
-    layers = _layers(model).values()
+    layers = adapter_layers(model).values()
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -123,7 +128,7 @@ def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def adapter_dropout(model: PreTrainedModel) -> Iterator[None]:
     """Set inputs of the adapter to 0 at random, with its probability of dropout. Other modules compute exactly."""
-    modules = [layer.lora_dropout[NAME] for layer in _layers(model).values()]
+    modules = [layer.lora_dropout[NAME] for layer in adapter_layers(model).values()]
     for module in modules:
         module.training = True
     try:
@@ -147,9 +152,9 @@ def merged_names(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Paramet
 
 def merged_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the model's tensors, in the order of `merged_names`, with the adapter merged into them."""
-    layers = _layers(model)
+    layers = adapter_layers(model)
     for name, parameter in merged_names(model):
-        tensor = gather(parameter.detach())
+        tensor = gather(parameter)
         path, _, part = name.rpartition(".")
         if part == "weight" and path in layers:
             tensor = _matrix_change(layers[path], *map(gather, _factors(layers[path]))).apply(tensor)
@@ -160,7 +165,7 @@ def frozen_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str
     """Yield the frozen tensors of a model with an adapter, under the names that they have without it."""
     for name, parameter in merged_names(model):
         if not parameter.requires_grad:
-            yield name, gather(parameter.detach())
+            yield name, gather(parameter)
 
 
 def sync_tensors(model: PreTrainedModel, kind: SyncKind, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,9 +174,9 @@ def sync_tensors(model: PreTrainedModel, kind: SyncKind, gather: Gather) -> Iter
         yield from merged_tensors(model, gather)
     elif kind == "adapter":
         for name, parameter in trained_parameters(model).items():
-            yield name, gather(parameter.detach())
+            yield name, gather(parameter)
     else:
-        for path, layer in _layers(model).items():
+        for path, layer in adapter_layers(model).items():
             yield from _matrix_change(layer, *map(gather, _factors(layer))).name_factors(f"{path}.weight")
         if kind == "base_and_factors":
             yield from frozen_tensors(model, gather)
@@ -181,7 +186,7 @@ def sync_tensors(model: PreTrainedModel, kind: SyncKind, gather: Gather) -> Iter
 def change_norm(model: PreTrainedModel, gather: Gather) -> float:
     """Return the Frobenius norm of the change (alpha / rank) · B·A, over all matrices."""
     total = 0.0
-    for layer in _layers(model).values():
+    for layer in adapter_layers(model).values():
         a, b = (gather(factor).double() for factor in _factors(layer))
         total += layer.scaling[NAME] ** 2 * ((b.T @ b) * (a @ a.T)).sum().item()  # |BA|² = Σ BᵀB ∘ AAᵀ
     return math.sqrt(max(total, 0.0))
@@ -245,7 +250,7 @@ def read_changes(path: str, base: str) -> tuple[Changes, dict[str, list[str]]]:
         model.get_submodule(VALUE_HEAD).requires_grad_(True)
     _check_tensors(model, tensors, source)
     changes: dict[str, MatrixChange | TrainedHead] = {}
-    for layer_path, layer in _layers(model).items():
+    for layer_path, layer in adapter_layers(model).items():
         a, b = (tensors[f"{FILE_PREFIX}{layer_path}.lora_{factor}.weight"] for factor in "AB")
         changes[f"{layer_path}.weight"] = _matrix_change(layer, a, b)
     own = dict(merged_names(model))
@@ -254,13 +259,9 @@ def read_changes(path: str, base: str) -> tuple[Changes, dict[str, list[str]]]:
     return changes, {name: list(revert_weight_conversion(model, {name: frozen[name]})) for name in frozen}
 
 
-def _layers(model: PreTrainedModel) -> dict[str, Any]:
-    return {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
-def _factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(layer: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
     """Return A (rank, in) and B (out, rank)."""
-    return layer.lora_A[NAME].weight.detach(), layer.lora_B[NAME].weight.detach()
+    return layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
 
 
 def _matrix_change(layer: Any, a: torch.Tensor, b: torch.Tensor) -> MatrixChange:
@@ -271,7 +272,8 @@ def _matrix_change(layer: Any, a: torch.Tensor, b: torch.Tensor) -> MatrixChange
     return MatrixChange(b, a)
 
 
-def _source(lora: LoraSpec) -> str:
+def name_source(lora: LoraSpec) -> str:
+    """Return the key and the value that an adapter comes from, for error messages."""
     if lora.config.lora_path is not None:
         return f"{lora.key}.lora_path={lora.config.lora_path}"
     return f"{lora.key}.target_modules={lora.config.target_modules}"
@@ -302,10 +304,10 @@ def _new_config(lora: LoraSpec, model: PreTrainedModel) -> peft.LoraConfig:
 
 
 def _load_config(path: str, lora: LoraSpec) -> peft.LoraConfig:
-    config = read_config(path, _source(lora))
+    config = read_config(path, name_source(lora))
     if lora.config.rank and (lora.config.rank, lora.config.alpha) != (config.r, config.lora_alpha):
         raise ConfigError(
-            f"{_source(lora)} has rank {config.r} and alpha {config.lora_alpha}, but "
+            f"{name_source(lora)} has rank {config.r} and alpha {config.lora_alpha}, but "
             f"{lora.key}.rank={lora.config.rank} and {lora.key}.alpha={lora.config.alpha}; set those of the adapter, "
             "or omit both"
         )
@@ -313,7 +315,7 @@ def _load_config(path: str, lora: LoraSpec) -> peft.LoraConfig:
     if base and Path(base).resolve() != Path(lora.base_path).resolve():
         logger.warning(
             "%s was trained on %s and continues on %s; if their weights differ, it is another model",
-            _source(lora),
+            name_source(lora),
             base,
             lora.base_path,
         )
@@ -392,22 +394,22 @@ def _name_in_file(name: str) -> str:
 def _check_layers(model: PreTrainedModel, lora: LoraSpec) -> None:
     """Raise ConfigError for adapters of other modules than linear ones, and of a head that is tied to embeddings."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    layers = _layers(model)
+    layers = adapter_layers(model)
     for path, layer in layers.items():
         if isinstance(layer, ParamWrapper):
             linear = {p.rpartition(".")[2] for p, other in layers.items() if not isinstance(other, ParamWrapper)}
             raise ConfigError(
-                f"{_source(lora)}: {path} of a mixture of experts is not a linear module, and only those can have an "
-                f"adapter; set {lora.key}.target_modules=[{','.join(sorted(linear))}]"
+                f"{name_source(lora)}: {path} of a mixture of experts is not a linear module, and only those can have "
+                f"an adapter; set {lora.key}.target_modules=[{','.join(sorted(linear))}]"
             )
         if NAME not in layer.lora_A:
             raise ConfigError(
-                f"{_source(lora)}: {path} is a {type(layer.get_base_layer()).__name__}, and only linear modules can "
-                f"have an adapter; choose among {', '.join(_linear_names(model))}"
+                f"{name_source(lora)}: {path} is a {type(layer.get_base_layer()).__name__}, and only linear modules "
+                f"can have an adapter; choose among {', '.join(_linear_names(model))}"
             )
         if layer is head and embeddings is not None and layer.weight is embeddings.weight:
             raise ConfigError(
-                f"{_source(lora)}: {path} shares its weight with the embeddings, which an adapter would separate; "
+                f"{name_source(lora)}: {path} shares its weight with the embeddings, which an adapter would separate; "
                 f"leave it out of {lora.key}.target_modules"
             )
 

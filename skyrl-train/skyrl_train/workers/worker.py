@@ -20,7 +20,6 @@ from transformers import get_scheduler
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.checkpoint import disk_error, to_bytes
 from skyrl_train.distributed import BASE_MODEL, METADATA, DistributedStrategy, TrainState
-from skyrl_train.distributed.hugging_face import HuggingFaceStrategy
 from skyrl_train.distributed.strategy import SCHEDULE
 from skyrl_train.errors import CheckpointError, WorkerError
 from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, count_parameters, save_adapter
@@ -76,7 +75,7 @@ class Worker:
         else:
             self._state.optimizer, self._state.scheduler = self._make_optimizer(spec.optimizer)
         if spec.lora is not None and spec.lora.config.dropout > 0:
-            torch.manual_seed((spec.lora.seed + strategy.world.rank) % 2**63)  # ranks drop different inputs
+            torch.manual_seed((spec.lora.seed + strategy.random_stream) % 2**63)
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=use_one_core)
         self._saving: Future[None] | None = None
         self._sent: SentWeights | None = None  # set by the first sync that sends changes
@@ -87,12 +86,6 @@ class Worker:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
         return optimizer, make_scheduler(optimizer, spec)
-
-    @property
-    def _adapter_strategy(self) -> HuggingFaceStrategy:
-        """The strategy of a model with an adapter."""
-        assert isinstance(self._strategy, HuggingFaceStrategy), "other strategies refuse adapters"
-        return self._strategy
 
     def move(self, to: Literal["cpu", "device"], part: ModelPart = "all") -> int:
         """Move a part of the model to host memory, or back to its device, bit for bit. Parts that are there stay there.
@@ -237,7 +230,7 @@ class Worker:
             logger.warning("The gradient norm of the %s is %s: updates are skipped until it is finite", role, norm)
         self._is_skipping = not is_finite
         if self._spec.lora is not None:
-            metrics["adapter_norm"] = Metric("mean", self._adapter_strategy.adapter_norm(self.module))
+            metrics["adapter_norm"] = Metric("mean", self._strategy.adapter_norm(self.module))
         state.optimizer.zero_grad(set_to_none=True)
         return metrics
 
@@ -275,7 +268,7 @@ class Worker:
         if rank == 0 and lora is None and base:
             files[BASE_MODEL] = f"{absolute(base)}\n".encode()
         if lora is not None:
-            adapter, checksum = self._adapter_strategy.copy_adapter(self.module), self._base_checksum  # on every rank
+            adapter, checksum = self._strategy.copy_adapter(self.module), self._base_checksum  # on every rank
             files |= {BASE_CHECKSUM: f"{checksum}\n".encode()} if rank == 0 else {}
 
         def write_files() -> None:
@@ -325,7 +318,7 @@ class Worker:
                 self._check_base(folder, self._spec.lora)
             self._strategy.load(self._state, folder)
             self._follow_schedule()
-            rng = folder / f"rng_{self._strategy.world.rank}.pt"
+            rng = folder / f"rng_{self._strategy.random_stream}.pt"
             if rng.exists():  # the saving run may have had fewer ranks
                 set_random_state(torch.load(rng, weights_only=True), self._strategy.world.device)
         except (Exception, CheckpointException) as error:
@@ -358,7 +351,7 @@ class Worker:
         """
         lora = self._spec.lora
         is_merged = lora is None or lora.config.merge_on_export
-        adapter = None if lora is None else self._adapter_strategy.copy_adapter(self.module)
+        adapter = None if lora is None else self._strategy.copy_adapter(self.module)
         try:
             if is_merged:
                 self._strategy.export(self.module, folder)
@@ -394,9 +387,7 @@ class Worker:
     @cached_property
     def _base_checksum(self) -> int:
         """The checksum of the frozen weights. Computing it is collective."""
-        checksums = (
-            tensor_checksum(name, tensor) for name, tensor in self._adapter_strategy.frozen_tensors(self.module)
-        )
+        checksums = (tensor_checksum(name, tensor) for name, tensor in self._strategy.frozen_tensors(self.module))
         return sum(checksums) % 2**64
 
     def _check_base(self, folder: Path, lora: LoraSpec) -> None:

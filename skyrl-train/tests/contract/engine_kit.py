@@ -242,12 +242,12 @@ class AdapterSource:
 
     async def tensor_specs(self, kind: SyncKind = "full") -> list[TensorSpec]:
         """Return name, shape and dtype of each tensor."""
-        named = sync_tensors(self.model, kind, lambda tensor: tensor)
+        named = sync_tensors(self.model, kind, torch.Tensor.detach)
         return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named]
 
     async def send_weights(self, plan: SyncPlan) -> Receipt:
         """Send the tensors as planned."""
-        return await asyncio.to_thread(send, plan, sync_tensors(self.model, plan.kind, lambda tensor: tensor))
+        return await asyncio.to_thread(send, plan, sync_tensors(self.model, plan.kind, torch.Tensor.detach))
 
 
 class MirroredSink:

@@ -27,6 +27,7 @@ TRAIN_FOLDER = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)  # each process imports PyTorch, and a test has up to 12
 
 PPO = ["trainer.algorithm.advantage_estimator=gae"]
+LORA = ["trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.merge_on_export=true"]
 
 
 def test_one_and_two_ranks_train_like_one_process(
@@ -41,13 +42,16 @@ def test_one_and_two_ranks_train_like_one_process(
 
 
 @pytest.mark.megatron
-def test_megatron_trains_like_one_process(start_cluster: Callable[..., Cluster], train: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("lora", [[], pytest.param(LORA, marks=pytest.mark.nightly)], ids=["full", "lora"])
+def test_megatron_trains_like_one_process(
+    start_cluster: Callable[..., Cluster], train: Callable[..., Path], lora: list[str]
+) -> None:
     pytest.importorskip("megatron.core")
     start_cluster(2)
     megatron = ["trainer.strategy=megatron", "trainer.placement.policy_num_gpus_per_node=2"]
     tensor, pipeline = (f"megatron_config.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline"))
-    ranks = train("ranks", *megatron, f"trainer.policy.{tensor}", f"trainer.ref.{pipeline}")
-    assert_same_run(ranks, train("inline"), "policy")
+    ranks = train("ranks", *megatron, f"trainer.policy.{tensor}", f"trainer.ref.{pipeline}", *lora)
+    assert_same_run(ranks, train("inline", *lora), "policy")
 
 
 def test_a_critic_on_its_own_ranks(

@@ -10,10 +10,8 @@ from typing import Any
 
 from skyrl_train.config.base import Section, changed_fields, value_at
 from skyrl_train.config.policy import (
-    CriticModelConfig,
     DividedModelConfig,
     MegatronConfig,
-    PolicyModelConfig,
     ShardedModelConfig,
 )
 from skyrl_train.config.problems import show
@@ -161,20 +159,13 @@ def strategy_has_its_settings(cfg: Section) -> Iterator[str]:
 
 
 def megatron_has_its_models(cfg: Section) -> Iterator[str]:
-    """Refuse Megatron-Core for adapters and critics, and sequence parallelism without tensor parallelism."""
+    """Refuse Megatron-Core for critics, and sequence parallelism without tensor parallelism."""
     if value_at(cfg, "trainer.strategy") != "megatron":
         return
     for role, section in _models(cfg).items():
-        model = section.model
-        if isinstance(model, PolicyModelConfig | CriticModelConfig) and model.lora.is_used:
-            name = "rank" if model.lora.lora_path is None else "lora_path"
+        if role == "critic" and section.model.path is not None:
             yield (
-                f"trainer.{role}.model.lora.{name}={show(value_at(model.lora, name))}: Megatron-Core trains all "
-                "weights; set trainer.strategy=fsdp2 for an adapter"
-            )
-        if role == "critic" and model.path is not None:
-            yield (
-                f"trainer.critic.model.path={show(model.path)}: Megatron-Core has no critic; set "
+                f"trainer.critic.model.path={show(section.model.path)}: Megatron-Core has no critic; set "
                 "trainer.strategy=fsdp2, or an advantage_estimator without a critic"
             )
         if not isinstance(section, DividedModelConfig):

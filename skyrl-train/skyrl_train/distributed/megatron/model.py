@@ -27,10 +27,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.distributed.megatron.lora import attach_adapter, find_adapter_parts
 from skyrl_train.distributed.megatron.names import EMBEDDINGS_PARAMETER, HEAD_PARAMETER, Part, find_parts
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.linear_head import linear_head_scores
 from skyrl_train.models.logprobs import align_left, find_predictions, on_mask
+from skyrl_train.models.lora import adapter_config, merged_names, trained_parameters
 from skyrl_train.models.scoring_module import Scorer
 from skyrl_train.types import TokenScores, TrainingBatch
 
@@ -63,7 +65,7 @@ class CheckpointedLayer(TransformerLayer):
     """A layer that computes its activations again in the backward pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
 
 
 class GPT(GPTModel):
@@ -208,7 +210,7 @@ class MegatronScorer(Scorer):
         """Create this rank's part of a model, with weights of zero.
 
         Args:
-            hf_model: the model, whose weights are not read.
+            hf_model: the model, which may have an adapter. Its weights are not read.
             config: of the whole model.
             groups: of this rank.
             n_tokens: rows of the rank's part of the embeddings and the head that belong to tokens; padding follows.
@@ -220,8 +222,13 @@ class MegatronScorer(Scorer):
         is_tied = hf_model.config.tie_word_embeddings
         self.stage = new_stage(config, groups, n_padded, is_tied=is_tied, recomputes=hf_model.is_gradient_checkpointing)
         self._hf_models = [hf_model]  # in a list, since it is no submodule
-        self._parts_of_stages = find_parts(config, n_tokens, is_tied=is_tied)
+        base_parts = find_parts(config, n_tokens, is_tied=is_tied)
+        self._parts_of_stages = [parts | find_adapter_parts(hf_model, parts) for parts in base_parts]
         self.parts = self._parts_of_stages[groups.pp.rank()]
+        self.saved_parts = self.parts
+        if adapter_config(hf_model) is not None:
+            attach_adapter(self.stage, hf_model, self.parts)
+            self.saved_parts = find_adapter_parts(hf_model, self.parts)
         self._whole = {part.parameter: part for part in self.parts.values() if part.dim is None}
         self._n_tokens = n_tokens
         self._temperature = temperature
@@ -236,6 +243,10 @@ class MegatronScorer(Scorer):
     @property
     def hf_model(self) -> PreTrainedModel:
         return self._hf_models[0]
+
+    def hf_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters of the Hugging Face model and of its adapter, under the names of `parts`."""
+        return dict(merged_names(self.hf_model)) | trained_parameters(self.hf_model)
 
     def parameter_of(self, part: Part) -> torch.nn.Parameter:
         """Return the parameter that a part of this rank is in."""

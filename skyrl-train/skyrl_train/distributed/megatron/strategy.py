@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed.megatron.device import computing_on
+from skyrl_train.distributed.megatron.lora import check_adapter
 from skyrl_train.distributed.megatron.model import MegatronScorer, check_model, transformer_config
 from skyrl_train.distributed.megatron.names import EMBEDDINGS, HEAD, HEAD_PARAMETER, Part
 from skyrl_train.distributed.strategy import (
@@ -35,10 +37,11 @@ from skyrl_train.distributed.strategy import (
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.deferred import deferring
 from skyrl_train.models.loading import autocast
+from skyrl_train.models.lora import Gather, adapter_disabled, adapter_dropout, add_adapter
 from skyrl_train.models.precision import train_in_float32
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Scores, TrainingBatch
-from skyrl_train.types.specs import Layout, ModelSpec, SyncKind, TensorSpec, World
+from skyrl_train.types.specs import Layout, ModelSpec, SyncKind, World
 
 T = TypeVar("T")
 
@@ -83,9 +86,12 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:
             parallel_state._set_global_memory_buffer()
 
+    @property
+    def random_stream(self) -> int:
+        return dist.get_process_group_ranks(self._groups.tp)[0]
+
     @torch.no_grad()
     def build(self, spec: ModelSpec, *, entropy_grad: bool) -> MegatronScorer:
-        assert spec.lora is None, "the configuration refuses it"
         with deferring() as weights:
             model = spec.load()
         dtypes = train_in_float32(model, is_empty=weights.source is not None) if spec.trains_all_weights else {}
@@ -94,19 +100,22 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         key = f"{spec.section}.megatron_config"
         if (problem := next(self._config.find_indivisible(model.config.to_dict(), source, key), None)) is not None:
             raise ConfigError(problem)
-        named = dict(model.named_parameters())
-        n_tokens = self._own_slice(named[EMBEDDINGS].shape, 0)[0][0]
+        n_tokens = self._own_slice(model.get_input_embeddings().weight.shape, 0)[0][0]
         config = transformer_config(model, self._config)
+        if spec.lora is not None:
+            add_adapter(model, spec.lora)
+            check_adapter(model, spec, config)
         with computing_on(self._device):
             module = MegatronScorer(
                 model, config, self._groups, n_tokens, temperature=spec.temperature, entropy_grad=entropy_grad
             ).to(self._device)
         module.export_dtypes = dtypes
         module.stage.rotary_pos_emb.inv_freq = model.model.rotary_emb.inv_freq.clone().to(self._device)
+        named, has_adapter = module.hf_parameters(), spec.lora is not None
         for name, part in module.parts.items():
             shape, offset = self._own_slice(named[name].shape, part.dim)
-            values = torch.empty(shape, dtype=model.dtype)
-            if weights.source is not None:
+            values = torch.empty(shape, dtype=named[name].dtype)
+            if weights.source is not None and not (has_adapter and name in module.saved_parts):
                 weights.read(name, values, offset, dtypes.get(name))
             else:
                 values.copy_(_slice(named[name], shape, offset))
@@ -140,7 +149,10 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             return scores[0].sum() if loss is None else loss, torch.tensor(0), result
 
         schedule = get_forward_backward_func(self._groups.pp.size(), None)
-        with computing_on(self._device), torch.set_grad_enabled(backward):
+        model = module.hf_model  # whose modules hold the settings of the adapter
+        without_adapter = nullcontext() if adapter else adapter_disabled(model)
+        dropped = adapter_dropout(model) if dropout else nullcontext()
+        with computing_on(self._device), torch.set_grad_enabled(backward), without_adapter, dropped:
             results: list[T] = schedule(
                 forward_step_func=forward,
                 data_iterator=iter(micro_batches),
@@ -191,28 +203,30 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
     def is_finite(self, module: MegatronScorer) -> bool:
         return all_finite_on_ranks((parameter.detach() for parameter in module.parameters()), self._device)
 
-    def tensor_specs(self, module: MegatronScorer, kind: SyncKind = "full") -> list[TensorSpec]:
-        assert kind == "full", "Megatron-Core trains no adapter"
-        return [
-            TensorSpec(name, tuple(p.shape), module.export_dtypes.get(name, p.dtype))
-            for name, p in module.hf_model.named_parameters()
-        ]
-
     def full_tensors(
         self, module: MegatronScorer, kind: SyncKind = "full", *, as_exported: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         assert as_exported, "ranks share no memory with an engine"
+        return super().full_tensors(module, kind)
+
+    def _gather_from(self, module: MegatronScorer) -> Gather:
+        names = {parameter: name for name, parameter in module.hf_parameters().items()}
         pipeline = self._groups.pp
-        for spec in self.tensor_specs(module, kind):
-            owner = module.find_stage(spec.name)
+
+        def gather_part(described: torch.Tensor) -> torch.Tensor:
+            assert isinstance(described, torch.nn.Parameter)
+            name, shape = names[described], described.shape
+            dtype, owner = module.export_dtypes.get(name, described.dtype), module.find_stage(name)
             if owner == pipeline.rank():
-                part = module.parts[spec.name]
-                tensor = gather(self._as_slice(part, module.parameter_of(part).detach(), spec.shape)).to(spec.dtype)
+                part = module.parts[name]
+                tensor = gather(self._as_slice(part, module.parameter_of(part).detach(), shape)).to(dtype)
             else:
-                tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+                tensor = torch.empty(shape, dtype=dtype, device=self._device)
             if pipeline.size() > 1:
                 dist.broadcast(tensor, group=pipeline, group_src=owner)
-            yield spec.name, tensor
+            return tensor
+
+        return gather_part
 
     @torch.no_grad()
     def load_tensors(self, module: MegatronScorer, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -223,19 +237,19 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
 
     def _state_dict(self, state: TrainState[MegatronScorer], *, with_moments: bool) -> dict[str, Any]:
         module = state.module
-        shapes = {spec.name: spec.shape for spec in self.tensor_specs(module)}
+        shapes = {name: parameter.shape for name, parameter in module.hf_parameters().items()}
         saved = {
             f"model.{name}": self._as_slice(part, module.parameter_of(part).detach(), shapes[name])
-            for name, part in module.parts.items()
+            for name, part in module.saved_parts.items()
         }
-        if module.hf_model.config.tie_word_embeddings and EMBEDDINGS in module.parts:
+        if module.hf_model.config.tie_word_embeddings and EMBEDDINGS in module.saved_parts:
             saved[f"model.{HEAD}"] = saved[f"model.{EMBEDDINGS}"]  # as in the checkpoints of other strategies
         if not with_moments:
             return {"model": saved}
         assert state.optimizer is not None
         (group,) = state.optimizer.param_groups
         moments: dict[str, Any] = {}
-        for name, part in module.parts.items():
+        for name, part in module.saved_parts.items():
             values = _moments(state.optimizer, module.parameter_of(part))
             moments[f"state.model.{name}.step"] = values["step"]
             for kind in MOMENTS:
@@ -245,7 +259,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
 
     @torch.no_grad()
     def _load_state_dict(self, state: TrainState[MegatronScorer], saved: dict[str, Any]) -> None:
-        for name, part in state.module.parts.items():
+        for name, part in state.module.saved_parts.items():
             parameter = state.module.parameter_of(part)
             part.write(parameter, local_part(saved["model"][f"model.{name}"])[0])
             if moments := saved.get("optimizer"):

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 from distributed.rank_groups import train_with_moves
+from safetensors.torch import load_file
 from small_models import SMALL
 from transformers import (
     AutoModelForCausalLM,
@@ -28,16 +29,18 @@ from workers.worker_batches import as_batch, config, off_policy_batch, policy_ob
 
 from skyrl_train.algorithms.objectives import Objective, PreferenceObjective
 from skyrl_train.checkpoint.merge import merge_checkpoint
-from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.process import ProcessRank, start_ranks
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.models.loading import load_model
-from skyrl_train.types.specs import ModelSpec, World
+from skyrl_train.models.lora import WEIGHTS, add_adapter, save_adapter, trained_parameters
+from skyrl_train.types.specs import LoraSpec, ModelSpec, World, lora_spec
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
+from tests.contract.engine_kit import MirroredSink
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, the extra mcore of skyrl-train")
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron]
@@ -63,6 +66,8 @@ SEQUENCE = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 PIPELINE = MegatronConfig(pipeline_model_parallel_size=2)
 DATA = MegatronConfig()
 CASES_IN_CI = [("tensor", "qwen3"), ("sequence", "qwen2"), ("pipeline", "llama")]
+ADAPTERS_IN_CI = [("tensor", "llama"), ("sequence", "qwen3"), ("pipeline", "qwen2")]
+MERGED = {"merge_on_export": True}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -87,6 +92,22 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.fixture(scope="module")
+def adapters(paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of adapters with random weights."""
+    folders = {}
+    for name, path in paths.items():
+        model = load(path)
+        add_adapter(model, LoraSpec(LoraConfig(rank=3, alpha=12), "lora", str(path)))
+        tensors = trained_parameters(model)
+        generator = torch.Generator().manual_seed(1)
+        for tensor in tensors.values():
+            tensor.data.copy_(0.05 * torch.randn(tensor.shape, generator=generator))
+        folders[name] = tmp_path_factory.mktemp("adapter")
+        save_adapter(model, tensors, str(path), folders[name])
+    return folders
+
+
 def load(path: Path, *, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False) -> PreTrainedModel:
     cpu = torch.device("cpu")
     return load_model(str(path), dtype=dtype, device=cpu, gradient_checkpointing=gradient_checkpointing)
@@ -96,14 +117,25 @@ def save_nothing(folder: str) -> None:
     """Do nothing; there is no tokenizer to save."""
 
 
-def spec(path: Path, megatron: MegatronConfig | None = None, **loading: Any) -> ModelSpec:
-    """Return the spec of a policy whose gradients are clipped in most steps."""
-    optimizer = {"lr": 1e-4, "scheduler": "linear", "num_warmup_steps": 2}
-    cfg = config(micro_train_batch_size_per_gpu=3, policy={"optimizer_config": optimizer}).trainer
+def spec(
+    path: Path, megatron: MegatronConfig | None = None, lora: dict[str, Any] | None = None, **loading: Any
+) -> ModelSpec:
+    """Return the spec of a policy, or of its adapter, whose gradients are clipped in most steps."""
+    optimizer = {"lr": 1e-4 if lora is None else 1e-3, "scheduler": "linear", "num_warmup_steps": 2}
+    policy = {"optimizer_config": optimizer, "model": {"path": str(path), "lora": lora or {}}}
+    cfg = config(micro_train_batch_size_per_gpu=3, policy=policy).trainer
     of_policy = replace(
         optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", 10), max_grad_norm=0.5
     )
-    made = model_spec("policy", partial(load, path, **loading), save_nothing, cfg, cfg.algorithm.temperature, of_policy)
+    made = model_spec(
+        "policy",
+        partial(load, path, **loading),
+        save_nothing,
+        cfg,
+        cfg.algorithm.temperature,
+        of_policy,
+        lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed),
+    )
     return replace(made, megatron=megatron)
 
 
@@ -141,11 +173,16 @@ async def train(
 
 
 async def compare(
-    ranks: list[ProcessRank], path: Path, megatron: MegatronConfig, tmp_path: Path, **loading: Any
+    ranks: list[ProcessRank],
+    path: Path,
+    megatron: MegatronConfig,
+    tmp_path: Path,
+    lora: dict[str, Any] | None = None,
+    **loading: Any,
 ) -> None:
     """Assert that five steps have the scores, metrics and weights of one process."""
-    single = await load_group([single_rank()], spec(path))
-    divided = await load_group(ranks, spec(path, megatron, **loading))
+    single = await load_group([single_rank()], spec(path, lora=lora))
+    divided = await load_group(ranks, spec(path, megatron, lora, **loading))
     steps = zip(await train(single, path), await train(divided, path), strict=True)
     for (expected, expected_metrics), (scores, metrics) in steps:
         for name in ("logprobs", "entropy", "sum_pi_squared"):
@@ -179,6 +216,50 @@ async def test_data_parallel_ranks_sum_their_gradients(
     await compare(two_ranks, paths["qwen3"], DATA, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("megatron", "model"),
+    [
+        pytest.param(
+            megatron, model, marks=() if (kind, model) in ADAPTERS_IN_CI else pytest.mark.nightly, id=f"{kind}-{model}"
+        )
+        for kind, megatron in (("tensor", TENSOR), ("sequence", SEQUENCE), ("pipeline", PIPELINE), ("data", DATA))
+        for model in MODELS
+    ],
+)
+async def test_five_steps_of_an_adapter_equal_those_of_one_process(
+    two_ranks: list[ProcessRank],
+    paths: dict[str, Path],
+    adapters: dict[str, Path],
+    tmp_path: Path,
+    model: str,
+    megatron: MegatronConfig,
+) -> None:
+    await compare(two_ranks, paths[model], megatron, tmp_path, {"lora_path": str(adapters[model])} | MERGED)
+    adapter_files = [load_file(tmp_path / name / "lora_adapter" / WEIGHTS) for name in ("single", "divided")]
+    assert adapter_files[0].keys() == adapter_files[1].keys()
+    for name, tensor in adapter_files[0].items():
+        torch.testing.assert_close(adapter_files[1][name], tensor, rtol=0, atol=1e-4, msg=name)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("megatron", [TENSOR, SEQUENCE, PIPELINE], ids=["tensor", "sequence", "pipeline"])
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "v_proj"], ["k_proj", "up_proj"], ["o_proj"]], ids=str)
+async def test_a_new_adapter_of_some_matrices(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path, megatron: MegatronConfig, modules: Any
+) -> None:
+    lora = {"rank": 3, "alpha": 6, "target_modules": modules, "init_method": "gaussian"} | MERGED
+    await compare(two_ranks, paths["qwen2"], megatron, tmp_path, lora)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("megatron", [SEQUENCE, PIPELINE], ids=["sequence", "pipeline"])
+async def test_gradient_checkpointing_of_an_adapter(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, megatron: Any
+) -> None:
+    lora = {"lora_path": str(adapters["qwen3"])} | MERGED
+    await compare(two_ranks, paths["qwen3"], megatron, tmp_path, lora, gradient_checkpointing=True)
+
+
 @pytest.mark.parametrize("megatron", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
 async def test_gradient_checkpointing_changes_nothing(
     two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path, megatron: MegatronConfig
@@ -186,15 +267,21 @@ async def test_gradient_checkpointing_changes_nothing(
     await compare(two_ranks, paths["qwen2"], megatron, tmp_path, gradient_checkpointing=True)
 
 
-async def test_all_kinds_of_parallelism_at_once(paths: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("trains_adapter", [False, pytest.param(True, marks=pytest.mark.nightly)])
+async def test_all_kinds_of_parallelism_at_once(
+    paths: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, trains_adapter: bool
+) -> None:
     ranks = start_ranks(4)
+    qwen2, qwen3 = (
+        {"lora_path": str(adapters[name])} | MERGED if trains_adapter else None for name in ("qwen2", "qwen3")
+    )
     try:
-        await compare(ranks, paths["qwen2"], TENSOR, tmp_path / "tensor × data")
+        await compare(ranks, paths["qwen2"], TENSOR, tmp_path / "tensor × data", qwen2)
         everything = MegatronConfig(
             tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True
         )
-        await compare(ranks, paths["qwen2"], everything, tmp_path / "tensor × pipeline")
-        await compare(ranks, paths["qwen3"], PIPELINE, tmp_path / "pipeline × data")
+        await compare(ranks, paths["qwen2"], everything, tmp_path / "tensor × pipeline", qwen2)
+        await compare(ranks, paths["qwen3"], PIPELINE, tmp_path / "pipeline × data", qwen3)
     finally:
         for rank in ranks:
             await rank.close()
@@ -256,24 +343,37 @@ async def test_an_infinite_gradient_skips_the_step_on_all_ranks(
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(TENSOR, PIPELINE), (PIPELINE, TENSOR), (TENSOR, None), (None, SEQUENCE)]
+    ("first", "second", "trains_adapter"),
+    [
+        (TENSOR, PIPELINE, False),
+        (PIPELINE, TENSOR, False),
+        (TENSOR, None, False),
+        (None, SEQUENCE, False),
+        (SEQUENCE, None, True),
+        pytest.param(TENSOR, PIPELINE, True, marks=pytest.mark.nightly),
+        pytest.param(PIPELINE, TENSOR, True, marks=pytest.mark.nightly),
+        pytest.param(None, PIPELINE, True, marks=pytest.mark.nightly),
+    ],
 )
 async def test_a_checkpoint_resumes_in_another_layout(
     two_ranks: list[ProcessRank],
     paths: dict[str, Path],
+    adapters: dict[str, Path],
     tmp_path: Path,
     first: MegatronConfig | None,
     second: MegatronConfig | None,
+    trains_adapter: bool,
 ) -> None:
     path = paths["qwen2"]  # with tied embeddings
+    lora = {"lora_path": str(adapters["qwen2"])} | MERGED if trains_adapter else None
     batches = [off_policy_batch(load(path), N_TOKENS, seed=seed) for seed in range(2)]
-    group = await load_group(two_ranks, spec(path, first))  # None: FSDP2
+    group = await load_group(two_ranks, spec(path, first, lora))  # None: FSDP2
     await group.update(batches[0])
     folder = await save(group, tmp_path / "policy")
     expected = (await group.update(batches[1])).numbers()
     weights = await tensors(group, tmp_path / "expected")
     for ranks, megatron in ((two_ranks, first), (two_ranks, second), ([single_rank()], None)):
-        resumed = await load_group(ranks, spec(path, megatron))
+        resumed = await load_group(ranks, spec(path, megatron, lora))
         await resumed.load_state(folder)
         assert (await resumed.update(batches[1])).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
         for name, tensor in (await tensors(resumed, tmp_path / "resumed")).items():
@@ -293,6 +393,22 @@ async def test_the_same_layout_resumes_exactly(
     assert (await resumed.update(batches[1])).numbers() == expected
     weights, again = [await tensors(g, tmp_path / name) for g, name in ((group, "a"), (resumed, "b"))]
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("megatron", [TENSOR, SEQUENCE, PIPELINE], ids=["tensor", "sequence", "pipeline"])
+async def test_a_float32_adapter_on_a_bfloat16_model(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], adapters: dict[str, Path], megatron: MegatronConfig
+) -> None:
+    path, lora = paths["qwen3"], {"lora_path": str(adapters["qwen3"])}
+    batch, metrics = off_policy_batch(load(path), N_TOKENS, seed=1), []
+    for ranks, layout in (([single_rank()], None), (two_ranks, megatron)):
+        group = await load_group(ranks, spec(path, layout, lora, dtype=torch.bfloat16))
+        metrics.append((await group.update(batch)).numbers())
+        assert {tensor.dtype for tensor in await group.tensor_specs("adapter")} == {torch.float32}
+        assert {tensor.dtype for tensor in await group.tensor_specs()} == {torch.bfloat16}
+    for name in ("grad_norm", "adapter_norm"):
+        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=2e-2)
 
 
 async def test_a_checkpoint_that_lacks_a_killed_rank_is_incomplete(paths: dict[str, Path], tmp_path: Path) -> None:
@@ -345,10 +461,11 @@ async def test_weights_loaded_in_bfloat16_are_trained_in_float32(
         assert (results[0][key] - start).abs().max() < 1e-3, f"{key} did not start from the rounded weights"
 
 
+@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 4} | MERGED, marks=pytest.mark.nightly)])
 async def test_a_checkpoint_is_merged_into_a_hugging_face_folder(
-    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
-    group = await load_group(two_ranks, spec(paths["qwen2"], PIPELINE))
+    group = await load_group(two_ranks, spec(paths["qwen2"], PIPELINE, lora))
     batch = off_policy_batch(load(paths["qwen2"]), N_TOKENS, seed=0)
     for _ in range(2):  # the learning rate starts at 0
         await group.update(batch)
@@ -377,6 +494,93 @@ async def test_weights_are_sent_to_and_received_by_other_groups(
     expected = (await other.score(batch))["logprobs"]
     assert not torch.equal(expected, scores["logprobs"])
     torch.testing.assert_close((await group.score(batch))["logprobs"], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "megatron", [SEQUENCE, pytest.param(PIPELINE, marks=pytest.mark.nightly)], ids=["sequence", "pipeline"]
+)
+async def test_an_adapter_is_sent_and_switched_off(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, megatron: Any
+) -> None:
+    path, lora = paths["qwen3"], {"lora_path": str(adapters["qwen3"])}
+    batch = off_policy_batch(load(path), N_TOKENS, seed=1)
+    group = await load_group(two_ranks, spec(path, megatron, lora))
+    base, adapted = (
+        await load_group([single_rank()], spec(path)),
+        await load_group([single_rank()], spec(path, None, lora)),
+    )
+    reference = (await base.score(batch))["logprobs"]
+    await group.update(batch)  # the learning rate starts at 0
+    torch.testing.assert_close((await group.score(batch, adapter=False))["logprobs"], reference, rtol=0, atol=2e-5)
+    await group.update(batch)
+    expected = (await group.score(batch))["logprobs"]
+    mirrored, options = MirroredSink(), SyncOptions("broadcast", chunk_bytes=5_000, timeout_s=60)
+    await WeightSync(group, {"base": base}, options)(1)
+    await WeightSync(group, {"adapted": adapted}, options, kind="adapter")(1)
+    await WeightSync(group, {"mirrored": mirrored}, options, kind="factors")(1)
+    for other in (base, adapted):
+        torch.testing.assert_close((await other.score(batch))["logprobs"], expected, rtol=0, atol=2e-5)
+    assert (expected - reference).abs().max() > 1e-2
+    merged = await tensors(base, tmp_path)
+    assert all(torch.equal(mirrored.tensors[name], merged[name]) for name in mirrored.tensors)
+    await adapted.update(batch)
+    await adapted.update(batch)
+    await WeightSync(adapted, {"group": group}, options, kind="adapter")(2)
+    received = (await group.score(batch))["logprobs"]
+    torch.testing.assert_close(received, (await adapted.score(batch))["logprobs"], rtol=0, atol=2e-5)
+    assert not torch.equal(received, expected)
+
+
+@pytest.mark.parametrize(
+    "megatron", [TENSOR, pytest.param(SEQUENCE, marks=pytest.mark.nightly)], ids=["tensor", "sequence"]
+)
+async def test_ranks_that_share_a_matrix_drop_the_same_inputs_of_its_adapter(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, megatron: Any
+) -> None:
+    path, lora = paths["qwen3"], {"lora_path": str(adapters["qwen3"])}
+    batch = off_policy_batch(load(path), N_TOKENS, seed=1)
+
+    def with_dropout(spec: ModelSpec, dropout: float) -> ModelSpec:
+        assert spec.lora is not None
+        settings = spec.lora.config.model_copy(update={"dropout": dropout})
+        return replace(spec, lora=replace(spec.lora, config=settings))
+
+    other = await load_group(two_ranks, with_dropout(spec(path, None, lora), 0.5))  # FSDP2: ranks differ
+    await other.update(batch)
+    folder = await save(other, tmp_path / "other")
+    norms = []
+    for dropout, recomputes in ((0.0, False), (0.5, False), (0.5, True)):
+        exact = spec(path, megatron, lora, gradient_checkpointing=recomputes)
+        group = await load_group(two_ranks, with_dropout(exact, dropout))
+        await group.load_state(folder)
+        norms.append([(await group.update(batch)).numbers()["grad_norm"] for _ in range(2)])
+    assert norms[1] == pytest.approx(norms[2], rel=1e-4), "layers that are recomputed drop other inputs"
+    assert norms[1] != pytest.approx(norms[0], rel=1e-4), "nothing was dropped"
+    scores = await group.score(batch)
+    assert torch.equal((await group.score(batch))["logprobs"], scores["logprobs"]), "scores are random"
+    single = await load_group([single_rank()], spec(path, None, lora))
+    await single.load_state(await save(group, tmp_path / "policy"))  # with the factors of one of the ranks
+    torch.testing.assert_close((await single.score(batch))["logprobs"], scores["logprobs"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("modules", "megatron", "message"),
+    [
+        (["q_proj", "lm_head"], TENSOR, r"has no adapter for the head lm_head; leave it out of .*target_modules, or"),
+        (
+            r"model\.layers\.1\..*_proj",
+            PIPELINE,
+            r"has no matrix of the layers 0 to 0, .*parallel_size=2 stages .*size=1",
+        ),
+        (["gate"], TENSOR, "has no module gate; its linear modules are"),
+    ],
+    ids=["head", "stage", "name"],
+)
+async def test_adapters_that_cannot_be_divided_are_refused(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], modules: Any, megatron: MegatronConfig, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await load_group(two_ranks, spec(paths["llama"], megatron, {"rank": 2, "target_modules": modules}))
 
 
 @pytest.mark.parametrize(

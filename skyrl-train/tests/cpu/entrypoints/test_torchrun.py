@@ -181,21 +181,22 @@ def test_dpo_with_megatron_has_a_reference_on_the_same_ranks(tiny_model_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("command", "n_resuming", "sharding"),
+    ("command", "n_resuming", "sharding", "lora"),
     [
-        ("sft", 2, []),
-        pytest.param("dpo", 1, [], marks=nightly),
-        pytest.param("reward", 2, [], marks=nightly),
-        pytest.param("sft", 2, TENSOR, marks=[pytest.mark.megatron, nightly]),
+        ("sft", 2, [], []),
+        pytest.param("dpo", 1, [], [], marks=nightly),
+        pytest.param("reward", 2, [], [], marks=nightly),
+        pytest.param("sft", 2, TENSOR, [], marks=[pytest.mark.megatron, nightly]),
+        pytest.param("sft", 2, TENSOR, LORA, marks=[pytest.mark.megatron, nightly]),
     ],
 )
 def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
-    command: str, n_resuming: int, sharding: list[str], tiny_model_path: Path, tmp_path: Path
+    command: str, n_resuming: int, sharding: list[str], lora: list[str], tiny_model_path: Path, tmp_path: Path
 ) -> None:
     if sharding:
         pytest.importorskip("megatron.core")
     (write_rows if command == "sft" else write_pairs)(tmp_path)
-    settings = ["trainer.ckpt_interval=1", "trainer.policy.optimizer_config.lr=1e-4"]
+    settings = ["trainer.ckpt_interval=1", "trainer.policy.optimizer_config.lr=1e-4", *lora]
     make_overrides = overrides if command == "sft" else pair_overrides
     run = [command, *make_overrides(tmp_path, tiny_model_path, tmp_path / "killed", *settings, *sharding)]
     folder = tmp_path / "killed/skyrl/test_run"

@@ -54,7 +54,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return tensor.detach()
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
