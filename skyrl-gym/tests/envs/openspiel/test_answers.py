@@ -264,7 +264,7 @@ def test_parsing_is_linear(reply: str) -> None:
     for moves in (HEX, legal):
         begun = time.process_time()
         parse_answer(reply, moves)
-        assert time.process_time() - begun < 2  # far above its cost, far below that of any square
+        assert time.process_time() - begun < 5  # far above its cost, far below that of any square
 
 
 def backgammon_with_two_ways() -> LegalMoves:

@@ -89,7 +89,7 @@ def test_the_last_answer_counts(requests: list[dict[str, Any]], reply: str, rewa
     output = new_env().step(reply)
     assert (output["reward"], output["done"]) == (reward, True)
     assert requests == []
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 5
 
 
 def test_search_failure_is_raised_unless_tell_failures_is_set(requests: list[dict[str, Any]]) -> None:

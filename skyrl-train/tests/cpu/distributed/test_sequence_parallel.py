@@ -147,7 +147,7 @@ async def test_gradients_of_every_architecture(ranks: list[ProcessRank], tmp_pat
     batch = off_policy_batch(model, 40, seed=3)
     cfg = config(micro_train_batch_size_per_gpu=3).trainer
     divided = replace(spec("policy", tmp_path / "model", cfg), sequence_parallel_size=len(ranks))
-    await compare(ranks, divided, policy_objective(cfg), batch, tmp_path, 5e-6)
+    await compare(ranks, divided, policy_objective(cfg), batch, tmp_path, 2e-5)
 
 
 async def test_a_checkpoint_resumes_with_another_division(
