@@ -147,15 +147,14 @@ class MegatronConfig(Section):
 
     pipeline_model_parallel_size: Count = 1
     """Stages of the pipeline, groups of ranks that each hold consecutive layers; divides the layers of the model. Ranks
-    that remain beside both sizes hold copies, which compute different rows."""
+    that remain beside the tensor, pipeline and context sizes hold copies, which compute different rows."""
 
     sequence_parallel: bool = False
     """Between the matrices, divide activations by tokens among the ranks that share each matrix. Takes less memory."""
 
-    context_parallel_size: Annotated[
-        Literal[1], Allowed("1: context parallelism is not supported; for less memory, set sequence_parallel=true")
-    ] = 1
-    """Only 1: outside of `sequence_parallel`, ranks do not divide the tokens of a row."""
+    context_parallel_size: Count = 1
+    """Ranks that divide the tokens of each row in every layer, for long rows: activations take that much less memory on
+    a rank. Attention gathers the keys and values of all of them."""
 
     expert_model_parallel_size: Annotated[Literal[1], Allowed("1: models with experts are not supported")] = 1
     """Only 1: models with experts are not supported."""
@@ -164,6 +163,16 @@ class MegatronConfig(Section):
         Literal[1] | None, Allowed("1 or null: models with experts are not supported")
     ] = None
     """Only 1 or null: models with experts are not supported."""
+
+    @property
+    def n_ranks_of_copy(self) -> int:
+        """Number of ranks that compute the same rows."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def describe_sizes(self, key: str) -> str:
+        """Return the sizes above 1 whose product is `n_ranks_of_copy`, for error messages; `key` is this section's."""
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        return " times ".join(f"{key}.{name}={getattr(self, name)}" for name in names if getattr(self, name) > 1)
 
     def find_indivisible(self, model: Mapping[str, Any], source: str, key: str) -> Iterator[str]:
         """Yield a sentence for each size that does not divide its part of a model.

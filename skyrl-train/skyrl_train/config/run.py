@@ -112,8 +112,8 @@ class RunConfig(Section):
     """Maximum number of tokens of a rank in one pass; a longer row is processed alone. null or -1 selects a default:
     16,384 on a GPU; on a CPU between 1,024 and 8,192, so that activations take about 1 GiB (and probabilities of the
     vocabulary at most another). A shared prefix counts fully once and a quarter for each further row. With
-    `sequence_parallel_size`, the limit applies to each rank. It bounds memory; the loss and its gradient do not depend
-    on it."""
+    `sequence_parallel_size` or `context_parallel_size`, the limit applies to each rank. It bounds memory; the loss and
+    its gradient do not depend on it."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""

@@ -85,13 +85,18 @@ class SequenceGroup:
         return torch.cat(parts)[:n_tokens]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the ranks' values, for a loss that each rank computes from all of them.
+        """Return the sum of the ranks' values, as `sum_over_ranks`."""
+        return sum_over_ranks(values, self._group)
 
-        Gradients are not summed: each rank differentiates the same loss in its own values, and gradients of parameters
-        add up over all ranks, so every token counts once.
-        """
-        total: torch.Tensor = _Sum.apply(values, self._group)
-        return total
+
+def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of the ranks' values, for a loss that each rank computes from all of them.
+
+    Gradients are not summed: each rank differentiates the same loss in its own values, and gradients of parameters add
+    up over all ranks, so every token counts once.
+    """
+    total: torch.Tensor = _Sum.apply(values, group)
+    return total
 
 
 class _Exchange(torch.autograd.Function):

@@ -34,14 +34,21 @@ class World:
 class Layout:
     """The division of a model's ranks into groups that compute the same rows.
 
-    `group_size` consecutive ranks share each matrix (tensor parallelism) or the tokens of each row (sequence
-    parallelism), and `n_stages` such groups share the layers (pipeline parallelism). Together they are a data-parallel
-    rank, which has its own rows. All ranks of a stage are consecutive.
+    `tensor_size` consecutive ranks share each matrix (tensor parallelism), and `context_size` such groups, also
+    consecutive, share the tokens of each row (context parallelism). `n_stages` groups of these ranks share the layers
+    (pipeline parallelism). Together they are a data-parallel rank, which has its own rows. All ranks of a stage are
+    consecutive.
     """
 
     n_ranks: int
-    group_size: int = 1
+    tensor_size: int = 1
     n_stages: int = 1
+    context_size: int = 1
+
+    @property
+    def group_size(self) -> int:
+        """Number of consecutive ranks that compute the same rows in a stage."""
+        return self.tensor_size * self.context_size
 
     @property
     def data_parallel_size(self) -> int:
@@ -131,12 +138,13 @@ class ModelSpec:
             ConfigError: the ranks are not a multiple of those that compute the same rows.
         """
         if self.megatron is None or n_ranks == 1:
-            layout = Layout(n_ranks, self.sequence_parallel_size)
-            sizes = f"{self.section}.sequence_parallel_size={layout.group_size}"
+            layout = Layout(n_ranks, context_size=self.sequence_parallel_size)
+            sizes = f"{self.section}.sequence_parallel_size={layout.context_size}"
         else:
-            tensor, pipeline = self.megatron.tensor_model_parallel_size, self.megatron.pipeline_model_parallel_size
-            layout, key = Layout(n_ranks, tensor, pipeline), f"{self.section}.megatron_config"
-            sizes = f"{key}.tensor_model_parallel_size={tensor} times {key}.pipeline_model_parallel_size={pipeline}"
+            megatron = self.megatron
+            tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+            layout = Layout(n_ranks, tensor, pipeline, megatron.context_parallel_size)
+            sizes = megatron.describe_sizes(f"{self.section}.megatron_config")
         size = layout.group_size * layout.n_stages
         if n_ranks % size:
             raise ConfigError(

@@ -51,7 +51,7 @@ class WorkerGroup:
         self._ranks = list(ranks)
         self._layout = spec.layout(len(ranks))
         self._shares_prefixes = False  # like the maximum of tokens, known once the model is loaded
-        self._max_tokens = spec.sequence_parallel_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
+        self._max_tokens = self._layout.context_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
         self.lease: Lease | None = None
@@ -71,7 +71,7 @@ class WorkerGroup:
         """Load the model on every rank; ConfigError if its path holds none."""
         await self._gather(rank.load(self._spec, self._objective) for rank in self._ranks)
         self._shares_prefixes = (await self._call("shares_prefixes"))[0]
-        self._max_tokens = self._spec.sequence_parallel_size * (await self._call("max_tokens_per_micro_batch"))[0]
+        self._max_tokens = self._layout.context_size * (await self._call("max_tokens_per_micro_batch"))[0]
 
     async def n_embeddings(self) -> int:
         """Return the number of tokens that the model has embeddings for."""

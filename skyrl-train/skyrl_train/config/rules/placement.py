@@ -151,10 +151,11 @@ def strategy_has_its_settings(cfg: Section) -> Iterator[str]:
                     f"{key}, or set trainer.strategy={user}"
                 )
         if strategy == "megatron" and section.sequence_parallel_size > 1:
+            context = f"context_parallel_size={section.sequence_parallel_size}"
             yield (
                 f"trainer.{role}.sequence_parallel_size={section.sequence_parallel_size} needs trainer.strategy=fsdp2, "
                 "not megatron; remove it"
-                + (f", and set trainer.{role}.megatron_config.sequence_parallel=true" if is_divided else "")
+                + (f", and set trainer.{role}.megatron_config.{context}" if is_divided else "")
             )
 
 
@@ -246,13 +247,10 @@ def _fsdp_problems(role: PlacedRole, section: ShardedModelConfig, n_ranks: int, 
 
 
 def _megatron_problems(role: PlacedRole, megatron: MegatronConfig, n_ranks: int, counts: str) -> Iterator[str]:
-    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    if n_ranks % (tensor * pipeline):
-        key = f"trainer.{role}.megatron_config"
+    if n_ranks % megatron.n_ranks_of_copy:
         yield (
-            f"{key}.tensor_model_parallel_size={tensor} times {key}.pipeline_model_parallel_size={pipeline} must "
-            f"divide the {_describe_ranks(n_ranks)} of the {role}; set {counts}={tensor * pipeline}, or lower one of "
-            "them"
+            f"{megatron.describe_sizes(f'trainer.{role}.megatron_config')} must divide the {_describe_ranks(n_ranks)} "
+            f"of the {role}; set {counts}={megatron.n_ranks_of_copy}, or lower one of them"
         )
 
 

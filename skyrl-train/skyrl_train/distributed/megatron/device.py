@@ -11,14 +11,18 @@ from torch.overrides import TorchFunctionMode
 
 
 class _OnCPU(TorchFunctionMode):
-    """Create tensors for the device "cuda" on the CPU."""
+    """Create tensors for the device "cuda" on the CPU, and keep them there."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
         if kwargs.get("device") == "cuda":
             kwargs = kwargs | {"device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = kwargs | {"pin_memory": False}
         return func(*args, **kwargs)
 
 

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.distributed.megatron.context import attend, find_own_positions, take_own_tokens
 from skyrl_train.distributed.megatron.lora import attach_adapter, find_adapter_parts
 from skyrl_train.distributed.megatron.names import EMBEDDINGS_PARAMETER, HEAD_PARAMETER, Part, find_parts
 from skyrl_train.errors import ConfigError
@@ -34,6 +35,7 @@ from skyrl_train.models.linear_head import linear_head_scores
 from skyrl_train.models.logprobs import align_left, find_predictions, on_mask
 from skyrl_train.models.lora import adapter_config, merged_names, trained_parameters
 from skyrl_train.models.scoring_module import Scorer
+from skyrl_train.models.sequence_parallel import sum_over_ranks
 from skyrl_train.types import TokenScores, TrainingBatch
 
 SUPPORTED = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -51,13 +53,20 @@ class RMSNorm(torch.nn.RMSNorm):
 class CausalAttention(torch.nn.Module):
     """PyTorch's attention, as in the models of Hugging Face. Padding on the right needs no mask but the causal one."""
 
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: Any) -> None:
         super().__init__()
+        self._context_group = pg_collection.cp
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Return (L, B, heads · head size) for queries (L, B, heads, head size), keys and values (L, B, groups, …)."""
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # (B, heads, L, head size)
-        attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        """Return (L, B, heads · head size) for queries (L, B, heads, head size), keys and values (L, B, groups, …).
+
+        With context parallelism, L is the number of this rank's tokens.
+        """
+        if self._context_group.size() > 1:
+            attended = attend(query, key, value, self._context_group)
+        else:
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # (B, heads, L, …)
+            attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return attended.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -120,6 +129,7 @@ def transformer_config(model: PreTrainedModel, parallel: MegatronConfig) -> Tran
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=model.dtype,
         pipeline_dtype=model.dtype,
@@ -279,17 +289,23 @@ class MegatronScorer(Scorer):
         """Return the scores (B, R) of a micro-batch from the last pipeline stage, hidden states from the others."""
         token_ids = align_left(rows.sequences, rows.attention_mask)  # (B, L)
         config, groups = self.stage.config, self.stage.pg_collection
-        if config.sequence_parallel:
-            token_ids = torch.nn.functional.pad(token_ids, (0, -token_ids.shape[1] % groups.tp.size()))
-        hidden: torch.Tensor = self.stage(token_ids, None, None)  # (L, B, H)
+        is_divided = groups.cp.size() > 1
+        n_slices = (groups.tp.size() if config.sequence_parallel else 1) * (2 * groups.cp.size() if is_divided else 1)
+        token_ids = torch.nn.functional.pad(token_ids, (0, -token_ids.shape[1] % n_slices))
+        own_ids = take_own_tokens(token_ids, groups.cp) if is_divided else token_ids
+        hidden: torch.Tensor = self.stage(own_ids, None, None)  # (L, B, H); with sequence parallelism, a slice of it
         if not self.stage.post_process:
             return hidden
         if config.sequence_parallel:  # gradients of hidden states are sums over ranks
             hidden = gather_from_sequence_parallel_region(hidden, group=groups.tp)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=groups.tp)
+        mask = rows.loss_mask.bool()
         row, position = find_predictions(rows.attention_mask, rows.loss_mask)
-        chosen = rows.sequences[:, -rows.loss_mask.shape[1] :][rows.loss_mask.bool()]  # (N,)
+        if is_divided:
+            is_own, position = find_own_positions(position, token_ids.shape[1], groups.cp)
+            row, mask = row[is_own], mask.masked_scatter(mask, is_own)
+        chosen = rows.sequences[:, -mask.shape[1] :][mask]  # (N,)
         weight = self.stage.output_layer.weight
         if weight is None:
             weight = self.stage.shared_embedding_or_output_weight()
@@ -302,7 +318,8 @@ class MegatronScorer(Scorer):
             entropy_grad=self._entropy_grad,
             group=groups.tp,
         )
-        return TokenScores(*(on_mask(values, rows.loss_mask.bool(), None) for values in scores))
+        on_rank = TokenScores(*(on_mask(values, mask, None) for values in scores))
+        return TokenScores(*(sum_over_ranks(values, groups.cp) for values in on_rank)) if is_divided else on_rank
 
 
 def _freeze_padding(

@@ -1,4 +1,7 @@
-"""Tensor and pipeline parallelism: ranks share matrices and layers, and data-parallel copies of them have own rows."""
+"""Tensor, pipeline and context parallelism: ranks share matrices, layers and the tokens of each row.
+
+Data-parallel copies of such a group of ranks have their own rows.
+"""
 
 from __future__ import annotations
 
@@ -63,19 +66,19 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         if self._device.type == "cpu":
             warnings.filterwarnings("ignore", message="When using async grad allreduce")  # a setting of CUDA
         n_stages, n_slices = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
-        n_copies = Layout(world.size, n_slices, n_stages).data_parallel_size
-        shape = (n_stages, n_copies, n_slices, 1)  # the order of `Layout`
-        mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("pp", "dp", "tp", "cp"))
-        groups = {name: mesh[name].get_group() for name in ("pp", "dp", "tp", "cp")}
+        layout = Layout(world.size, n_slices, n_stages, config.context_parallel_size)
+        shape = (n_stages, layout.data_parallel_size, layout.context_size, n_slices)  # the order of `Layout`
+        mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
+        groups = {name: mesh[name].get_group() for name in ("pp", "dp", "cp", "tp")}
         model_parallel = mesh["pp", "tp"]._flatten("mp")
-        set_timeout(mesh, timeout)
-        set_timeout(model_parallel, timeout)
+        replicas = mesh["dp", "cp"]._flatten("dp_cp")  # ranks with the same parameters
+        for part in (mesh, model_parallel, replicas):
+            set_timeout(part, timeout)
         self._slices = mesh["tp"]
         self._groups = ProcessGroupCollection(
             **groups,
             mp=model_parallel.get_group(),
-            tp_cp=groups["tp"],
-            dp_cp=groups["dp"],
+            dp_cp=replicas.get_group(),
             embd=None,  # tied embeddings of two stages are initialized and updated here
             pos_embd=None,
         )
@@ -187,7 +190,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             if parameter.grad is None:
                 continue
             total = parameter.grad.float()
-            dist.all_reduce(total, group=self._groups.dp)
+            dist.all_reduce(total, group=self._groups.dp_cp)
             if module.has_partial_gradient(name):
                 dist.all_reduce(total, group=self._groups.tp)
             if module.has_copy(name):

@@ -99,6 +99,17 @@ def test_aliases_name_keys_that_exist(old: str) -> None:
         (
             {
                 "trainer": {
+                    "strategy": "megatron",
+                    "placement": {"policy_num_gpus_per_node": 6},
+                    "policy": {"megatron_config": {"tensor_model_parallel_size": 2, "context_parallel_size": 2}},
+                }
+            },
+            r"tensor_model_parallel_size=2 times \S+\.context_parallel_size=2 must divide the 6 ranks of the policy; "
+            r"set trainer\.placement\.policy_num_gpus_per_node=4, or lower",
+        ),
+        (
+            {
+                "trainer": {
                     "policy": {"megatron_config": {"transformer_config_kwargs": {"recompute_granularity": "full"}}}
                 }
             },

@@ -161,7 +161,7 @@ PROBLEMS: list[Case] = [
     (
         ["trainer.strategy=megatron", "trainer.policy.sequence_parallel_size=2"],
         "trainer.policy.sequence_parallel_size=2 needs trainer.strategy=fsdp2, not megatron; remove it, and set "
-        f"{MEGATRON}.sequence_parallel=true",
+        f"{MEGATRON}.context_parallel_size=2",
         [["trainer.strategy=megatron"]],
     ),
     (

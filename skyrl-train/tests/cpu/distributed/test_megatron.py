@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,15 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from workers.worker_batches import as_batch, config, off_policy_batch, policy_objective, random_trajectories
+from workers.oracle import OracleRow, OracleTrajectory
+from workers.worker_batches import (
+    as_batch,
+    config,
+    off_policy_batch,
+    policy_objective,
+    random_trajectories,
+    score_off_policy,
+)
 
 from skyrl_train.algorithms.objectives import Objective, PreferenceObjective
 from skyrl_train.checkpoint.merge import merge_checkpoint
@@ -36,6 +45,7 @@ from skyrl_train.launch.process import ProcessRank, start_ranks
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.models.loading import load_model
 from skyrl_train.models.lora import WEIGHTS, add_adapter, save_adapter, trained_parameters
+from skyrl_train.types import TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelSpec, World, lora_spec
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.workers.group import WorkerGroup
@@ -64,8 +74,10 @@ N_TOKENS = SMALL["vocab_size"]  # odd: the last rank's part of the vocabulary is
 TENSOR = MegatronConfig(tensor_model_parallel_size=2)
 SEQUENCE = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 PIPELINE = MegatronConfig(pipeline_model_parallel_size=2)
+CONTEXT = MegatronConfig(context_parallel_size=2)
 DATA = MegatronConfig()
-CASES_IN_CI = [("tensor", "qwen3"), ("sequence", "qwen2"), ("pipeline", "llama")]
+LAYOUTS = {"tensor": TENSOR, "sequence": SEQUENCE, "pipeline": PIPELINE, "context": CONTEXT}
+CASES_IN_CI = [("tensor", "qwen3"), ("sequence", "qwen2"), ("pipeline", "llama")]  # context: with rows of any length
 ADAPTERS_IN_CI = [("tensor", "llama"), ("sequence", "qwen3"), ("pipeline", "qwen2")]
 MERGED = {"merge_on_export": True}
 
@@ -164,11 +176,9 @@ async def tensors(group: WorkerGroup, folder: Path) -> dict[str, torch.Tensor]:
 
 
 async def train(
-    group: WorkerGroup, path: Path, n_steps: int = 5
+    group: WorkerGroup, batches: Sequence[TrainingBatch]
 ) -> list[tuple[dict[str, torch.Tensor], dict[str, float]]]:
-    """Return scores before and metrics of each of some steps."""
-    model = load(path)
-    batches = [off_policy_batch(model, N_TOKENS, seed=seed) for seed in range(n_steps)]
+    """Return scores before and metrics of a step on each batch."""
     return [(await group.score(batch), (await group.update(batch)).numbers()) for batch in batches]
 
 
@@ -178,12 +188,14 @@ async def compare(
     megatron: MegatronConfig,
     tmp_path: Path,
     lora: dict[str, Any] | None = None,
+    batches: Sequence[TrainingBatch] | None = None,
     **loading: Any,
 ) -> None:
-    """Assert that five steps have the scores, metrics and weights of one process."""
+    """Assert that steps on batches, by default five, have the scores, metrics and weights of one process."""
+    batches = batches or [off_policy_batch(load(path), N_TOKENS, seed=seed) for seed in range(5)]
     single = await load_group([single_rank()], spec(path, lora=lora))
     divided = await load_group(ranks, spec(path, megatron, lora, **loading))
-    steps = zip(await train(single, path), await train(divided, path), strict=True)
+    steps = zip(await train(single, batches), await train(divided, batches), strict=True)
     for (expected, expected_metrics), (scores, metrics) in steps:
         for name in ("logprobs", "entropy", "sum_pi_squared"):
             torch.testing.assert_close(scores[name], expected[name], rtol=0, atol=2e-5, msg=name)
@@ -200,7 +212,7 @@ async def compare(
         pytest.param(
             megatron, model, marks=() if (kind, model) in CASES_IN_CI else pytest.mark.nightly, id=f"{kind}-{model}"
         )
-        for kind, megatron in (("tensor", TENSOR), ("sequence", SEQUENCE), ("pipeline", PIPELINE))
+        for kind, megatron in LAYOUTS.items()
         for model in MODELS
     ],
 )
@@ -222,7 +234,7 @@ async def test_data_parallel_ranks_sum_their_gradients(
         pytest.param(
             megatron, model, marks=() if (kind, model) in ADAPTERS_IN_CI else pytest.mark.nightly, id=f"{kind}-{model}"
         )
-        for kind, megatron in (("tensor", TENSOR), ("sequence", SEQUENCE), ("pipeline", PIPELINE), ("data", DATA))
+        for kind, megatron in (LAYOUTS | {"data": DATA}).items()
         for model in MODELS
     ],
 )
@@ -260,7 +272,14 @@ async def test_gradient_checkpointing_of_an_adapter(
     await compare(two_ranks, paths["qwen3"], megatron, tmp_path, lora, gradient_checkpointing=True)
 
 
-@pytest.mark.parametrize("megatron", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "megatron",
+    [
+        pytest.param(TENSOR, id="tensor"),
+        pytest.param(PIPELINE, id="pipeline"),
+        pytest.param(CONTEXT, id="context", marks=pytest.mark.nightly),
+    ],
+)
 async def test_gradient_checkpointing_changes_nothing(
     two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path, megatron: MegatronConfig
 ) -> None:
@@ -285,6 +304,84 @@ async def test_all_kinds_of_parallelism_at_once(
     finally:
         for rank in ranks:
             await rank.close()
+
+
+def make_batch(path: Path, lengths: Sequence[tuple[int, int, int]]) -> TrainingBatch:
+    """Return a batch of random rows, each a prompt, sampled tokens and an observation of the given lengths."""
+    rng, trajectories = random.Random(0), []
+    for n_prompt, n_sampled, n_observed in lengths:
+        prompt, response = ([rng.randrange(3, N_TOKENS) for _ in range(n)] for n in (n_prompt, n_sampled + n_observed))
+        was_sampled = [True] * n_sampled + [False] * n_observed
+        rewards = [*[0.0] * (len(response) - 1), rng.random()]
+        row = OracleRow(prompt, response, was_sampled, rewards, [0.0] * len(response))
+        trajectories.append(OracleTrajectory("p0", [row]))
+    return score_off_policy(load(path), as_batch(trajectories, config()))
+
+
+UNEVEN_ROWS = [(1, 1, 0), (3, 90, 0), (2, 5, 2), (7, 13, 0), (40, 1, 0)]
+ROWS_OF_FIRST_CONTEXT_RANK = [(30, 2, 0), (29, 3, 0)]  # all predictions are in the last of four chunks
+ROWS_OF_SECOND_CONTEXT_RANK = [(9, 3, 12), (8, 4, 11)]  # all predictions are in the second one
+
+
+async def test_context_parallelism_with_rows_of_any_length(
+    two_ranks: list[ProcessRank], paths: dict[str, Path], tmp_path: Path
+) -> None:
+    path = paths["qwen2"]
+    batches = [
+        make_batch(path, rows) for rows in (UNEVEN_ROWS, ROWS_OF_FIRST_CONTEXT_RANK, ROWS_OF_SECOND_CONTEXT_RANK)
+    ]
+    await compare(two_ranks, path, CONTEXT, tmp_path, batches=batches)
+
+
+@pytest.mark.parametrize(
+    ("model", "megatron"),
+    [
+        pytest.param(
+            "qwen2",
+            MegatronConfig(context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True),
+            id="sequence",
+        ),
+        pytest.param(
+            "qwen3",
+            MegatronConfig(context_parallel_size=2, tensor_model_parallel_size=2),
+            id="tensor",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "qwen2",
+            MegatronConfig(context_parallel_size=2, pipeline_model_parallel_size=2),
+            id="pipeline",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param("qwen2", CONTEXT, id="data", marks=pytest.mark.nightly),
+        pytest.param("llama", MegatronConfig(context_parallel_size=4), id="context", marks=pytest.mark.nightly),
+    ],
+)
+async def test_context_parallelism_with_other_kinds(
+    paths: dict[str, Path], tmp_path: Path, model: str, megatron: MegatronConfig
+) -> None:
+    batches = [
+        make_batch(paths[model], UNEVEN_ROWS),
+        make_batch(paths[model], ROWS_OF_SECOND_CONTEXT_RANK),
+        off_policy_batch(load(paths[model]), N_TOKENS, seed=0),
+    ]
+    ranks = start_ranks(4)
+    try:
+        await compare(ranks, paths[model], megatron, tmp_path, batches=batches)
+    finally:
+        for rank in ranks:
+            await rank.close()
+
+
+async def test_context_ranks_count_their_own_tokens(two_ranks: list[ProcessRank], paths: dict[str, Path]) -> None:
+    batch = off_policy_batch(load(paths["qwen2"]), N_TOKENS, seed=1)
+    limited = replace(spec(paths["qwen2"]), max_rows_train=None, max_tokens_per_micro_batch=40)
+    divided = await load_group(two_ranks, replace(limited, megatron=CONTEXT))
+    whole = await load_group([single_rank()], replace(limited, max_tokens_per_micro_batch=80))
+    whole._shares_prefixes = False  # which Megatron-Core does not
+    ((shard,), _), ((expected,), _) = (group._split(batch, None) for group in (divided, whole))
+    assert shard.micro_batches == expected.micro_batches
+    assert 1 < len(shard.micro_batches) < len(batch)
 
 
 @pytest.mark.parametrize("megatron", [SEQUENCE, PIPELINE], ids=["sequence", "pipeline"])
@@ -353,6 +450,8 @@ async def test_an_infinite_gradient_skips_the_step_on_all_ranks(
         pytest.param(TENSOR, PIPELINE, True, marks=pytest.mark.nightly),
         pytest.param(PIPELINE, TENSOR, True, marks=pytest.mark.nightly),
         pytest.param(None, PIPELINE, True, marks=pytest.mark.nightly),
+        pytest.param(CONTEXT, TENSOR, False, marks=pytest.mark.nightly),
+        pytest.param(PIPELINE, CONTEXT, True, marks=pytest.mark.nightly),
     ],
 )
 async def test_a_checkpoint_resumes_in_another_layout(
@@ -475,7 +574,14 @@ async def test_a_checkpoint_is_merged_into_a_hugging_face_folder(
     assert all(torch.equal(merged[name], tensor) for name, tensor in exported.items())
 
 
-@pytest.mark.parametrize("megatron", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "megatron",
+    [
+        pytest.param(TENSOR, id="tensor"),
+        pytest.param(PIPELINE, id="pipeline"),
+        pytest.param(CONTEXT, id="context", marks=pytest.mark.nightly),
+    ],
+)
 async def test_weights_are_sent_to_and_received_by_other_groups(
     two_ranks: list[ProcessRank], paths: dict[str, Path], megatron: MegatronConfig
 ) -> None:

@@ -53,6 +53,10 @@ HONOURED: dict[str, tuple[list[str], list[str]]] = {  # key: a run, and what to 
         MEGATRON,
         ["trainer.policy.megatron_config.pipeline_model_parallel_size=2"],
     ),
+    "trainer.policy.megatron_config.context_parallel_size": (
+        MEGATRON,
+        ["trainer.policy.megatron_config.context_parallel_size=2"],
+    ),
     "trainer.policy.megatron_config.sequence_parallel": (
         MEGATRON,
         ["trainer.policy.megatron_config.sequence_parallel=true"],
@@ -92,7 +96,6 @@ HONOURED: dict[str, tuple[list[str], list[str]]] = {  # key: a run, and what to 
 
 REFUSED: dict[str, list[str]] = {  # key=value: the other settings of the run
     "trainer.policy.sequence_parallel_size=2": MEGATRON,
-    "trainer.policy.megatron_config.context_parallel_size=2": MEGATRON,
     "trainer.policy.megatron_config.expert_model_parallel_size=2": MEGATRON,
     "trainer.policy.megatron_config.expert_tensor_parallel_size=2": MEGATRON,
     "generator.inference_engine_tensor_parallel_size=2": [],
