@@ -58,7 +58,8 @@ def write_timeouts(rank: int, folder: Path) -> None:
     divided = MegatronStrategy(host._world, megatron, COLLECTIVE_TIMEOUT)
     copied = FSDP2Strategy(host._world, COLLECTIVE_TIMEOUT)._mesh(2)
     found = divided._groups
-    groups = [*copied.get_all_groups(), found.pp, found.dp, found.tp, found.mp, divided._ends]
+    groups = [*copied.get_all_groups(), found.pp, found.dp, found.cp, found.tp]
+    groups += [found.mp, found.dp_cp, divided._ends]
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     (folder / f"rank_{rank}").write_text(" ".join(str(timeout.total_seconds()) for timeout in timeouts))
     host.close()
@@ -70,7 +71,7 @@ def test_all_groups_of_ranks_have_the_same_timeout(tmp_path: Path) -> None:
     mp.spawn(write_timeouts, (tmp_path,), nprocs=4)
     for rank in range(4):
         timeouts = (tmp_path / f"rank_{rank}").read_text().split()
-        assert timeouts == [str(COLLECTIVE_TIMEOUT.total_seconds())] * 7
+        assert timeouts == [str(COLLECTIVE_TIMEOUT.total_seconds())] * 9
 
 
 def save_on_a_stalled_disk(rank: int, folder: Path, path: Path) -> None:
