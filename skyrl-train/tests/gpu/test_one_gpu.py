@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -98,6 +97,8 @@ def test_offloaded_tensors_release_the_memory_of_the_gpu() -> None:
 def test_offloading_changes_no_result(
     backend: str, catch_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import ray  # the only tests that need it
+
     monkeypatch.setenv("RAY_ADDRESS", "local")
     settings = [f"generator.backend={backend}", "trainer.bf16=false", "trainer.placement.launcher=ray"]
     for offloads in ("false", "true"):

@@ -12,7 +12,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 
 from skyrl_train.entrypoints import main_base
@@ -111,6 +110,8 @@ def test_a_receiver_that_is_killed_is_named(transport: Transport, tensors: dict[
 def test_a_run_on_ray_trains_with_every_transport(
     backend: str, catch_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import ray  # the only tests that need it
+
     monkeypatch.setenv("RAY_ADDRESS", "local")
     settings = ["trainer.placement.launcher=ray", "trainer.bf16=false", f"generator.weight_sync_backend={backend}"]
     try:
