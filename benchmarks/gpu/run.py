@@ -75,14 +75,14 @@ def make_model(config: Qwen3Config, device: torch.device) -> PreTrainedModel:
 
 
 def median_seconds(function: Callable[[], object], device: torch.device, n_times: int = 5) -> float:
-    """Return the median seconds of a call, after two calls to warm up."""
+    """Return the median seconds of a call, after one to warm up."""
     seconds = []
-    for repetition in range(n_times + 2):
+    for repetition in range(n_times + 1):
         started = time.perf_counter()
         function()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        if repetition >= 2:
+        if repetition >= 1:
             seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 
@@ -181,14 +181,17 @@ def main() -> None:
         sys.exit("there is no GPU here; --tiny runs the same code with a small model on the CPU")
     config = TINY if options.tiny else QWEN3_600M
     sizes = (2, 2, 32) if options.tiny else (16, 8, 512)
-    lines = [
-        f"- {measure_update(config, device, *sizes)}",
-        f"- {measure_engine(config, device, *sizes)}",
-        f"- {compare_with_trl(n_times=2 if options.tiny else 5)}",
-    ]
+    measurements = (
+        lambda: measure_update(config, device, *sizes),
+        lambda: compare_with_trl(n_times=2 if options.tiny else 5),
+        lambda: measure_engine(config, device, *sizes),
+    )
+    lines = []
+    for measure in measurements:
+        lines.append(f"- {measure()}")
+        print(lines[-1], flush=True)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
     page = f"# One GPU\n\n`python benchmarks/gpu/run.py`, {name}, {conditions()}.\n\n" + "\n".join(lines) + "\n"
-    print(page)
     if not options.tiny:
         (HERE / "results.md").write_text(page)
 

@@ -68,7 +68,7 @@ class TrainingBatch:
     @property
     def is_last_row(self) -> torch.Tensor:
         """True on the last row of each trajectory (B,)."""
-        is_last = torch.ones(len(self), dtype=torch.bool)
+        is_last = torch.ones(len(self), dtype=torch.bool, device=self.sequences.device)
         if self.trajectories is not None:
             is_last[:-1] = self.trajectories[1:] != self.trajectories[:-1]
         return is_last

@@ -89,7 +89,9 @@ class MetricSums:
     ) -> None:
         """Add a metric; the arguments are the fields of `Metric`."""
         self._kinds[name] = kind
-        self._sums.append(torch.stack([torch.as_tensor(x).detach().double() for x in (value, weight, square)]))
+        fields = (value, weight, square)
+        device = next((field.device for field in fields if isinstance(field, torch.Tensor)), None)
+        self._sums.append(torch.stack([torch.as_tensor(field, device=device).detach().double() for field in fields]))
 
     def add_samples(self, name: str, values: torch.Tensor, kinds: tuple[MetricKind, ...] = ("mean",)) -> None:
         """Add metrics of samples (N,), called `name` followed by the kind where there are several kinds."""

@@ -85,9 +85,10 @@ class EngineKit:
 
     def greedy(self, prompt_ids: list[int], n_new: int) -> list[int]:
         """Generate greedily with transformers."""
+        input_ids = torch.tensor([prompt_ids], device=self.model.device)
         output = self.model.generate(
-            torch.tensor([prompt_ids]),
-            attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
             do_sample=False,
             max_new_tokens=n_new,
             eos_token_id=self.eos_id,
@@ -101,8 +102,8 @@ class EngineKit:
         """Return the trainer's log-probs of the sampled tokens, by default at the temperature of the request."""
         if temperature is None:
             temperature = request.sampling.temperature or 1.0
-        sequences = torch.tensor([request.prompt_ids + result.token_ids])
-        mask = torch.ones(1, len(result.token_ids))
+        sequences = torch.tensor([request.prompt_ids + result.token_ids], device=self.model.device)
+        mask = torch.ones(1, len(result.token_ids), device=self.model.device)
         with torch.no_grad():
             scores = response_logprobs(self.model, sequences, torch.ones_like(sequences), mask, temperature)
         return scores.logprobs[0].tolist()
@@ -110,7 +111,8 @@ class EngineKit:
     def logits(self, request: EngineRequest, result: EngineResult) -> torch.Tensor:
         """Return the logits (n, V) from which the tokens were sampled."""
         with torch.no_grad():
-            logits = self.model(torch.tensor([request.prompt_ids + result.token_ids])).logits[0]
+            input_ids = torch.tensor([request.prompt_ids + result.token_ids], device=self.model.device)
+            logits = self.model(input_ids).logits[0].cpu()
         return logits[len(request.prompt_ids) - 1 : -1]
 
     def sampling_logprobs(self, request: EngineRequest, result: EngineResult) -> list[float]:
@@ -130,7 +132,8 @@ class EngineKit:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+                noise = scale * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise.to(parameter.device))
 
     def teach_spelling(self) -> None:
         """Make the policy spell the alphabet: b follows a, and so on; after z come `7`, the EOS token, and a again."""
