@@ -99,3 +99,9 @@ def test_sums_of_different_metrics_are_independent() -> None:
     sums.add_samples("none", torch.zeros(0))
     assert sums.metrics() == {"loss": Metric("mean", 6.0, 4.0, 0.0), "tokens": Metric("sum", 12.0, 1.0, 0.0)}
     assert MetricSums().metrics() == {}
+
+
+def test_numbers_are_added_on_the_device_of_their_tensors() -> None:
+    sums = MetricSums()
+    sums.add("mean", "loss", torch.ones((), device="meta"), 2.0)  # meta tensors refuse those of other devices
+    assert sums._sums[0].device.type == "meta"
