@@ -134,7 +134,7 @@ def test_the_score_has_a_weight_beside_other_rewards(
         del REWARD_FUNCTIONS["half"]
     step = metrics(tmp_path)[-1]
     expected = 0.5 + 0.1 * step["reward/component/reward_model"]
-    assert step["reward/avg_raw_reward"] == pytest.approx(expected, abs=1e-5)
+    assert step["reward/avg_raw_reward"] == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_a_reward_model_that_was_trained_as_an_adapter(
@@ -158,7 +158,9 @@ def test_a_reward_model_that_was_trained_as_an_adapter(
     assert rewards[1:] == pytest.approx([rewards[0]] * 2, rel=1e-4)
     rows = [[5, 6, 7, tiny_tokenizer.eos_token_id], [9, 8, 7, 6, 5]]
     scores = RewardModel(RewardModelConfig(path=str(adapter)), tiny_tokenizer).score(rows)
-    assert scores == pytest.approx([transformers_reward(tmp_path / "of_export", row) for row in rows], abs=1e-5)
+    assert scores == pytest.approx(
+        [transformers_reward(tmp_path / "of_export", row) for row in rows], rel=1e-5, abs=1e-5
+    )
 
 
 def test_adapters_that_give_no_reward_are_refused(
