@@ -45,9 +45,12 @@ class ComparedRun:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Values as text by key, except the name and the paths that it is part of."""
-        shown = {key: _show(value) for key, value in _flatten(self.config) if key != "trainer.run_name"}
-        return {key: text for key, text in shown.items() if not text.startswith(str(self.path))}
+        """Values as text by key, without the name of the run and paths inside its folder, which always differ."""
+        return {
+            key: _show(value)
+            for key, value in _flatten(self.config)
+            if key != "trainer.run_name" and not (isinstance(value, str) and Path(value).is_relative_to(self.path))
+        }
 
 
 def compare_runs(folders: Sequence[Path], output: Path) -> Path:
@@ -68,7 +71,8 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
         rows = read_metrics(run_folder.metrics)
         if not rows:
             raise DataError(f"{folder} has no metrics.jsonl with a step in it; pass the folder of a run")
-        config = yaml.safe_load(run_folder.config_yaml.read_text("utf-8")) if run_folder.config_yaml.exists() else {}
+        config_text = run_folder.config_yaml.read_text("utf-8") if run_folder.config_yaml.exists() else ""
+        config = yaml.safe_load(config_text) or {}
         results = {headline.label: headline for headline in headlines(rows)}
         runs.append(ComparedRun(path, path.relative_to(root).as_posix(), f"c{len(runs)}", rows, config, results))
     page = render(
