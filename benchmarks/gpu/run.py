@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM  # noqa:
 
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams  # noqa: E402
 from skyrl_train.inference_engines.hf import HFEngine  # noqa: E402
+from skyrl_train.models.fused import fuse_operations  # noqa: E402
 from skyrl_train.models.loading import autocast  # noqa: E402
 from skyrl_train.models.scoring_module import ScoringModule  # noqa: E402
 from skyrl_train.types import TrainingBatch  # noqa: E402
@@ -66,11 +67,12 @@ class NoTokenizer:
 
 
 def make_model(config: Qwen3Config, device: torch.device) -> PreTrainedModel:
-    """Return a model with random weights in float32."""
+    """Return a model with random weights in float32, with operations fused as in a run."""
     torch.manual_seed(0)
     with device:
         model = Qwen3ForCausalLM(config).eval()
     model.generation_config.eos_token_id = None
+    fuse_operations(model)
     return model
 
 

@@ -14,7 +14,7 @@ import torch
 from skyrl_train.inference_engines.base import SamplingParams
 
 CHUNK = 512  # tokens of the vocabulary that share a partial sum in the search
-BLOCK_LOGITS = 1 << 18  # logits of a pass over all rows: 1 MiB, which stays in the cache
+CPU_BLOCK = 1 << 18  # logits of a pass over all rows on a CPU: 1 MiB, which stays in the cache
 CANDIDATES = 1024  # most likely tokens, which usually hold the top-p mass
 
 
@@ -229,10 +229,13 @@ def _scratch(size: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk_logsumexp(logits: torch.Tensor) -> torch.Tensor:
-    """Return log Σ exp (B, ⌈V / CHUNK⌉) over neighboring tokens of `logits` (B, V), block by block in the cache."""
+    """Return log Σ exp (B, ⌈V / CHUNK⌉) over neighboring tokens of `logits` (B, V), on a CPU block by block in the
+    cache.
+    """
     n_rows, n_tokens = logits.shape
     n_whole = n_tokens // CHUNK * CHUNK
-    step = max(1, BLOCK_LOGITS // max(1, n_rows) // CHUNK) * CHUNK
+    n_logits = CPU_BLOCK if logits.device.type == "cpu" else logits.numel()
+    step = max(1, n_logits // max(1, n_rows) // CHUNK) * CHUNK
     parts = []
     scratch = _scratch(n_rows * min(step, n_whole), logits)
     for start in range(0, n_whole, step):

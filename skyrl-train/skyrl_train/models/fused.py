@@ -1,7 +1,8 @@
-"""RMSNorm and rotary embeddings with fewer passes over memory, in float32 on a CPU.
+"""RMSNorm and rotary embeddings with fewer passes over memory.
 
-Eager PyTorch computes either as about ten elementwise operations in each direction, and on a CPU their memory traffic
-takes as long as the matrix products of a small model. On a GPU, and in other types, models keep their own operations.
+Eager PyTorch computes either as about ten elementwise operations in each direction, whose memory traffic takes as long
+as the matrix products: of a small model on a CPU, of any model on a GPU. In bfloat16 on a CPU, models keep their own
+operations.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ def fuse_operations(model: PreTrainedModel) -> None:
     The rotary function belongs to a module of transformers, so it is replaced for all models of the architecture.
     """
     norms: dict[type, bool] = {}
+    last_norm = getattr(model.base_model, "norm", None)
     for module in model.modules():
         cls = type(module)
         if cls.__name__.endswith("RMSNorm"):
             if cls not in norms:
                 norms[cls] = _is_rms_norm(module)
             if norms[cls]:
-                module.forward = MethodType(_rms_norm_forward, module)
+                forward = _last_norm_forward if module is last_norm else _rms_norm_forward
+                module.forward = MethodType(forward, module)
         source = sys.modules[cls.__module__]
         rotary = getattr(source, ROTARY, None)
         if cls.__name__.endswith("Attention") and rotary is not None and _is_half_rotary(rotary):
@@ -83,8 +86,13 @@ def _scalar(value: float) -> torch.Tensor:
 
 
 def _rms_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Compute the norm. Under autocast on a GPU, return the dtype of the matrix products that take the result."""
     weight = self.weight
     assert isinstance(weight, torch.Tensor)
+    if hidden_states.is_cuda and not (args or kwargs):
+        is_autocast = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if is_autocast else None
+        return _norm_on_gpu(hidden_states, weight, _epsilon(self), dtype)
     if args or kwargs or not (_is_fusible(hidden_states) and _is_fusible(weight)):
         result: torch.Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return result
@@ -93,8 +101,24 @@ def _rms_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor, *args:
     return _RMSNorm.apply(hidden_states, weight, _epsilon(self))
 
 
+def _last_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Compute the last norm. Under autocast, its result keeps the dtype of the weights, which a value head needs."""
+    if hidden_states.is_cuda:
+        weight = self.weight
+        assert isinstance(weight, torch.Tensor)
+        return _norm_on_gpu(hidden_states, weight, _epsilon(self), None)
+    return _rms_norm_forward(self, hidden_states)
+
+
+def _norm_on_gpu(states: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """Compute the norm in one of PyTorch's kernels, which takes states and weight of the same dtype."""
+    dtype = dtype or torch.promote_types(states.dtype, weight.dtype)
+    with torch.autocast("cuda", enabled=False):  # else it would copy all states to float32
+        return torch.nn.functional.rms_norm(states, weight.shape, weight.to(states.dtype), epsilon).to(dtype)
+
+
 def _is_fusible(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.dtype == torch.float32
+    return tensor.is_cuda or (tensor.is_cpu and tensor.dtype == torch.float32)
 
 
 def _epsilon(module: torch.nn.Module) -> float:
@@ -150,7 +174,7 @@ def _fused_rotary(original: Rotary) -> Rotary:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if args or kwargs or not (_is_fusible(q) and _is_fusible(cos)) or cos.shape[-1] != q.shape[-1]:
             return original(q, k, cos, sin, *args, **kwargs)
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        cos, sin = (angles.to(q.dtype).unsqueeze(1) for angles in (cos, sin))
         if not torch.is_grad_enabled():
             return _rotate(q, cos, sin, 1), _rotate(k, cos, sin, 1)
         return _HalfRotary.apply(q, cos, sin), _HalfRotary.apply(k, cos, sin)

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from skyrl_train.models.compilation import compiled_on_gpu
 from skyrl_train.types import TokenScores
 
 CPU_BLOCK = (2048, 1024)
 """Positions and tokens of the vocabulary in a block: 8 MiB of logits, which stay in the last-level cache."""
-GPU_BLOCK = (8192, 4096)
-"""The block on a GPU, where few large operations are fastest: 128 MiB of logits."""
+GPU_POSITIONS, GPU_LOGITS = 8192, 1 << 26
+"""Positions and logits of a block on a GPU, where few large operations are fastest: 256 MiB."""
 MAX_SAVED_BYTES = 1 << 30
 """Maximum size of the exponentials that a forward pass on a CPU saves for the backward pass, which recomputes the rest.
 
@@ -33,7 +34,8 @@ def linear_head_scores(
 ) -> TokenScores:
     """Return the scores (N,) of `token_ids` under softmax(scale · (hidden · weightᵀ + bias)), in float32.
 
-    `hidden` is (N, H), `weight` (V, H), `bias` (V,). The gradients are exact. Memory is two blocks of logits, and on a
+    `hidden` is (N, H), `weight` (V, H), `bias` (V,). Logits are float32 sums of products of `operand_dtype`, and so are
+    the gradients, which are exact in float32. Memory is two blocks of logits, and on a
     CPU up to `MAX_SAVED_BYTES` between the passes. Only `entropy_grad` makes entropies differentiable. Σπ² is 0 where
     gradients are recorded, since only scores before an update are read.
 
@@ -69,11 +71,17 @@ class _LinearHeadScores(torch.autograd.Function):
         can_save = is_update and not entropy_grad and hidden.device.type == "cpu"
         n_saved_tokens = MAX_SAVED_BYTES // (4 * max(len(hidden), 1)) if can_save else 0
         saved = []  # e^z and `highest` of each block of these tokens
+        dtype = operand_dtype(hidden, weight)
+        operand = hidden.to(dtype)
         for rows, tokens, buffer in _blocks(hidden, weight):
-            logits = _compute_logits(hidden, weight, bias, scale, rows, tokens, out=buffer)
+            logits = _compute_logits(operand, weight, bias, scale, rows, tokens, out=buffer)
             is_inside, columns = _find(token_ids[rows], tokens)
             chosen[rows] = torch.where(is_inside, logits.gather(1, columns)[:, 0], chosen[rows])
 
+            if logits.is_cuda:
+                sums = (highest[rows], total[rows], moment[rows], squares[rows])
+                highest[rows], total[rows], moment[rows], squares[rows] = _add_block(logits, *sums, is_update)
+                continue
             new_highest = torch.maximum(highest[rows], logits.amax(dim=1))
             shift = highest[rows] - new_highest  # ≤ 0
             shrink = shift.exp()
@@ -95,14 +103,16 @@ class _LinearHeadScores(torch.autograd.Function):
             dist.all_reduce(highest, dist.ReduceOp.MAX, group)
             shift = own_highest - highest  # ≤ 0
             shrink = shift.exp()
-            sums = torch.stack((chosen, shrink * total, shrink * (moment + shift * total), shrink.square() * squares))
-            dist.all_reduce(sums, group=group)
-            chosen, total, moment, squares = sums.unbind()
+            all_sums = torch.stack(
+                (chosen, shrink * total, shrink * (moment + shift * total), shrink.square() * squares)
+            )
+            dist.all_reduce(all_sums, group=group)
+            chosen, total, moment, squares = all_sums.unbind()
         log_total = total.log()
         entropy = log_total - moment / total
         log_normalizer = highest + log_total
         ctx.save_for_backward(hidden, weight, bias, token_ids, log_normalizer, entropy, *saved)
-        ctx.scale = scale
+        ctx.scale, ctx.operand_dtype = scale, dtype
         sum_pi_squared = squares / total.square()
         ctx.mark_non_differentiable(sum_pi_squared, *(() if entropy_grad else (entropy,)))
         ctx.set_materialize_grads(False)
@@ -121,30 +131,36 @@ class _LinearHeadScores(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         saved_blocks = zip(saved[::2], saved[1::2], strict=True)
+        operand = hidden.to(ctx.operand_dtype)
         for rows, tokens, buffer in _blocks(hidden, weight):
             # ∂ log π(y) / ∂ logits = [y] - π, and ∂ H / ∂ logits = -π · (log π + H)
+            by_entropy = None if entropy_grad is None else entropy_grad[rows]
             if block := next(saved_blocks, None):
                 powers, highest = block
                 shrink = (highest - log_normalizer[rows]).exp()
                 grad = torch.mul(powers, (-shrink * logprob_grad[rows])[:, None], out=buffer)
+                _add_chosen(grad, token_ids[rows], tokens, logprob_grad[rows])
             else:
-                logits = _compute_logits(hidden, weight, bias, ctx.scale, rows, tokens, out=buffer)
-                logprobs = logits.sub_(log_normalizer[rows, None])
-                if entropy_grad is None:
-                    grad = logprobs.exp_().mul_(-logprob_grad[rows, None])
+                logits = _compute_logits(operand, weight, bias, ctx.scale, rows, tokens, out=buffer)
+                if logits.is_cuda:
+                    columns = token_ids[rows] - tokens.start
+                    by_row = (log_normalizer[rows], columns, logprob_grad[rows], entropy[rows], by_entropy)
+                    grad = _block_gradient(logits, *by_row, ctx.operand_dtype)
                 else:
-                    probs = logprobs.exp()
-                    by_entropy = entropy_grad[rows, None]
-                    logprobs.add_(entropy[rows, None]).mul_(-by_entropy)
-                    grad = logprobs.sub_(logprob_grad[rows, None]).mul_(probs)
-            is_inside, columns = _find(token_ids[rows], tokens)
-            grad.scatter_add_(1, columns, torch.where(is_inside, logprob_grad[rows], 0.0)[:, None])
+                    grad = logits.sub_(log_normalizer[rows, None])
+                    if by_entropy is None:
+                        grad.exp_().mul_(-logprob_grad[rows, None])
+                    else:
+                        probs = grad.exp()
+                        grad.add_(entropy[rows, None]).mul_(-by_entropy[:, None])
+                        grad.sub_(logprob_grad[rows, None]).mul_(probs)
+                    _add_chosen(grad, token_ids[rows], tokens, logprob_grad[rows])
             if hidden_grad is not None:
-                hidden_grad[rows].addmm_(grad, weight[tokens].float(), alpha=ctx.scale)
+                _add_product(hidden_grad[rows], grad, weight[tokens].to(grad.dtype), ctx.scale)
             if weight_grad is not None:
-                weight_grad[tokens].addmm_(grad.T, hidden[rows].float(), alpha=ctx.scale)
+                _add_product(weight_grad[tokens], grad.T, operand[rows], ctx.scale)
             if bias_grad is not None:
-                bias_grad[tokens].add_(grad.sum(dim=0), alpha=ctx.scale)
+                bias_grad[tokens].add_(grad.sum(dim=0, dtype=torch.float32), alpha=ctx.scale)
         gradients = zip((hidden_grad, weight_grad, bias_grad), (hidden, weight, bias), strict=True)
         return (*(None if grad is None else grad.to(of.dtype) for grad, of in gradients), *(None,) * 5)
 
@@ -152,7 +168,10 @@ class _LinearHeadScores(torch.autograd.Function):
 def _blocks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Yield positions, tokens and a buffer (n, v) for their logits, which all blocks share."""
     n_positions, n_tokens = len(hidden), len(weight)
-    row_step, token_step = CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK
+    row_step, token_step = CPU_BLOCK
+    if hidden.is_cuda:
+        row_step = max(1, min(GPU_POSITIONS, n_positions))
+        token_step = GPU_LOGITS // row_step
     buffer = torch.empty(min(row_step, n_positions) * min(token_step, n_tokens), device=hidden.device)
     for start in range(0, n_tokens, token_step):
         tokens = slice(start, min(start + token_step, n_tokens))
@@ -160,6 +179,30 @@ def _blocks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice,
             rows = slice(row, min(row + row_step, n_positions))
             shape = (rows.stop - rows.start, tokens.stop - tokens.start)
             yield rows, tokens, buffer[: shape[0] * shape[1]].view(shape)
+
+
+def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the operands of a head's products, which are added in float32.
+
+    On a GPU it is that of the products in the body, with which float32 would be ten times as slow; elsewhere float32.
+    """
+    if hidden.is_cuda and torch.is_autocast_enabled("cuda"):
+        return torch.get_autocast_dtype("cuda")
+    return weight.dtype if hidden.is_cuda and hidden.dtype == weight.dtype else torch.float32
+
+
+def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the float32 product of two matrices of one `operand_dtype`."""
+    if left.dtype == torch.float32:
+        return torch.mm(left, right, out=out)
+    return torch.mm(left, right, out_dtype=torch.float32, out=out)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
+    if left.dtype == torch.float32:
+        total.addmm_(left, right, alpha=scale)
+    else:
+        total.add_(multiply(left, right), alpha=scale)
 
 
 def _compute_logits(
@@ -171,11 +214,58 @@ def _compute_logits(
     tokens: slice,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Write the float32 logits (n, v) of a block to `out`, and return it."""
-    torch.mm(hidden[rows].float(), weight[tokens].float().T, out=out)
+    """Write the float32 logits (n, v) of a block to `out`, and return it. Products have the dtype of `hidden`."""
+    multiply(hidden[rows], weight[tokens].to(hidden.dtype).T, out=out)
     if bias is not None:
         out.add_(bias[tokens].float())
     return out if scale == 1 else out.mul_(scale)
+
+
+@compiled_on_gpu
+def _add_block(
+    logits: torch.Tensor,
+    highest: torch.Tensor,
+    total: torch.Tensor,
+    moment: torch.Tensor,
+    squares: torch.Tensor,
+    is_update: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the running sums (n,) of the head with those of a block of logits (n, v)."""
+    new_highest = torch.maximum(highest, logits.amax(dim=1))
+    shift = highest - new_highest
+    shrink = shift.exp()
+    logits = logits - new_highest[:, None]
+    powers = logits.exp()
+    moment = shrink * (moment + shift * total) + (logits * powers).sum(dim=1)
+    total = shrink * total + powers.sum(dim=1)
+    if not is_update:
+        squares = shrink.square() * squares + powers.square().sum(dim=1)
+    return new_highest, total, moment, squares
+
+
+@compiled_on_gpu
+def _block_gradient(
+    logits: torch.Tensor,
+    log_normalizer: torch.Tensor,
+    columns: torch.Tensor,
+    logprob_grad: torch.Tensor,
+    entropy: torch.Tensor,
+    entropy_grad: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the gradient (n, v) of a block of logits, whose chosen tokens have these `columns` (n,), maybe outside."""
+    logprobs = logits - log_normalizer[:, None]
+    by_logit = logprob_grad[:, None]
+    if entropy_grad is not None:
+        by_logit = by_logit + entropy_grad[:, None] * (logprobs + entropy[:, None])
+    is_chosen = columns[:, None] == torch.arange(logits.shape[1], device=logits.device)
+    return (torch.where(is_chosen, logprob_grad[:, None], 0.0) - logprobs.exp() * by_logit).to(dtype)
+
+
+def _add_chosen(grad: torch.Tensor, token_ids: torch.Tensor, tokens: slice, logprob_grad: torch.Tensor) -> None:
+    """Add the gradient of the chosen tokens in a block."""
+    is_inside, columns = _find(token_ids, tokens)
+    grad.scatter_add_(1, columns, torch.where(is_inside, logprob_grad, 0.0)[:, None])
 
 
 def _find(token_ids: torch.Tensor, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -293,8 +293,8 @@ def _prepare(
         for parameter in model.parameters():
             if parameter.dim() == 1:  # rounding of products with a vector depends on its alignment, which files lack
                 parameter.data = parameter.data.clone()
+    fuse_operations(model)
     if device.type == "cpu":
-        fuse_operations(model)
         narrow_last_layer(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

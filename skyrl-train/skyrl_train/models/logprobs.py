@@ -6,7 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from skyrl_train.models.linear_head import linear_head_scores
+from skyrl_train.models.linear_head import linear_head_scores, multiply, operand_dtype
 from skyrl_train.models.prefix_sharing import PrefixTree, remove_padding, tree_hidden_states
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types import TokenScores
@@ -149,13 +149,17 @@ def _is_linear(head: torch.nn.Module) -> bool:
 def lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Return float32 logits (..., V), with the scaling that some architectures apply after the head.
 
-    A plain linear head computes in float32, also under bf16 autocast and from bf16 weights: rounding a logit of 10 to
-    bf16 moves it by up to 0.03 nats, which is more than an update does.
+    A plain linear head adds products in float32, also under bf16 autocast and from bf16 weights: rounding a logit of 10
+    to bf16 moves it by up to 0.03 nats, which is more than an update does.
     """
     head = model.get_output_embeddings()
     dtype = next(head.parameters()).dtype
+    type_of_products = operand_dtype(hidden, head.weight)
     with torch.autocast(hidden.device.type, enabled=False):
-        if _is_linear(head) and dtype != torch.float32:
+        if _is_linear(head) and type_of_products != torch.float32 and not torch.is_grad_enabled():
+            logits = multiply(hidden.to(type_of_products), head.weight.to(type_of_products).T)
+            logits = logits if head.bias is None else logits.add_(head.bias.float())
+        elif _is_linear(head) and dtype != torch.float32:
             bias = None if head.bias is None else head.bias.float()
             logits = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
         else:

@@ -14,6 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.entrypoints import main_base
 from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.models import linear_head
+from skyrl_train.models.compilation import can_compile
+from skyrl_train.models.fused import fuse_operations
+from skyrl_train.models.loading import autocast, checkpointed_layers
 from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.models.offload import OffloadedTensors
 from skyrl_train.workers.random_state import random_state, set_random_state
@@ -48,6 +52,51 @@ def test_logprobs_equal_those_of_the_cpu(tiny_model: PreTrainedModel, gpu_model:
     expected = response_logprobs(tiny_model, *batch, temperature=1.0)
     result = response_logprobs(gpu_model, *(tensor.to("cuda") for tensor in batch), temperature=1.0)
     torch.testing.assert_close(result.logprobs.cpu(), expected.logprobs, atol=1e-4, rtol=0)
+
+
+def score_and_differentiate(model: PreTrainedModel, bf16: bool, *, entropy_grad: bool) -> list[torch.Tensor]:
+    """Return log-probs, entropies and the gradients of all weights."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = torch.randint(10, model.config.vocab_size, (8, 48), generator=generator).to(model.device)
+    loss_mask = torch.ones(8, 16, device=model.device)
+    model.zero_grad()
+    with autocast(model.device, bf16):
+        scores = response_logprobs(
+            model,
+            sequences,
+            torch.ones_like(sequences),
+            loss_mask,
+            0.9,
+            entropy_grad=entropy_grad,
+            shares_prefixes=True,
+        )
+    (scores.logprobs.mean() + (0.1 * scores.entropy.mean() if entropy_grad else 0)).backward()
+    return [scores.logprobs.detach(), scores.entropy.detach(), *(weight.grad for weight in model.parameters())]
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_fused_operations_change_no_gradient(
+    tiny_model: PreTrainedModel,
+    gpu_model: PreTrainedModel,
+    bf16: bool,
+    checkpoints: bool,
+    entropy_grad: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert can_compile()
+    monkeypatch.setattr(linear_head, "GPU_POSITIONS", 37)
+    monkeypatch.setattr(linear_head, "GPU_LOGITS", 37 * 300)
+    expected = score_and_differentiate(tiny_model, False, entropy_grad=entropy_grad)
+    fuse_operations(gpu_model)
+    if checkpoints:
+        gpu_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with checkpointed_layers(gpu_model):
+        result = score_and_differentiate(gpu_model, bf16, entropy_grad=entropy_grad)
+    for values, reference in zip(result, expected, strict=True):
+        difference = (values.cpu() - reference).norm() / reference.norm()
+        assert difference < (0.03 if bf16 else 1e-4)
 
 
 class TestContractOnAGPU(EngineContract):

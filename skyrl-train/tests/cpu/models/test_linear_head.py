@@ -130,3 +130,40 @@ def test_nan_weights_give_nan_scores() -> None:
         weight[3, 2] = torch.nan
     scores = linear_head_scores(hidden, weight, bias, token_ids, SCALE, entropy_grad=False)
     assert scores.logprobs.isnan().all()
+
+
+@pytest.mark.parametrize("has_entropy_grad", [False, True])
+@pytest.mark.parametrize("is_update", [False, True])
+def test_formulas_of_a_gpu(has_entropy_grad: bool, is_update: bool) -> None:
+    hidden, weight, bias, token_ids = inputs()
+    logits = (SCALE * (hidden @ weight.T + bias)).detach().requires_grad_()
+    lowest, zeros = torch.full((N,), torch.finfo(torch.float32).min), torch.zeros(N)
+    sums = (lowest, zeros, zeros, zeros)
+    for block in logits.detach().split(9, dim=1):
+        sums = linear_head._add_block(block, *sums, is_update)
+    highest, total, moment, squares = sums
+    log_normalizer = highest + total.log()
+    entropy = total.log() - moment / total
+    logprobs = logits.log_softmax(dim=-1)
+    expected_entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+    torch.testing.assert_close(log_normalizer, logits.logsumexp(dim=-1))
+    torch.testing.assert_close(entropy, expected_entropy)
+    expected_squares = torch.zeros(N) if is_update else logprobs.exp().square().sum(dim=-1)
+    torch.testing.assert_close(squares / total.square(), expected_squares)
+
+    by_logprob, by_entropy = torch.randn(2, N, generator=torch.Generator().manual_seed(1))
+    loss = (logprobs[torch.arange(N), token_ids] * by_logprob).sum()
+    if has_entropy_grad:
+        loss = loss + (expected_entropy * by_entropy).sum()
+    loss.backward()
+    for start in range(0, VOCABULARY, 9):
+        grad = linear_head._block_gradient(
+            logits[:, start : start + 9],
+            log_normalizer,
+            token_ids - start,
+            by_logprob,
+            entropy,
+            by_entropy if has_entropy_grad else None,
+            torch.float32,
+        )
+        torch.testing.assert_close(grad, logits.grad[:, start : start + 9], rtol=1e-4, atol=1e-5)
