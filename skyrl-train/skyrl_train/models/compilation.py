@@ -48,10 +48,10 @@ def can_compile() -> bool:
     import torch._inductor.config
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
-    torch._inductor.config.compile_threads = 1  # few small kernels are not worth a pool of processes
+    torch._inductor.config.compile_threads = 1  # a few small kernels are not worth a pool of processes
     try:
         torch.compile(torch.neg)(torch.ones(8, device="cuda"))
     except RuntimeError as error:  # all errors of the compiler are
-        logger.info("Norms and rotary embeddings are not compiled: %s", error)
+        logger.info("The sums of the head are not compiled: %s", error)
         return False
     return True

@@ -20,6 +20,7 @@ from skyrl_train.models.fused import fuse_operations
 from skyrl_train.models.loading import autocast, checkpointed_layers
 from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.models.offload import OffloadedTensors
+from skyrl_train.models.prefix_sharing import use_attention
 from skyrl_train.workers.random_state import random_state, set_random_state
 
 pytest.register_assert_rewrite("tests.contract.engine_contract")
@@ -70,7 +71,8 @@ def score_and_differentiate(model: PreTrainedModel, bf16: bool, *, entropy_grad:
             entropy_grad=entropy_grad,
             shares_prefixes=True,
         )
-    (scores.logprobs.mean() + (0.1 * scores.entropy.mean() if entropy_grad else 0)).backward()
+    with use_attention(model):  # layers are computed again
+        (scores.logprobs.mean() + (0.1 * scores.entropy.mean() if entropy_grad else 0)).backward()
     return [scores.logprobs.detach(), scores.entropy.detach(), *(weight.grad for weight in model.parameters())]
 
 
