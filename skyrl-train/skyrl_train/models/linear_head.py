@@ -34,10 +34,10 @@ def linear_head_scores(
 ) -> TokenScores:
     """Return the scores (N,) of `token_ids` under softmax(scale · (hidden · weightᵀ + bias)), in float32.
 
-    `hidden` is (N, H), `weight` (V, H), `bias` (V,). Logits are float32 sums of products of `operand_dtype`, and so are
-    the gradients, which are exact in float32. Memory is two blocks of logits, and on a
-    CPU up to `MAX_SAVED_BYTES` between the passes. Only `entropy_grad` makes entropies differentiable. Σπ² is 0 where
-    gradients are recorded, since only scores before an update are read.
+    `hidden` is (N, H), `weight` (V, H), `bias` (V,). Operands of products have the `operand_dtype`, sums are float32; in
+    float32 the gradients are exact. Memory is two blocks of logits, and on a CPU up to `MAX_SAVED_BYTES` between the
+    passes. Only `entropy_grad` makes entropies differentiable. Σπ² is 0 where gradients are recorded, since only scores
+    before an update are read.
 
     With `group`, whose ranks divide the vocabulary, `weight` and `bias` are those of this rank's tokens, and
     `token_ids` count from the first of them: other ranks have the ids outside of [0, V). Scores are those of the whole
@@ -188,7 +188,8 @@ def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """
     if hidden.is_cuda and torch.is_autocast_enabled("cuda"):
         return torch.get_autocast_dtype("cuda")
-    return weight.dtype if hidden.is_cuda and hidden.dtype == weight.dtype else torch.float32
+    is_half = weight.dtype in (torch.bfloat16, torch.float16)
+    return weight.dtype if hidden.is_cuda and is_half and hidden.dtype == weight.dtype else torch.float32
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
