@@ -34,7 +34,7 @@ def linear_head_scores(
 ) -> TokenScores:
     """Return the scores (N,) of `token_ids` under softmax(scale · (hidden · weightᵀ + bias)), in float32.
 
-    `hidden` is (N, H), `weight` (V, H), `bias` (V,). Operands of products have the `operand_dtype`, sums are float32; in
+    `hidden` is (N, H), `weight` (V, H), `bias` (V,). Products are of the `operand_dtype`, and their sums float32; in
     float32 the gradients are exact. Memory is two blocks of logits, and on a CPU up to `MAX_SAVED_BYTES` between the
     passes. Only `entropy_grad` makes entropies differentiable. Σπ² is 0 where gradients are recorded, since only scores
     before an update are read.
