@@ -184,7 +184,8 @@ def _blocks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice,
 def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """Return the dtype of the operands of a head's products, which are added in float32.
 
-    On a GPU it is that of the products in the body, with which float32 would be ten times as slow; elsewhere float32.
+    On a GPU it is the dtype of the products in the body, because those of float32 take ten times as long; elsewhere it
+    is float32.
     """
     if hidden.is_cuda and torch.is_autocast_enabled("cuda"):
         return torch.get_autocast_dtype("cuda")

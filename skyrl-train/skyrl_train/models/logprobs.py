@@ -154,10 +154,10 @@ def lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor
     """
     head = model.get_output_embeddings()
     dtype = next(head.parameters()).dtype
-    type_of_products = operand_dtype(hidden, head.weight)
+    product_dtype = operand_dtype(hidden, head.weight)
     with torch.autocast(hidden.device.type, enabled=False):
-        if _is_linear(head) and type_of_products != torch.float32 and not torch.is_grad_enabled():
-            logits = multiply(hidden.to(type_of_products), head.weight.to(type_of_products).T)
+        if _is_linear(head) and product_dtype != torch.float32 and not torch.is_grad_enabled():
+            logits = multiply(hidden.to(product_dtype), head.weight.to(product_dtype).T)
             logits = logits if head.bias is None else logits.add_(head.bias.float())
         elif _is_linear(head) and dtype != torch.float32:
             bias = None if head.bias is None else head.bias.float()
