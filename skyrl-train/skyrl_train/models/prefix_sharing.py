@@ -24,7 +24,7 @@ from skyrl_train.models.sequence_parallel import SequenceGroup
 
 NAME = "skyrl_prefix_tree"
 BUCKET = 32  # tokens; positions and lengths in one attention call differ by less than this or a quarter
-SPAN = 96  # minimum queries of an attention call on a CPU, if there are so many
+SPAN = 192  # minimum queries of a call on a CPU, if there are so many; of fewer, the kernel takes 32 at a time
 TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value, in float32 and in shorter types
 
 
