@@ -10,6 +10,7 @@ import psutil
 
 from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
+from skyrl_train.config.base import value_at
 from skyrl_train.config.policy import FSDPConfig, MegatronConfig
 from skyrl_train.config.preferences import DPOTrainerConfig, PreferenceDataConfig, RewardConfig
 from skyrl_train.config.run import RunPlacementConfig
@@ -32,6 +33,7 @@ from skyrl_train.entrypoints.forecast import (
     plan_trained_model,
 )
 from skyrl_train.entrypoints.preflight import read_context_length
+from skyrl_train.types.specs import lora_spec
 
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
@@ -45,13 +47,15 @@ def describe_plan(cfg: SkyRLConfig) -> str:
     Reads local files and the Hub's cache; downloads nothing.
 
     Raises:
+        ConfigError: an adapter does not fit its model, or Megatron-Core cannot compute one of them.
         DataError: a data file cannot be read.
     """
+    _check_megatron(cfg.trainer, plan_models(cfg))
     return _format_plan([*_describe_training(cfg), *_describe_steps(cfg), *_describe_resources(cfg)])
 
 
 def describe_supervised_plan(cfg: SupervisedConfig) -> str:
-    """Return the plan of a run on fixed data, as `describe_plan`; DataError if a data file cannot be read."""
+    """Return the plan of a run on fixed data, as `describe_plan`, and raise the same errors."""
     trainer, data = cfg.trainer, cfg.data
     role: Literal["policy", "reward"] = "reward" if isinstance(cfg, RewardConfig) else "policy"
     models = [plan_trained_model(role, trainer.policy.model, trainer.seed)]
@@ -65,6 +69,7 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
         dpo = trainer.dpo
         smoothing = f" · label smoothing {dpo.label_smoothing:g}" if dpo.label_smoothing else ""
         lines.append(("loss", f"{dpo.loss_type} · beta {dpo.beta:g}{smoothing}"))
+    _check_megatron(trainer, models)
     lines.append(("train data", _describe_sources(data.train_data, data.max_checked_rows)))
     if data.val_data and trainer.eval_interval > 0:
         lines.append(("val data", _describe_sources(data.val_data)))
@@ -93,6 +98,23 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
     lines += [_describe_device(), ("processes", processes)]
     lines += _describe_storage(trainer, models, data.train_data, "activations", ranks)
     return _format_plan(lines)
+
+
+def _check_megatron(trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel]) -> None:
+    """Raise ConfigError if Megatron-Core cannot compute a model that is on this machine, or its adapter."""
+    if trainer.strategy != "megatron":
+        return
+    from skyrl_train.distributed.megatron.strategy import configure  # imports torch, as `_describe_device`
+    from skyrl_train.models.loading import create_empty
+
+    for planned in models:
+        if planned.n_parameters is not None:
+            role = ROLES[planned.role]
+            key = f"trainer.{role}" if role == "ref" else "trainer.policy"
+            section = value_at(trainer, key.removeprefix("trainer."))
+            lora = lora_spec(section.model, f"{key}.model.lora", trainer.seed) if planned.lora is not None else None
+            model = create_empty(planned.path, role, local_files_only=True)
+            configure(model, f"the model {planned.path}", section.megatron_config, key, lora)
 
 
 def _format_plan(lines: Iterable[tuple[str, str]]) -> str:

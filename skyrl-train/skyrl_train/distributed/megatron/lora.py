@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from skyrl_train.distributed.megatron.names import HEAD, Part, find_parts
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.lora import NAME, adapter_layers, name_source
-from skyrl_train.types.specs import ModelSpec
+from skyrl_train.types.specs import LoraSpec
 
 
 class JointAdapter(torch.nn.Module):
@@ -94,20 +94,22 @@ class JointAdapter(torch.nn.Module):
         return inputs * kept / (1 - dropout.p)
 
 
-def check_adapter(model: PreTrainedModel, spec: ModelSpec, config: TransformerConfig) -> None:
-    """Raise ConfigError if the adapter of a model includes its head, or leaves out all layers of a pipeline stage."""
-    assert spec.lora is not None
-    source, layers = name_source(spec.lora), adapter_layers(model)
+def check_adapter(model: PreTrainedModel, lora: LoraSpec, section: str, config: TransformerConfig) -> None:
+    """Raise ConfigError if the adapter of a model includes its head, or leaves out all layers of a pipeline stage.
+
+    `section` is the key of the model's settings.
+    """
+    source, layers = name_source(lora), adapter_layers(model)
     if HEAD.removesuffix(".weight") in layers:
         raise ConfigError(
             f"{source}: trainer.strategy=megatron has no adapter for the head lm_head; leave it out of "
-            f"{spec.lora.key}.target_modules, or set trainer.strategy=fsdp2"
+            f"{lora.key}.target_modules, or set trainer.strategy=fsdp2"
         )
     stages = find_parts(config, 0, is_tied=model.config.tie_word_embeddings)
     for stage, parts in enumerate(stages):
         if not any(f"{path}.weight" in parts for path in layers):
             first, n_layers = stage * config.num_layers // len(stages), config.num_layers // len(stages)
-            key = f"{spec.section}.megatron_config.pipeline_model_parallel_size"
+            key = f"{section}.megatron_config.pipeline_model_parallel_size"
             raise ConfigError(
                 f"{source} has no matrix of the layers {first} to {first + n_layers - 1}, and each of the "
                 f"{key}={len(stages)} stages must train an adapter; set {key}=1, or choose other matrices"

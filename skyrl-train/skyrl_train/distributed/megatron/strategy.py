@@ -19,9 +19,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed.megatron.device import computing_on
@@ -44,11 +46,37 @@ from skyrl_train.models.lora import Gather, adapter_disabled, adapter_dropout, a
 from skyrl_train.models.precision import train_in_float32
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Scores, TrainingBatch
-from skyrl_train.types.specs import Layout, ModelSpec, SyncKind, World
+from skyrl_train.types.specs import Layout, LoraSpec, ModelSpec, SyncKind, World
 
 T = TypeVar("T")
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def configure(
+    model: PreTrainedModel, source: str, parallel: MegatronConfig, section: str, lora: LoraSpec | None
+) -> TransformerConfig:
+    """Add the adapter to a model, and return Megatron-Core's configuration of it.
+
+    Args:
+        model: with or without weights.
+        source: the model in error messages.
+        parallel: the sizes that divide it.
+        section: the key of its settings, e.g. trainer.policy.
+        lora: the specification of its adapter, if it has one.
+
+    Raises:
+        ConfigError: Megatron-Core cannot compute the model or its adapter, or the sizes do not divide them.
+    """
+    check_model(model, source)
+    key = f"{section}.megatron_config"
+    if (problem := next(parallel.find_indivisible(model.config.to_dict(), source, key), None)) is not None:
+        raise ConfigError(problem)
+    config = transformer_config(model, parallel)
+    if lora is not None:
+        add_adapter(model, lora)
+        check_adapter(model, lora, section, config)
+    return config
 
 
 class MegatronStrategy(DistributedStrategy[MegatronScorer]):
@@ -99,15 +127,8 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             model = spec.load()
         dtypes = train_in_float32(model, is_empty=weights.source is not None) if spec.trains_all_weights else {}
         source = weights.source or f"the model {model.name_or_path}"
-        check_model(model, source)
-        key = f"{spec.section}.megatron_config"
-        if (problem := next(self._config.find_indivisible(model.config.to_dict(), source, key), None)) is not None:
-            raise ConfigError(problem)
+        config = configure(model, source, self._config, spec.section, spec.lora)
         n_tokens = self._own_slice(model.get_input_embeddings().weight.shape, 0)[0][0]
-        config = transformer_config(model, self._config)
-        if spec.lora is not None:
-            add_adapter(model, spec.lora)
-            check_adapter(model, spec, config)
         with computing_on(self._device):
             module = MegatronScorer(
                 model, config, self._groups, n_tokens, temperature=spec.temperature, entropy_grad=entropy_grad

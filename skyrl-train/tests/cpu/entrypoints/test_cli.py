@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from small_models import SMALL
+from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, LlamaConfig, PreTrainedConfig
 
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.entrypoints.cli import main
@@ -133,6 +134,45 @@ def test_a_plan_of_several_processes_says_what_each_of_them_holds(
     assert "19 on Ray: this one, 2 engines, ranks (nodes × per node) policy 2 × 4" in capsys.readouterr().out
     assert main(["train", *catch_run, "--dry-run"]) == 0
     assert "processes    1: training and generation in this one" in capsys.readouterr().out
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (GemmaConfig(**SMALL), [], "trainer.strategy=megatron does not support a GemmaForCausalLM"),
+        (
+            LlamaConfig(**SMALL),
+            ["lora.rank=2", "lora.target_modules=[q_proj,lm_head]"],
+            "has no adapter for the head lm_head; leave it out of trainer.policy.model.lora.target_modules",
+        ),
+        (
+            LlamaConfig(**SMALL),
+            ["lora.rank=2", r"lora.target_modules='model\.layers\.1\..*_proj'"],
+            "has no matrix of the layers 0 to 0, and each of the trainer.policy.megatron_config.pipeline_model_",
+        ),
+    ],
+    ids=["model", "head", "stage"],
+)
+def test_a_plan_refuses_what_megatron_does_not_compute(
+    catch_run: list[str],
+    tiny_model_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    config: PreTrainedConfig,
+    settings: list[str],
+    message: str,
+) -> None:
+    path = tmp_path / "model"
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(path)
+    settings = [f"trainer.policy.model.{setting}" for setting in (f"path={path}", *settings)]
+    run = ["train", *catch_run, *settings, "trainer.placement.policy_num_gpus_per_node=2", "--dry-run"]
+    assert main(run) == 0
+    capsys.readouterr()
+    stages = "trainer.policy.megatron_config.pipeline_model_parallel_size=2"
+    assert main([*run, "trainer.strategy=megatron", stages]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
