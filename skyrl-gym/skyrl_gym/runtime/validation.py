@@ -84,7 +84,7 @@ def reward_components(output: BaseTextEnvStepOutput) -> dict[str, float]:
     components = (output.get("metadata") or {}).get("reward_components") or {}
     if not isinstance(components, Mapping) or not all(_is_number(reward) for reward in components.values()):
         raise InvalidAnswer(f"step() returned reward_components={components!r}; it must map names to finite numbers")
-    return {name: float(reward) for name, reward in components.items()}
+    return {str(name): float(reward) for name, reward in components.items()}
 
 
 def validate_metrics(metrics: Any) -> dict[str, Any]:

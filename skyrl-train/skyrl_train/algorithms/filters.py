@@ -81,15 +81,15 @@ def _punish(trajectory: Trajectory, max_tokens: int, buffer: int, factor: float)
     last = trajectory.segments[-1]
     if last.turns:
         n_tokens = max(turn.end - turn.start for turn in trajectory.turns)
-        end = last.turns[-1].end
+        position = last_sampled(last.loss_mask, last.turns[-1].end)
     else:
-        n_tokens, end = sum(last.loss_mask), last_sampled(last.loss_mask) + 1
+        n_tokens, position = sum(last.loss_mask), last_sampled(last.loss_mask)
     penalty = soft_overlong_punishment(n_tokens, max_tokens, buffer, factor)
     components = trajectory.reward_components
     if components:
         components = {**components, "overlong": penalty}
     rewards = list(last.rewards)
     if penalty:
-        rewards[end - 1] += penalty
+        rewards[position] += penalty
     segments = (*trajectory.segments[:-1], replace(last, rewards=rewards))
     return replace(trajectory, segments=segments, reward_components=components)

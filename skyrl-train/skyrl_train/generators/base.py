@@ -192,7 +192,7 @@ def _sanitize(trajectory: Trajectory) -> Trajectory:
         error=None if error is None else clean_text(error),
         stop_reason=clean_text(stop_reason),
         env_metrics=to_facts(trajectory.env_metrics),
-        reward_components={clean_text(name): value for name, value in trajectory.reward_components.items()},
+        reward_components={clean_text(str(name)): value for name, value in trajectory.reward_components.items()},
     )
 
 
@@ -324,6 +324,8 @@ def _read_lists(output: GeneratorOutput, requests: Sequence[RolloutRequest]) -> 
     for request, start, end in zip(requests, [0, *ends], ends, strict=False):
         last = end - 1
         stop_reason, error = output["stop_reasons"][last], None
+        if not isinstance(stop_reason, str):
+            raise DataError(f"stop_reasons[{last}]={stop_reason!r} is not text; return one such as 'stop' or 'length'")
         if output["rewards"][last] is None:
             error = _at(output.get("error"), last) or stop_reason
         elif any(not output["response_ids"][i] and output["rewards"][i] for i in range(start, end)):

@@ -64,12 +64,16 @@ class TokenConversation:
     def replace_turn(self, text: str) -> None:
         """Replace the last turn with the text that the environment acted on.
 
-        Tokens that spell a common beginning are kept. The rest is tokenized and not trained on.
+        Tokens that spell a common beginning are kept. The rest is tokenized and not trained on. Text after the whole
+        reply replaces its EOS token.
         """
         row, turn = self.rows[-1], self.turns[-1]
         token_ids = row.token_ids[row.n_prompt + turn.start :]
         n_kept = _n_common_tokens(self._chat.decode, token_ids, text)
-        replacement = self._chat.encode(text.removeprefix(self._chat.decode(token_ids[:n_kept])))
+        kept = self._chat.decode(token_ids[:n_kept])
+        replacement = self._chat.encode(text.removeprefix(kept))
+        while replacement and n_kept and self._chat.decode(token_ids[: n_kept - 1]) == kept:
+            n_kept -= 1
         row.truncate(turn.start + n_kept)
         row.append_observed(replacement)
         turn.end = row.response_length
@@ -162,31 +166,58 @@ class RetokenizedConversation(StepwiseConversation):
 
     def __init__(self, chat: ChatEncoder, prompt: Messages) -> None:
         super().__init__(chat, prompt, merges=False)
+        self._turn_indices: list[int | None] = [None] * len(prompt)  # of the messages; None for those not sampled
         self._replaced: set[int] = set()  # indices of turns
+
+    def add_turn(self, result: EngineResult, text: str) -> None:
+        """Add a sampled turn, and its text to the history."""
+        super().add_turn(result, text)
+        self._turn_indices.append(len(self.turns) - 1)
 
     def replace_turn(self, text: str) -> None:
         """Replace the last turn in the history, and do not train on it."""
         super().replace_turn(text)
         self._replaced.add(len(self.turns) - 1)
 
+    def replace_history(self, messages: Messages) -> None:
+        """Replace the history. Assistant messages that equal turns of the previous history, in its order, are those
+        turns.
+        """
+        n_left = len(self._messages)
+        indices: list[int | None] = []
+        for message in reversed(messages):
+            index = None
+            for position in range(n_left - 1, -1, -1) if message["role"] == "assistant" else ():
+                old = self._messages[position]
+                if old["role"] == "assistant" and old["content"] == message["content"]:
+                    index, n_left = self._turn_indices[position], position
+                    break
+            indices.append(index)
+        self._turn_indices = indices[::-1]
+        super().replace_history(messages)
+
     def finish(self) -> None:
         """Render the history up to the last assistant message as the only row."""
         while self._messages and self._messages[-1]["role"] != "assistant":
             self._messages.pop()
         token_ids, is_assistant = self._chat.conversation_ids(self._messages) if self._messages else ([], [])
-        spans = _runs_of_ones(is_assistant)[-len(self.turns) :]  # the prompt may contain assistant messages
-        if not self.turns or not spans:
+        indices = [i for m, i in zip(self._messages, self._turn_indices, strict=False) if m["role"] == "assistant"]
+        # a template may render no tokens of an empty message
+        pairs = zip(reversed(indices), reversed(_runs_of_ones(is_assistant)), strict=False)
+        spans = {index: span for index, span in pairs if index is not None}
+        if not spans:
             super().finish()
             return
-        n_prompt = self.rows[0].n_prompt
+        n_prompt, first = self.rows[0].n_prompt, min(spans)
         if token_ids[:n_prompt] != self.rows[0].token_ids[:n_prompt]:  # the history was rewritten
-            n_prompt = spans[0][0]
-        # rewards of turns that are no longer in the history go to the first remaining turn
-        spans = [spans[0]] * (len(self.turns) - len(spans)) + spans
+            n_prompt = spans[first][0]
         row = SegmentBuilder(token_ids, n_prompt, [0] * (len(token_ids) - n_prompt), logprobs=None)
-        for index, (turn, (start, end)) in enumerate(zip(self.turns, spans, strict=True)):
+        for index, turn in enumerate(self.turns):
+            # the reward of a turn that is no longer in the history goes to the next one there, or to the last
+            start, end = spans[min((i for i in spans if i >= index), default=max(spans))]
             turn.row, turn.start, turn.end = 0, start - n_prompt, end - n_prompt
-            row.loss_mask[turn.start : turn.end] = [int(index not in self._replaced)] * (end - start)
+            if index in spans and index not in self._replaced:
+                row.loss_mask[turn.start : turn.end] = [1] * (end - start)
         row.truncate(self.turns[-1].end)
         self.rows = [row]
 

@@ -11,7 +11,7 @@ from skyrl_gym.runtime.text import describe_error
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest, request_seed
 from skyrl_train.generators.conversation import TokenConversation, TurnRecord
 from skyrl_train.generators.env_pool import Episode
-from skyrl_train.types import Segment, SegmentBuilder, Trajectory, Turn
+from skyrl_train.types import Segment, SegmentBuilder, Trajectory, Turn, last_sampled
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,9 @@ def _warn(failed: Sequence[Rollout], n_rollouts: int, outcome: str, shown: set[F
 
 
 def _segments(rows: list[SegmentBuilder], records: list[TurnRecord]) -> tuple[Segment, ...]:
-    """Build the segments. A turn's reward is on its last token, or on each token if the environment returned a list."""
+    """Build the segments. A turn's reward is on its last sampled token, or on each token if the environment returned a
+    list. The reward of a turn whose tokens were all replaced is on the last sampled token before it.
+    """
     rewards = [[0.0] * row.response_length for row in rows]
     turns: list[list[Turn]] = [[] for _ in rows]
     for record in records:
@@ -157,7 +159,7 @@ def _segments(rows: list[SegmentBuilder], records: list[TurnRecord]) -> tuple[Se
             for position, value in enumerate(reward, record.start):
                 per_token[position] += value
         elif per_token:
-            per_token[max(record.end, 1) - 1] += total
+            per_token[last_sampled(rows[record.row].loss_mask, record.end)] += total
         turns[record.row].append(
             Turn(
                 start=record.start,

@@ -257,10 +257,17 @@ class Trajectory:
         return sorted({span.version for turn in self.turns for span in turn.weight_spans})
 
 
-def last_sampled(loss_mask: Sequence[int]) -> int:
-    """Return the index of the last sampled token [r]; of the last token if none was sampled, -1 without tokens."""
-    last = len(loss_mask) - 1
-    return next((position for position in range(last, -1, -1) if loss_mask[position]), last)
+def last_sampled(loss_mask: Sequence[int], end: int | None = None) -> int:
+    """Return the index of the last sampled token [r] before `end`, by default of all tokens.
+
+    If none was sampled there, return that of the first sampled token after it; if none was sampled at all, that of the
+    last token before `end`, or -1 without tokens.
+    """
+    end = len(loss_mask) if end is None else end
+    for position in (*range(end - 1, -1, -1), *range(end, len(loss_mask))):
+        if loss_mask[position]:
+            return position
+    return max(end, 1) - 1 if loss_mask else -1
 
 
 def all_or_none(values: Sequence[T | None]) -> list[T] | None:

@@ -150,6 +150,24 @@ async def test_a_custom_template_does_not_train_replaced_actions(make_stage: Mak
     assert t.total_reward == 1.0
 
 
+async def test_a_custom_template_trains_turns_of_a_rewritten_history_only(
+    make_stage: MakeStage, journal: Journal
+) -> None:
+    """The histories contain replies of the prompt and of the environment."""
+    shots = [{"role": "assistant", "content": "SHOT"}, {"role": "user", "content": "now you"}]
+    history = [*PROMPT, {"role": "assistant", "content": "SUMMARY"}]
+    for extra, metadata in (([], {"modified_chat_history": history}), (shots, {})):
+        stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"}, max_turns=2)
+        request = story("a", n_turns=2, returns={"step": ON | {"metadata": metadata}})
+        (t,) = await stage.play([replace(request, row=replace(request.row, prompt=[*request.row.prompt, *extra]))])
+        assert t.is_valid, t.error
+        trained = [token for token, is_one in zip(t.response_ids, t.loss_mask, strict=True) if is_one]
+        replies = [stage.chat.decode(turn) for turn in sampled(stage)]
+        assert stage.chat.decode(trained) == "".join(replies[-1:] if metadata else replies)
+        assert all(0 <= turn.start < turn.end for turn in t.turns)
+        assert t.total_reward == sum(turn.reward for turn in t.turns) == 2.0
+
+
 async def test_a_rollout_without_turns_is_invalid_under_a_custom_template(make_stage: MakeStage) -> None:
     stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"}, max_input_length=3)
     (t,) = await stage.play([story("a")])
@@ -222,8 +240,22 @@ async def test_a_changed_action_keeps_the_sampled_tokens_of_its_unchanged_start(
     t = await play(make_stage(), returns={"step": ON | {"postprocessed_action": f"{start}!?", "done": True}})
     assert t.response_ids == free.response_ids[:2] + stage.chat.encode("!?")
     assert t.loss_mask == [1, 1] + [0] * (len(t.response_ids) - 2)
-    assert t.rewards is not None
-    assert t.rewards[-1] == t.total_reward == 1.0
+    assert t.rewards == [0.0, 1.0] + [0.0] * (len(t.response_ids) - 2)  # on a trained token, which estimators read
+
+
+@pytest.mark.parametrize("mode", [{}, {"use_conversation_multi_turn": False}], ids=["turns", "one message"])
+async def test_text_after_the_whole_reply_replaces_its_eos(
+    make_stage: MakeStage, journal: Journal, mode: dict[str, Any]
+) -> None:
+    stage = make_stage(**mode)
+    eos = stage.generator._chat.eos_token_id
+    stories = await stage.play([story(f"{i}", n_turns=1) for i in range(20)])
+    free = next(t for t in stories if t.response_ids[-1] == eos and len(t.response_ids) > 1)
+    *reply, _ = free.response_ids
+    answer = ON | {"postprocessed_action": f"{stage.chat.decode(reply)}</answer>", "done": True}
+    (t,) = await make_stage(**mode).play([story(free.id.instance_id, returns={"step": answer})])
+    assert t.response_ids == reply + stage.chat.encode("</answer>")
+    assert t.loss_mask[: len(reply)] == [1] * len(reply)
 
 
 async def test_an_emptied_reply_is_invalid_and_has_no_reward(make_stage: MakeStage, journal: Journal) -> None:
@@ -415,8 +447,8 @@ def test_rewards_of_dropped_turns_move_to_the_first_remaining_turn(
 ) -> None:
     template = (TEMPLATES / "qwen3_with_thinking.jinja").read_text()
     conversation = RetokenizedConversation(ChatEncoder(tiny_tokenizer, template), USER)
-    for _ in range(3):
-        conversation.add_turn(result([7]), "first turns")
+    for text in ("first", "second", "third"):
+        conversation.add_turn(result([7]), text)
         conversation.observe(USER)
     conversation.replace_history([*USER, {"role": "assistant", "content": "third"}, *USER])
     conversation.add_turn(result([7]), "fourth")
