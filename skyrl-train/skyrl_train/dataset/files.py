@@ -124,9 +124,13 @@ class _ArrowSource(RowSource):
     def __init__(self, name: str, table: pa.Table) -> None:
         super().__init__(name)
         self._table = table
+        self._conversations: list[str] = []  # columns of messages
         for field in table.schema:
             if _depth(field.type) >= MAX_DEPTH:
                 raise DataError(f"the column {field.name} of {name} is nested too deeply; flatten it")
+            find_field = getattr(getattr(field.type, "value_type", None), "get_field_index", None)  # of a list of structs
+            if find_field is not None and find_field("role") >= 0:
+                self._conversations.append(field.name)
 
     @cached_property
     def digest(self) -> str:
@@ -150,7 +154,10 @@ class _ArrowSource(RowSource):
             if n_rows > len(chunk):
                 rows = rows.take([index - first for index in chunk])
             try:
-                yield from rows.to_pylist()
+                for row in rows.to_pylist():
+                    for name in self._conversations:
+                        row[name] = _without_absent_fields(row[name])
+                    yield row
             except ValueError as error:  # bytes that are not UTF-8
                 raise DataError(
                     f"{self.location(first)}, or one of the {n_rows} rows from there, cannot be read: {error}"
@@ -337,6 +344,19 @@ def _read_parquet(path: Path) -> pa.Table:
 def _depth(kind: pa.DataType) -> int:
     """Return the nesting of a type's lists and structs."""
     return 1 + max((_depth(kind.field(i).type) for i in range(kind.num_fields)), default=0)
+
+
+def _without_absent_fields(value: Any) -> Any:
+    """Return messages without the fields that a table fills with null because other rows have them."""
+    if isinstance(value, list):
+        return [_without_absent_fields(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_absent_fields(part)
+        for name, part in value.items()
+        if part is not None or (name == "content" and "role" in value)
+    }
 
 
 def _load_from_hub(source: str) -> pa.Table:

@@ -7,6 +7,7 @@ import logging
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -41,8 +42,12 @@ class PromptDataset:
         prompt_key: str = "prompt",
         env_class_key: str = "env_class",
         max_checked_rows: int | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the sources, and check and filter their rows. `num_workers` is SkyRL's, and has no effect.
+
+        Prompts are rendered by `chat_template`, by default the tokenizer's, with the variables `chat_template_kwargs`.
 
         Raises:
             DataError: a source cannot be read, a row has no chat prompt or one that the chat template refuses, or no
@@ -50,6 +55,13 @@ class PromptDataset:
         """
         sources = [datasets] if isinstance(datasets, str) else list(datasets)
         self._tokenizer = tokenizer
+        self._apply_template: Callable[[Any], Any] = partial(
+            tokenizer.apply_chat_template,
+            chat_template=chat_template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **(chat_template_kwargs or {}),
+        )
         self._max_length = max_prompt_length
         self._prompt_key, self._env_class_key = prompt_key, env_class_key
         self._rows = Rows(sources)
@@ -144,7 +156,7 @@ class PromptDataset:
         A token of ASCII text has at least one character; some tokenizers add one before the text.
         """
         limit = self._max_length
-        texts = _render([(location, row[self._prompt_key]) for location, row in rows], self._tokenizer)
+        texts = self._render([(location, row[self._prompt_key]) for location, row in rows])
         lengths = [len(text) + 1 if text.isascii() else limit + 1 for text in texts]
         long = [i for i, length in enumerate(lengths) if length > limit]
         if long:
@@ -153,24 +165,17 @@ class PromptDataset:
                 lengths[i] = len(ids)
         return lengths
 
-
-def _render(
-    prompts: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], tokenizer: PreTrainedTokenizerBase
-) -> list[str]:
-    """Render prompts, each with its location for messages, with the assistant's header."""
-
-    def render(conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-        copies = [[for_template(message) for message in conversation] for conversation in conversations]
-        return list(map(str, tokenizer.apply_chat_template(copies, tokenize=False, add_generation_prompt=True)))
-
-    try:
-        return render([prompt for _, prompt in prompts])
-    except Exception as error:  # the boundary of a template, which may do anything
-        if len(prompts) > 1:
-            return [text for prompt in prompts for text in _render([prompt], tokenizer)]  # to find the one
-        ((location, prompt),) = prompts
-        roles = ", ".join(message["role"] for message in prompt)
-        raise DataError(
-            f"{location}: the tokenizer's chat template refuses a prompt with the roles {roles} "
-            f"({describe_error(error)}); change the prompt, or the template"
-        ) from error
+    def _render(self, prompts: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> list[str]:
+        """Render prompts, each with its location for messages, with the assistant's header."""
+        copies = [[for_template(message) for message in prompt] for _, prompt in prompts]
+        try:
+            return list(map(str, self._apply_template(copies)))
+        except Exception as error:  # the boundary of a template, which may do anything
+            if len(prompts) > 1:
+                return [text for prompt in prompts for text in self._render([prompt])]  # to find the one
+            ((location, prompt),) = prompts
+            roles = ", ".join(message["role"] for message in prompt)
+            raise DataError(
+                f"{location}: the chat template refuses a prompt with the roles {roles} ({describe_error(error)}); "
+                "change the prompt, or the template"
+            ) from error

@@ -40,7 +40,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
             return CustomDataset(self.cfg, self.tokenizer, "validation")
         if not self.cfg.data.val_data:
             raise ConfigError("data.val_data=[] leaves nothing to evaluate; set data.val_data=[<file or dataset name>]")
-        return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
+        return self._open_prompts(self.cfg.data.val_data)
 
     async def evaluate(self) -> dict[str, float]:
         """Return the metrics on the validation prompts; EnvError if every rollout failed."""

@@ -180,8 +180,7 @@ class BasePPOExp(Experiment):
         """Load the prompts to train on."""
         if self.cfg.data.custom_cls.path is not None:
             return CustomDataset(self.cfg, self.tokenizer, "train")
-        data, max_length = self.cfg.data, self.cfg.trainer.max_prompt_length
-        return PromptDataset(data.train_data, self.tokenizer, max_length, max_checked_rows=data.max_checked_rows)
+        return self._open_prompts(self.cfg.data.train_data, self.cfg.data.max_checked_rows)
 
     def get_eval_dataset(self) -> PromptDataset | None:
         """Load the prompts to evaluate on; None without evaluations."""
@@ -191,7 +190,19 @@ class BasePPOExp(Experiment):
             return CustomDataset(self.cfg, self.tokenizer, "validation")
         if not self.cfg.data.val_data:
             return None
-        return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
+        return self._open_prompts(self.cfg.data.val_data)
+
+    def _open_prompts(self, sources: list[str], max_checked_rows: int | None = None) -> PromptDataset:
+        """Open prompts, and filter them as the generator will render them."""
+        generator = self.cfg.generator
+        return PromptDataset(
+            sources,
+            self.tokenizer,
+            self.cfg.trainer.max_prompt_length,
+            max_checked_rows=max_checked_rows,
+            chat_template=custom_chat_template(generator.chat_template),
+            chat_template_kwargs=generator.chat_template_kwargs,
+        )
 
     def get_model(self, path: str, key: str) -> PreTrainedModel:
         """Load the causal language model at `path`, the value of the configuration key `key`."""

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -37,6 +38,24 @@ def write(path: Path) -> Path:
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.json", "rows.jsonl"])
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     assert read_rows(str(write(tmp_path / name))) == ROWS
+
+
+def test_messages_in_parquet_have_their_own_fields_only(tmp_path: Path) -> None:
+    """A table has every field in every message; some templates test whether a field is there."""
+
+    def call(arguments: dict[str, str]) -> dict[str, Any]:
+        return {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+        }
+
+    rows = [
+        {"prompt": [{"role": "user", "content": "Rome?"}, call({"city": "Rome"})], "extra_info": {"a": 1, "b": None}},
+        {"prompt": [{"role": "user", "content": "CET?"}, call({"zone": "CET"})], "extra_info": {"a": None, "b": 2}},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert read_rows(str(tmp_path / "rows.parquet")) == rows
 
 
 def test_home_and_variables_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.config import load_config
 from skyrl_train.dataset.files import Rows, write_jsonl
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
+from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
+from skyrl_train.generators.chat_template import TEMPLATES, ChatEncoder
 from skyrl_train.types import PromptRow
 
 LONG = 10_000
@@ -99,6 +103,27 @@ def test_a_row_without_a_chat_prompt_is_named(
     source = write_file(tmp_path, [ask("fine"), bad_row])
     with pytest.raises(DataError, match=f"row 1 of {source}.*{reason}"):
         PromptDataset(source, tiny_tokenizer, LONG)
+
+
+def test_prompts_are_measured_with_the_template_of_the_generator(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tiny_model_path: Path
+) -> None:
+    source = write_file(tmp_path, [ask("a"), ask("ä")])
+    name, variables = "qwen3_with_thinking", {"enable_thinking": False}
+    encoder = ChatEncoder(tiny_tokenizer, (TEMPLATES / f"{name}.jinja").read_text(), variables)
+    n_tokens = len(encoder.prompt_ids(ask("a")["prompt"]))
+    assert n_tokens > len(ChatEncoder(tiny_tokenizer).prompt_ids(ask("ä")["prompt"]))
+    cfg = load_config(
+        {
+            "trainer": {"policy": {"model": {"path": str(tiny_model_path)}}, "max_prompt_length": n_tokens},
+            "data": {"train_data": [source], "val_data": [source]},
+            "generator": {"chat_template": {"name_or_path": name}, "chat_template_kwargs": variables},
+        }
+    )
+    exp = BasePPOExp(cfg)
+    for dataset in (exp.get_train_dataset(), exp.get_eval_dataset(), EvalOnlyEntrypoint(cfg).get_eval_dataset()):
+        assert dataset is not None
+        assert [row.prompt for row in dataset] == [ask("a")["prompt"]]
 
 
 def test_half_characters_of_a_prompt_are_replaced_with_one_warning(
