@@ -32,6 +32,7 @@ from skyrl_train.config.rules.data import (
     validation_data_is_read_once,
 )
 from skyrl_train.config.rules.engine import (
+    conversation_has_one_mode,
     engine_fits_its_devices,
     engine_has_its_options,
     engine_is_installed,
@@ -80,6 +81,7 @@ RULES: tuple[Rule, ...] = (
     sequence_norm_has_a_length,
     training_temperature_is_positive,
     input_length_covers_prompts,
+    conversation_has_one_mode,
     launcher_starts_every_process,
     critic_has_the_size_of_its_devices,
     idle_memory_is_shared,

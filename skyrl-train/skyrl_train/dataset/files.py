@@ -128,7 +128,9 @@ class _ArrowSource(RowSource):
         for field in table.schema:
             if _depth(field.type) >= MAX_DEPTH:
                 raise DataError(f"the column {field.name} of {name} is nested too deeply; flatten it")
-            find_field = getattr(getattr(field.type, "value_type", None), "get_field_index", None)  # of a list of structs
+            find_field = getattr(
+                getattr(field.type, "value_type", None), "get_field_index", None
+            )  # of a list of structs
             if find_field is not None and find_field("role") >= 0:
                 self._conversations.append(field.name)
 

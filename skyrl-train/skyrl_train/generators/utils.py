@@ -103,10 +103,16 @@ def apply_overlong_filtering(
 
 
 def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> GeneratorOutput:
-    """Join the lists that all outputs have; `rollout_metrics` are averaged."""
-    first, *others = cast(Sequence[Mapping[str, Any]], outputs)
+    """Join the lists that all outputs have; `rollout_metrics` are averaged.
+
+    An output without `is_last_step` has one row for each trajectory.
+    """
+    dicts = cast(Sequence[Mapping[str, Any]], outputs)
+    if any("is_last_step" in output for output in dicts):
+        dicts = [{"is_last_step": [True] * len(output["response_ids"]), **output} for output in dicts]
+    first, *others = dicts
     joined = {
-        name: [entry for output in outputs for entry in cast(Any, output)[name]]
+        name: [entry for output in dicts for entry in output[name]]
         for name, entries in first.items()
         if isinstance(entries, list) and all(isinstance(output.get(name), list) for output in others)
     }

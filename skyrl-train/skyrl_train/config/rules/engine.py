@@ -239,6 +239,24 @@ def engine_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
+def conversation_has_one_mode(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse settings of conversations in another mode than that of the run."""
+    generator = cfg.generator
+    if generator.step_wise_trajectories:
+        for name in ("use_conversation_multi_turn", "append_eos_token_after_stop_str_in_multi_turn"):
+            if not value_at(generator, name):
+                yield (
+                    f"generator.{name}=false has no effect with generator.step_wise_trajectories=true, where the chat "
+                    f"template renders every turn; set generator.{name}=true, or "
+                    "generator.step_wise_trajectories=false"
+                )
+    elif generator.merge_stepwise_output:
+        yield (
+            "generator.merge_stepwise_output=true joins the rows of generator.step_wise_trajectories=true, which is "
+            "false; set it to true, or generator.merge_stepwise_output=false"
+        )
+
+
 def sampling_lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse a minimum length of a turn above its maximum."""
     for key in ("generator.sampling_params", "generator.eval_sampling_params"):

@@ -546,6 +546,19 @@ PROBLEMS: list[Case] = [
 
 PROBLEMS += [
     (
+        ["generator.step_wise_trajectories=true", "generator.use_conversation_multi_turn=false"],
+        "generator.use_conversation_multi_turn=false has no effect with generator.step_wise_trajectories=true, where "
+        "the chat template renders every turn; set generator.use_conversation_multi_turn=true, or "
+        "generator.step_wise_trajectories=false",
+        [["generator.step_wise_trajectories=true"], ["generator.use_conversation_multi_turn=false"]],
+    ),
+    (
+        ["generator.merge_stepwise_output=true"],
+        "generator.merge_stepwise_output=true joins the rows of generator.step_wise_trajectories=true, which is false; "
+        "set it to true, or generator.merge_stepwise_output=false",
+        [["generator.merge_stepwise_output=true", "generator.step_wise_trajectories=true"]],
+    ),
+    (
         ["generator.sampling_params.min_tokens=8", "generator.sampling_params.max_generate_length=4"],
         "generator.sampling_params.min_tokens=8 must be at most generator.sampling_params.max_generate_length=4; try "
         "generator.sampling_params.min_tokens=0",

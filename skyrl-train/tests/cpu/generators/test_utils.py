@@ -91,6 +91,9 @@ def test_outputs_are_joined_by_their_common_lists() -> None:
         "rollout_metrics": {"x": 1.0},
     }
     assert concatenate_generator_outputs([first, first])["rollout_logprobs"] == [[-1.0]] * 2
+    steps = {**first, "response_ids": [[1], [2]], "is_last_step": [False, True]}
+    for outputs, expected in (([steps, first], [False, True, True]), ([first, steps], [True, False, True])):
+        assert concatenate_generator_outputs(outputs)["is_last_step"] == expected
 
 
 def test_metrics_of_lengths_and_environments() -> None:
