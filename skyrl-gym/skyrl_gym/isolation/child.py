@@ -173,7 +173,7 @@ def _run(program: Json, run: Json) -> int:
     is_main = "call" not in run
     module = ModuleType("__main__" if is_main else "program")
     sys.modules["__main__"] = sys.modules[module.__name__] = module
-    sys.argv = [FILE]
+    sys.argv, module.__file__ = [FILE], FILE
     site.setquit()  # defines exit(), because Python was started without the module site
     try:
         for text, name in ((program["prelude"], "prelude"), (program["source"], FILE)):

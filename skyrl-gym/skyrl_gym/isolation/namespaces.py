@@ -68,8 +68,9 @@ def run_as_init(function: Callable[[], None]) -> NoReturn:
 def isolate_files(folder: str, n_bytes: int, python: Iterable[str]) -> None:
     """Make `folder` the root of a minimal file system in memory, and drop all capabilities.
 
-    It holds the system's programs and libraries and the folders `python`, read-only; the processes in `/proc`; and the
-    empty `WORK_DIR`, the only writable folder, which becomes the current one and holds at most `n_bytes`.
+    It holds the system's programs and libraries and the folders `python`, read-only; the processes in `/proc`;
+    `/dev/stdin`; and the empty `WORK_DIR`, the only writable folder, which becomes the current one and holds at most
+    `n_bytes`.
     """
     _mount("none", "/", flags=MS_REC | MS_PRIVATE)
     _mount("none", folder, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -80,6 +81,7 @@ def isolate_files(folder: str, n_bytes: int, python: Iterable[str]) -> None:
     for name in ("/dev/shm", "/tmp"):
         if not os.path.lexists(folder + name):  # Python may be installed below /tmp
             os.symlink(WORK_DIR, folder + name)
+    os.symlink("/proc/self/fd/0", f"{folder}/dev/stdin")
     _mount("proc", f"{folder}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid")
     _mount("none", folder + WORK_DIR, "tmpfs", MS_NOSUID | MS_NODEV, f"size={n_bytes},mode=755,nr_inodes={MAX_FILES}")
     _make_read_only(folder)

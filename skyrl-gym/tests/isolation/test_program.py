@@ -70,6 +70,11 @@ def test_stdin_stdout_and_stderr(level: Level) -> None:
     assert result.is_success
 
 
+def test_programs_may_open_stdin_by_name_and_read_their_own_name(level: Level) -> None:
+    result = run_once("print(open('/dev/stdin').read()[::-1], __file__)", "cba", level=level)
+    assert (result.status, result.stdout) == (0, "abc program.py\n"), result.stderr
+
+
 def test_every_run_starts_a_fresh_process(level: Level) -> None:
     source = "import os\nprint(len(os.listdir('.')), input())\nopen('left', 'w').close()\nos.makedirs('a/b')"
     results = list(run_program(source, [Stdin(str(i)) for i in range(5)], SMALL, level))
