@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import SavePlan, SavePlanner
+from torch.distributed.checkpoint import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,6 +65,22 @@ class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         self._write_files()
         return super().write_data(plan, planner)
+
+
+class _CompletePlanner(dcp.DefaultLoadPlanner):
+    """A planner of a load that fails on all ranks if the checkpoint has weights that none of them loads."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        loaded = {item.dest_index.fqn for plan in global_plan for item in plan.items}
+        assert self.metadata is not None
+        saved = [name for name in self.metadata.state_dict_metadata if name.startswith("model.")]
+        if unused := [name for name in saved if name not in loaded]:
+            raise ValueError(
+                f"the model lacks {len(unused)} of its {len(saved)} tensors, among them "
+                f"{unused[0].removeprefix('model.model.')}; for an adapter, set the lora.target_modules and "
+                "lora.exclude_modules of the run that saved it"
+            )
+        return super().create_global_plan(global_plan)
 
 
 class DistributedStrategy(ABC, Generic[M]):
@@ -179,12 +195,17 @@ class DistributedStrategy(ABC, Generic[M]):
         dcp.save(copied, storage_writer=_Writer(folder, write_files), process_group=group, no_dist=group is None)
 
     def load(self, state: TrainState[M], folder: Path) -> None:
-        """Load what any number of ranks saved, in any layout."""
+        """Load what any number of ranks saved, in any layout.
+
+        Raises:
+            CheckpointException: a rank could not read its part, or the model has other tensors; on all ranks.
+        """
         names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         has_moments = state.optimizer is not None and any(name.startswith("optimizer.") for name in names)
         saved = self._state_dict(state, with_moments=has_moments)
         group = self._save_group
-        dcp.load(saved, checkpoint_id=folder, process_group=group, no_dist=group is None)
+        planner = _CompletePlanner()
+        dcp.load(saved, checkpoint_id=folder, planner=planner, process_group=group, no_dist=group is None)
         self._load_state_dict(state, saved)
         if state.scheduler is not None:
             state.scheduler.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))

@@ -118,6 +118,7 @@ def test_a_checkpoint_holds_the_adapter_in_the_format_of_peft(
     ("changes", "fault"),
     [
         ({"rank": 8}, "Size mismatch.*lora_A"),
+        ({"target_modules": ["q_proj"]}, r"the model lacks 24 of its 28 tensors, among them .*lora_A"),
         ({"base": True}, "trained on other weights than those of"),
         ({"saved_full": True}, "holds all weights of a model, and trainer.policy.model.lora trains an adapter"),
         ({"loaded_full": True}, "Missing key"),
@@ -139,7 +140,8 @@ def test_a_checkpoint_of_another_adapter_or_base_is_refused(
     if "loaded_full" in changes:
         other = make_worker(model, tiny_tokenizer)
     else:
-        other = lora_worker(model, tiny_tokenizer, rank=changes.get("rank", 4))
+        lora = {key: value for key, value in changes.items() if key in ("rank", "target_modules")}
+        other = lora_worker(model, tiny_tokenizer, **lora)
     with pytest.raises(CheckpointError, match=rf"cannot resume the policy from .*{fault}"):
         other.load(tmp_path / "policy")
 
