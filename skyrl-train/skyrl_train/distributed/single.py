@@ -6,7 +6,7 @@ from pathlib import Path
 
 from skyrl_train.distributed.hugging_face import HuggingFaceStrategy
 from skyrl_train.distributed.strategy import all_finite
-from skyrl_train.models.lora import adapter_config
+from skyrl_train.models.lora import adapter_config, merged_buffers
 from skyrl_train.models.precision import save_model
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.types.specs import ModelSpec
@@ -24,4 +24,4 @@ class SingleStrategy(HuggingFaceStrategy):
     def export(self, module: ScoringModule, folder: Path) -> None:
         model = module.hf_model
         differs = adapter_config(model) is not None or module.export_dtypes
-        save_model(model, folder, dict(self.full_tensors(module)) if differs else None)
+        save_model(model, folder, dict(self.full_tensors(module)) | merged_buffers(model) if differs else None)

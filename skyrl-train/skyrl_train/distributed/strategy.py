@@ -22,7 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.lr_scheduler import LambdaLR
 
-from skyrl_train.models.lora import Gather, change_norm, frozen_tensors, merged_names, sync_tensors
+from skyrl_train.models.lora import (
+    Gather,
+    change_norm,
+    frozen_tensors,
+    merged_buffers,
+    merged_names,
+    sync_tensors,
+)
 from skyrl_train.models.precision import save_model
 from skyrl_train.models.scoring_module import Scorer
 from skyrl_train.types import Scores, TrainingBatch
@@ -217,7 +224,7 @@ class DistributedStrategy(ABC, Generic[M]):
             if self.world.rank == 0:
                 tensors[name] = tensor.cpu()
         if self.world.rank == 0:
-            save_model(module.hf_model, folder, tensors)
+            save_model(module.hf_model, folder, tensors | merged_buffers(module.hf_model))
 
 
 def new_save_group() -> dist.ProcessGroup:

@@ -150,6 +150,12 @@ def merged_names(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Paramet
             yield name.replace(".base_layer.", "."), parameter
 
 
+def merged_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the buffers that files of the model have, such as a router's bias, by name without the adapter."""
+    saved = model.state_dict().keys()
+    return {name.replace(".base_layer.", "."): buffer for name, buffer in model.named_buffers() if name in saved}
+
+
 def merged_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the model's tensors, in the order of `merged_names`, with the adapter merged into them."""
     layers = adapter_layers(model)
@@ -225,10 +231,10 @@ def adapter_role(config: peft.LoraConfig) -> Role:
     return roles.get(config.task_type or "", "policy")
 
 
-def read_changes(path: str, base: str) -> tuple[Changes, dict[str, list[str]]]:
-    """Return the changes that an adapter makes to the model at `base`, by the name of the tensor, and the frozen
-    parameters, each with the names of its tensors in files. Files may have other tensors too, such as a copy of a tied
-    head.
+def read_changes(path: str, base: str) -> tuple[Changes, dict[str, list[str]], list[str]]:
+    """Return the changes that an adapter makes to the model at `base`, by the name of the tensor, the frozen
+    parameters, each with the names of its tensors in files, and the names of buffers in files. Files may have other
+    tensors too, such as a copy of a tied head.
 
     Raises:
         ConfigError: the adapter cannot be read, or does not fit the model.
@@ -256,7 +262,8 @@ def read_changes(path: str, base: str) -> tuple[Changes, dict[str, list[str]]]:
     own = dict(merged_names(model))
     changes |= {name: TrainedHead(tensors[FILE_PREFIX + name]) for name, p in own.items() if p.requires_grad}
     frozen = {name: parameter for name, parameter in own.items() if not parameter.requires_grad}
-    return changes, {name: list(revert_weight_conversion(model, {name: frozen[name]})) for name in frozen}
+    files = {name: list(revert_weight_conversion(model, {name: frozen[name]})) for name in frozen}
+    return changes, files, list(revert_weight_conversion(model, merged_buffers(model)))
 
 
 def _factors(layer: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:

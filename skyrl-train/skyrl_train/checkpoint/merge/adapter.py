@@ -71,8 +71,8 @@ def merge_into_base(
         raise ConfigError(f"the adapter {adapter} does not name its base model; name it with --base")
     role = adapter_role(config)
     source = open_model(base)
-    changes, frozen = read_changes(adapter, str(source.folder))
-    files = {name for names in frozen.values() for name in names}
+    changes, frozen, buffers = read_changes(adapter, str(source.folder))
+    files = {name for names in frozen.values() for name in names} | set(buffers)
     specs = _merged_specs(source.specs, changes, files)
     needed = changes.keys() if role == "policy" else changes.keys() | files
     if missing := sorted(needed - {spec.name for spec in specs}):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from skyrl_train.checkpoint.merge.comparison import MergeReport, compare, load_model, probe
 from skyrl_train.checkpoint.model_folder import (
@@ -20,6 +21,7 @@ from skyrl_train.checkpoint.model_folder import (
     write_model,
 )
 from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.models.lora import merged_buffers
 from skyrl_train.types.specs import Role
 
 
@@ -54,12 +56,12 @@ def average_models(
     @torch.no_grad()
     def probe_sources(dtype: torch.dtype) -> torch.Tensor:
         mean = load_model(first.folder, dtype, role)
-        parameters = dict(mean.named_parameters())
+        parameters = _averaged_tensors(mean)
         is_stored = parameters.keys() <= {spec.name for spec in first.specs}  # not if it has one tensor of all experts
         for parameter in parameters.values():
             parameter.mul_(shares[0])
         for share, model in zip(shares[1:], models[1:], strict=True):
-            others = {} if is_stored else dict(load_model(model.folder, dtype, role).named_parameters())
+            others = {} if is_stored else _averaged_tensors(load_model(model.folder, dtype, role))
             for name, parameter in parameters.items():
                 parameter.add_((model.read(name) if is_stored else others[name]).to(dtype), alpha=share)
             others.clear()  # before the next model is loaded
@@ -74,6 +76,12 @@ def average_models(
             )
         gap = compare(partial, probe_sources, role)
     return MergeReport(target, len(first.specs), len(changed), gap)
+
+
+def _averaged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model that an average takes the mean of."""
+    buffers = merged_buffers(model)
+    return dict(model.named_parameters()) | {name: one for name, one in buffers.items() if one.is_floating_point()}
 
 
 def _average(

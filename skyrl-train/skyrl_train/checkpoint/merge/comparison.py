@@ -57,11 +57,17 @@ def compare(merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], 
     One model is in memory at a time, or two for an average of mixtures of experts.
 
     Raises:
-        CheckpointError: it is larger than rounding explains.
+        CheckpointError: it is larger than rounding explains, or the merged model lacks a tensor.
     """
     dtype = read_dtype(merged)
     reference = probe_sources(dtype)
-    model = load_model(merged, dtype, role)
+    gc.collect()
+    model, report = AUTO_CLASSES[role].from_pretrained(merged, dtype=dtype, output_loading_info=True)
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(
+            f"the merged model lacks {len(missing)} tensors, among them {missing[0]}, and nothing was written; report "
+            "this with the names of the models"
+        )
     gap = ((probe(model) - reference).norm() / reference.norm().clamp(min=1e-6)).item()
     limit = TOLERANCE if dtype == torch.float32 else LOW_PRECISION_TOLERANCE
     if not gap <= limit:

@@ -31,7 +31,7 @@ from skyrl_train.checkpoint.store import CheckpointStore
 from skyrl_train.distributed import BASE_MODEL
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.loading import AUTO_CLASSES, create_empty
-from skyrl_train.models.lora import ADAPTER_FOLDER
+from skyrl_train.models.lora import ADAPTER_FOLDER, merged_buffers
 from skyrl_train.types.specs import Role, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,8 @@ def merge_checkpoint(
         return merge_into_base(adapter, target, base, dtype, settings, allow_unchanged=allow_unchanged)
     role = next((known for known in AUTO_CLASSES if known == folder.name), role)
     model, specs = create_empty(str(settings), role), _list_tensors(folder)
-    names = [name for name, _ in model.named_parameters()]
+    buffers = merged_buffers(model)
+    names = [*(name for name, _ in model.named_parameters()), *buffers]
     if missing := [name for name in names if name not in specs]:
         raise CheckpointError(
             f"{folder} has no {missing[0]} of a {type(model).__name__}; it belongs to another version"
@@ -93,11 +94,12 @@ def merge_checkpoint(
 
     def probe_sources(dtype: torch.dtype) -> torch.Tensor:
         with no_init_weights():
-            loaded = AUTO_CLASSES[role].from_config(model.config, dtype=specs[names[0]].dtype).eval()
-        _load_sharded(folder, {PREFIX + name: parameter.data for name, parameter in loaded.named_parameters()})
-        return probe(loaded.to(dtype))
+            loaded = AUTO_CLASSES[role].from_config(model.config, dtype=dtype).eval()
+        _load_sharded(folder, {PREFIX + name: tensor for name, tensor in loaded.state_dict().items()})
+        return probe(loaded)
 
-    shapes = (rename(name, torch.empty(specs[name].shape, dtype=export_dtype, device="meta")) for name in names)
+    written = {name: specs[name].dtype if name in buffers else export_dtype for name in names}
+    shapes = (rename(name, torch.empty(specs[name].shape, dtype=written[name], device="meta")) for name in names)
     files = [TensorSpec(name, tuple(one.shape), one.dtype) for named in shapes for name, one in named.items()]
     changed: list[str] = []
     start = _open_start(folder, base)

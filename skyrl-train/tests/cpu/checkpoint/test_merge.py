@@ -16,11 +16,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from small_models import SMALL
+from small_models import ROUTER_BIAS, SMALL, new_biased_router
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    DeepseekV3Config,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3Config,
@@ -210,6 +211,39 @@ def test_the_adapter_of_a_mixture_of_experts_is_merged_into_the_base_that_was_tr
         merge_checkpoint(tmp_path / "step", tmp_path / "again", base=str(other))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [{}, {"rank": 4, "target_modules": ["q_proj", "v_proj"], "merge_on_export": True}])
+def test_buffers_are_exported_and_merged(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, lora: dict[str, Any], dtype: str
+) -> None:
+    base = new_biased_router(tmp_path / "base")
+    model = load_model(str(base), dtype=getattr(torch, dtype), device=torch.device("cpu"))
+    worker = trained(tmp_path / "step", model, tiny_tokenizer, model={"path": str(base), "lora": lora})
+    complete(worker.group.export(tmp_path / "export"))
+    assert merge_checkpoint(tmp_path / "step", tmp_path / "merged").logit_gap < TYPES[dtype]
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("base", "export", "merged")]
+    assert files[0].keys() == files[1].keys() == files[2].keys()
+    for tensors in files:
+        assert torch.equal(tensors[ROUTER_BIAS], model.get_buffer(ROUTER_BIAS))
+
+
+def test_the_average_of_routers_with_a_bias(tmp_path: Path) -> None:
+    sources = [new_biased_router(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    average_models([str(source) for source in sources], tmp_path / "mean")
+    biases = [load_file(tmp_path / name / "model.safetensors")[ROUTER_BIAS] for name in ("0", "1", "mean")]
+    torch.testing.assert_close(biases[2], (biases[0] + biases[1]) / 2)
+
+
+def test_a_merged_model_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    base = new_model(tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    save_file({name: one for name, one in tensors.items() if name != "model.norm.weight"}, base / "model.safetensors")
+    adapter = new_adapter(tmp_path / "adapter", base)
+    with pytest.raises(CheckpointError, match=r"the merged model lacks 1 tensors, among them model\.norm\.weight"):
+        merge_adapter(str(adapter), tmp_path / "merged", base=str(base))
+    assert not (tmp_path / "merged").exists()
+
+
 def test_the_average_of_mixtures_of_experts(tmp_path: Path) -> None:
     sources = [new_experts(tmp_path / str(seed), seed=seed) for seed in range(3)]
     report = average_models([str(source) for source in sources], tmp_path / "mean")
@@ -294,6 +328,22 @@ def test_the_adapter_of_a_critic_or_reward_model_is_merged_with_its_head(
         average_models([str(checkpoint), str(export)], tmp_path / "mean")
     if has_head:
         assert average_models([str(export), str(base)], tmp_path / "mean").logit_gap < 1e-5
+
+
+@pytest.mark.parametrize("role", ["critic", "reward"])
+def test_the_adapter_of_a_critic_or_reward_model_is_merged_with_buffers(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, role: Role
+) -> None:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    settings = SMALL | {"num_key_value_heads": 4} | experts | heads
+    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**settings, n_group=1, topk_group=1))
+    model.get_buffer(ROUTER_BIAS).copy_(torch.tensor([1.0, -1.0, 2.0, 0.5]))
+    model.save_pretrained(tmp_path / "base")
+    expected = logits(trained_head(tmp_path, tmp_path / "base", role, tiny_tokenizer, target_modules=["o_proj"]))
+    report = merge_checkpoint(tmp_path / "step", tmp_path / "merged", role=role)
+    merged = AUTO_CLASSES[role].from_pretrained(report.folder)
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("role", ["critic", "reward"])

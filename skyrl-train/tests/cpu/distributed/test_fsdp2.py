@@ -25,6 +25,7 @@ from distributed.rank_groups import (
     train_with_moves,
 )
 from safetensors.torch import load_file
+from small_models import ROUTER_BIAS, new_biased_router
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from workers.worker_batches import (
     as_batch,
@@ -232,6 +233,15 @@ async def test_an_export_is_a_plain_hugging_face_folder(
     exported = load_model(str(tmp_path / "export"), dtype=torch.float32, device=torch.device("cpu"))
     for name, tensor in tiny_model.state_dict().items():
         assert torch.equal(exported.state_dict()[name], tensor), name
+
+
+async def test_an_export_has_the_buffers_of_the_model(ranks: list[ProcessRank], tmp_path: Path) -> None:
+    cfg, base = config().trainer, new_biased_router(tmp_path / "base")
+    group = await load_group(ranks, spec("policy", base, cfg), policy_objective(cfg))
+    await group.export(tmp_path / "export")
+    expected, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "export"))
+    assert expected.keys() == exported.keys()
+    assert torch.equal(exported[ROUTER_BIAS], expected[ROUTER_BIAS])
 
 
 async def test_no_rank_waits_for_the_disk_of_an_export(
