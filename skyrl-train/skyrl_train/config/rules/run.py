@@ -105,6 +105,8 @@ def names_are_folders(cfg: SkyRLConfig) -> Iterator[str]:
         name: str = value_at(cfg, key)
         if not name.isprintable() or any(part.strip() in (".", "..") for part in name.split("/")):
             yield f"{key}={show(name)} must be the name of a folder, in printable characters; try {key}=catch"
+        elif "::" in name:
+            yield f"{key}={show(name)} would be a chain of URLs in remote storage; try {key}={name.replace('::', '-')}"
 
 
 def resume_path_is_a_checkpoint(cfg: SkyRLConfig) -> Iterator[str]:

@@ -601,6 +601,16 @@ PROBLEMS += [
         [["trainer.run_name=a.b"], ["trainer.run_name=sweep/lr_1e-6"]],
     ),
     (
+        ["trainer.run_name='a::b'"],
+        "trainer.run_name=a::b would be a chain of URLs in remote storage; try trainer.run_name=a-b",
+        [["trainer.run_name='a:b'"]],
+    ),
+    (
+        ["trainer.project_name='a::b'", "trainer.run_name=c"],
+        "trainer.project_name=a::b would be a chain of URLs in remote storage; try trainer.project_name=a-b",
+        [["trainer.project_name=a-b"]],
+    ),
+    (
         ["data.val_data=[a.jsonl,b.jsonl,./a.jsonl]"],
         "data.val_data has ./a.jsonl twice, so its rows would count twice; name it once",
         [["data.val_data=[a.jsonl,b.jsonl]"]],
