@@ -52,7 +52,12 @@ def eval_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str
 def dump_evaluation(
     folder: Path, trajectories: Sequence[Trajectory], metrics: dict[str, float], chat: ChatEncoder
 ) -> None:
-    """Write `<data source>.jsonl` for each source, and all metrics as one line of `aggregated_results.jsonl`."""
+    """Write `<data source>.jsonl` for each source, and all metrics as one line of `aggregated_results.jsonl`.
+
+    Files that an abandoned run left in the folder are removed.
+    """
+    for leftover in folder.glob("*.jsonl"):
+        leftover.unlink()
     for name, group in by_source(trajectories).items():
         write_jsonl(folder / f"{name}.jsonl", [trajectory_row(t, chat) for t in group])
     write_jsonl(folder / "aggregated_results.jsonl", [metrics])

@@ -11,12 +11,14 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from skyrl_gym.tools.calls import ToolCallError, parse_tool_calls, strip_thoughts
 from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder
 from skyrl_train.errors import DataError
 from skyrl_train.report.evaluations import AGGREGATED, EvaluatedTrajectory, parse_rows, parse_trajectory
+from skyrl_train.tracking import RunFolder, read_metrics
 
 EXCERPT_CHARACTERS = 200
 ROLE = re.compile(r"<\|im_start\|>(\w+)\n|<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*")
@@ -263,6 +265,8 @@ def describe_trajectories(source: str, first: int | None = None, last: int | Non
             folder = folder / "evals"
         matches = (re.fullmatch(r"global_step_(\d+)", name) for name in folder.names())
         steps = sorted(int(match[1]) for match in matches if match)
+        if rows := read_metrics(RunFolder(Path(source)).metrics):
+            steps = [step for step in steps if step <= rows[-1]["step"]]  # later ones are left from before a rewind
         if not steps:
             raise DataError(
                 f"{source} has no evaluation (global_step_N/); evaluate during training with trainer.eval_interval, or "

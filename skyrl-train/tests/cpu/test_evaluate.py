@@ -142,6 +142,7 @@ def test_the_dump_has_a_file_per_source_and_one_with_all_metrics(
         env_metrics={"steps": 1},
     )
     bad = make_trajectory("8", None, stop_reason="env_error", error="catch.step raised OSError", prompt_ids=prompt_ids)
+    (tmp_path / "abandoned.jsonl").write_text("{}\n")
     dump_evaluation(tmp_path, [good, bad], {"eval/all/avg_score": 1.0}, chat)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "aggregated_results.jsonl",

@@ -125,6 +125,16 @@ def test_the_page_compares_two_steps(evals: Any, tmp_path: Path, capsys: pytest.
     assert "Samples" not in page
 
 
+def test_evaluations_after_the_last_step_are_left_out(
+    evals: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (0, 2, 4):
+        evals(step, [row("a", [1.0])])
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 0}\n{"step": 2}\n')
+    assert main(["report", "trajectories", str(tmp_path / "run")]) == 0
+    assert "Evaluations of steps 0 and 2." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
