@@ -189,8 +189,11 @@ def forecast_disk(
     is_saved = trainer.ckpt_interval > 0
     n_kept = 1 if trainer.remote_ckpt_url is not None and trainer.max_ckpts_to_keep < 0 else trainer.max_ckpts_to_keep
     trained = [model for model in models if model.role != "reference"]
+    checkpoint_bytes = sum(model.checkpoint_bytes for model in trained)
+    if isinstance(trainer, TrainerConfig) and trainer.update_ref_every_epoch:  # the reference changes, too
+        checkpoint_bytes += sum(model.weight_bytes for model in models if model.role == "reference")
     return DiskForecast(
-        checkpoint_bytes=sum(model.checkpoint_bytes for model in trained) if is_saved else 0,
+        checkpoint_bytes=checkpoint_bytes if is_saved else 0,
         interval=trainer.ckpt_interval,
         n_kept=None if n_kept < 0 else n_kept,
         n_checkpoints=times(trainer.ckpt_interval),

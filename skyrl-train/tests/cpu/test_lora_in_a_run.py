@@ -158,6 +158,8 @@ def test_the_plan_counts_what_is_trained(catch_run: list[str], tiny_model_path: 
     n_bytes = 193_920 * 4 + 11_776 * 4 * 4  # the base, and values, gradients and moments of the adapter
     assert f"memory       {n_bytes / 1000:.3g} KB for weights" in plan
     assert f"disk         {11_776 * 4 * 3 / 1000:.3g} KB per checkpoint" in plan
+    follows = describe_plan(parse_cli([*catch_run, *LORA, "trainer.update_ref_every_epoch=true"]))
+    assert f"disk         {(11_776 * 4 * 3 + 193_920 * 4) / 1000:.3g} KB per checkpoint" in follows
     without = describe_plan(parse_cli([*catch_run, "trainer.algorithm.use_kl_loss=true"]))
     assert f"reference    {tiny_model_path}" in without
 
