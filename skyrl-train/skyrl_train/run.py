@@ -372,16 +372,29 @@ class TrainingRun(ABC):
             raise CheckpointError(
                 f"cannot resume from {folder}: {error!r}; if another version wrote it, finish the run with that version"
             ) from error
+        saved = yaml.safe_load(state["config"])
+        self._check_batch_size(folder, saved["trainer"]["train_batch_size"])
         self._position.load_state_dict(state["source"])
         await self.models.restore(folder)
         set_random_state(state["rng"])
         self.global_step = state["global_step"]
         logger.info("Resumed from %s", folder)
-        for line in changed_settings(yaml.safe_load(state["config"]), self.cfg.model_dump(mode="json")):
+        for line in changed_settings(saved, self.cfg.model_dump(mode="json")):
             if line.partition(":")[0].endswith(SAVED_SETTINGS):
                 logger.warning("%s has no effect: the optimizer has the settings of its checkpoint", line)
             else:
                 logger.warning("Changed since the checkpoint: %s", line)
+
+    def _check_batch_size(self, folder: Path, saved: int) -> None:
+        """Raise CheckpointError if the batch size has changed and epochs, not `max_training_steps`, end the run."""
+        trainer = self.cfg.trainer
+        if trainer.train_batch_size != saved and self.total_steps != trainer.max_training_steps:
+            raise CheckpointError(
+                f"cannot resume from {folder} with trainer.train_batch_size={trainer.train_batch_size}, because it was "
+                f"saved with {saved} and the last step of trainer.epochs={trainer.epochs} is unknown; set "
+                f"trainer.train_batch_size={saved}, or set trainer.max_training_steps to the last step, at most "
+                f"{self.total_steps}"
+            )
 
     async def _fetch_newer(self, remote: RemoteCheckpoints) -> None:
         """Download the newest complete checkpoint if this machine has none that is as new."""

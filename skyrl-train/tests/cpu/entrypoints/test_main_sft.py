@@ -116,6 +116,19 @@ def test_bfloat16_weights_learn_like_float32_ones(data: Path, tiny_model_path: P
     assert all(torch.equal(parts[name], tensor) for name, tensor in weights(tmp_path / "bfloat16", 20).items())
 
 
+def test_a_run_that_ends_by_epochs_keeps_its_batch_size(
+    data: Path, tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = overrides(data, tiny_model_path, tmp_path / "out", "trainer.eval_interval=-1")
+    assert main(["sft", *run, "trainer.train_batch_size=2", "trainer.max_training_steps=2"]) == 0
+    assert main(["sft", *run, "trainer.train_batch_size=5"]) == 1
+    error = capsys.readouterr().err
+    assert "with trainer.train_batch_size=5, because it was saved with 2 and the last step of trainer.epochs=3" in error
+    assert "set trainer.train_batch_size=2, or set trainer.max_training_steps to the last step, at most 6" in error
+    assert main(["sft", *run, "trainer.train_batch_size=5", "trainer.max_training_steps=4"]) == 0
+    assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2, 3, 4]
+
+
 def test_the_metrics_have_the_names_of_the_recipes(data: Path, tiny_model_path: Path, tmp_path: Path) -> None:
     assert main(["sft", *overrides(data, tiny_model_path, tmp_path / "out")]) == 0
     rows = [json.loads(x) for x in (tmp_path / "out/skyrl/test_run/metrics.jsonl").read_text().splitlines()]
