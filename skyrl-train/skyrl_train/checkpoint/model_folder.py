@@ -105,7 +105,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         ConfigError: `target` exists, or another process writes it.
         CheckpointError: the file system refuses.
     """
-    partial = target.with_name(f".{target.name}.partial")
+    partial = target.parent / f".{target.name}.partial"  # `with_name` fails for the folder "."
     with folder_lock(partial, f"wait until it ends, or choose another folder than {target}"):
         try:
             if target.exists():

@@ -56,6 +56,7 @@ def parse(argv: Sequence[str], schema: Schema[C], extra_rules: tuple[Rule, ...] 
     overrides = [parse_override(text) for text in argv if text not in of_hydra]
     from_file = {} if file is None else _read_yaml(file)
     defaults = OmegaConf.to_container(compose_config(of_hydra, schema.config_name))
+    raise_problems(_find_replaced_sections(defaults, from_file))
     settings = OmegaConf.create(_merge(defaults, from_file))
     positions = dict.fromkeys((key for name, value in from_file.items() for key in _keys(str(name), value)), 0)
     problems: list[str] = []
@@ -77,6 +78,15 @@ def _read_yaml(file: Path) -> dict[Any, Any]:
     return settings
 
 
+def _find_replaced_sections(defaults: Any, settings: Any, key: str = "") -> Iterator[str]:
+    """Yield a sentence for each section of nested defaults that has a list or a scalar in `settings`."""
+    if isinstance(defaults, dict) and isinstance(settings, dict):
+        for name, value in settings.items():
+            yield from _find_replaced_sections(defaults.get(name), value, f"{key}.{name}".removeprefix("."))
+    elif defaults and isinstance(defaults, dict) and settings is not None:
+        yield f"{key}={show(settings)} must be a section; set its keys one by one: {key}.<name>=<value>"
+
+
 def _merge(defaults: Any, settings: Any) -> Any:
     """Return nested defaults with the values of `settings` in their place."""
     if not isinstance(defaults, dict) or not isinstance(settings, dict):
@@ -93,7 +103,7 @@ def _apply(override: Override, settings: DictConfig, fields: Fields) -> Iterator
             OmegaConf.update(settings, key, value, merge=True, force_add=True)
             return
         parent = OmegaConf.select(settings, section) if section else settings
-    except (OmegaConfBaseException, ValueError) as error:
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         yield f"{override.input_line} cannot be applied: {reason}; remove it, or make {section} a section of settings"
         return

@@ -46,10 +46,15 @@ class ComparedRun:
     @property
     def settings(self) -> dict[str, str]:
         """Values as text by key, without the name of the run and paths inside its folder, which always differ."""
+        values = dict(_flatten(self.config))
+        keys = ("trainer.output_dir", "trainer.project_name", "trainer.run_name")
+        parts = [str(values[key]) for key in keys if key in values]
+        folders = [self.path, *([Path(*parts)] if len(parts) == len(keys) else [])]  # the second may be relative
         return {
             key: _show(value)
-            for key, value in _flatten(self.config)
-            if key != "trainer.run_name" and not (isinstance(value, str) and Path(value).is_relative_to(self.path))
+            for key, value in values.items()
+            if key != "trainer.run_name"
+            and not (isinstance(value, str) and any(Path(value).is_relative_to(folder) for folder in folders))
         }
 
 
@@ -57,7 +62,8 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
     """Write a page with the results and curves of several runs, finished or not, and the settings that differ.
 
     Raises:
-        DataError: a run has no metrics or is named twice, or there are fewer than two runs or more than `MAX_RUNS`.
+        DataError: a run has no metrics or is named twice, there are fewer than two runs or more than `MAX_RUNS`, or
+            `output` cannot be written.
     """
     paths = [folder.resolve() for folder in folders]
     if not 2 <= len(paths) <= MAX_RUNS:
@@ -83,8 +89,11 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
         settings=_differences([run.settings for run in runs]),
         charts=_charts(runs),
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page, encoding="utf-8")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{output} cannot be written: {error.strerror}; choose a file with --output") from error
     return output
 
 

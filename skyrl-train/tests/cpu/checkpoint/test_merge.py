@@ -234,6 +234,16 @@ def test_the_average_of_routers_with_a_bias(tmp_path: Path) -> None:
     torch.testing.assert_close(biases[2], (biases[0] + biases[1]) / 2)
 
 
+@pytest.mark.parametrize("target", [".", ".."])
+def test_the_working_folder_is_no_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    base, work = new_model(tmp_path / "base"), tmp_path / "a/work"
+    work.mkdir(parents=True)
+    monkeypatch.chdir(work)
+    with pytest.raises(ConfigError, match=r"already exists; choose a new folder"):
+        average_models([str(base), str(base)], Path(target))
+    assert not list(work.iterdir())
+
+
 def test_a_merged_model_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     base = new_model(tmp_path / "base")
     tensors = load_file(base / "model.safetensors")

@@ -185,12 +185,26 @@ def test_overrides_refer_to_the_settings_of_a_file_and_to_defaults(tmp_path: Pat
     assert parse_cli(argv, file=tmp_path / "run.yaml").trainer.run_name == "7-1"
 
 
-def test_a_section_of_a_file_that_is_a_list_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("trainer: [1]")
-    with pytest.raises(ConfigError, match=r"^trainer=\[1\] must be a section"):
-        parse_cli([], file=tmp_path / "run.yaml")
-    with pytest.raises(ConfigError, match=r"^trainer\.epochs=3 cannot be applied: .*; remove it, or make trainer a"):
-        parse_cli(["trainer.epochs=3"], file=tmp_path / "run.yaml")
+@pytest.mark.parametrize("argv", [[], ["trainer.epochs=3"], ["trainer.policy.model.path=x"]])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer: [1]", r"^trainer=\[1\] must be a section; set its keys one by one: trainer\.<name>=<value>$"),
+        ("trainer: 5", "^trainer=5 must be a section"),
+        ("trainer: {policy: {model: x}}", r"^trainer\.policy\.model=x must be a section"),
+    ],
+)
+def test_a_section_of_a_file_that_is_a_list_or_a_scalar_is_refused(
+    tmp_path: Path, text: str, message: str, argv: list[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse_cli(argv, file=tmp_path / "run.yaml")
+
+
+def test_a_key_below_a_list_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.logger\.policy\.lr=1 cannot be applied: Index"):
+        parse_cli(["trainer.logger=[console]", "trainer.logger.policy.lr=1"])
 
 
 def test_a_saved_configuration_is_read_back(tmp_path: Path) -> None:

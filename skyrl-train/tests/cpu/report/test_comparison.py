@@ -77,6 +77,17 @@ def test_runs_that_differ_in_nothing(tmp_path: Path) -> None:
     assert "None but the name." in compare_runs(folders, tmp_path / "comparison.html").read_text("utf-8")
 
 
+def test_relative_paths_inside_the_folders_do_not_differ(tmp_path: Path) -> None:
+    text = "trainer: {{run_name: {0}, project_name: p, output_dir: outs, ckpt_path: outs/p/{0}/ckpts}}"
+    folders = [write_run(tmp_path / f"outs/p/{name}", text.format(name), train__loss=[0.5]) for name in ("a", "b")]
+    assert "None but the name." in compare_runs(folders, tmp_path / "comparison.html").read_text("utf-8")
+
+
+def test_an_output_that_is_a_folder_is_refused(runs: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be written: Is a directory; choose a file with --output"):
+        compare_runs(runs, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
