@@ -101,6 +101,21 @@ class TrainingContract(_Models):
         for _ in range(2):
             assert learn(backend, "m", some_data()) == learn(backend, "twin", some_data())
 
+    @pytest.mark.parametrize("norm", ["inf", "nan"])
+    def test_a_gradient_that_is_infinite_or_nan_changes_nothing(self, backend: Backend, norm: str) -> None:
+        data = some_data(lengths=MIDDLE)
+        for model_id in ("m", "twin"):
+            backend.create_model(model_id, LORA)
+            learn(backend, model_id, data)
+        size = np.float32(3e38 if norm == "inf" else "nan")
+        inputs = {name: value * size if name == "weights" else value for name, value in data[0].inputs.items()}
+        run(backend, Pass("m", [Datum(data[0].tokens, inputs), *data[1:]], "cross_entropy"))
+        with pytest.raises(UserError, match=f"the norm of the gradients is (nan|{norm})"):
+            backend.optim_step("m", STEP)
+        for _ in range(2):  # compares weights, and through a step the moments
+            assert learn(backend, "m", data) == learn(backend, "twin", data)
+        assert backend.optim_step("m", STEP)["skyrl.ai/grad_norm"] == 0
+
     def test_training_is_independent_of_other_models(self, backend: Backend) -> None:
         names = {f"m{i}": LoraConfig(rank=rank, seed=i) for i, rank in enumerate((2, 8, 5))}
         for name, lora in names.items():

@@ -141,13 +141,20 @@ class Desk:
         return f"{session_id}:train:{number}"
 
     def train(
-        self, model_id: str, tokens: Sequence[int] = (1, 2, 3), *, n_data: int = 1, is_forward_only: bool = False
+        self,
+        model_id: str,
+        tokens: Sequence[int] = (1, 2, 3),
+        *,
+        n_data: int = 1,
+        weight: float = 1.0,
+        is_forward_only: bool = False,
     ) -> int:
         """Queue a pass over a few tokens, each of which predicts the next; by default over the same ones."""
         targets = {"data": list(tokens[1:]), "dtype": "int64"}
+        weights = {"data": [weight] * (len(tokens) - 1), "dtype": "float32"}
         datum = {
             "model_input": {"chunks": [{"tokens": list(tokens[:-1])}]},
-            "loss_fn_inputs": {"target_tokens": targets},
+            "loss_fn_inputs": {"target_tokens": targets, "weights": weights},
         }
         fields = {"data": [datum] * n_data, "loss_fn": "cross_entropy"}
         message = codec.message_from_json(model_id, None, fields, is_forward_only=is_forward_only)

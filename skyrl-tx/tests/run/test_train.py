@@ -130,6 +130,13 @@ def test_invalid_settings(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_a_diverged_run_ends_before_it_is_saved(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"tx train: step 2: the loss is (inf|nan); use a lower --learning-rate"):
+        main(arguments(folder, tmp_path, learning_rate=1e30, max_steps=2, save_steps=2))
+    assert [one["step"] for one in metrics(tmp_path)] == [1]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "settings.json"]
+
+
 def test_data_errors_are_one_line(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"tx train: --dataset .*none\.jsonl: file not found"):
         main(arguments(folder, tmp_path, dataset=tmp_path / "none.jsonl"))

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import logging
+import math
 import signal
 import sys
 import time
@@ -174,6 +175,11 @@ class TrainCommand:
         return last
 
     def _step(self, number: int) -> None:
+        """Train on a batch and record its metrics.
+
+        Raises:
+            UserError: the loss, or the norm of the gradients, is NaN or infinite.
+        """
         started = time.perf_counter()
         batch = self._batch(number)
         n_counted = float(sum(datum.inputs["weights"].sum() for datum in batch))
@@ -183,8 +189,15 @@ class TrainCommand:
         ]
         *_, result = self._backend.compute(Pass(MODEL_ID, scaled, "cross_entropy"))
         assert isinstance(result, PassResult)
+        if not math.isfinite(result.loss):
+            raise UserError(
+                f"step {number}: the loss is {result.loss}; use a lower --learning-rate and another --output-dir"
+            )
         params = AdamParams(learning_rate=self._config.learning_rate, **self._config.optimizer_args)
-        metrics = self._backend.optim_step(MODEL_ID, params)
+        try:
+            metrics = self._backend.optim_step(MODEL_ID, params)
+        except UserError as error:
+            raise UserError(f"step {number}: {error}") from error
         seconds = time.perf_counter() - started
         n_tokens = sum(len(datum.tokens) for datum in batch)
         settings = {"step": number, "loss": result.loss, "tokens": n_tokens, "seconds": seconds}

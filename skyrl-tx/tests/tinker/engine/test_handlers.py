@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,21 @@ def probe(desk: Desk, model: str) -> float:
     request_id = desk.train(model, [7, 8, 9], is_forward_only=True)
     desk.work()
     return desk.loss(request_id)
+
+
+def test_a_step_with_an_infinite_gradient_fails(desk: Desk, model: str) -> None:
+    before = probe(desk, model)
+    desk.train(model, weight=3e38)
+    failed = desk.step(model)
+    desk.work()
+    category, message = error(desk, failed)
+    assert category == "user"
+    assert re.match(r"the step was not applied, because the norm of the gradients is (inf|nan)\. ", message or "")
+    assert probe(desk, model) == before
+    desk.train(model)
+    applied = desk.step(model)
+    desk.work()
+    assert 0 < json.loads(desk.result(applied))["metrics"]["skyrl.ai/grad_norm"] < math.inf
 
 
 def test_chosen_seeds_are_kept(desk: Desk) -> None:

@@ -70,6 +70,19 @@ def test_a_restored_model_is_the_same(
     assert probe(desk, model) == expected
 
 
+def test_a_step_with_an_infinite_gradient_is_not_repeated(desk: Desk, tiny_model: Path) -> None:
+    session = desk.session()
+    model, twin = desk.model(session, 0), desk.model(session, 1)
+    for name in (model, twin):
+        learn(desk, name, 5)
+    desk.train(model, weight=3e38)
+    failed = desk.step(model)
+    desk.work()
+    assert desk.row(failed).status is RequestStatus.FAILED
+    die_and_come_back(desk, tiny_model)
+    assert probe(desk, model) == probe(desk, twin)
+
+
 def test_unfinished_requests_are_not_repeated(desk: Desk, tiny_model: Path) -> None:
     session = desk.session()
     model, twin = desk.model(session, 0), desk.model(session, 1)

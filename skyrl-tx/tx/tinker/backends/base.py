@@ -82,7 +82,11 @@ class Backend(Sampler, Protocol):
         """
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """Step with the accumulated gradients and reset them; return metrics."""
+        """Step with the accumulated gradients and reset them; return metrics.
+
+        Raises:
+            UserError: the norm of the gradients is NaN or infinite; weights and optimizer are unchanged.
+        """
 
     def drop_gradients(self, model_id: str) -> None:
         """Reset the accumulated gradients without a step. Does nothing if there is no such model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sized
 from typing import TypeVar
 
@@ -25,6 +26,19 @@ class Models(dict[str, M]):
         """
         if model_id in self:
             raise UserError(f"model {model_id} already exists")
+
+
+def check_grad_norm(norm: float) -> None:
+    """Check the norm of a model's gradients before a step changes the model.
+
+    Raises:
+        UserError: the norm is NaN or infinite.
+    """
+    if not math.isfinite(norm):
+        raise UserError(
+            f"the step was not applied, because the norm of the gradients is {norm}. All gradients since the previous "
+            "step were dropped; lower the learning rate, or check the advantages and log-probs of the data"
+        )
 
 
 def check_covers_any(matrices: Sized, lora: LoraConfig, model: str) -> None:

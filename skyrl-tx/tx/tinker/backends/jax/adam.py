@@ -68,7 +68,10 @@ def step_of(params: AdamParams) -> AdamStep:
 
 @jax.jit
 def adam_step(params: Tree, moments: JaxMoments, gradients: Tree, step: AdamStep) -> tuple[Tree, JaxMoments, jax.Array]:
-    """Return the new parameters and state, and the norm of the gradients before clipping."""
+    """Return the new parameters and state, and the norm of the gradients before clipping.
+
+    Discard the parameters and the state if the norm is NaN or infinite.
+    """
     gradients = jax.tree.map(lambda array: array.astype(jnp.float32), gradients)
     norm = jnp.sqrt(sum(jnp.sum(array * array) for array in jax.tree.leaves(gradients)))
     is_clipped = (step.grad_clip_norm > 0) & (norm > step.grad_clip_norm)

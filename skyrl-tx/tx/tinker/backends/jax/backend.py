@@ -46,7 +46,7 @@ from tx.tinker.backends.jax.training import (
     micro_batches,
     pad,
 )
-from tx.tinker.backends.models import Models, check_covers_any
+from tx.tinker.backends.models import Models, check_covers_any, check_grad_norm
 from tx.tinker.backends.stop_strings import StopStringMatcher
 from tx.tinker.losses import fill_defaults
 from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest
@@ -165,8 +165,10 @@ class JaxBackend:
             gradients = jax.tree.map(
                 lambda array: jnp.zeros_like(array, jnp.float32, device=array.sharding), model.weights
             )
-        model.weights, model.moments, norm = adam_step(model.weights, model.moments, gradients, step_of(params))
         model.gradients = None
+        weights, moments, norm = adam_step(model.weights, model.moments, gradients, step_of(params))
+        check_grad_norm(float(norm))
+        model.weights, model.moments = weights, moments
         return {"skyrl.ai/grad_norm": float(norm), "skyrl.ai/learning_rate": params.learning_rate}
 
     def drop_gradients(self, model_id: str) -> None:

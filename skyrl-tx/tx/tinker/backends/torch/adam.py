@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tx.tinker.backends.models import check_grad_norm
 from tx.tinker.types import AdamParams
 
 MIN_EPS = torch.finfo(torch.float32).tiny
@@ -76,11 +77,17 @@ def moments_of(optimizer: TorchOptimizer) -> TorchMoments:
 
 
 def adam_step(optimizer: TorchOptimizer, gradients: Sequence[torch.Tensor], params: AdamParams) -> float:
-    """Update the optimizer's tensors; return the norm of the gradients before clipping."""
+    """Update the optimizer's tensors; return the norm of the gradients before clipping.
+
+    Raises:
+        UserError: the norm is NaN or infinite; nothing was updated.
+    """
     updated_tensors, group = optimizer.updated_tensors, optimizer.adamw.param_groups[0]
-    for tensor, gradient in zip(updated_tensors, gradients, strict=True):
-        tensor.grad = gradient.to(tensor.dtype)
-    norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in updated_tensors if tensor.grad is not None])
+    wide = [gradient.to(tensor.dtype) for tensor, gradient in zip(updated_tensors, gradients, strict=True)]
+    norm = torch.nn.utils.get_total_norm(wide)
+    check_grad_norm(float(norm))
+    for tensor, gradient in zip(updated_tensors, wide, strict=True):
+        tensor.grad = gradient
     if params.grad_clip_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(updated_tensors, params.grad_clip_norm, norm)
     group["lr"], group["weight_decay"] = params.learning_rate, params.weight_decay

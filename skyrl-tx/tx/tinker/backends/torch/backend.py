@@ -110,8 +110,8 @@ class TorchBackend:
         if gradients is None:
             logger.warning("optim_step of %s without any gradient", model_id)
             gradients = [torch.zeros_like(tensor) for tensor in model.weights.trained]
-        norm = adam_step(model.optimizer, gradients, params)
         model.gradients = None
+        norm = adam_step(model.optimizer, gradients, params)
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": params.learning_rate}
 
     def drop_gradients(self, model_id: str) -> None:
