@@ -44,6 +44,13 @@ def format_errors(error: ValidationError) -> str:
     return "; ".join(_format_error(problem["loc"], problem["input"], problem["msg"]) for problem in error.errors())
 
 
+def format_setting_errors(error: ValidationError) -> str:
+    """Return a line that names the invalid settings of a JSON object and the reasons."""
+    return "; ".join(
+        f"{'.'.join(map(str, problem['loc']))}={problem['input']!r}: {problem['msg']}" for problem in error.errors()
+    )
+
+
 def _format_error(location: Sequence[object], value: object, message: str) -> str:
     reason = message.removeprefix("Value error, ")
     return f"{flag(str(location[0]))}={value!r}: {reason}" if location else reason

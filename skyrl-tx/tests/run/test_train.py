@@ -118,7 +118,15 @@ def test_another_run_cannot_use_its_folder(folder: Path, whole: Path, tmp_path: 
     ("flags", "message"),
     [
         ({"learning_rate": "-1"}, "--learning-rate='-1': Input should be greater than 0"),
-        ({"optimizer_args": '{"momentum": 1}'}, "momentum.*it may have weight_decay, grad_clip_norm"),
+        (
+            {"optimizer_args": '{"momentum": 1}'},
+            "--optimizer-args='{\"momentum\": 1}': momentum is unknown; it may have beta1, beta2, eps, weight_decay",
+        ),
+        ({"optimizer_args": '{"learning_rate": 1}'}, "learning_rate is unknown; it may have beta1"),
+        ({"optimizer_args": '{"beta1": 1.0}'}, r"beta1=1\.0: Input should be less than or equal to 0\.9999999"),
+        ({"optimizer_args": '{"weight_decay": "much"}'}, "weight_decay='much': Input should be a valid number"),
+        ({"optimizer_args": '{"eps": NaN}'}, "eps=nan: Input should be a finite number"),
+        ({"optimizer_args": '{"eps"'}, "--optimizer-args='{\"eps\"': Expecting ':' delimiter"),
         ({"backend": "numpy"}, "--backend='numpy': Input should be 'jax' or 'torch'"),
     ],
 )
@@ -128,6 +136,11 @@ def test_invalid_settings(
     with pytest.raises(SystemExit, match="2"):
         main(arguments(folder, tmp_path, **flags))
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_optimizer_settings_may_be_numbers_in_quotes(folder: Path, tmp_path: Path) -> None:
+    main(arguments(folder, tmp_path, optimizer_args='{"weight_decay": "0.1"}', max_steps=1))
+    assert json.loads((tmp_path / "settings.json").read_text())["optimizer_args"] == {"weight_decay": 0.1}
 
 
 def test_a_diverged_run_ends_before_it_is_saved(folder: Path, tmp_path: Path) -> None:

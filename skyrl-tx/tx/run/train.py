@@ -17,18 +17,19 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from annotated_types import Ge, Gt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tx.flags import JsonObject, add_flag, format_errors
+from tx.flags import JsonObject, add_flag, format_errors, format_setting_errors
 from tx.models.config import LoraConfig
 from tx.run.examples import ExampleBuilder, read_rows
 from tx.tinker.backends.factory import BackendName, model_folder, new_backend, settings_of
 from tx.tinker.store.checkpoint_files import delete_folder, write_folder
 from tx.tinker.types import AdamParams, Datum, Pass, PassResult, UserError
+from tx.tinker.wire.requests import AdamSettings
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,17 @@ MODEL_ID = "model"
 SETTINGS, METRICS, CHECKPOINTS, ADAPTER = "settings.json", "metrics.jsonl", "checkpoints", "adapter"
 MAY_CHANGE = frozenset({"max_steps", "save_steps", "output_dir"})
 """Settings that may differ when a run is resumed."""
+
+
+def _parse_optimizer_args(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return AdamW settings as numbers; the learning rate has its own flag."""
+    known = [name for name in AdamSettings.model_fields if name != "learning_rate"]
+    if unknown := sorted(settings.keys() - set(known)):
+        raise ValueError(f"{unknown[0]} is unknown; it may have {', '.join(known)}")
+    try:
+        return AdamSettings(**settings).model_dump(include=set(settings))
+    except ValidationError as error:
+        raise ValueError(format_setting_errors(error)) from error
 
 
 class TrainConfig(BaseModel):
@@ -61,7 +73,7 @@ class TrainConfig(BaseModel):
     learning_rate: Annotated[float, Gt(0)] = 1e-4
     """Learning rate of AdamW."""
 
-    optimizer_args: JsonObject = Field(default_factory=dict)
+    optimizer_args: Annotated[JsonObject, AfterValidator(_parse_optimizer_args)] = Field(default_factory=dict)
     """Further AdamW settings as JSON, e.g. '{"weight_decay": 0.1, "grad_clip_norm": 1.0}'."""
 
     batch_size: Annotated[int, Ge(1)] = 8
@@ -111,13 +123,9 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         add_flag(parser, TrainConfig, name, *(["--model"] if name == "base_model" else []))
     settings = vars(parser.parse_args(arguments))
     try:
-        config = TrainConfig(**settings)
-        AdamParams(learning_rate=config.learning_rate, **config.optimizer_args)
+        return TrainConfig(**settings)
     except ValidationError as error:
         parser.error(format_errors(error))
-    except (TypeError, json.JSONDecodeError) as error:
-        parser.error(f"--optimizer-args: {error}; it may have weight_decay, grad_clip_norm, beta1, beta2 and eps")
-    return config
 
 
 class TrainCommand:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from tx.flags import format_setting_errors
 from tx.models.config import ModelError
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.jax.config import JaxConfig
@@ -33,11 +34,8 @@ def settings_of(backend: BackendName, settings: Mapping[str, Any]) -> JaxConfig 
     try:
         return kind(**settings)
     except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, problem['loc']))}={problem['input']!r}: {problem['msg']}" for problem in error.errors()
-        )
         known = ", ".join(kind.model_fields)
-        raise ValueError(f"{wrong}; {backend} knows {known}") from error
+        raise ValueError(f"{format_setting_errors(error)}; {backend} knows {known}") from error
 
 
 def new_backend(backend: BackendName, folder: Path, settings: Mapping[str, Any], name: str) -> Backend:
