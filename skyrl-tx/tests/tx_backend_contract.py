@@ -328,12 +328,15 @@ class SamplingContract(_Models):
         assert first.samples == again.samples
         assert len({tuple(one.tokens) for one in (*first.samples, *other.samples, *unseeded.samples)}) == 12
 
-    @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}])
+    @pytest.mark.parametrize(
+        "params", [{"temperature": 0.0}, {"temperature": 1e-9}, {"temperature": 1e-45}, {"top_k": 1}, {"top_p": 1e-6}]
+    )
     def test_greedy_settings(self, backend: Backend, params: dict[str, float]) -> None:
         base = backend.base_weights()
         one, other = sample(backend, *((request(max_tokens=12, seed=seed, **params), base) for seed in (1, 2)))
         (greedy,) = sample(backend, (request(max_tokens=12, temperature=0.0), base))
         assert one.samples[0].tokens == other.samples[0].tokens == greedy.samples[0].tokens
+        assert np.isfinite(one.samples[0].logprobs).all()
 
     def test_stop_tokens_end_a_sample(self, backend: Backend) -> None:
         base = backend.base_weights()

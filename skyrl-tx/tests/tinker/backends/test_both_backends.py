@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tx_backends import assert_close_tensors, assert_same, datum, learn, losses, run, sample, some_data, tensors_of
+from tx_tiny_models import new_model
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend
@@ -118,6 +119,17 @@ def test_the_most_likely_tokens_agree(both: Pair) -> None:
         assert other is not None
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, **CLOSE)
+
+
+def test_at_most_the_whole_vocabulary_is_reported(tmp_path: Path) -> None:
+    new_model("llama", vocab_size=20).save_pretrained(tmp_path)
+    ask = replace(request_of(3, max_tokens=1), prompt=[5, 6, 7], n_top_prompt=25, n_top_sampled=25)
+    for backend in load(tmp_path):
+        (found,) = sample(backend, (ask, backend.base_weights()))
+        assert found.samples[0].top is not None
+        assert found.top_prompt is not None
+        for row in (found.samples[0].top.tokens[0], *found.top_prompt.tokens[1:]):
+            assert sorted(row.tolist()) == list(range(20))
 
 
 def test_weights_alone_are_interchangeable(both: Pair, tmp_path: Path) -> None:

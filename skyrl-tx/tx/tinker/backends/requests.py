@@ -20,6 +20,9 @@ MAX_OVERTAKING = 64
 MAX_ATTEMPTS = 16
 """Maximum number of requests that are tried at a time."""
 
+MIN_TEMPERATURE = 1e-4
+"""Minimum temperature of samples that are not greedy: logits divided by less leave the range of float32."""
+
 W = TypeVar("W")
 """Weights of a backend's own type."""
 
@@ -43,6 +46,12 @@ class RequestState(Generic[W]):
     def __post_init__(self) -> None:
         seed = self.spec.params.seed
         self.seed = secrets.randbits(62) if seed is None else seed
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of its samples; 0: greedy."""
+        temperature = self.spec.params.temperature
+        return max(temperature, MIN_TEMPERATURE) if temperature > 0 else 0.0
 
     @property
     def n_prefilled(self) -> int:
@@ -71,6 +80,7 @@ class RequestState(Generic[W]):
         top_tokens, top = np.zeros((n_prompt, k), np.int32), np.full((n_prompt, k), np.nan, np.float32)
         if found:
             chosen, best_tokens, best = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+            top_tokens, top = top_tokens[:, : best.shape[1]], top[:, : best.shape[1]]  # the vocabulary may be smaller
             logprobs[1:], top_tokens[1:], top[1:] = chosen, best_tokens[:, :k], best[:, :k]
         self._prompt_logprobs = logprobs if self.spec.wants_prompt_logprobs else None
         self._top_prompt = TopLogprobs(top_tokens, top) if k else None

@@ -125,7 +125,7 @@ class JaxGroup:
             lanes.n_left[index] = params.max_tokens - len(lane.tokens)
             lanes.tables[index, : len(lane.pages)] = lane.pages
             lanes.stops[index, : len(params.stop_tokens)] = params.stop_tokens
-            lanes.temperatures[index], lanes.top_p[index] = params.temperature, params.top_p
+            lanes.temperatures[index], lanes.top_p[index] = lane.request.temperature, params.top_p
             if params.top_k > 0:
                 lanes.top_k[index] = params.top_k
             lanes.seeds[index], lanes.numbers[index] = lane.request.seed & 0xFFFFFFFF, lane.number

@@ -42,6 +42,7 @@ class JaxSampler:
         """`n_tokens` is the cache size. `ends_with` returns whether decoded tokens contain one of some strings."""
         n_pages = max(2, n_tokens // PAGE_SIZE)
         self._config = config
+        self._max_top = min(MAX_TOP, config.vocab_size)
         self._n_lanes, self._max_groups = n_lanes, max_groups
         self._pages = Pages(n_pages, PAGE_SIZE)
         self._table_size = self._pages.n_pages_for(min(config.max_positions, (n_pages - 1) * PAGE_SIZE))
@@ -179,7 +180,7 @@ class JaxSampler:
         table = self._table(request.shared)[None]
         rows = None if weights.adapter is None else rows_of([weights.adapter], np.full(1, weights.scale, np.float32))
         needs_logprobs = request.needs_logprobs
-        n_top = None if not needs_logprobs else (MAX_TOP if spec.n_top_prompt else 0)
+        n_top = None if not needs_logprobs else (self._max_top if spec.n_top_prompt else 0)
         prompt = np.asarray(spec.prompt, np.int32)
         found: list[tuple[np.ndarray, ...]] = []
         for start in range(0, request.n_prefilled, PROMPT_CHUNK):
@@ -202,7 +203,7 @@ class JaxSampler:
     def _choose(self, group: JaxGroup) -> None:
         """Sample a burst of tokens in every lane of a group."""
         lanes = group.lanes_for(self._table_size)
-        n_top = MAX_TOP if any(lane.request.spec.n_top_sampled for _, lane in group.used) else 0
+        n_top = self._max_top if any(lane.request.spec.n_top_sampled for _, lane in group.used) else 0
         n_steps = max((int(lanes.n_left[index]) for index, _ in group.used), default=0)
         n_pages = max((self._pages.n_pages_for(lane.position + MAX_STEPS) for _, lane in group.used), default=0)
         self._cache, chosen = decoding.decode(

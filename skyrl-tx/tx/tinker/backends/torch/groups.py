@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_train.inference_engines.base import MIN_TEMPERATURE, EngineRequest, SamplingParams
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf.kv_memory import UNIT
 from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
@@ -35,10 +35,9 @@ class TorchRequestState(requests.RequestState[Weights]):
     def sequence(self, number: int, start: int) -> CachedSequence:
         """Create the sequence of a sample, whose region begins at `start`."""
         params, prompt = self.spec.params, list(self.spec.prompt)
-        temperature = max(params.temperature, MIN_TEMPERATURE) if params.temperature > 0 else 0.0
         sampling = SamplingParams(
             max_new_tokens=params.max_tokens,
-            temperature=temperature,
+            temperature=self.temperature,
             top_k=params.top_k if params.top_k > 0 else -1,
             top_p=params.top_p,
             n_top_logprobs=self.spec.n_top_sampled,
