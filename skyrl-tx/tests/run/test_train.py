@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,48 @@ def test_a_resumed_run_may_have_more_steps(folder: Path, whole: Path, tmp_path: 
 def test_another_run_may_start_from_its_weights(folder: Path, whole: Path, tmp_path: Path) -> None:
     main(arguments(folder, tmp_path, max_steps=1, load_checkpoint_path=whole / "checkpoints" / str(N_STEPS)))
     assert metrics(tmp_path)[0]["loss"] < 0.85 * metrics(whole)[0]["loss"]
+
+
+def test_initial_weights_have_their_own_rank(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """Their folder is not needed to resume the run."""
+    initial, output = shutil.copytree(whole / "adapter", tmp_path / "initial"), tmp_path / "output"
+    flags = arguments(folder, output, load_checkpoint_path=initial)
+    without_rank = [flag for flag in flags if not flag.startswith("--lora-rank")]
+    main([*without_rank, "--max-steps=1"])
+    assert json.loads((output / "settings.json").read_text())["lora_rank"] == 8
+    shutil.rmtree(initial)
+    main([*without_rank, "--max-steps=2"])
+    assert [one["step"] for one in metrics(output)] == [1, 2]
+
+
+def test_initial_weights_of_another_rank_are_refused(folder: Path, whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"--lora-rank=16 differs from rank 8 of .*/adapter; omit --lora-rank"):
+        main(arguments(folder, tmp_path, load_checkpoint_path=whole / "adapter", lora_rank=16))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_missing_initial_weights(folder: Path, tmp_path: Path, is_there: bool) -> None:
+    initial = tmp_path / "initial"
+    if is_there:
+        initial.mkdir()
+    with pytest.raises(SystemExit, match=rf"--load-checkpoint-path {initial} has no valid training\.json; name a"):
+        main(arguments(folder, tmp_path / "output", load_checkpoint_path=initial))
+    assert not (tmp_path / "output").exists()
+
+
+def test_incomplete_initial_weights(folder: Path, whole: Path, tmp_path: Path) -> None:
+    initial = shutil.copytree(whole / "adapter", tmp_path / "initial")
+    (initial / "adapter_model.safetensors").unlink()
+    with pytest.raises(SystemExit, match=rf"--load-checkpoint-path {initial} cannot be loaded into --base-model .*/mo"):
+        main(arguments(folder, tmp_path / "output", load_checkpoint_path=initial))
+
+
+def test_a_refused_command_can_be_corrected(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no trained token within --max-length 2"):
+        main(arguments(folder, tmp_path, max_length=2, max_steps=1))
+    main(arguments(folder, tmp_path, max_length=64, max_steps=1))
+    assert [one["step"] for one in metrics(tmp_path)] == [1]
 
 
 def test_another_run_cannot_use_its_folder(folder: Path, whole: Path, tmp_path: Path) -> None:

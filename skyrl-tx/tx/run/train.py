@@ -27,6 +27,7 @@ from tx.flags import JsonObject, add_flag, format_errors, format_setting_errors
 from tx.models.config import LoraConfig
 from tx.run.examples import ExampleBuilder, read_rows
 from tx.tinker.backends.factory import BackendName, model_folder, new_backend, settings_of
+from tx.tinker.backends.folder import load_settings
 from tx.tinker.store.checkpoint_files import delete_folder, write_folder
 from tx.tinker.types import AdamParams, Datum, Pass, PassResult, UserError
 from tx.tinker.wire.requests import AdamSettings
@@ -65,7 +66,7 @@ class TrainConfig(BaseModel):
     """Folder for the adapter, checkpoints and metrics; if it holds the same run, the run is resumed."""
 
     load_checkpoint_path: Path | None = None
-    """A saved folder with the initial weights."""
+    """A saved folder with the initial weights, whose rank applies."""
 
     lora_rank: Annotated[int, Ge(0)] = 32
     """Rank of the adapter; 0 trains all parameters."""
@@ -136,7 +137,7 @@ class TrainCommand:
         self._is_ending = False
         self._checkpoints = config.output_dir / CHECKPOINTS
         rows = read_rows(config.dataset)
-        self._check_settings()
+        self._settings = self._check_settings()
         try:
             folder = model_folder(config.base_model)
             self._backend = new_backend(config.backend, folder, config.backend_config, config.base_model)
@@ -170,15 +171,24 @@ class TrainCommand:
         self._is_ending = True
 
     def _begin(self) -> int:
-        """Load the last checkpoint or create a new model; return the number of finished steps."""
+        """Load the last checkpoint or create a model, and record the settings; return the number of finished steps."""
         last = max(self._saved_steps(), default=0)
         if last:
             self._backend.load_model(MODEL_ID, self._checkpoints / str(last), with_optimizer=True)
             logger.info("resuming after step %d of %d", last, self._n_steps)
         elif self._config.load_checkpoint_path is not None:
-            self._backend.load_model(MODEL_ID, self._config.load_checkpoint_path, with_optimizer=False)
+            try:
+                self._backend.load_model(MODEL_ID, self._config.load_checkpoint_path, with_optimizer=False)
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"--load-checkpoint-path {self._config.load_checkpoint_path} cannot be loaded into --base-model "
+                    f"{self._config.base_model}: {error}"
+                ) from error
         else:
             self._backend.create_model(MODEL_ID, LoraConfig(rank=self._config.lora_rank, seed=self._config.seed))
+        self._config.output_dir.mkdir(parents=True, exist_ok=True)
+        settings = json.dumps(self._settings, indent=1)
+        (self._config.output_dir / SETTINGS).write_text(f"{settings}\n", encoding="utf-8")
         self._drop_metrics_after(last)
         return last
 
@@ -225,17 +235,38 @@ class TrainCommand:
 
     # -- the output folder
 
-    def _check_settings(self) -> None:
-        """Record the settings; refuse to resume a run with different ones."""
-        settings = self._config.model_dump(mode="json", exclude=set(MAY_CHANGE))
+    def _check_settings(self) -> dict[str, Any]:
+        """Return the settings to record; refuse to resume a run with different ones."""
+        settings = self._config.model_dump(mode="json", exclude=set(MAY_CHANGE)) | {"lora_rank": self._check_rank()}
         settings["dataset_sha256"] = hashlib.sha256(self._config.dataset.read_bytes()).hexdigest()
         file = self._config.output_dir / SETTINGS
         if file.is_file():
             changes = _format_changes(json.loads(file.read_text("utf-8")), settings)
             if changes:
                 raise UserError(f"{self._config.output_dir} has a run with {changes}; use another --output-dir")
-        self._config.output_dir.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        return settings
+
+    def _check_rank(self) -> int:
+        """Return the rank of the adapter, which is that of the initial weights if there are any.
+
+        Raises:
+            UserError: `--load-checkpoint-path` is not a saved folder, or has another rank than `--lora-rank`.
+        """
+        path, rank = self._config.load_checkpoint_path, self._config.lora_rank
+        if path is None:
+            return rank
+        steps = self._saved_steps()
+        folder = self._checkpoints / str(max(steps)) if steps else path  # a resumed run no longer needs the path
+        try:
+            saved_rank = load_settings(folder).rank
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"--load-checkpoint-path {path} has no valid training.json; name a checkpoint of the server, or "
+                f"{ADAPTER}/ or a folder in {CHECKPOINTS}/ of another run"
+            ) from error
+        if "lora_rank" in self._config.model_fields_set and rank != saved_rank:
+            raise UserError(f"--lora-rank={rank} differs from rank {saved_rank} of {folder}; omit --lora-rank")
+        return saved_rank
 
     def _saved_steps(self) -> list[int]:
         return [int(folder.name) for folder in self._checkpoints.glob("*") if folder.name.isdecimal()]
