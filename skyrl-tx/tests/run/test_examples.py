@@ -66,6 +66,8 @@ def test_a_reply_that_is_rendered_differently_later_has_its_own_sequence(
         ({"prompt": "2+2=", "completion": "4"}, "4<|im_end|>"),
         ({"prompt": CONVERSATION[:3], "completion": "44"}, "44<|im_end|>\n"),
         ({"prompt": CONVERSATION[:3], "completion": CONVERSATION[3:]}, "44<|im_end|>\n"),
+        ({"messages": None, "prompt": None, "completion": None, "text": "abc"}, "bc<|im_end|>"),
+        ({"messages": None, "prompt": "2+2=", "completion": "4", "text": None}, "4<|im_end|>"),
     ],
 )
 def test_row_formats(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, row: dict[str, Any], expected: str) -> None:
@@ -82,7 +84,7 @@ def test_long_rows_are_truncated(tokenizer: PreTrainedTokenizerFast, tmp_path: P
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "x"}, r"row 7: it has question; a row has 'messages'"),
+        ({"messages": None, "question": "x"}, r"row 7: it has question; a row has 'messages'"),
         ({"messages": CONVERSATION[:1]}, "row 7: there is no assistant message"),
         ({"messages": [{"content": "x"}]}, "row 7: 'role'"),
         ({"messages": 3}, "row 7: 'int' object is not iterable"),
@@ -94,6 +96,12 @@ def test_unknown_row_formats(
 ) -> None:
     with pytest.raises(UserError, match=message):
         examples(tokenizer, tmp_path).convert(7, row)
+
+
+def test_a_row_that_the_chat_template_refuses(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(UserError, match="row 7: the chat template refuses it: System role not supported; correct"):
+        examples(tokenizer, tmp_path).convert(7, {"messages": CONVERSATION})
 
 
 def test_file_formats(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from tx.tinker.types import Datum, UserError
 
@@ -77,10 +78,13 @@ class ExampleBuilder:
         one.
 
         Raises:
-            UserError: the row has an unknown format, or no trained token.
+            UserError: the row has an unknown format or no trained token, or the chat template refuses it.
         """
+        present = {name: value for name, value in row.items() if value is not None}  # parquet fills columns with null
         try:
-            data = [self._datum(text, spans) for text, spans in self._texts(row)]
+            data = [self._datum(text, spans) for text, spans in self._texts(present)]
+        except TemplateError as error:
+            raise UserError(f"row {number}: the chat template refuses it: {error}; correct the row") from error
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"row {number}: {error or type(error).__name__}; a row has {ROW_FORMATS}") from error
         counting = [datum for datum in data if datum.inputs["weights"].any()]
