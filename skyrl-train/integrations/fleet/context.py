@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +15,8 @@ from skyrl_gym.tools.calls import ToolCall
 MAX_HISTORY_HITS = 10
 MAX_OUTPUT_HITS = 20
 HIT_CHARS = 200
+LINE_CHARS = 200
+"""Maximum length of a line of a tool result; longer lines count as several."""
 MAX_PAGE_SIZE = 500
 
 _PATTERN = {"type": "string", "description": "text to search for; upper and lower case are the same"}
@@ -46,7 +51,11 @@ CONTEXT_TOOLS = [
         {
             "output": _OUTPUT,
             "page": {"type": "integer", "description": "1 is the first page, and the default"},
-            "page_size": {"type": "integer", "description": f"lines of a page, 50 by default, at most {MAX_PAGE_SIZE}"},
+            "page_size": {
+                "type": "integer",
+                "description": f"maximum lines of a page, 50 by default, at most {MAX_PAGE_SIZE}; "
+                f"a line has at most {LINE_CHARS} characters",
+            },
         },
         [],
     ),
@@ -81,14 +90,14 @@ class Context:
     def add_output(self, text: str) -> str:
         """Keep a tool result, and return it, truncated to `max_output_chars` with a notice."""
         self.outputs.append(text)
-        return self.truncate(text)
+        return self.truncate(text, f" of tool result {len(self.outputs)}")
 
-    def truncate(self, text: str) -> str:
-        """Return a text, truncated to `max_output_chars` with a notice."""
+    def truncate(self, text: str, source: str = "") -> str:
+        """Return a text, truncated to `max_output_chars` with a notice that names its source."""
         limit = self.max_output_chars
         if len(text) <= limit:
             return text
-        return f"{text[:limit]}\n[Truncated: {limit} of {len(text)} characters of tool result {len(self.outputs)}]"
+        return f"{text[:limit]}\n[Truncated: {limit} of {len(text)} characters{source}]"
 
     def call(self, call: ToolCall) -> str:
         """Execute a call of a context tool and return its result.
@@ -109,18 +118,10 @@ class Context:
         output = _read_count(arguments, "output", len(self.outputs), 1)
         if output > len(self.outputs):
             raise ContextToolError(f"output={output} does not exist; there are {len(self.outputs)} tool results")
-        lines = self.outputs[output - 1].splitlines()
         if call.name == "search_tool_output":
-            pattern = _read_text(arguments, "pattern").lower()
-            hits = [(i, line) for i, line in enumerate(lines, start=1) if pattern in line.lower()]
-            return _format_hits([f"line {i}: {_excerpt(line, pattern)}" for i, line in hits], MAX_OUTPUT_HITS)
+            return self._search_output(output, _read_text(arguments, "pattern"))
         page, size = _read_count(arguments, "page", 1, 1), _read_count(arguments, "page_size", 50, 1)
-        size = min(size, MAX_PAGE_SIZE)
-        n_pages = max(1, -(-len(lines) // size))
-        if page > n_pages:
-            raise ContextToolError(f"page={page} does not exist; there are {n_pages} pages of {size} lines")
-        shown = "\n".join(lines[(page - 1) * size : page * size])
-        return self.truncate(f"Page {page} of {n_pages}, tool result {output}:\n{shown}")
+        return self._view_output(output, page, min(size, MAX_PAGE_SIZE))
 
     def _summarize(self) -> str:
         facts = {
@@ -143,6 +144,43 @@ class Context:
         texts = [(message["role"], str(message["content"])) for message in messages]
         hits = [f"{role}: {_excerpt(text, pattern)}" for role, text in texts if pattern in text.lower()]
         return _format_hits(hits, MAX_HISTORY_HITS)
+
+    def _search_output(self, output: int, pattern: str) -> str:
+        """Return the lines of a tool result in which a match of the pattern begins."""
+        text, lines = self.outputs[output - 1], self._split_lines(output)
+        starts = [line.start() for line in lines]
+        ends: dict[int, int] = {}  # of the last match in a line, by the line's index
+        for match in re.finditer(re.escape(pattern), text, re.IGNORECASE):
+            ends[bisect_right(starts, match.start()) - 1] = match.end()
+        hits = [(i, text[starts[i] : max(lines[i].end(), end)].removesuffix("\n")) for i, end in ends.items()]
+        return _format_hits([f"line {i + 1}: {hit}" for i, hit in hits], MAX_OUTPUT_HITS)
+
+    def _view_output(self, output: int, page: int, page_size: int) -> str:
+        """Return a page of a tool result, of at most `max_output_chars` without its heading."""
+        pages = _split_pages([line.group() for line in self._split_lines(output)], page_size, self.max_output_chars)
+        if page > len(pages):
+            raise ContextToolError(f"page={page} does not exist; there are {len(pages)} pages")
+        n_before = sum(map(len, pages[: page - 1]))
+        lines = f"lines {n_before + 1} to {n_before + len(pages[page - 1])}"
+        return f"Page {page} of {len(pages)}, {lines}, tool result {output}:\n{''.join(pages[page - 1])}"
+
+    def _split_lines(self, output: int) -> list[re.Match[str]]:
+        """Return the lines of a tool result, as matches at their offsets."""
+        length = min(LINE_CHARS, self.max_output_chars)
+        return list(re.finditer(rf".{{1,{length}}}\n?|\n", self.outputs[output - 1]))
+
+
+def _split_pages(lines: Sequence[str], max_lines: int, max_chars: int) -> list[list[str]]:
+    """Group lines into pages of at most `max_lines` lines and `max_chars` characters."""
+    pages: list[list[str]] = [[]]
+    n_chars = 0
+    for line in lines:
+        if pages[-1] and (len(pages[-1]) == max_lines or n_chars + len(line) > max_chars):
+            pages.append([])
+            n_chars = 0
+        pages[-1].append(line)
+        n_chars += len(line)
+    return pages
 
 
 def _excerpt(text: str, pattern: str) -> str:
