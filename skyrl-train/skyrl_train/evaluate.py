@@ -54,13 +54,15 @@ def dump_evaluation(
 ) -> None:
     """Write `<data source>.jsonl` for each source, and all metrics as one line of `aggregated_results.jsonl`.
 
-    Files that an abandoned run left in the folder are removed.
+    Other files, which an abandoned run left in the folder, are removed.
     """
-    for leftover in folder.glob("*.jsonl"):
-        leftover.unlink()
-    for name, group in by_source(trajectories).items():
+    groups = by_source(trajectories)
+    for name, group in groups.items():
         write_jsonl(folder / f"{name}.jsonl", [trajectory_row(t, chat) for t in group])
     write_jsonl(folder / "aggregated_results.jsonl", [metrics])
+    for path in folder.glob("*.jsonl"):
+        if path.stem not in (*groups, "aggregated_results"):
+            path.unlink()
 
 
 def trajectory_row(trajectory: Trajectory, chat: ChatEncoder) -> dict[str, Any]:
