@@ -15,6 +15,7 @@ def metrics(recipes: Recipes, run: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in files[-1].read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_sourced_supervised_fine_tuning(recipes: Recipes) -> None:
     result = recipes.shell(["bash", "-c", ". train/scripts/lgc-v2-SFT-trainer.sh --tiny; echo status $?"])
     assert "status 0" in result.stdout, result.stderr
@@ -29,6 +30,7 @@ def test_sourced_supervised_fine_tuning(recipes: Recipes) -> None:
     assert list(recipes.root.glob(f"train/artifacts/wandb/Qwen3-4B-Instruct-SFT-20*/wandb/*/run-{run_id}.wandb"))
 
 
+@pytest.mark.nightly
 def test_grpo_on_puzzles(recipes: Recipes) -> None:
     result = recipes.run("lgc-v2-GRPO-trainer.sh", "--tiny")
     assert result.returncode == 0, result.stderr
@@ -74,6 +76,7 @@ def test_the_adapter_is_merged(openspiel: Path, recipes: Recipes) -> None:
     assert "already exists" in again.stderr
 
 
+@pytest.mark.nightly
 def test_the_tiny_form_of_a_merge_trains_first(recipes: Recipes) -> None:
     result = recipes.run("merge-ppo.sh", "--tiny", TARGET_DIR="train/merged_model_mine")
     assert result.returncode == 0, result.stderr

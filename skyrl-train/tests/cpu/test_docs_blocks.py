@@ -67,7 +67,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", [PAGES[0], pytest.param(PAGES[1], marks=pytest.mark.nightly)], ids=page_id)
 def test_every_block_runs_as_typed(page: Path, shell: dict[str, str], tmp_path: Path) -> None:
     n_run = 0
     for block in blocks(page):

@@ -73,6 +73,7 @@ def live(running: Running, number: int) -> tuple[list[float], list[tuple[list[in
     return losses, samples
 
 
+@pytest.mark.nightly
 def test_eight_adapters_at_once(running: Running) -> None:
     """Results are bitwise the same as for each client alone."""
     with ThreadPoolExecutor(N_ADAPTERS) as pool:

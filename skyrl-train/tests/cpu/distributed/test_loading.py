@@ -35,6 +35,7 @@ def peak_bytes(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's counters of memory")
 async def test_no_rank_ever_holds_the_whole_model(
     tiny_model_path: Path,

@@ -286,7 +286,8 @@ async def test_gradient_checkpointing_changes_nothing(
     await compare(two_ranks, paths["qwen2"], megatron, tmp_path, gradient_checkpointing=True)
 
 
-@pytest.mark.parametrize("trains_adapter", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("trains_adapter", [False, True])
 async def test_all_kinds_of_parallelism_at_once(
     paths: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, trains_adapter: bool
 ) -> None:

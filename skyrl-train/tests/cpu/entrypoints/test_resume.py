@@ -144,6 +144,7 @@ def kill(process: psutil.Popen, generator: random.Random) -> None:
     process.wait(120)
 
 
+@pytest.mark.nightly
 def test_runs_that_are_killed_again_and_again_end_like_an_uninterrupted_one(
     long_run: Callable[[Path], list[str]], tiny_model_path: Path, tmp_path: Path
 ) -> None:

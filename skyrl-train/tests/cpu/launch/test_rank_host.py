@@ -65,6 +65,7 @@ def write_timeouts(rank: int, folder: Path) -> None:
     host.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.megatron
 def test_all_groups_of_ranks_have_the_same_timeout(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core, the extra mcore of skyrl-train")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def test_tracking_does_not_import_wandb() -> None:
     code = "import sys, skyrl_train.tracking; sys.exit('wandb' in sys.modules)"
@@ -67,6 +69,7 @@ def offline_logs(folder: Path) -> dict[str, bytes]:
     return {file.parent.name: file.read_bytes() for file in files}
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     run_id = log_offline(tmp_path, 1, 2, WANDB_TAGS="fleet,tool_use", WANDB_RUN_GROUP="pilot")
     (log,) = offline_logs(tmp_path).values()

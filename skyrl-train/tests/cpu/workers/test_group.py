@@ -109,7 +109,9 @@ class Sink:
         return receiver.receipt
 
 
-@pytest.mark.parametrize(("place", "is_lost"), [("GPU-0", True), ("GPU-7", False)])
+@pytest.mark.parametrize(
+    ("place", "is_lost"), [("GPU-0", True), pytest.param("GPU-7", False, marks=pytest.mark.nightly)]
+)
 async def test_each_rank_sends_again_after_a_receiver_was_replaced(
     place: str, is_lost: bool, ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel
 ) -> None:

@@ -201,6 +201,7 @@ def wait_until_done(server: ServerProcess) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.nightly
 def test_accepted_requests_do_not_break_the_engine(server: ServerProcess) -> None:
     client = server.sdk()
     training = new_client(client)

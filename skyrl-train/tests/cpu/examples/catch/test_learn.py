@@ -37,6 +37,7 @@ def test_a_model_that_has_not_learned_gives_exit_status_1(output_dir: Path, caps
         assert (output_dir / "catch/shaped-seed3" / name).stat().st_size > 0
 
 
+@pytest.mark.nightly
 def test_a_finished_run_is_moved_aside(output_dir: Path) -> None:
     run = ["--steps", "1", "--output_dir", str(output_dir)]
     for _ in range(2):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from examples.catch.catch_dataset import CatchDataset, write_dataset
 
 TRAIN_FOLDER = Path(__file__).parents[4]
@@ -34,6 +36,7 @@ def run_catch(data_dir: Path, *overrides: str, **variables: str) -> subprocess.C
     )
 
 
+@pytest.mark.nightly
 def test_the_commands_of_the_guide_train(tiny_model_path: Path, tmp_path: Path) -> None:
     write_dataset(CatchDataset(train_size=64, test_size=8), tmp_path)
     small = [

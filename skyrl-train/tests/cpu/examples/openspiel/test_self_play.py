@@ -83,7 +83,7 @@ def opponents_moves(game: Row) -> list[tuple[str, int]]:
     ]
 
 
-@pytest.mark.parametrize("experiment", [SelfPlayExp, SelfPlayEval])
+@pytest.mark.parametrize("experiment", [pytest.param(SelfPlayExp, marks=pytest.mark.nightly), SelfPlayEval])
 def test_games_are_played_against_the_reference(experiment: type[SelfPlayExp], run: LearningRun, models: Path) -> None:
     """The reference always takes the first free cell; neither a random player nor the policy does."""
     overrides = (

@@ -15,6 +15,7 @@ from skyrl_train.entrypoints.cli import main
 README = Path(__file__).parents[4] / "examples/sft/README.md"
 
 
+@pytest.mark.nightly
 def test_the_commands_of_the_readme_teach_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```bash\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
