@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from skyrl_gym.core import EnvStepOutput
 from skyrl_gym.runtime.text import MAX_DEPTH, clean_strings, clean_text, describe_error, to_facts
-from skyrl_gym.runtime.validation import validate_prompt, validate_step_output
+from skyrl_gym.runtime.validation import reward_components, validate_prompt, validate_step_output
 
 HALF = "\ud83d"
 
@@ -77,3 +77,8 @@ def test_text_of_an_environment_is_cleaned_where_it_enters() -> None:
         "reward_components": {"?": 1.0},
         "own": HALF,  # training does not read it
     }
+
+
+def test_names_of_reward_components_become_text() -> None:
+    output = {"observations": [], "reward": 1.0, "done": True, "metadata": {"reward_components": {1: 0.5, "b": 0.5}}}
+    assert reward_components(output) == {"1": 0.5, "b": 0.5}

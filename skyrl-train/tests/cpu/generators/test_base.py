@@ -175,6 +175,7 @@ def test_a_single_reward_is_put_on_the_last_trained_token() -> None:
         ({"turns": [()]}, "returned 1 turns for 2 prompts"),
         ({"trajectory_ids": [TrajectoryID("b", 0), TrajectoryID("a", 0)]}, r"trajectory_ids\[0\]=.*'b'.* where .*'a'"),
         ({"stop_reasons": ["stop"] * 3}, "returned 3 stop_reasons for 2 prompts"),
+        ({"stop_reasons": ["stop", None]}, r"stop_reasons\[1\]=None is not text; return one such as 'stop'"),
         ({"loss_masks": [[1, 1], [1, 1]]}, r"loss_masks\[1\] has 2 values for 1 response tokens"),
         ({"rollout_logprobs": [[], [-1.0]]}, r"rollout_logprobs\[0\] has 0 values for 2 response tokens"),
         ({"rewards": [[1.0], 0.5]}, r"rewards\[0\] has 1 values for 2 response tokens"),
