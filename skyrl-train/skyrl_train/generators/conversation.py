@@ -180,8 +180,9 @@ class RetokenizedConversation(StepwiseConversation):
         self._replaced.add(len(self.turns) - 1)
 
     def replace_history(self, messages: Messages) -> None:
-        """Replace the history. Assistant messages that equal turns of the previous history, in its order, are those
-        turns.
+        """Replace the history, and render it.
+
+        Assistant messages that equal turns of the previous history, in the same order, are those turns.
         """
         n_left = len(self._messages)
         indices: list[int | None] = []
@@ -208,9 +209,9 @@ class RetokenizedConversation(StepwiseConversation):
         if not spans:
             super().finish()
             return
-        n_prompt, first = self.rows[0].n_prompt, min(spans)
+        n_prompt = self.rows[0].n_prompt
         if token_ids[:n_prompt] != self.rows[0].token_ids[:n_prompt]:  # the history was rewritten
-            n_prompt = spans[first][0]
+            n_prompt = spans[min(spans)][0]
         row = SegmentBuilder(token_ids, n_prompt, [0] * (len(token_ids) - n_prompt), logprobs=None)
         for index, turn in enumerate(self.turns):
             # the reward of a turn that is no longer in the history goes to the next one there, or to the last
