@@ -31,13 +31,13 @@ async def evaluate(
     metadata = BatchMetadata(global_step, "eval", cfg.trainer.seed)
     n_samples = cfg.generator.eval_n_samples_per_prompt
     first_draw = global_step * len(dataset)  # no two evaluations of a run share a draw
-    prompts = [DrawnPrompt(first_draw + i, row) for i, row in enumerate(dataset)]
+    prompts = [DrawnPrompt(first_draw + i, row, i) for i, row in enumerate(dataset)]
     trajectories: list[Trajectory] = []
     for start in range(0, len(prompts), cfg.trainer.eval_batch_size):
         batch = prompts[start : start + cfg.trainer.eval_batch_size]
         requests = rollout_requests(batch, n_samples, cfg.environment.env_class, "eval")
         trajectories += await play(generator, requests, sampling, metadata)
-    reported = with_prefix("eval", generator.take_metrics())
+    reported = with_prefix("eval", generator.take_metrics("eval"))
     return eval_metrics(trajectories, n_samples) | reported, trajectories
 
 

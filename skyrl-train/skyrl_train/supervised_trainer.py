@@ -157,7 +157,7 @@ class Validation(Callback):
         metrics = Metrics()
         for start in range(0, len(self._dataset), VALIDATION_ROWS):
             rows = range(start, min(start + VALIDATION_ROWS, len(self._dataset)))
-            batch = build_supervised_batch([DrawnPrompt(i, self._dataset[i]) for i in rows], self._pad_token_id)
+            batch = build_supervised_batch([DrawnPrompt(i, self._dataset[i], i) for i in rows], self._pad_token_id)
             batch = await self._models.score_reference(batch)
             scores = await self._models.policy.score(batch)
             metrics = metrics.merge(self._objective.evaluate(scores, batch))

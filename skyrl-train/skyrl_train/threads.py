@@ -101,11 +101,12 @@ def half_of_cores() -> Iterator[None]:
         torch.set_num_threads(n_threads)
 
 
-class _ComputeThread(ThreadPoolExecutor):
+class ComputeThread(ThreadPoolExecutor):
     """One thread that adjusts its number of threads before each call to the load since its last pause."""
 
-    def __init__(self, n_threads: int) -> None:
-        super().__init__(1, "compute", initializer=self._start, initargs=(n_threads,))
+    def __init__(self, n_threads: int, name: str = "compute") -> None:
+        """Compute with at most `n_threads` threads."""
+        super().__init__(1, name, initializer=self._start, initargs=(n_threads,))
 
     def _start(self, n_threads: int) -> None:
         torch.set_num_threads(n_threads)
@@ -135,7 +136,7 @@ def compute_thread() -> Iterator[ThreadPoolExecutor]:
     n_cores = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _ComputeThread(n_cores) as executor:
+        with ComputeThread(n_cores) as executor:
             yield executor
     finally:
         torch.set_num_threads(n_cores)

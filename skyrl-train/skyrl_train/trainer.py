@@ -1,6 +1,6 @@
 """The training step on one page: prompts → rollouts → advantages → update → sync.
 
-A step draws P prompts and plays G samples of each. Its batch has B rows of L tokens, the last R of them response.
+A step takes G rollouts of each of P prompts. Its batch has B rows of L tokens, the last R of them response.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ class Trainer(TrainingRun):
     async def sync_weights(self, step: Step) -> None:
         """Send the policy's weights, as version `step.number`, to the engines."""
         with step.timer("sync_weights"):
+            await self._source.before_weights()
             try:
                 step.record(await self._sync_engines(step.number))
             except EngineError:

@@ -70,9 +70,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--reward_mode", choices=get_args(RewardMode), default="shaped")
+    options.add_argument("overrides", nargs="*", help="configuration overrides key=value")
     args = options.parse_args(argv)
     register_catch()
-    run = CatchRun(args.output_dir.expanduser().resolve(), args.reward_mode, args.seed, args.steps)
+    run = CatchRun(
+        args.output_dir.expanduser().resolve(),
+        args.reward_mode,
+        args.seed,
+        args.steps,
+        overrides=tuple(args.overrides),
+    )
     results: list[bool] = []
     run_command(lambda: results.append(learn(run)))
     sys.exit(0 if results[0] else 1)

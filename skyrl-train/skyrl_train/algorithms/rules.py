@@ -187,6 +187,14 @@ def _loss_is_used_as_intended(cfg: SkyRLConfig, traits: LossTraits) -> Iterator[
         if not traits.reads_eps_clip and value != FIELDS[f"trainer.algorithm.{name}"].get_default():
             bounds = f"; its settings are {', '.join(own)}" if own else ", which clips nothing"
             yield f"trainer.algorithm.{name}={value} is not read by {loss}{bounds}"
+    settings = cfg.trainer.fully_async
+    corrects = traits.reads_rollout_logprobs or bool(algorithm.off_policy_correction.switches)
+    if settings.enabled and settings.max_staleness_steps > 0 and not corrects:
+        yield (
+            f"{loss} does not correct for rollouts of weights that are up to trainer.fully_async.max_staleness_steps="
+            f"{settings.max_staleness_steps} steps old; set "
+            "trainer.algorithm.off_policy_correction.tis_ratio_type=token"
+        )
     for name in ("tis_ratio_type", "token_mask_is_threshold_high"):
         value = algorithm.off_policy_correction.switches.get(name, "sequence")
         if traits.per_sequence and value != "sequence":

@@ -150,7 +150,16 @@ class SkyRLConfig(Section):
         is_cast = self.generator.backend in ("vllm", "sglang") and self.trainer.bf16 and has_gpu
         return "bfloat16" if is_cast else self.trainer.policy.model.dtype
 
+    @property
+    def has_engine_process(self) -> bool:
+        """True if the run trains in this process, and the engine generates in another one."""
+        trainer = self.trainer
+        is_apart = trainer.fully_async.enabled and not trainer.placement.uses_ray
+        return is_apart and self.generator.n_local_engines > 0
+
     def offloads_idle(self, *, has_gpus: bool) -> bool:
         """Return True if models and engines leave the devices that they share while they are idle."""
+        if self.trainer.fully_async.enabled:  # none is ever idle
+            return False
         has_copy = self.trainer.placement.uses_ray or self.generator.backend in ("vllm", "sglang")
         return has_copy and self.generator.n_local_engines > 0 and self.trainer.placement.offloads_idle(has_gpus)

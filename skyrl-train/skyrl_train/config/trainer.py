@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from annotated_types import Ge
+
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.base import Allowed, Count, Resolved, Text, resolved_later
+from skyrl_train.config.base import Allowed, Count, Resolved, Section, Text, resolved_later
 from skyrl_train.config.policy import CriticConfig, PolicyConfig, RefConfig
 from skyrl_train.config.run import PlacedRole, RunConfig, RunPlacementConfig
 
@@ -56,6 +58,26 @@ class PlacementConfig(RunPlacementConfig):
         return is_on and self.colocate_all
 
 
+class FullyAsyncConfig(Section):
+    """Asynchronous training: the engine generates the rollouts of the next steps while the policy is updated."""
+
+    enabled: bool = False
+    """Generate and train at the same time, in separate processes: on Ray with `placement.colocate_all=false`, or with
+    one engine in a process of its own on this machine. Rollouts are then off-policy; see
+    `algorithm.off_policy_correction`."""
+
+    max_staleness_steps: Annotated[int, Ge(0)] = 4
+    """Maximum number of steps by which the weights that a rollout trains are newer than those with which it began. The
+    rollouts of as many steps, and of the current one, are in progress at once; 0 generates and trains in turn."""
+
+    num_parallel_generation_workers: Count = 768
+    """Maximum number of prompts whose rollouts are in progress at once."""
+
+    in_flight_weight_updates: bool = True
+    """Rollouts in progress continue with new weights. `false` waits for those that have begun before each weight sync,
+    so that one version of the weights samples each rollout."""
+
+
 class TrainerConfig(RunConfig):
     """The training run."""
 
@@ -73,6 +95,9 @@ class TrainerConfig(RunConfig):
 
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """The mathematics of one update."""
+
+    fully_async: FullyAsyncConfig = FullyAsyncConfig()
+    """Asynchronous training."""
 
     update_epochs_per_batch: Count = 1
     """Passes over each batch of rollouts (the inner epochs of PPO)."""

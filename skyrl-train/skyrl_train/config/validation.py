@@ -45,6 +45,8 @@ from skyrl_train.config.rules.engine import (
     weights_have_a_transport,
 )
 from skyrl_train.config.rules.placement import (
+    asynchronous_engine_has_its_own_devices,
+    asynchronous_settings_have_an_effect,
     colocation_has_an_effect,
     critic_has_the_size_of_its_devices,
     critic_is_placed_if_there_is_one,
@@ -83,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     input_length_covers_prompts,
     conversation_has_one_mode,
     launcher_starts_every_process,
+    asynchronous_engine_has_its_own_devices,
     critic_has_the_size_of_its_devices,
     idle_memory_is_shared,
     strategy_has_its_settings,
@@ -132,6 +135,7 @@ WARNINGS: tuple[Rule, ...] = (
     engines_use_all_devices,
     critic_is_placed_if_there_is_one,
     colocation_has_an_effect,
+    asynchronous_settings_have_an_effect,
     megatron_has_ranks,
     settings_have_an_effect,
     sampling_is_unusual,

@@ -83,7 +83,7 @@ class MixedPrompts(PromptOrder[PromptRow]):
         """Epochs of the mixture that are complete."""
         return self._n_batches // self.batches_per_epoch
 
-    def _next_rows(self) -> list[PromptRow]:
+    def _next_rows(self) -> list[tuple[int, PromptRow]]:
         chosen = [row for name, n in self._shares().items() for row in self._streams[name].take(n)]
         generator = torch.Generator().manual_seed(_seed(self._seed, "batch", self._n_batches))
         order = torch.randperm(len(chosen), generator=generator)
@@ -137,17 +137,18 @@ class _Stream:
         self._order = EpochOrder(len(indices), lambda epoch: _seed(seed, name, epoch))
         self.position = (0, 0)  # epoch, index in its order
 
-    def take(self, n: int) -> list[PromptRow]:
-        """Return the next n rows, from several epochs if need be; DataError if none can be used."""
+    def take(self, n: int) -> list[tuple[int, PromptRow]]:
+        """Return the next n rows with their indices, from several epochs if need be; DataError if none can be used."""
         epoch, row = self.position
-        taken: list[PromptRow] = []
+        taken: list[tuple[int, PromptRow]] = []
         n_failures = 0  # in a row
         while len(taken) < n:
             if n_failures == len(self._indices):
                 raise DataError(f"no row of the data source {self._name} can be used; the warnings above say why")
-            found = self._find(self._indices[int(self._order(epoch)[row])])
+            index = self._indices[int(self._order(epoch)[row])]
+            found = self._find(index)
             if found is not None:
-                taken.append(found)
+                taken.append((index, found))
             n_failures = 0 if found is not None else n_failures + 1
             row += 1
             if row == len(self._indices):

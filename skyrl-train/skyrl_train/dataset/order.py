@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -57,7 +58,7 @@ class PromptOrder(ABC, Generic[R]):
     """Batches of rows, epoch after epoch, in an order that depends on the seed alone.
 
     Drawn rows are numbered. `state_dict` is the position after the last batch; an order that loads it continues from
-    there.
+    there, with the prompts that had been drawn and not used.
     """
 
     def __init__(self, dataset: Dataset[R], batch_size: int, seed: int) -> None:
@@ -68,6 +69,7 @@ class PromptOrder(ABC, Generic[R]):
         self._seed = seed
         self._n_drawn = 0  # rows, over all epochs
         self._n_skipped = 0
+        self._unused: deque[DrawnPrompt[R]] = deque()  # of a resumed run, drawn before it stopped
         self._warned: set[int] = set()
 
     @property
@@ -86,15 +88,26 @@ class PromptOrder(ABC, Generic[R]):
         """Epochs that have no batch left."""
 
     def next_batch(self) -> list[DrawnPrompt[R]]:
-        """Draw the next batch; it starts the next epoch when this one is over."""
-        rows = self._next_rows()
-        first, self._n_drawn = self._n_drawn, self._n_drawn + len(rows)
-        return [DrawnPrompt(first + i, row) for i, row in enumerate(rows)]
+        """Draw the next batch, after the unused prompts of `load_state_dict`; it starts the next epoch when this one is
+        over.
+        """
+        if len(self._unused) < self._batch_size:
+            n_epochs_over, rows = self.n_epochs_over, self._next_rows()
+            ends_epoch = self.n_epochs_over > n_epochs_over
+            self._unused += [
+                DrawnPrompt(self._n_drawn + i, row, index, ends_epoch and i == len(rows) - 1)
+                for i, (index, row) in enumerate(rows)
+            ]
+            self._n_drawn += len(rows)
+        return [self._unused.popleft() for _ in range(self._batch_size)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the identity of the data."""
+    def state_dict(self, unused: Sequence[DrawnPrompt[R]] = ()) -> dict[str, Any]:
+        """Return the position, and the identity of the data. The order that loads it draws the `unused` prompts, which
+        this one has drawn, once more.
+        """
         counts = {"n_drawn": self._n_drawn, "n_skipped": self._n_skipped}
-        return {**self._position(), **counts, **self._identity()}
+        numbers = [(prompt.draw, prompt.index, prompt.ends_epoch) for prompt in (*unused, *self._unused)]
+        return {**self._position(), **counts, "unused": numbers, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, with batches of any size.
@@ -111,6 +124,11 @@ class PromptOrder(ABC, Generic[R]):
                 )
         self._load(state)
         self._n_drawn, self._n_skipped = state["n_drawn"], state.get("n_skipped", 0)
+        self._unused = deque(
+            DrawnPrompt(draw, row, index, ends_epoch)
+            for draw, index, ends_epoch in state.get("unused", ())
+            if (row := self._find(index)) is not None
+        )
 
     def _find(self, index: int) -> R | None:
         """Return a row; None if another one is to be drawn instead, with one warning for each invalid row."""
@@ -124,8 +142,8 @@ class PromptOrder(ABC, Generic[R]):
             return None
 
     @abstractmethod
-    def _next_rows(self) -> list[R]:
-        """Return the rows of the next batch."""
+    def _next_rows(self) -> list[tuple[int, R]]:
+        """Return the rows of the next batch, with their indices in the dataset."""
 
     @abstractmethod
     def _position(self) -> dict[str, Any]:
@@ -156,8 +174,8 @@ class ShuffledPrompts(PromptOrder[R]):
     def _is_enough(self, n_rows: int) -> bool:
         return self._row + n_rows <= len(self._dataset)
 
-    def _next_rows(self) -> list[R]:
-        rows: list[R] = []
+    def _next_rows(self) -> list[tuple[int, R]]:
+        rows: list[tuple[int, R]] = []
         first_epoch = self._epoch
         while (n_missing := self._batch_size - len(rows)) > 0:
             if not self._is_enough(n_missing):
@@ -166,10 +184,10 @@ class ShuffledPrompts(PromptOrder[R]):
                         f"fewer than {self._batch_size} rows of data.train_data can be used; the warnings above say why"
                     )
                 self._epoch, self._row, rows = self._epoch + 1, 0, []
-            index = self._order(self._epoch)[self._row]
+            index = int(self._order(self._epoch)[self._row])
             self._row += 1
-            if (row := self._find(int(index))) is not None:
-                rows.append(row)
+            if (row := self._find(index)) is not None:
+                rows.append((index, row))
         return rows
 
     def _position(self) -> dict[str, Any]:

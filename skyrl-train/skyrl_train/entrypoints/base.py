@@ -152,13 +152,14 @@ class Experiment(ABC):
         engine_size: int = 1,
         servers: Sequence[str] = (),
         offloads_idle: bool = False,
+        has_engine_process: bool = False,
     ) -> Launcher:
         """Create the launcher of `trainer.placement`, for the models in `roles` and `n_engines` engines of
         `engine_size` devices each.
 
-        `sync` describes how weights are sent from one to another, and to the engines at the addresses of `servers`. In
-        one process, `offloads_idle` lets models and an engine with a copy of the weights leave the device while they
-        are idle; on Ray, `trainer.placement` does.
+        `sync` describes how weights are sent from one to another, and to the engines at the addresses of `servers`.
+        Without Ray, `has_engine_process` starts the engine in another process, and `offloads_idle` lets models and an
+        engine with a copy of the weights leave the device while they are idle.
 
         Raises:
             ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
@@ -175,7 +176,9 @@ class Experiment(ABC):
 
             return RayLauncher(placement, roles, sync, n_engines=n_engines, engine_size=engine_size)
         assert self._compute is not None, "running() comes first"
-        return InlineLauncher(self._compute, sync, servers, offloads_idle=offloads_idle)
+        return InlineLauncher(
+            self._compute, sync, servers, offloads_idle=offloads_idle, has_engine_process=has_engine_process
+        )
 
     def new_model_launcher(self, roles: Sequence[Role]) -> ModelLauncher:
         """Create the launcher of a run without an engine, which is that of torchrun if it has started several

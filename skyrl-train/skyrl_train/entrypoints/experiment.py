@@ -36,6 +36,7 @@ from skyrl_train.callbacks import (
     TrajectoryDump,
 )
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.base import with_value
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.validation import find_problems
 from skyrl_train.dataset.custom import CustomDataset
@@ -56,10 +57,11 @@ from skyrl_train.entrypoints.engine import (
 )
 from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.errors import ConfigError
+from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template, read_chat_template
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
-from skyrl_train.generators.source import LockstepRollouts
+from skyrl_train.generators.source import BufferedRollouts, LockstepRollouts
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
@@ -81,6 +83,7 @@ from skyrl_train.models.lora import add_adapter
 from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.tracking import Tracking
 from skyrl_train.trainer import RayPPOTrainer, SyncEngines, Trainer
+from skyrl_train.types import Metrics
 from skyrl_train.types.specs import LoraSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.weight_check import CheckedSync
@@ -315,7 +318,11 @@ class BasePPOExp(Experiment):
             async with self.playing(launcher.policy) as (engine, generator):
                 with self.get_tracker() as tracker:
                     skyrl_trainer = self._skyrl_trainer(tracker, train_dataset, eval_dataset, engine, generator)
-                    source = LockstepRollouts(
+                    if isinstance(skyrl_trainer, FullyAsyncRayPPOTrainer):
+                        self._enable_fully_async(launcher)
+                        skyrl_trainer.cfg = self.cfg
+                    new_rollouts = partial(BufferedRollouts, total_steps=total_steps)
+                    source = (new_rollouts if self.cfg.trainer.fully_async.enabled else LockstepRollouts)(
                         self.cfg,
                         generator,
                         prompts,
@@ -334,11 +341,14 @@ class BasePPOExp(Experiment):
                             *self.get_callbacks(eval_dataset, generator, tracker),
                         ],
                     }
-                    if skyrl_trainer is None:
-                        await train(self.trainer_class(self.cfg, **parts))
-                    else:
-                        skyrl_trainer.attach(**parts)
-                        await train(skyrl_trainer)
+                    try:
+                        if skyrl_trainer is None:
+                            await train(self.trainer_class(self.cfg, **parts))
+                        else:
+                            skyrl_trainer.attach(**parts)
+                            await train(skyrl_trainer)
+                    finally:
+                        await source.close()
 
     def _skyrl_trainer(
         self,
@@ -368,6 +378,18 @@ class BasePPOExp(Experiment):
             )
         return trainer
 
+    def _enable_fully_async(self, launcher: Launcher) -> None:
+        """Turn asynchronous training on; ConfigError if the engine generates with the policy's own tensors."""
+        if self.cfg.trainer.fully_async.enabled:
+            return
+        if launcher.policy is not None:
+            raise ConfigError(
+                f"{type(self).__name__}.get_trainer returned a FullyAsyncRayPPOTrainer, and the engine was started for "
+                "synchronous training; set trainer.fully_async.enabled=true"
+            )
+        self.cfg = with_value(self.cfg, "trainer.fully_async.enabled", True)
+        raise_problems(find_problems(self.cfg))
+
     @asynccontextmanager
     async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
         """Start the processes of the models in `roles` and of the engines, and end them at the end."""
@@ -379,6 +401,7 @@ class BasePPOExp(Experiment):
             engine_size=generator.n_devices_per_engine,
             servers=receiving_servers(generator),
             offloads_idle=self.cfg.offloads_idle(has_gpus=torch.cuda.is_available()),
+            has_engine_process=self.cfg.has_engine_process,
         )
         try:
             async with started(launcher) as self._launcher:
@@ -394,7 +417,16 @@ class BasePPOExp(Experiment):
             engine.follow(sync)
         is_copied = launcher.policy is None or not needs_model(self.cfg)
         tolerance = sync_tolerance(self.cfg, launcher.device, dtype, is_copied=is_copied)
-        return sync if tolerance is None else CheckedSync(sync, engine, policy, len(self.tokenizer), tolerance)
+
+        async def sync_paused(version: int) -> Metrics:
+            await engine.pause()  # rollouts in progress continue with the new weights
+            try:
+                return await sync(version)
+            finally:
+                await engine.resume()
+
+        send: SyncEngines = sync_paused if self.cfg.trainer.fully_async.enabled else sync
+        return send if tolerance is None else CheckedSync(send, engine, policy, len(self.tokenizer), tolerance)
 
     async def _load_models(
         self, launcher: Launcher, estimator: AdvantageEstimator, objective: PolicyObjective, total_steps: int

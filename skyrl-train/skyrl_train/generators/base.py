@@ -119,7 +119,7 @@ class GeneratorInterface:
     """
 
     generator_cfg: GeneratorConfig  # optional: the sampling parameters of `generate` without any
-    _reported: Sequence[Mapping[str, Any]] = ()
+    _reported: Mapping[Phase, Sequence[Mapping[str, Any]]] = {}
     _returned_totals: bool | None = None  # by the last call of `generate`, if a subclass implements it
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
@@ -144,9 +144,9 @@ class GeneratorInterface:
             return _has_totals(getattr(self, "generator_cfg", None))
         return self._returned_totals
 
-    def take_metrics(self) -> dict[str, float]:
-        """Return the `rollout_metrics` of `generate` since the last call of this method, averaged."""
-        reported, self._reported = self._reported, ()
+    def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
+        """Return the `rollout_metrics` of `generate` in a phase since the last call of this method, averaged."""
+        reported, self._reported = self._reported.get(phase, ()), {**self._reported, phase: ()}
         return default_aggregate_metrics(reported)
 
     async def close(self) -> None:
@@ -206,7 +206,8 @@ async def _rollout_by_generate(
     output = await generator.generate(input_batch)
     generator._returned_totals = any(isinstance(rewards, int | float) for rewards in output["rewards"])
     if reported := output.get("rollout_metrics"):
-        generator._reported = [*generator._reported, reported]
+        phase = metadata.training_phase
+        generator._reported = {**generator._reported, phase: [*generator._reported.get(phase, ()), reported]}
     return to_trajectories(output, input_batch)
 
 

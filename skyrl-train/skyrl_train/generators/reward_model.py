@@ -71,7 +71,7 @@ class RewardModel:
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Return the reward of each row of tokens."""
         segments = [build_rewarded_segment(row, self._pad_token_id) for row in rows]
-        batch = build_supervised_batch([DrawnPrompt(i, ((s,),)) for i, s in enumerate(segments)], pad_token_id=0)
+        batch = build_supervised_batch([DrawnPrompt(i, ((s,),), i) for i, s in enumerate(segments)], pad_token_id=0)
         shards, order = split(batch, 1, self._max_tokens, shares_prefixes=self._worker.shares_prefixes())
         values = join(order, [self._worker.score(shard) for shard in shards], len(batch))["values"]  # (B, 1)
         return [float(value) for value in values[:, 0]]

@@ -12,7 +12,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from skyrl_gym.runtime.validation import (
     validate_reward,
     validate_step_output,
 )
+from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import EngineError, EnvError
@@ -120,23 +121,23 @@ class SkyRLGymGenerator(GeneratorInterface):
 
     async def _play_all(self, sampling: SamplingParams, rollouts: Sequence[Rollout]) -> None:
         groups = [rollouts] if self._is_batched else [[rollout] for rollout in rollouts]
-        await _all_or_cancel(self._play(group, sampling) for group in groups)
+        await gather_or_cancel(self._play(group, sampling) for group in groups)
 
     async def _play(self, rollouts: Sequence[Rollout], sampling: SamplingParams) -> None:
         """Play rollouts turn by turn, all together. The time limit starts when their environments have a slot."""
         limit_s = self.generator_cfg.trajectory_timeout_seconds
         try:
-            await _all_or_cancel(self._open(rollout) for rollout in rollouts)
+            await gather_or_cancel(self._open(rollout) for rollout in rollouts)
             async with asyncio.timeout(limit_s):
-                await _all_or_cancel(self._start(rollout) for rollout in rollouts if not rollout.is_over)
+                await gather_or_cancel(self._start(rollout) for rollout in rollouts if not rollout.is_over)
                 while active := [rollout for rollout in rollouts if not rollout.is_over]:
-                    await _all_or_cancel(self._take_turn(rollout, sampling) for rollout in active)
+                    await gather_or_cancel(self._take_turn(rollout, sampling) for rollout in active)
         except TimeoutError:
             for rollout in rollouts:
                 if not rollout.is_over:
                     rollout.fail("trajectory_timeout", f"it was not over after {limit_s:g} s")
         finally:
-            await _all_or_cancel(self._finish(rollout) for rollout in rollouts)
+            await gather_or_cancel(self._finish(rollout) for rollout in rollouts)
 
     async def _open(self, rollout: Rollout) -> None:
         with _boundary(rollout, "init"):
@@ -308,14 +309,3 @@ def _boundary(rollout: Rollout, method: str) -> Iterator[None]:
         is_engine = isinstance(error, EngineError)
         message = str(error) if is_engine else f"{rollout.env_class}.{method} raised {describe_error(error)}"
         rollout.fail(stop_reason, message, error)
-
-
-async def _all_or_cancel(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines concurrently; the first error cancels the rest. A single one is awaited without a task."""
-    pending = list(coroutines)
-    if len(pending) == 1:
-        await pending[0]
-        return
-    async with asyncio.TaskGroup() as tasks:
-        for coroutine in pending:
-            tasks.create_task(coroutine)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
+from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.base import (
     EngineInfo,
@@ -22,8 +23,6 @@ from skyrl_train.inference_engines.base import (
 from skyrl_train.weight_sync import Receipt, SyncPlan, WeightSync
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 HEALTH_INTERVAL_S = 30.0
 HEALTH_TIMEOUT_S = 60.0
@@ -100,7 +99,9 @@ class EngineClient:
         rows: dict[int, list[int]] = {}
         for row, index in enumerate(self._route(requests)):
             rows.setdefault(index, []).append(row)
-        parts = await _gather(self._generate(index, [requests[row] for row in part]) for index, part in rows.items())
+        parts = await gather_or_cancel(
+            self._generate(index, [requests[row] for row in part]) for index, part in rows.items()
+        )
         results: dict[int, EngineResult] = {}
         for part, found in zip(rows.values(), parts, strict=True):
             results |= zip(part, found, strict=True)
@@ -221,7 +222,7 @@ class EngineClient:
             plans.append(replace(plan, rank=rank))
             rank += engine.n_weight_copies
         self._synced = self._engines.copy()
-        receipts = await _gather(
+        receipts = await gather_or_cancel(
             engine.receive_weights(part) for engine, part in zip(self._engines, plans, strict=True)
         )
         self._version = plan.version
@@ -250,7 +251,7 @@ class EngineClient:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
-        await _gather(engine.close() for engine in self._engines)
+        await gather_or_cancel(engine.close() for engine in self._engines)
 
     async def _on_all(
         self, call: Callable[[InferenceEngine], Coroutine[Any, Any, None]], *, ignores_lost: bool = False
@@ -262,7 +263,7 @@ class EngineClient:
                 if not (ignores_lost and self._is_lost(index, engine, error)):
                     raise
 
-        await _gather(run(index, engine) for index, engine in enumerate(self._engines))
+        await gather_or_cancel(run(index, engine) for index, engine in enumerate(self._engines))
 
     # -- lost engines
 
@@ -272,7 +273,7 @@ class EngineClient:
         Raises:
             EngineError: an engine could not be replaced.
         """
-        await _gather(self._replace_if_lost(index, sends_weights=False) for index in range(len(self._engines)))
+        await gather_or_cancel(self._replace_if_lost(index, sends_weights=False) for index in range(len(self._engines)))
         return self._engines != self._synced
 
     async def _recover(self, index: int, engine: InferenceEngine, error: EngineError) -> None:
@@ -361,14 +362,3 @@ class EngineClient:
 
     def _name(self, index: int) -> str:
         return "the engine" if len(self._engines) == 1 else f"engine {index + 1} of {len(self._engines)}"
-
-
-async def _gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all calls; if one fails, cancel the others and raise its error."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except ExceptionGroup as errors:
-        first = errors.exceptions[0]
-        raise first from first.__cause__
-    return [task.result() for task in tasks]

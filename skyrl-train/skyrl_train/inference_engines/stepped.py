@@ -22,6 +22,7 @@ from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk, WakeUp
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence, find_stop_reason
+from skyrl_train.threads import ComputeThread
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class EngineThread:
 
     def __init__(self, shared: ThreadPoolExecutor | None, name: str) -> None:
         """`shared` has one thread; without it, a thread called `name` is started."""
-        self._executor = shared or ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._executor = shared or ComputeThread(torch.get_num_threads(), name)
         self._is_own = shared is None
 
     def run_blocking(self, function: Callable[..., T], *args: Any) -> T:

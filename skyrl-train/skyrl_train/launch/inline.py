@@ -1,5 +1,5 @@
-"""A run in one process: one rank per model, and an engine that generates with the policy's own tensors or a copy, or
-servers that receive them.
+"""A run on one device: one rank per model in this process, and an engine with the policy's own tensors, or with a copy
+in this process or another one, or servers that receive the weights.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from skyrl_train.distributed import SingleStrategy
 from skyrl_train.inference_engines.addresses import find_host, server_url
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
+from skyrl_train.inference_engines.process import start_engine
 from skyrl_train.launch.launcher import holding_devices
 from skyrl_train.launch.transports import with_transport
 from skyrl_train.models.loading import default_device
@@ -37,12 +39,14 @@ class InlineLauncher:
         servers: Sequence[str] = (),
         *,
         offloads_idle: bool = False,
+        has_engine_process: bool = False,
     ) -> None:
-        """Create the launcher. `sync` describes how weights are sent to `servers`, the addresses of engines that
-        receive them in other processes. With `offloads_idle`, models and the engine, which has a copy of the weights,
-        leave the device while they are idle.
+        """Create the launcher. `sync` describes how weights are sent to engines in other processes: to `servers`, which
+        are addresses, or to an engine in a process of its own with `has_engine_process`. With `offloads_idle`, models
+        and the engine, which has a copy of the weights, leave the device while they are idle.
         """
         self._executor = executor
+        self._has_engine_process = has_engine_process
         self._sync = sync or SyncOptions()
         self._servers = servers
         self._lease = Lease() if offloads_idle else None
@@ -58,7 +62,7 @@ class InlineLauncher:
         group = WorkerGroup(spec, [rank], objective)
         await group.load()
         self._groups.append(group)
-        if spec.role == "policy":
+        if spec.role == "policy" and not self._has_engine_process:
             self.policy = rank.worker.module.hf_model
         if self._lease is not None:
             await self._lease.add_model(group)
@@ -67,6 +71,12 @@ class InlineLauncher:
     async def start_engine(
         self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine], start_timeout_s: float
     ) -> InferenceEngine:
+        if self._has_engine_process:
+
+            async def start(_index: int) -> InferenceEngine:
+                return await start_engine(partial(make_engine, None), start_timeout_s=start_timeout_s)
+
+            return EngineClient([await start(0)], start)
         engine = make_engine(self.policy)
         if self._lease is None:
             return engine
@@ -84,11 +94,13 @@ class InlineLauncher:
         kind: SyncKind = "full",
         dtype: torch.dtype | None = None,
     ) -> WeightSync:
-        if not self._servers or any(isinstance(sink, WorkerGroup) for sink in sinks.values()):
+        has_receivers = self._has_engine_process or bool(self._servers)
+        if not has_receivers or any(isinstance(sink, WorkerGroup) for sink in sinks.values()):
             options = SyncOptions(timeout_s=self._sync.timeout_s)
             return WeightSync(source, sinks, options, kind=kind, holding_devices=holding_devices(self._lease, sinks))
-        options = with_transport(self._sync, self.device, shares_devices=False)
-        return WeightSync(source, sinks, options, find_address=self._find_address, kind=kind, dtype=dtype)
+        options = with_transport(self._sync, self.device, shares_devices=self._has_engine_process)
+        find_address = self._find_address if self._servers else None
+        return WeightSync(source, sinks, options, find_address=find_address, kind=kind, dtype=dtype)
 
     async def _find_address(self) -> str:
         """Return a free "host:port" of this machine that all servers can reach."""

@@ -37,6 +37,8 @@ class DrawnPrompt(Generic[T]):
 
     draw: int  # number of the draw in this run
     row: T
+    index: int  # of the row in its dataset
+    ends_epoch: bool = False  # no later draw is from the same epoch
 
 
 Phase = Literal["train", "eval"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import torch
 
 from skyrl_train.dataset.batch import pad_right, pad_tokens
 from skyrl_train.errors import SyncError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
 from skyrl_train.types import Metrics, TrainingBatch
-from skyrl_train.weight_sync import WeightSync
 from skyrl_train.weight_sync.sync import ADVICE
 from skyrl_train.workers.group import WorkerGroup
 
@@ -20,7 +21,12 @@ class CheckedSync:
     """A weight sync, after which the engines sample tokens that the policy scores as well."""
 
     def __init__(
-        self, sync: WeightSync, engine: InferenceEngine, policy: WorkerGroup, n_token_ids: int, tolerance: float
+        self,
+        sync: Callable[[int], Awaitable[Metrics]],
+        engine: InferenceEngine,
+        policy: WorkerGroup,
+        n_token_ids: int,
+        tolerance: float,
     ) -> None:
         """Allow a mean difference of `tolerance` nats; prompts are made of the first `n_token_ids` token ids."""
         self._sync = sync

@@ -53,7 +53,8 @@ def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
             f"generator.weight_sync_backend={backend} sends them from GPU to GPU; set "
             "generator.weight_sync_backend=auto, or generator.weight_sync_delta=false"
         )
-    has_receivers = placement.uses_ray or (generator.backend == "vllm" and not generator.run_engines_locally)
+    has_servers = generator.backend == "vllm" and not generator.run_engines_locally
+    has_receivers = placement.uses_ray or has_servers or cfg.has_engine_process
     if generator.weight_sync_delta and not has_receivers:
         yield (
             "generator.weight_sync_delta=true sends changes to another process, and this run has one; set "
@@ -146,7 +147,7 @@ def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
             )
         elif generator.backend == "vllm" and not placement.uses_ray:
             yield (
-                f"{key}={size}: vLLM in the trainer's process computes on one device; set {key}=1, or "
+                f"{key}={size}: without Ray, vLLM computes on one device; set {key}=1, or "
                 f"trainer.placement.policy_num_gpus_per_node={generator.n_devices_per_engine}, whose GPUs it then "
                 "shares"
             )

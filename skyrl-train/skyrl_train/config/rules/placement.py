@@ -38,6 +38,28 @@ def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
         )
 
 
+def asynchronous_engine_has_its_own_devices(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse asynchronous training with engines on the GPUs of the policy."""
+    placement = cfg.trainer.placement
+    if cfg.trainer.fully_async.enabled and placement.uses_ray and placement.colocate_all:
+        yield (
+            "trainer.fully_async.enabled=true trains and generates at the same time, and "
+            "trainer.placement.colocate_all=true places both on the same GPUs; set "
+            "trainer.placement.colocate_all=false, or trainer.fully_async.enabled=false"
+        )
+
+
+def asynchronous_settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of settings of asynchronous training that is off."""
+    settings = cfg.trainer.fully_async
+    if not settings.enabled and (changed := sorted(changed_fields(settings))):
+        key = f"trainer.fully_async.{changed[0]}"
+        yield (
+            f"{key}={show(value_at(settings, changed[0]))} has no effect without trainer.fully_async.enabled=true or a "
+            f"FullyAsyncRayPPOTrainer; set trainer.fully_async.enabled=true, or remove {key}"
+        )
+
+
 def critic_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse a critic that shares the GPUs of the policy but has another number of them."""
     if cfg.trainer.critic.model.path is not None:
@@ -102,6 +124,8 @@ def idle_memory_is_shared(cfg: SkyRLConfig) -> Iterator[str]:
         fix = "trainer.placement.colocate_all=true"
     elif not generator.run_engines_locally:
         reason, fix = "generator.run_engines_locally=false uses servers", "generator.run_engines_locally=true"
+    elif cfg.trainer.fully_async.enabled:
+        reason, fix = "trainer.fully_async.enabled=true leaves none idle", "trainer.fully_async.enabled=false"
     else:
         reason = f"generator.backend={generator.backend} generates with the policy's own tensors in one process"
         fix = "trainer.placement.launcher=ray"

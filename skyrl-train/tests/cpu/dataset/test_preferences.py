@@ -111,7 +111,7 @@ def test_a_batch_has_the_chosen_answer_before_the_rejected_one(
     dataset = SupervisedDataset(
         [write_rows(tmp_path, rows)], ConversationEncoder(tiny_tokenizer), PreferenceDataConfig()
     )
-    batch = build_supervised_batch([DrawnPrompt(i, dataset[i]) for i in range(2)], tiny_tokenizer.pad_token_id)
+    batch = build_supervised_batch([DrawnPrompt(i, dataset[i], i) for i in range(2)], tiny_tokenizer.pad_token_id)
     assert batch.draws.tolist() == [0, 0, 1, 1]
     assert batch.trajectories is not None
     assert batch.trajectories.tolist() == [0, 1, 2, 3]

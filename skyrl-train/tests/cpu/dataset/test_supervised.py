@@ -83,7 +83,7 @@ def test_a_prompt_and_a_response_train_the_response_and_its_eos_token(
     assert tiny_tokenizer.decode(segment.prompt_ids) == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     assert tiny_tokenizer.decode(segment.response_ids) == "It is 4.<|im_end|>"
     assert segment.loss_mask == [1] * len(segment.response_ids)
-    batch = build_supervised_batch([DrawnPrompt(0, dataset[0])], tiny_tokenizer.pad_token_id)
+    batch = build_supervised_batch([DrawnPrompt(0, dataset[0], 0)], tiny_tokenizer.pad_token_id)
     labels = batch.sequences[:, -batch.response_length :][batch.loss_mask.bool()]
     assert labels[-1] == tiny_tokenizer.eos_token_id
     assert batch.sequences[0].tolist() == segment.token_ids

@@ -573,7 +573,7 @@ async def test_a_reward_model_is_trained_as_in_one_process(
     pairs = [
         tuple((build_rewarded_segment(row, 0),) for row in pair) for pair in zip(rows[0::2], rows[1::2], strict=True)
     ]
-    batch = build_supervised_batch([DrawnPrompt(i, pair) for i, pair in enumerate(pairs)], 0)
+    batch = build_supervised_batch([DrawnPrompt(i, pair, i) for i, pair in enumerate(pairs)], 0)
     cfg = config(policy={**LORA, "model": {"path": str(tiny_model_path), "lora": lora}}).trainer
     load = partial(
         load_reward_model,

@@ -203,7 +203,7 @@ async def test_a_generator_only_has_to_implement_generate() -> None:
 
 def test_requests_name_an_environment_and_repeat_each_prompt() -> None:
     rows = [PromptRow("0", [], None, {}), PromptRow("1", [], "catch", {})]
-    requests = rollout_requests([DrawnPrompt(7, rows[0]), DrawnPrompt(8, rows[1])], 2, "gsm8k")
+    requests = rollout_requests([DrawnPrompt(7, rows[0], 0), DrawnPrompt(8, rows[1], 1)], 2, "gsm8k")
     assert [request.id.to_string() for request in requests] == ["0_0", "0_1", "1_0", "1_1"]
     assert [request.id.draw for request in requests] == [7, 7, 8, 8]
     assert [request.row.env_class for request in requests] == ["gsm8k", "gsm8k", "catch", "catch"]

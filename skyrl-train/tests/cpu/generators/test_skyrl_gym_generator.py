@@ -171,7 +171,7 @@ async def test_no_session_id_repeats_over_several_calls_with_retries(
     trajectories: list[Trajectory] = []
     for first_draw in (0, 2, 4):  # both rows are drawn three times, in training and in evaluations
         for phase in phases:
-            prompts = [DrawnPrompt(first_draw + i, row) for i, row in enumerate(rows)]
+            prompts = [DrawnPrompt(first_draw + i, row, i) for i, row in enumerate(rows)]
             errors += ["bad luck"] * 2
             trajectories += await stage.play(rollout_requests(prompts, 3, "story", phase))
             assert not errors

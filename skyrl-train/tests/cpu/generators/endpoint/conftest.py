@@ -134,7 +134,7 @@ def catch_requests(n_games: int, n_samples: int = 1) -> list[RolloutRequest]:
     for i, row in enumerate(CatchDataset(train_size=n_games).train_rows()):
         extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
         rows.append(PromptRow(str(i), row["prompt"], "catch", extras))
-    return rollout_requests([DrawnPrompt(i, row) for i, row in enumerate(rows)], n_samples, "catch")
+    return rollout_requests([DrawnPrompt(i, row, i) for i, row in enumerate(rows)], n_samples, "catch")
 
 
 class AgentStage:
