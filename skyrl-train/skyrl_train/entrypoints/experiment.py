@@ -401,7 +401,7 @@ class BasePPOExp(Experiment):
             engine_size=generator.n_devices_per_engine,
             servers=receiving_servers(generator),
             offloads_idle=self.cfg.offloads_idle(has_gpus=torch.cuda.is_available()),
-            has_engine_process=self.cfg.has_engine_process,
+            has_engine_process=self.trains and self.cfg.has_engine_process,
         )
         try:
             async with started(launcher) as self._launcher:

@@ -166,6 +166,8 @@ def _describe_steps(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
             f"{format_count(n_updates, 'optimizer step')}"
         ),
     )
+    if trainer.fully_async.enabled and (n_steps := trainer.fully_async.max_staleness_steps):
+        yield "", f"sampled while earlier steps are trained, with weights up to {format_count(n_steps, 'step')} old"
     n_tokens = generator.sampling_params.max_generate_length
     yield (
         "trajectories",
@@ -221,11 +223,19 @@ def _describe_resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         sharing += ", and are offloaded while idle" if offloads_idle else ""
         yield "processes", f"{_describe_processes(ranks, n_engines)} · {sharing}"
     else:
-        yield "processes", "1: training and generation in this one"
+        yield (
+            "processes",
+            (
+                "2: training in this one, and the engine"
+                if cfg.has_engine_process
+                else "1: training and generation in this one"
+            ),
+        )
     yield "engine", _describe_engine(cfg, offloads_idle=offloads_idle)
     sources = [] if cfg.data.custom_cls.path is not None else cfg.data.train_data
     on_top, engine_bytes = "activations and the key-value cache", 0.0
-    if cfg.generator.run_engines_locally and (ranks or cfg.generator.backend in ENGINE_NAMES):
+    has_copy = ranks or cfg.has_engine_process or cfg.generator.backend in ENGINE_NAMES
+    if cfg.generator.run_engines_locally and has_copy:
         engine_bytes = forecast_engine_bytes(cfg, models[0], has_gpu=has_gpu)
         if not ranks:
             on_top = f"activations, {format_bytes(engine_bytes)} for the engine's weights, and the key-value cache"
@@ -255,7 +265,8 @@ def _describe_engine(cfg: SkyRLConfig, *, offloads_idle: bool) -> str:
     if generator.backend in ENGINE_NAMES:
         engine = ENGINE_NAMES[generator.backend]
     else:
-        sharing = "with a copy of" if cfg.trainer.placement.uses_ray else "shares"
+        is_apart = cfg.trainer.placement.uses_ray or cfg.has_engine_process
+        sharing = "with a copy of" if is_apart else "shares"
         engine = f"embedded, {sharing} the policy's weights"
     rest = "beside the policy's weights" if offloads_idle else "that training leaves free"
     return f"{engine} · {generator.gpu_memory_utilization:.0%} of the memory {rest}"

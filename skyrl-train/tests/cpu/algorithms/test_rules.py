@@ -174,6 +174,7 @@ PROBLEMS: list[Case] = [
     ),
 ]
 
+ASYNC = "trainer.fully_async.enabled=true"
 WARNINGS: list[Case] = [
     (
         [REF_GPUS, NO_KL],
@@ -193,6 +194,17 @@ WARNINGS: list[Case] = [
         [
             [loss("gmpo"), SEQUENCE_MEAN, f"{ALGORITHM}.off_policy_correction.tis_ratio_type=sequence"],
             [loss("gspo"), SEQUENCE_MEAN, f"{ALGORITHM}.off_policy_correction.tis_ratio_type=token"],
+        ],
+    ),
+    (
+        [ASYNC, "trainer.fully_async.max_staleness_steps=2"],
+        "trainer.algorithm.policy_loss_type=regular does not correct for rollouts of weights that are up to "
+        "trainer.fully_async.max_staleness_steps=2 steps old; set "
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+        [
+            [ASYNC, f"{ALGORITHM}.off_policy_correction.tis_ratio_type=token"],
+            [ASYNC, loss("rollout_is")],
+            [ASYNC, "trainer.fully_async.max_staleness_steps=0"],
         ],
     ),
     (

@@ -47,6 +47,7 @@ def refusal(overrides: list[str]) -> str:
     return str(caught.value)
 
 
+ASYNC = "trainer.fully_async.enabled=true"
 SERVER = [
     "generator.backend=vllm",
     "generator.run_engines_locally=false",
@@ -132,6 +133,20 @@ PROBLEMS: list[Case] = [
         "generator.backend=auto generates with the policy's own tensors in one process; set "
         "trainer.placement.offload_idle=auto, or trainer.placement.launcher=ray",
         [["trainer.placement.offload_idle=true", "generator.backend=vllm"], ["trainer.placement.offload_idle=false"]],
+    ),
+    (
+        ["trainer.placement.offload_idle=true", ASYNC],
+        "trainer.placement.offload_idle=true frees devices for an engine with a copy of the weights, and "
+        "trainer.fully_async.enabled=true leaves none idle; set trainer.placement.offload_idle=auto, or "
+        "trainer.fully_async.enabled=false",
+        [["trainer.placement.offload_idle=auto", ASYNC]],
+    ),
+    (
+        [ASYNC, "trainer.placement.launcher=ray"],
+        "trainer.fully_async.enabled=true trains and generates at the same time, and "
+        "trainer.placement.colocate_all=true places both on the same GPUs; set trainer.placement.colocate_all=false, "
+        "or trainer.fully_async.enabled=false",
+        [[ASYNC], [ASYNC, "trainer.placement.launcher=ray", "trainer.placement.colocate_all=false"]],
     ),
     (
         ["trainer.placement.offload_idle=true", *SERVER],
@@ -238,6 +253,7 @@ PROBLEMS: list[Case] = [
         "generator.weight_sync_delta=false, or trainer.placement.launcher=ray",
         [
             ["generator.weight_sync_delta=true", "trainer.placement.launcher=ray"],
+            ["generator.weight_sync_delta=true", ASYNC],
             [*REMOTE, "generator.weight_sync_delta=true"],
         ],
     ),
@@ -276,7 +292,7 @@ PROBLEMS: list[Case] = [
     ),
     (
         ["generator.inference_engine_tensor_parallel_size=2", "generator.backend=vllm"],
-        "generator.inference_engine_tensor_parallel_size=2: vLLM in the trainer's process computes on one device; set "
+        "generator.inference_engine_tensor_parallel_size=2: without Ray, vLLM computes on one device; set "
         "generator.inference_engine_tensor_parallel_size=1, or trainer.placement.policy_num_gpus_per_node=2, whose "
         "GPUs it then shares",
         [
@@ -629,6 +645,13 @@ DOUBTS: list[Case] = [
                 "generator.num_inference_engines=4",
             ],
         ],
+    ),
+    (
+        ["trainer.fully_async.max_staleness_steps=2"],
+        "trainer.fully_async.max_staleness_steps=2 has no effect without trainer.fully_async.enabled=true or a "
+        "FullyAsyncRayPPOTrainer; set trainer.fully_async.enabled=true, or remove "
+        "trainer.fully_async.max_staleness_steps",
+        [["trainer.fully_async.max_staleness_steps=2", ASYNC]],
     ),
     (
         ["trainer.placement.colocate_policy_ref=false"],

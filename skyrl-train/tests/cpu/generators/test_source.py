@@ -49,9 +49,10 @@ class SequentialPrompts(ShuffledPrompts):
         super().__init__(Numbers(n_rows), batch_size, seed=0)
         self.batches: list[list[PromptRow]] = []
 
-    def _next_rows(self) -> list[PromptRow]:
-        rows = [self._dataset[(self._n_drawn + i) % len(self._dataset)] for i in range(self._batch_size)]
-        self.batches.append(rows)
+    def _next_rows(self) -> list[tuple[int, PromptRow]]:
+        indices = [(self._n_drawn + i) % len(self._dataset) for i in range(self._batch_size)]
+        rows = [(index, self._dataset[index]) for index in indices]
+        self.batches.append([row for _, row in rows])
         return rows
 
 
@@ -109,7 +110,7 @@ async def test_a_step_uses_one_batch_of_prompts() -> None:
 
 async def test_metrics_of_a_generator_are_added_to_those_of_the_step() -> None:
     generator = ScriptedGenerator(lambda uid, i: float(i))
-    generator._reported = [{"mine": 1.0}]
+    generator._reported = {"train": [{"mine": 1.0}]}
     step_data = await sample(config(3), generator, SequentialPrompts(8, 3))
     assert step_data.metrics.numbers()["mine"] == 1.0
     assert generator.take_metrics() == {}

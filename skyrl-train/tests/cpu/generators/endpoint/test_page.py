@@ -33,9 +33,8 @@ async def test_the_agent_of_the_page_plays(talker: PreTrainedModel, tiny_tokeniz
     experiment = object.__new__(names["Experiment"])
     generator = experiment.get_generator(cfg, tiny_tokenizer, engine)
     row = PromptRow("0", HELLO, None, {"reward_spec": {"ground_truth": ""}})
-    trajectories = await generator.rollout(
-        rollout_requests([DrawnPrompt(0, row, 0)], 2, "maths"), SamplingParams(max_new_tokens=4), BatchMetadata(1, "train")
-    )
+    requests = rollout_requests([DrawnPrompt(0, row, 0)], 2, "maths")
+    trajectories = await generator.rollout(requests, SamplingParams(max_new_tokens=4), BatchMetadata(1, "train"))
     assert [(t.is_valid, t.total_reward) for t in trajectories] == [(True, 1.0)] * 2
     assert [[len(segment.turns) for segment in t.segments] for t in trajectories] == [[2]] * 2
     await generator.close()

@@ -1,0 +1,136 @@
+"""Asynchronous runs with an engine in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from skyrl_train.config.cli import parse_cli
+from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.entrypoints.main_base import main
+from skyrl_train.errors import ConfigError
+from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
+from tests.processes import find_descendants
+
+N_STEPS = 6
+TRAIN_FOLDER = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def arguments(catch_run: list[str]) -> list[str]:
+    return [
+        *catch_run,
+        "trainer.fully_async.enabled=true",
+        "trainer.fully_async.max_staleness_steps=1",
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+        f"trainer.max_training_steps={N_STEPS}",
+        "trainer.epochs=4",
+        "trainer.eval_interval=3",
+        "trainer.ckpt_interval=1",
+        "trainer.dump_trajectories=true",
+    ]
+
+
+def logged(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+
+
+def assert_prompts_are_trained_once(tmp_path: Path) -> None:
+    """Assert that every step trained other prompts of its epoch."""
+    folder = tmp_path / "skyrl/test_run/trajectories"
+    dumped = [(folder / f"global_step_{step}.jsonl").read_text().splitlines() for step in range(1, N_STEPS + 1)]
+    rows = [[json.loads(line)["uid"] for line in lines] for lines in dumped]
+    per_epoch = 2  # steps
+    for first in range(0, N_STEPS, per_epoch):
+        counts = Counter(uid for step in rows[first : first + per_epoch] for uid in step)
+        assert set(counts.values()) == {1}, f"in the epoch of step {first + 1}"
+
+
+def assert_run_is_right(tmp_path: Path) -> None:
+    steps = logged(tmp_path)
+    assert [step["step"] for step in steps] == list(range(N_STEPS + 1))
+    staleness = [step["async/staleness_max"] for step in steps[1:]]
+    assert set(staleness) <= {0, 1}
+    assert max(staleness) == 1, "rollouts never ran ahead"
+    assert all(step["sync/logprob_gap"] < 1e-5 for step in steps[1:])
+    assert all(step["async/staleness_violation_count"] == 0 for step in steps[1:])
+    assert_prompts_are_trained_once(tmp_path)
+
+
+@contextmanager
+def killing_the_engine(tmp_path: Path) -> Iterator[None]:
+    """Kill the engine's process once the run has logged two steps."""
+    log = tmp_path / "skyrl/test_run/metrics.jsonl"
+    killed: list[int] = []
+
+    def kill() -> None:
+        while not log.exists() or len(log.read_text().splitlines()) < 3:
+            time.sleep(0.02)
+        (engine,) = find_descendants("spawn_main")
+        killed.append(engine.pid)
+        engine.kill()
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    yield
+    killer.join(10)
+    assert killed
+
+
+def test_an_engine_that_is_killed_is_replaced_and_no_prompt_is_lost(
+    arguments: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with killing_the_engine(tmp_path):
+        main(arguments)
+    assert "The engine was lost and is replaced" in caplog.text
+    assert_run_is_right(tmp_path)
+    assert not list(find_descendants("spawn_main"))
+
+
+def test_a_killed_run_resumes_with_the_prompts_in_progress(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.catch.main_catch", *arguments]
+    with subprocess.Popen(command, cwd=TRAIN_FOLDER, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "skyrl/test_run/ckpts/global_step_2").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (engine,) = find_descendants("spawn_main", process.pid)
+        process.kill()
+        process.wait()
+    _, running = psutil.wait_procs([engine], timeout=30)
+    assert not running, "the engine outlived its run"
+    subprocess.run(command, cwd=TRAIN_FOLDER, check=True, env=os.environ)
+    assert_run_is_right(tmp_path)
+
+
+class Script(BasePPOExp):
+    """A script of SkyRL."""
+
+    def get_trainer(self, *args: Any, **kwargs: Any) -> FullyAsyncRayPPOTrainer:
+        return FullyAsyncRayPPOTrainer(*args, **kwargs)
+
+
+def test_a_script_of_skyrl_trains_an_adapter_and_waits_for_rollouts_before_each_sync(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    overrides = ["trainer.fully_async.in_flight_weight_updates=false", "trainer.policy.model.lora.rank=4"]
+    Script(parse_cli([*arguments, *overrides])).run()
+    assert_run_is_right(tmp_path)
+    dumped = (tmp_path / "skyrl/test_run/trajectories/global_step_4.jsonl").read_text().splitlines()
+    assert {len(json.loads(line)["weight_versions"]) for line in dumped} == {1}
+
+
+def test_a_script_of_skyrl_in_one_process_is_refused(catch_run: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"set trainer\.fully_async\.enabled=true"):
+        Script(parse_cli(catch_run)).run()
