@@ -77,6 +77,10 @@ bench-catch: .venv/.runtime ## train on Catch with three seeds and both reward m
 bench-lora: .venv/.runtime ## train on Catch with all weights and with an adapter; writes benchmarks/catch/lora.md
 	@$(BENCH)/catch/lora.py --output_dir ../outputs/bench-lora $(ARGS)
 
+.PHONY: bench-async
+bench-async: .venv/.runtime ## train on Catch synchronously and asynchronously; writes benchmarks/catch/asynchronous.md
+	@$(BENCH)/catch/asynchronous.py --output_dir ../outputs/bench-async $(ARGS)
+
 .PHONY: bench-veritas
 bench-veritas: .venv/.dev ## train the OpenSpiel recipe with a tiny model, and fail below 95% legal moves; writes benchmarks/veritas/openspiel.md
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/veritas/openspiel.sh $(ARGS)

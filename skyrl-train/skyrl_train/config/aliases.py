@@ -335,6 +335,10 @@ _FSDP: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "trainer.fully_async.clear_kv_cache_on_weight_sync": (
+        (True,),
+        "cached keys and values belong to one version of the weights",
+    ),
     **{
         f"trainer.{role}.megatron_config.{name}": (({}, None), reason)
         for role in ("policy", "ref")

@@ -66,7 +66,8 @@ def verl_metrics(
         renamed["actor/kl_coef"] = cfg.trainer.algorithm.kl_loss_coef
     sampled = sum(turn.end - turn.start for t in trajectories for turn in t.turns)
     numbers = {"training/global_step": float(step), "train/global_step": float(step)}
-    numbers["rollout/throughput"] = sampled / metrics["timing/generate"]
+    seconds = metrics["timing/step" if cfg.trainer.fully_async.enabled else "timing/generate"]
+    numbers["rollout/throughput"] = sampled / seconds
     return {
         **scores,
         **renamed,

@@ -43,8 +43,8 @@ def arguments(catch_run: list[str]) -> list[str]:
     ]
 
 
-def logged(tmp_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+def logged(tmp_path: Path, name: str = "test_run") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / f"skyrl/{name}/metrics.jsonl").read_text().splitlines()]
 
 
 def assert_prompts_are_trained_once(tmp_path: Path) -> None:
@@ -112,6 +112,18 @@ def test_a_killed_run_resumes_with_the_prompts_in_progress(arguments: list[str],
     assert not running, "the engine outlived its run"
     subprocess.run(command, cwd=TRAIN_FOLDER, check=True, env=os.environ)
     assert_run_is_right(tmp_path)
+
+
+def test_without_staleness_a_run_trains_as_a_synchronous_one(arguments: list[str], tmp_path: Path) -> None:
+    common = [*arguments, "trainer.max_training_steps=3", "trainer.ckpt_interval=-1", "trainer.hf_save_interval=3"]
+    main([*common, "trainer.fully_async.max_staleness_steps=0"])
+    found = logged(tmp_path)
+    main([*common, "trainer.fully_async.enabled=false", "trainer.run_name=synchronous"])
+    expected = logged(tmp_path, "synchronous")
+    for step, expected_step in zip(found, expected, strict=True):
+        names = [name for name in expected_step if not name.startswith(("timing/", "trainer/tokens_per_second"))]
+        assert {name: step[name] for name in names} == pytest.approx({name: expected_step[name] for name in names})
+    assert {step["async/staleness_max"] for step in found[1:]} == {0}
 
 
 class Script(BasePPOExp):

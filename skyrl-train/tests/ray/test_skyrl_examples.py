@@ -96,6 +96,39 @@ class DAPOExp(BasePPOExp):
         return DAPOTrainer(*args, **kwargs)
 """
 
+FULLY_ASYNC = """
+import hydra
+import ray
+from omegaconf import DictConfig
+from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, validate_cfg
+from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
+from skyrl_train.utils import initialize_ray
+
+
+class FullyAsyncPPOExp(BasePPOExp):
+    def get_trainer(
+        self,
+        cfg,
+        tracker,
+        tokenizer,
+        train_dataset,
+        eval_dataset,
+        inference_engine_client,
+        generator,
+        colocate_pg,
+    ):
+        return FullyAsyncRayPPOTrainer(
+            cfg=cfg,
+            tracker=tracker,
+            tokenizer=tokenizer,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            inference_engine_client=inference_engine_client,
+            generator=generator,
+            colocate_pg=colocate_pg,
+        )
+"""
+
 MAIN = """
 
 @ray.remote(num_cpus=1)
@@ -218,6 +251,21 @@ def test_a_trainer_of_dapo(launch: Launch, tmp_path: Path) -> None:
     for step in steps:
         punishment = step["loss/avg_final_rewards"] - step["reward/avg_raw_reward"]
         assert -1 <= punishment < -0.5  # nearly all replies have four tokens
+
+
+def test_the_fully_asynchronous_trainer(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "main_fully_async.py").write_text(FULLY_ASYNC + MAIN.format(experiment="FullyAsyncPPOExp"))
+    settings = [
+        "trainer.placement.colocate_all=false",
+        "trainer.policy_mini_batch_size=4",
+        "trainer.fully_async.max_staleness_steps=1",
+        "trainer.fully_async.num_parallel_generation_workers=8",
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+        "generator.batched=false",
+    ]
+    steps = launch(["main_fully_async.py"], SCORED, *settings, *REWARD)
+    assert all(step["async/staleness_max"] <= step["step"] - 1 for step in steps)
+    assert all(step["sync/logprob_gap"] < 1e-5 and step["policy/grad_norm"] > 0 for step in steps)
 
 
 def test_multiply_with_an_environment_that_its_task_registers(launch: Launch) -> None:

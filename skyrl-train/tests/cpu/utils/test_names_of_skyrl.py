@@ -20,6 +20,7 @@ NAMES = {
     "entrypoints.main_base": ["BasePPOExp", "config_dir", "main", "skyrl_entrypoint", "validate_cfg"],
     "entrypoints.main_generate": ["EvalOnlyEntrypoint", "main"],
     "evaluate": ["evaluate"],
+    "fully_async_trainer": ["FullyAsyncRayPPOTrainer"],
     "generators.base": ["BatchMetadata", "GeneratorInput", "GeneratorInterface", "GeneratorOutput", "TrajectoryID"],
     "generators.skyrl_gym_generator": ["SkyRLGymGenerator"],
     "generators.utils": [
@@ -48,7 +49,7 @@ NAMES = {
     "workers.megatron.megatron_worker": ["CriticWorker", "PolicyWorker", "RefWorker"],
 }
 
-ABSENT_MODULES = ["fully_async_trainer", "workers.worker_dispatch", "workers.worker_utils"]
+ABSENT_MODULES = ["workers.worker_dispatch", "workers.worker_utils"]
 
 ABSENT = {
     "evaluate": ["evaluate_step_wise"],
