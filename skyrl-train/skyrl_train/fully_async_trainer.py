@@ -1,4 +1,4 @@
-"""SkyRL's trainer of asynchronous runs, for its scripts. `generators.source.BufferedRollouts` plays their rollouts."""
+"""SkyRL's asynchronous trainer, for scripts that return it from `get_trainer`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from skyrl_train.ray_ppo_trainer import RayPPOTrainer
 
 
 class FullyAsyncRayPPOTrainer(RayPPOTrainer):
-    """A `RayPPOTrainer` whose rollouts continue while it trains, for `BasePPOExp.get_trainer`.
+    """A `RayPPOTrainer` that trains while `generators.buffered.BufferedRollouts` generates.
 
-    It turns `trainer.fully_async.enabled` on, if engines and policy are in separate processes.
+    It turns `trainer.fully_async.enabled` on if the engines run in other processes.
     """

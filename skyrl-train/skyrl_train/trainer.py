@@ -75,6 +75,8 @@ class Trainer(TrainingRun):
                     await self.finish_step(step)  # callbacks: evaluate, log, checkpoint
             except RolloutsAbandonedError as stopped:
                 logger.warning("%s", stopped)
+            finally:
+                await self._source.close()
 
     # -- the stages of a step
 
@@ -99,21 +101,28 @@ class Trainer(TrainingRun):
 
     async def _take(self, number: int) -> StepData:
         """Return the rollouts of a step; RolloutsAbandonedError if they do not end in time after a stop request."""
-        data, stop = asyncio.ensure_future(self._source.take(number)), asyncio.ensure_future(self._stop.wait())
+        data = asyncio.ensure_future(self._source.take(number))
         try:
-            await asyncio.wait([data, stop], return_when=asyncio.FIRST_COMPLETED)
-            if not data.done():
-                await asyncio.wait([data], timeout=STOP_GRACE_S)
-            if not data.done():
+            if not await self._end_in_time(data):
                 raise RolloutsAbandonedError(
                     f"The rollouts of step {number} did not end within {STOP_GRACE_S:.0f} s after the stop request: "
                     "the step is abandoned"
                 )
             return data.result()
         finally:
-            for task in (data, stop):
-                task.cancel()
-            await asyncio.wait([data, stop])
+            data.cancel()
+            await asyncio.wait([data])
+
+    async def _end_in_time(self, rollouts: asyncio.Future[Any]) -> bool:
+        """Wait for rollouts; False if they do not end within `STOP_GRACE_S` after a stop request."""
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait([rollouts, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not rollouts.done():
+                await asyncio.wait([rollouts], timeout=STOP_GRACE_S)
+            return rollouts.done()
+        finally:
+            stop.cancel()
 
     def build_batch(self, step: Step, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         """Pad the trajectories into tensors (B, L); mask groups of equal rewards if configured."""
@@ -149,13 +158,17 @@ class Trainer(TrainingRun):
     async def sync_weights(self, step: Step) -> None:
         """Send the policy's weights, as version `step.number`, to the engines."""
         with step.timer("sync_weights"):
-            await self._source.before_weights()
+            ending = asyncio.ensure_future(self._source.before_sync())
+            if await self._end_in_time(ending):
+                ending.result()
+            else:
+                ending.cancel()  # no step will train on the rollouts in progress
             try:
                 step.record(await self._sync_engines(step.number))
             except EngineError:
                 await self.check_weights(step.number)  # divergence explains why engines refuse the weights
                 raise
-            await self._source.on_weights(step.number)
+            await self._source.after_sync(step.number)
 
 
 def _has_no_gradient(metrics: Mapping[str, float]) -> bool:

@@ -191,8 +191,8 @@ def _loss_is_used_as_intended(cfg: SkyRLConfig, traits: LossTraits) -> Iterator[
     corrects = traits.reads_rollout_logprobs or bool(algorithm.off_policy_correction.switches)
     if settings.enabled and settings.max_staleness_steps > 0 and not corrects:
         yield (
-            f"{loss} does not correct for rollouts of weights that are up to trainer.fully_async.max_staleness_steps="
-            f"{settings.max_staleness_steps} steps old; set "
+            f"{loss} has no off-policy correction, and trainer.fully_async.max_staleness_steps="
+            f"{settings.max_staleness_steps} allows rollouts of weights that are as many steps old; set "
             "trainer.algorithm.off_policy_correction.tis_ratio_type=token"
         )
     for name in ("tis_ratio_type", "token_mask_is_threshold_high"):

@@ -145,7 +145,7 @@ class GeneratorConfig(Section):
     the policy (`trainer.placement.colocate_all=true`), and NCCL for engines on others; `cuda_ipc` takes CUDA IPC. On
     CPUs, all three take shared memory for processes on the node of the policy's first rank, and gloo for the others;
     `shm` and `gloo` take one of them for all. `auto` does the same on GPUs for running servers. A run in one process
-    sends weights to servers of vLLM only."""
+    sends weights to servers of vLLM only, and with `trainer.fully_async` to its engine."""
 
     weight_transfer_threshold_cuda_ipc_GB: Annotated[float, Gt(0)] = 1.0
     """Memory of each GPU, in units of 10⁹ bytes, through which CUDA IPC sends weights in pieces."""
@@ -153,7 +153,8 @@ class GeneratorConfig(Section):
     weight_sync_check: SyncCheck = "auto"
     """Check after each weight sync. `checksum` compares all values that were copied to another process. `logprobs` also
     lets the engine sample 32 tokens, which the policy scores: `sync/logprob_gap`. A difference ends the run. `auto` is
-    `logprobs`, unless the engine generates with the policy's own tensors."""
+    `logprobs`, unless the engine generates with the policy's own tensors. With `trainer.fully_async.enabled`, `auto`
+    samples after the first sync only, because later the tokens would wait for rollouts in progress."""
 
     weight_sync_tolerance: Annotated[float, Gt(0)] | None = None
     """Maximum of `sync/logprob_gap`, in nats; null is 0.001 in float32 and 0.1 in bfloat16."""

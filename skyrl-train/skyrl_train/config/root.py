@@ -32,7 +32,8 @@ class MixtureConfig(Section):
 
     curriculum: Text | None = None
     """`module:function` that adapts the weights. It is called after each step as `function(step, weights, metrics)`,
-    with metrics such as `reward/search/avg_raw_reward`, and returns the weights of the next step."""
+    with metrics such as `reward/search/avg_raw_reward`, and returns the weights of the next prompts to be drawn: those
+    of the next step, or, with `trainer.fully_async`, of one that is `max_staleness_steps` + 1 later."""
 
     @property
     def is_used(self) -> bool:
@@ -152,14 +153,15 @@ class SkyRLConfig(Section):
 
     @property
     def has_engine_process(self) -> bool:
-        """True if the run trains in this process, and the engine generates in another one."""
-        trainer = self.trainer
-        is_apart = trainer.fully_async.enabled and not trainer.placement.uses_ray
-        return is_apart and self.generator.n_local_engines > 0
+        """True if the run trains in this process, and sends the weights to its engine in another one."""
+        trainer, generator = self.trainer, self.generator
+        if not trainer.fully_async.enabled or trainer.placement.uses_ray:
+            return False
+        return generator.run_engines_locally and generator.backend != "sglang"  # which reads weights from files
 
     def offloads_idle(self, *, has_gpus: bool) -> bool:
         """Return True if models and engines leave the devices that they share while they are idle."""
-        if self.trainer.fully_async.enabled:  # none is ever idle
+        if self.trainer.fully_async.enabled:  # both are busy all the time
             return False
         has_copy = self.trainer.placement.uses_ray or self.generator.backend in ("vllm", "sglang")
         return has_copy and self.generator.n_local_engines > 0 and self.trainer.placement.offloads_idle(has_gpus)

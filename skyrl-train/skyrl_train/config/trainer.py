@@ -16,9 +16,9 @@ class PlacementConfig(RunPlacementConfig):
     """Processes of a training run. On a cluster without GPUs, each GPU in these keys is a process on the CPU."""
 
     launcher: Literal["auto", "inline", "ray"] = "auto"
-    """`inline` runs everything in one process. `ray` runs each rank and each engine in a process of a Ray cluster: the
-    one at `$RAY_ADDRESS`, the one that `ray start` began on this machine, or a new one. `auto` takes `ray` if a key
-    below asks for more than one process."""
+    """`inline` runs everything on one device, in one process or, with `fully_async`, in two. `ray` runs each rank and
+    each engine in a process of a Ray cluster: the one at `$RAY_ADDRESS`, the one that `ray start` began on this
+    machine, or a new one. `auto` takes `ray` if a key below asks for more than one process."""
 
     colocate_all: bool = True
     """Training and the rollout engine share the same GPUs. `false` reserves others for each of policy, critic,
@@ -59,23 +59,28 @@ class PlacementConfig(RunPlacementConfig):
 
 
 class FullyAsyncConfig(Section):
-    """Asynchronous training: the engine generates the rollouts of the next steps while the policy is updated."""
+    """Asynchronous training: the engines generate the rollouts of the next steps while the policy is updated."""
 
     enabled: bool = False
-    """Generate and train at the same time, in separate processes: on Ray with `placement.colocate_all=false`, or with
-    one engine in a process of its own on this machine. Rollouts are then off-policy; see
+    """Train and generate concurrently, in separate processes: on Ray with `placement.colocate_all=false`, with running
+    servers, or with a second process on this machine. Rollouts become off-policy; see
     `algorithm.off_policy_correction`."""
 
     max_staleness_steps: Annotated[int, Ge(0)] = 4
-    """Maximum number of steps by which the weights that a rollout trains are newer than those with which it began. The
-    rollouts of as many steps, and of the current one, are in progress at once; 0 generates and trains in turn."""
+    """Maximum number of steps between the weights that start a rollout and those that train on it. Rollouts of this
+    many future steps are generated ahead; 0 is on-policy."""
 
     num_parallel_generation_workers: Count = 768
     """Maximum number of prompts whose rollouts are in progress at once."""
 
     in_flight_weight_updates: bool = True
-    """Rollouts in progress continue with new weights. `false` waits for those that have begun before each weight sync,
-    so that one version of the weights samples each rollout."""
+    """Let rollouts in progress continue with new weights. `false` finishes them before each weight sync, so that one
+    version of the weights samples each rollout."""
+
+    @property
+    def continues_rollouts(self) -> bool:
+        """True if weights change while rollouts are in progress."""
+        return self.enabled and self.in_flight_weight_updates
 
 
 class TrainerConfig(RunConfig):

@@ -58,7 +58,7 @@ class PromptOrder(ABC, Generic[R]):
     """Batches of rows, epoch after epoch, in an order that depends on the seed alone.
 
     Drawn rows are numbered. `state_dict` is the position after the last batch; an order that loads it continues from
-    there, with the prompts that had been drawn and not used.
+    there, starting with prompts that were drawn but not trained on.
     """
 
     def __init__(self, dataset: Dataset[R], batch_size: int, seed: int) -> None:
@@ -88,11 +88,16 @@ class PromptOrder(ABC, Generic[R]):
         """Epochs that have no batch left."""
 
     def next_batch(self) -> list[DrawnPrompt[R]]:
-        """Draw the next batch, after the unused prompts of `load_state_dict`; it starts the next epoch when this one is
-        over.
+        """Draw the next batch: unused prompts of `load_state_dict`, then new ones, from the next epoch once this one
+        is over. An error leaves the position unchanged.
         """
         if len(self._unused) < self._batch_size:
-            n_epochs_over, rows = self.n_epochs_over, self._next_rows()
+            position, n_epochs_over = self.state_dict(), self.n_epochs_over
+            try:
+                rows = self._next_rows()
+            except BaseException:
+                self.load_state_dict(position)
+                raise
             ends_epoch = self.n_epochs_over > n_epochs_over
             self._unused += [
                 DrawnPrompt(self._n_drawn + i, row, index, ends_epoch and i == len(rows) - 1)
@@ -102,8 +107,8 @@ class PromptOrder(ABC, Generic[R]):
         return [self._unused.popleft() for _ in range(self._batch_size)]
 
     def state_dict(self, unused: Sequence[DrawnPrompt[R]] = ()) -> dict[str, Any]:
-        """Return the position, and the identity of the data. The order that loads it draws the `unused` prompts, which
-        this one has drawn, once more.
+        """Return the position, and the identity of the data. `unused` prompts were drawn but not trained on;
+        `load_state_dict` puts them first.
         """
         counts = {"n_drawn": self._n_drawn, "n_skipped": self._n_skipped}
         numbers = [(prompt.draw, prompt.index, prompt.ends_epoch) for prompt in (*unused, *self._unused)]

@@ -48,6 +48,7 @@ from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.command import validate_cfg
 from skyrl_train.entrypoints.engine import (
     delete_weight_files,
+    engine_process,
     needs_model,
     new_engine,
     receiving_servers,
@@ -59,9 +60,11 @@ from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.errors import ConfigError
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.buffered import BufferedRollouts
 from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template, read_chat_template
+from skyrl_train.generators.rewards import functions_of_batches
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
-from skyrl_train.generators.source import BufferedRollouts, LockstepRollouts
+from skyrl_train.generators.source import LockstepRollouts, Rollouts
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
@@ -83,9 +86,9 @@ from skyrl_train.models.lora import add_adapter
 from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.tracking import Tracking
 from skyrl_train.trainer import RayPPOTrainer, SyncEngines, Trainer
-from skyrl_train.types import Metrics
 from skyrl_train.types.specs import LoraSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.paused_sync import PausedSync
 from skyrl_train.workers.weight_check import CheckedSync
 
 logger = logging.getLogger(__name__)
@@ -228,7 +231,8 @@ class BasePPOExp(Experiment):
 
     def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine that samples from the policy `model`; None if it has weights of its own."""
-        return new_engine(self.cfg, model, self.tokenizer, self._reserved_bytes, self._compute)
+        executor = None if self.trains and self.cfg.has_engine_process else self._compute
+        return new_engine(self.cfg, model, self.tokenizer, self._reserved_bytes, executor)
 
     def _make_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine for the policy `model`; without it, for a new copy with its adapter if it needs one."""
@@ -321,11 +325,10 @@ class BasePPOExp(Experiment):
                     if isinstance(skyrl_trainer, FullyAsyncRayPPOTrainer):
                         self._enable_fully_async(launcher)
                         skyrl_trainer.cfg = self.cfg
-                    new_rollouts = partial(BufferedRollouts, total_steps=total_steps)
-                    source = (new_rollouts if self.cfg.trainer.fully_async.enabled else LockstepRollouts)(
-                        self.cfg,
+                    source = self._new_source(
                         generator,
                         prompts,
+                        total_steps,
                         with_greedy_rewards=bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS),
                         penalizes_overlong=skyrl_trainer is None or not skyrl_trainer.postprocesses,
                     )
@@ -341,14 +344,11 @@ class BasePPOExp(Experiment):
                             *self.get_callbacks(eval_dataset, generator, tracker),
                         ],
                     }
-                    try:
-                        if skyrl_trainer is None:
-                            await train(self.trainer_class(self.cfg, **parts))
-                        else:
-                            skyrl_trainer.attach(**parts)
-                            await train(skyrl_trainer)
-                    finally:
-                        await source.close()
+                    if skyrl_trainer is None:
+                        await train(self.trainer_class(self.cfg, **parts))
+                    else:
+                        skyrl_trainer.attach(**parts)
+                        await train(skyrl_trainer)
 
     def _skyrl_trainer(
         self,
@@ -379,16 +379,32 @@ class BasePPOExp(Experiment):
         return trainer
 
     def _enable_fully_async(self, launcher: Launcher) -> None:
-        """Turn asynchronous training on; ConfigError if the engine generates with the policy's own tensors."""
+        """Turn asynchronous training on; ConfigError if the engine generates in this process."""
         if self.cfg.trainer.fully_async.enabled:
             return
-        if launcher.policy is not None:
+        if launcher.policy is not None and self.cfg.generator.run_engines_locally:
             raise ConfigError(
                 f"{type(self).__name__}.get_trainer returned a FullyAsyncRayPPOTrainer, and the engine was started for "
                 "synchronous training; set trainer.fully_async.enabled=true"
             )
         self.cfg = with_value(self.cfg, "trainer.fully_async.enabled", True)
         raise_problems(find_problems(self.cfg))
+        for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
+            logger.warning(sentence)
+
+    def _new_source(
+        self, generator: GeneratorInterface, prompts: PromptOrder, total_steps: int, **options: bool
+    ) -> Rollouts:
+        """Return the rollouts of the run; ConfigError if a reward function needs whole batches that it will not get."""
+        if not self.cfg.trainer.fully_async.enabled:
+            return LockstepRollouts(self.cfg, generator, prompts, **options)
+        if names := functions_of_batches(self.cfg.generator):
+            raise ConfigError(
+                f"generator.reward_functions={names[0]} compares the samples of a batch, and "
+                "trainer.fully_async.enabled=true scores those of one prompt at a time; register it with level=group, "
+                "or set trainer.fully_async.enabled=false"
+            )
+        return BufferedRollouts(self.cfg, generator, prompts, total_steps=total_steps, **options)
 
     @asynccontextmanager
     async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
@@ -401,7 +417,7 @@ class BasePPOExp(Experiment):
             engine_size=generator.n_devices_per_engine,
             servers=receiving_servers(generator),
             offloads_idle=self.cfg.offloads_idle(has_gpus=torch.cuda.is_available()),
-            has_engine_process=self.trains and self.cfg.has_engine_process,
+            engine_process=engine_process(self.cfg) if self.trains else None,
         )
         try:
             async with started(launcher) as self._launcher:
@@ -411,22 +427,20 @@ class BasePPOExp(Experiment):
 
     def _engine_sync(self, launcher: Launcher, policy: WorkerGroup, engine: InferenceEngine) -> SyncEngines:
         """Return the function that sends the policy's weights to the engine, with the check that is configured."""
-        dtype = engine.info.weight_dtype
-        sync = launcher.weight_sync(policy, {"the engine": engine}, sync_kind(self.cfg), dtype)
+        cfg, dtype = self.cfg, engine.info.weight_dtype
+        sync = launcher.weight_sync(policy, {"the engine": engine}, sync_kind(cfg), dtype)
+        is_async = cfg.trainer.fully_async.enabled
+        paused = PausedSync(sync, engine, policy)
         if isinstance(engine, EngineClient):
-            engine.follow(sync)
-        is_copied = launcher.policy is None or not needs_model(self.cfg)
-        tolerance = sync_tolerance(self.cfg, launcher.device, dtype, is_copied=is_copied)
-
-        async def sync_paused(version: int) -> Metrics:
-            await engine.pause()  # rollouts in progress continue with the new weights
-            try:
-                return await sync(version)
-            finally:
-                await engine.resume()
-
-        send: SyncEngines = sync_paused if self.cfg.trainer.fully_async.enabled else sync
-        return send if tolerance is None else CheckedSync(send, engine, policy, len(self.tokenizer), tolerance)
+            engine.follow(sync, is_current=paused.is_current if is_async else None)
+        is_copied = launcher.policy is None or not needs_model(cfg)
+        tolerance = sync_tolerance(cfg, launcher.device, dtype, is_copied=is_copied)
+        send: SyncEngines = paused if is_async else sync
+        if tolerance is None:
+            return send
+        # later, the sampled tokens would wait for rollouts in progress
+        once = cfg.trainer.fully_async.continues_rollouts and cfg.generator.weight_sync_check == "auto"
+        return CheckedSync(send, engine, policy, len(self.tokenizer), tolerance, once=once)
 
     async def _load_models(
         self, launcher: Launcher, estimator: AdvantageEstimator, objective: PolicyObjective, total_steps: int

@@ -167,7 +167,7 @@ def _describe_steps(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         ),
     )
     if trainer.fully_async.enabled and (n_steps := trainer.fully_async.max_staleness_steps):
-        yield "", f"sampled while earlier steps are trained, with weights up to {format_count(n_steps, 'step')} old"
+        yield "", f"generated up to {format_count(n_steps, 'step')} ahead, off-policy"
     n_tokens = generator.sampling_params.max_generate_length
     yield (
         "trajectories",
@@ -226,7 +226,7 @@ def _describe_resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         yield (
             "processes",
             (
-                "2: training in this one, and the engine"
+                "2: training in this one, generation in the other"
                 if cfg.has_engine_process
                 else "1: training and generation in this one"
             ),
@@ -265,8 +265,8 @@ def _describe_engine(cfg: SkyRLConfig, *, offloads_idle: bool) -> str:
     if generator.backend in ENGINE_NAMES:
         engine = ENGINE_NAMES[generator.backend]
     else:
-        is_apart = cfg.trainer.placement.uses_ray or cfg.has_engine_process
-        sharing = "with a copy of" if is_apart else "shares"
+        has_copy = cfg.trainer.placement.uses_ray or cfg.has_engine_process
+        sharing = "with a copy of" if has_copy else "shares"
         engine = f"embedded, {sharing} the policy's weights"
     rest = "beside the policy's weights" if offloads_idle else "that training leaves free"
     return f"{engine} · {generator.gpu_memory_utilization:.0%} of the memory {rest}"

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """The step that a batch of rollouts belongs to, e.g. `BatchMetadata(12, "train", seed=42)`."""
+    """The step in which rollouts begin, e.g. `BatchMetadata(12, "train", seed=42)`."""
 
     global_step: int
     training_phase: Phase
@@ -115,7 +115,8 @@ EMPTY_RESPONSE = "empty_response", "the response is empty and cannot carry a rew
 class GeneratorInterface:
     """A player of rollouts. Implement `generate`, on SkyRL's parallel lists, or `rollout`; each defaults to the other.
 
-    The trainer calls generators with `play`.
+    The trainer calls generators with `play`. In asynchronous training, it has many calls in progress at once, each with
+    the samples of one prompt, and evaluations beside them.
     """
 
     generator_cfg: GeneratorConfig  # optional: the sampling parameters of `generate` without any

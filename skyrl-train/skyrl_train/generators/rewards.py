@@ -129,6 +129,12 @@ def weighted_reward(
     return sum(weights.get(name, 1.0) * value for name, value in components.items())
 
 
+def functions_of_batches(cfg: GeneratorConfig) -> list[str]:
+    """Return the configured reward functions that compare all samples of a batch."""
+    known = [name for name in cfg.reward_functions if name in REWARD_FUNCTIONS]
+    return [name for name in known if REWARD_FUNCTIONS[name].level == "batch"]
+
+
 class RewardFunctions:
     """The configured reward functions and their weights."""
 
@@ -145,6 +151,7 @@ class RewardFunctions:
         self._weights = cfg.reward_weights
         self._chat = chat
         self._unused: set[str] = set()  # weights that were logged as unused
+        self._locks = {name: asyncio.Lock() for name in self._functions}
 
     async def add_to(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Add the rewards to the valid trajectories, then apply the configured rules for truncated replies."""
@@ -158,7 +165,7 @@ class RewardFunctions:
         return trajectories
 
     async def _add(self, name: str, trajectories: list[Trajectory]) -> list[Trajectory]:
-        registered, lock = self._functions[name], asyncio.Lock()
+        registered, lock = self._functions[name], self._locks[name]
         valid = [i for i, t in enumerate(trajectories) if t.is_valid]
         groups: list[list[int]] = [valid] if valid else []
         if registered.level == "group":

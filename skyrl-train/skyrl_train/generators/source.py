@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import random
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from skyrl_train.algorithms.contract import estimator_traits
 from skyrl_train.algorithms.dynamic_sampling import GroupCollector
 from skyrl_train.algorithms.filters import punish_overlong
-from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.order import PromptOrder
 from skyrl_train.errors import EnvError
@@ -22,8 +19,6 @@ from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, Rollo
 from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import DrawnPrompt, Metrics, PromptRow, Trajectory
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +38,11 @@ class BatchSource(Protocol):
         """Return the data of a step. An error leaves the position unchanged."""
         ...
 
-    async def before_weights(self) -> None:
-        """Prepare for new weights of the engines."""
+    async def before_sync(self) -> None:
+        """Prepare for a weight sync."""
         ...
 
-    async def on_weights(self, version: int) -> None:
+    async def after_sync(self, version: int) -> None:
         """Record that the engines now sample with the weights of `version`."""
         ...
 
@@ -56,16 +51,16 @@ class BatchSource(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position; DataError if it belongs to other data."""
+        """Resume from a position; DataError if it belongs to other data."""
         ...
 
     async def close(self) -> None:
-        """Abandon the rollouts that are still in progress."""
+        """Cancel the rollouts in progress."""
         ...
 
 
 class Rollouts(ABC):
-    """Rollouts of a generator. Subclasses decide when they are played.
+    """Base class of sources that play rollouts; subclasses decide when.
 
     Invalid trajectories are counted and dropped, and so is a valid one that is alone in its group if the advantage
     estimator compares samples. Dynamic sampling draws more prompts until enough groups are informative.
@@ -104,7 +99,7 @@ class Rollouts(ABC):
         return BatchMetadata(step, "train", self._cfg.trainer.seed)
 
     async def _sample(self, step: int) -> StepData:
-        """Return the rollouts of as many batches as a step needs."""
+        """Collect batches of rollouts until the step has enough."""
         trainer, generator = self._cfg.trainer, self._cfg.generator
         collector = GroupCollector(
             trainer.algorithm.dynamic_sampling,
@@ -157,25 +152,27 @@ class Rollouts(ABC):
     async def _add_greedy_rewards(
         self, rollouts: Sequence[Trajectory], drawn: Sequence[DrawnPrompt[PromptRow]], step: int
     ) -> list[Trajectory]:
-        """Play each row greedily once, and add its reward to the row's rollouts; drop them if it failed."""
-        n_samples = self._cfg.generator.n_samples_per_prompt
+        """Add the reward of a greedy rollout of each row to the row's rollouts; drop them if it failed."""
         prompts = {prompt.row.uid: prompt for prompt in reversed(drawn)}
-        requests = [
-            RolloutRequest(replace(request.id, repetition_id=n_samples), request.row)
-            for request in rollout_requests(
-                [prompts[uid] for uid in dict.fromkeys(t.id.instance_id for t in rollouts)],
-                1,
-                self._cfg.environment.env_class,
-            )
-        ]
-        greedy_sampling = replace(self._sampling, temperature=0.0)
-        greedy = await play(self._generator, requests, greedy_sampling, self._metadata(step))
-        greedy = self._penalize_overlong(greedy)
-        rewards = {t.id.instance_id: t.total_reward for t in greedy if t.is_valid}
+        uids = dict.fromkeys(t.id.instance_id for t in rollouts)
+        greedy = await self._greedy_rollouts([prompts[uid] for uid in uids], step)
+        rewards = {t.id.instance_id: t.total_reward for t in self._penalize_overlong(greedy) if t.is_valid}
         with_baseline = [t for t in rollouts if t.id.instance_id in rewards]
         if not with_baseline:
             raise EnvError(f"all {len(greedy)} greedy rollouts failed; the first: {greedy[0].error}")
         return [replace(t, greedy_reward=rewards[t.id.instance_id]) for t in with_baseline]
+
+    async def _greedy_rollouts(self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int) -> list[Trajectory]:
+        """Return one greedy rollout of each prompt."""
+        return await self._play_greedily(prompts, step)
+
+    async def _play_greedily(self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int) -> list[Trajectory]:
+        n_samples = self._cfg.generator.n_samples_per_prompt
+        requests = [
+            RolloutRequest(replace(request.id, repetition_id=n_samples), request.row)
+            for request in rollout_requests(prompts, 1, self._cfg.environment.env_class)
+        ]
+        return await play(self._generator, requests, replace(self._sampling, temperature=0.0), self._metadata(step))
 
 
 class LockstepRollouts(Rollouts):
@@ -195,10 +192,10 @@ class LockstepRollouts(Rollouts):
             self._prompts.load_state_dict(position)
             raise
 
-    async def before_weights(self) -> None:
+    async def before_sync(self) -> None:
         """Do nothing: engines are idle between steps."""
 
-    async def on_weights(self, version: int) -> None:
+    async def after_sync(self, version: int) -> None:
         """Do nothing: the next step starts its own rollouts."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,154 +210,3 @@ class LockstepRollouts(Rollouts):
     async def _next_batch(self, step: int) -> tuple[list[DrawnPrompt[PromptRow]], list[Trajectory]]:
         prompts = self._prompts.next_batch()
         return prompts, await self._play(prompts, step)
-
-
-class _Batch(NamedTuple):
-    prompts: list[DrawnPrompt[PromptRow]]
-    playing: asyncio.Task[list[Trajectory]]
-
-
-class BufferedRollouts(Rollouts):
-    """Asynchronous rollouts: while the trainer updates the policy, the engines play the batches of the next steps.
-
-    With S = `trainer.fully_async.max_staleness_steps`, S + 1 batches are in progress or complete after each sync. Steps
-    take them in the order in which their prompts were drawn, so that short rollouts are not preferred. A step updates
-    weights that are therefore at most S versions newer than those with which its rollouts began; those in progress
-    continue with new weights.
-
-    Rollouts of prompts that no step has trained on are lost when the run stops. A resumed run plays them again.
-    """
-
-    def __init__(
-        self,
-        cfg: SkyRLConfig,
-        generator: GeneratorInterface,
-        prompts: PromptOrder[PromptRow],
-        *,
-        total_steps: int,
-        with_greedy_rewards: bool = False,
-        penalizes_overlong: bool = True,
-    ) -> None:
-        """Play no more batches than `total_steps` need. The other arguments are those of `Rollouts`."""
-        super().__init__(
-            cfg,
-            generator,
-            prompts,
-            with_greedy_rewards=with_greedy_rewards,
-            penalizes_overlong=penalizes_overlong,
-        )
-        self._settings = cfg.trainer.fully_async
-        self._total_steps = total_steps
-        self._version = 0  # of the engines' weights
-        self._batches: deque[_Batch] = deque()  # drawn and not trained on yet, in order
-        self._n_taken = 0  # batches of the step in progress
-        self._slots = asyncio.Semaphore(self._settings.num_parallel_generation_workers)
-        self._may_start = asyncio.Event()
-        self._running: set[asyncio.Task[Any]] = set()  # groups that have started
-
-    async def take(self, step: int) -> StepData:
-        """Wait for the oldest rollouts, and return the data of a step.
-
-        Adds the metrics of staleness, which is the number of updates between the weights that sampled the first token
-        of a trajectory and those that the step updates:
-
-            async/staleness_mean, _min, _max     over the trajectories of the step
-            async/staleness_ratio                fraction of trajectories with a staleness above 0
-            async/staleness_violation_count      trajectories above `max_staleness_steps`, which is always 0
-            async/gen_buffer_qsize_at_wait_start batches that were complete when the step began
-
-        Raises:
-            EnvError: a batch has no trajectory to train on.
-            DataError: dynamic sampling did not find enough groups.
-            Exception: any error of the generator, of this or of a later batch.
-        """
-        n_complete = sum(batch.playing.done() for batch in self._batches)
-        self._n_taken = 0
-        data = await self._sample(step)
-        for _ in range(self._n_taken):
-            self._batches.popleft()
-        self._n_taken = 0
-        metrics = {"async/gen_buffer_qsize_at_wait_start": float(n_complete)}
-        staleness = [step - 1 - t.weight_versions[0] for t in data.trajectories if t.weight_versions]
-        if staleness:
-            n_violations = sum(n > self._settings.max_staleness_steps for n in staleness)
-            metrics |= {
-                "async/staleness_mean": sum(staleness) / len(staleness),
-                "async/staleness_min": min(staleness),
-                "async/staleness_max": max(staleness),
-                "async/staleness_ratio": sum(n > 0 for n in staleness) / len(staleness),
-                "async/staleness_violation_count": n_violations,
-            }
-        return replace(data, metrics=data.metrics.merge(Metrics.of(metrics)))
-
-    async def before_weights(self) -> None:
-        """Without `in_flight_weight_updates`, wait for the rollouts that have started; others wait."""
-        if not self._settings.in_flight_weight_updates:
-            self._may_start.clear()
-            while self._running:
-                await asyncio.wait(self._running)
-
-    async def on_weights(self, version: int) -> None:
-        """Start the rollouts for which the sync has made room."""
-        self._version = version
-        self._may_start.set()
-        try:
-            self._start_batches(min(self._settings.max_staleness_steps + 1, self._total_steps - version))
-        except Exception as error:  # noqa: BLE001, `take` draws again and raises it, after which the run saves its weights
-            logger.warning("The next prompts cannot be drawn: %s", error)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last step: that of the prompts, and those that no step has trained on."""
-        return self._prompts.state_dict(unused=[prompt for batch in self._batches for prompt in batch.prompts])
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert not self._batches, "load the position before the first rollouts"
-        self._prompts.load_state_dict(state)
-
-    async def close(self) -> None:
-        """Abandon the rollouts that are still in progress."""
-        for batch in self._batches:
-            batch.playing.cancel()
-        await asyncio.gather(*(batch.playing for batch in self._batches), return_exceptions=True)
-
-    def _start_batches(self, n_batches: int) -> None:
-        """Draw and start batches until the step in progress, or the next one, has `n_batches` ahead."""
-        while len(self._batches) - self._n_taken < n_batches:
-            position = self._prompts.state_dict()
-            try:
-                prompts = self._prompts.next_batch()
-            except BaseException:
-                self._prompts.load_state_dict(position)
-                raise
-            self._batches.append(_Batch(prompts, asyncio.create_task(self._play_groups(prompts))))
-
-    async def _play_groups(self, prompts: Sequence[DrawnPrompt[PromptRow]]) -> list[Trajectory]:
-        """Play each prompt as soon as there is a slot for it, and return the rollouts of all."""
-
-        async def play_group(prompt: DrawnPrompt[PromptRow]) -> list[Trajectory]:
-            task = asyncio.current_task()
-            assert task is not None
-            async with self._slots:
-                await self._may_start.wait()
-                self._running.add(task)
-                try:
-                    return await self._play([prompt], self._version + 1)
-                finally:
-                    self._running.discard(task)
-
-        groups = await gather_or_cancel(map(play_group, prompts))
-        return [trajectory for group in groups for trajectory in group]
-
-    async def _next_batch(self, step: int) -> tuple[list[DrawnPrompt[PromptRow]], list[Trajectory]]:
-        """Wait for the oldest batch. The next one may start, if dynamic sampling dropped the one before it."""
-        n_ahead = min(self._settings.max_staleness_steps + 1, self._total_steps - step + 1)
-        self._start_batches(n_ahead)
-        prompts, playing = self._batches[self._n_taken]
-        while not playing.done():
-            unfinished = {batch.playing for batch in self._batches if not batch.playing.done()}
-            await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
-            for batch in self._batches:
-                if batch.playing.done():
-                    batch.playing.result()  # raises the error of a later batch at once
-        self._n_taken += 1
-        return prompts, playing.result()

@@ -76,6 +76,8 @@ class EngineClient:
         self._aborted: Counter[str | None] = Counter()  # calls of `abort` by session
         self._version: int | None = None  # of the last weights that were received
         self._synced = self._engines.copy()  # receivers of the last weights, or of a failed attempt
+        self._is_current: Callable[[], bool] | None = None
+        self._held: set[InferenceEngine] = set()  # paused until the next sync
         self._is_paused, self._is_asleep, self._is_closed = False, False, False
         self._has_weights = True  # in memory
         self._watching: asyncio.Task[None] | None = None
@@ -84,12 +86,14 @@ class EngineClient:
     def n_weight_copies(self) -> int:
         return sum(engine.n_weight_copies for engine in self._engines)
 
-    def follow(self, sync: WeightSync) -> None:
+    def follow(self, sync: WeightSync, is_current: Callable[[], bool] | None = None) -> None:
         """Send the current weights to replaced engines through `sync`, which syncs this client.
 
-        After a failed sync, it replaces the lost engines and sends the weights once more.
+        After a failed sync, it replaces the lost engines and sends the weights once more. If `is_current` returns
+        False, because an update has changed the weights, a new engine generates after the next sync only.
         """
         self._sync = sync
+        self._is_current = is_current
         sync.recover = self._replace_lost
 
     # -- requests
@@ -197,18 +201,24 @@ class EngineClient:
             raise EngineError("the engine is paused already; call resume() first")
         self._is_paused = True
         try:
-            await self._on_all(lambda engine: engine.pause(), ignores_lost=True)  # its replacement is paused
+            await self._on_all(self._pause, ignores_lost=True)  # the replacement of a lost one is paused
         except BaseException:
             self._is_paused = False
             for engine in self._engines:
                 with suppress(EngineError):  # it was not paused, or is lost
-                    await engine.resume()
+                    if engine not in self._held:
+                        await engine.resume()
             raise
+
+    async def _pause(self, engine: InferenceEngine) -> None:
+        if engine not in self._held:
+            await engine.pause()
 
     async def resume(self) -> None:
         if not self._is_paused:
             raise EngineError("the engine is not paused")
         self._is_paused = False
+        self._held.clear()
         await self._on_all(lambda engine: engine.resume(), ignores_lost=True)
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
@@ -340,25 +350,33 @@ class EngineClient:
                 await lost.close()
             engine = await self._restart(index)
             try:
-                if engine.info.weight_dtype != self.info.weight_dtype:
-                    old, new = (str(info.weight_dtype).removeprefix("torch.") for info in (self.info, engine.info))
-                    raise EngineError(
-                        f"the replacement of {self._name(index)} holds weights in {new} instead of {old}; start it "
-                        "with the same dtype"
-                    )
-                if sends_weights and self._version is not None and self._sync is not None:
-                    await self._sync.send_to(self._name(index), engine, self._version)
-                if self._is_paused:
-                    await engine.pause()
-                    if not self._is_paused:  # resumed meanwhile
-                        await engine.resume()
-                if self._is_asleep:
-                    await engine.sleep()
-                    await engine.wake_up("weights")
+                await self._prepare_replacement(index, engine, sends_weights=sends_weights)
             except BaseException:
                 await engine.close()
                 raise
             self._engines[index], self._is_gone[index] = engine, False
+
+    async def _prepare_replacement(self, index: int, engine: InferenceEngine, *, sends_weights: bool) -> None:
+        """Bring a new engine into the state of the others."""
+        if engine.info.weight_dtype != self.info.weight_dtype:
+            old, new = (str(info.weight_dtype).removeprefix("torch.") for info in (self.info, engine.info))
+            raise EngineError(
+                f"the replacement of {self._name(index)} holds weights in {new} instead of {old}; start it with the "
+                "same dtype"
+            )
+        if sends_weights and self._version is not None and self._sync is not None:
+            await self._sync.send_to(self._name(index), engine, self._version)
+            if self._is_current is not None and not self._is_current():
+                await engine.pause()
+                self._held.add(engine)
+                return
+        if self._is_paused:
+            await engine.pause()
+            if not self._is_paused:  # resumed meanwhile
+                await engine.resume()
+        if self._is_asleep:
+            await engine.sleep()
+            await engine.wake_up("weights")
 
     def _name(self, index: int) -> str:
         return "the engine" if len(self._engines) == 1 else f"engine {index + 1} of {len(self._engines)}"

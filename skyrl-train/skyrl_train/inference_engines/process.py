@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.channel import listen
@@ -64,12 +65,19 @@ class ServerProcess:
         self.pid: int = self._process.pid
 
     def connect(
-        self, make_engine: Callable[[], InferenceEngine], *, is_owner: bool = False, start_timeout_s: float = 600.0
+        self,
+        make_engine: Callable[[], InferenceEngine],
+        *,
+        is_owner: bool = False,
+        start_timeout_s: float = 600.0,
+        start_timeout_name: str = "start_timeout_s",
     ) -> RemoteEngine:
         """Return a new engine in this process, as `connect` does; closing an owner closes the process. Blocks."""
         end_process = self.close if is_owner else None
         return connect(
-            self.address, self._token, make_engine, self.describe_end, end_process, start_timeout_s=start_timeout_s
+            *(self.address, self._token, make_engine, self.describe_end, end_process),
+            start_timeout_s=start_timeout_s,
+            start_timeout_name=start_timeout_name,
         )
 
     def open(self, make: Callable[[], Any], start_timeout_s: float = 600.0) -> socket.socket:
@@ -119,11 +127,12 @@ async def start_engine(
     address: str | None = None,
     n_threads: int | None = None,
     start_timeout_s: float = 600.0,
+    start_timeout_name: str = "start_timeout_s",
 ) -> RemoteEngine:
     """Start a process, make an engine in it, and return the engine, whose `close` ends the process.
 
     For example `await start_engine(partial(load_engine, path, dtype=torch.float32, …))`. `ServerProcess` explains
-    `address` and `n_threads`.
+    `address` and `n_threads`, and `connect` the others.
 
     Raises:
         EngineError: the process ended, or the engine was not ready in time.
@@ -131,7 +140,13 @@ async def start_engine(
     """
     process = ServerProcess(address, n_threads=n_threads)
     try:
-        return await asyncio.to_thread(process.connect, make_engine, is_owner=True, start_timeout_s=start_timeout_s)
+        return await asyncio.to_thread(
+            process.connect,
+            make_engine,
+            is_owner=True,
+            start_timeout_s=start_timeout_s,
+            start_timeout_name=start_timeout_name,
+        )
     except BaseException:
         await asyncio.to_thread(process.close, FAILED_START_TIMEOUT_S)
         raise
@@ -142,6 +157,7 @@ def _run(
 ) -> None:
     """Serve connections until the driver sends something through the lifeline or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the driver ends this one
+    disable_progress_bar()
     if n_threads is not None:
         torch.set_num_threads(n_threads)
     try:

@@ -38,7 +38,7 @@ class DrawnPrompt(Generic[T]):
     draw: int  # number of the draw in this run
     row: T
     index: int  # of the row in its dataset
-    ends_epoch: bool = False  # no later draw is from the same epoch
+    ends_epoch: bool = False  # the last prompt of its epoch
 
 
 Phase = Literal["train", "eval"]

@@ -54,6 +54,8 @@ class WorkerGroup:
         self._max_tokens = self._layout.context_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
+        self.n_optimizer_steps = 0
+        """Optimizer steps that have begun."""
         self.lease: Lease | None = None
         """The lease of devices that the model shares with others; None if it has them to itself."""
 
@@ -121,6 +123,7 @@ class WorkerGroup:
 
     async def optim_step(self) -> Metrics:
         """Clip and apply the gradients; return the metrics of the first rank, which are those of all."""
+        self.n_optimizer_steps += 1
         metrics: list[Metrics] = await self._call("optim_step")
         return metrics[0]
 

@@ -27,9 +27,15 @@ class CheckedSync:
         policy: WorkerGroup,
         n_token_ids: int,
         tolerance: float,
+        *,
+        once: bool = False,
     ) -> None:
-        """Allow a mean difference of `tolerance` nats; prompts are made of the first `n_token_ids` token ids."""
+        """Allow a mean difference of `tolerance` nats; prompts are made of the first `n_token_ids` token ids. With
+        `once`, only the first sync is checked.
+        """
         self._sync = sync
+        self._once = once
+        self._is_checked = False
         self._engine = engine
         self._policy = policy
         self._tolerance = tolerance
@@ -48,6 +54,9 @@ class CheckedSync:
             EngineError: the new weights are NaN or infinite, or an engine failed.
         """
         metrics = await self._sync(version)
+        if self._once and self._is_checked:
+            return metrics
+        self._is_checked = True
         sampling = SamplingParams(1, temperature=self._policy.temperature)
         results = await self._engine.generate(
             [EngineRequest(prompt, sampling, seed) for seed, prompt in enumerate(self._prompts)]

@@ -97,8 +97,8 @@ def engines_have_devices(cfg: SkyRLConfig) -> Iterator[str]:
     if not placement.uses_ray:
         if n_engines > 1:
             yield (
-                f"{key} needs a process for each engine, and this run has one; set generator.num_inference_engines=1, "
-                "or trainer.placement.launcher=ray"
+                f"{key} needs Ray, which starts a process for each engine; set generator.num_inference_engines=1, or "
+                "trainer.placement.launcher=ray"
             )
     elif not placement.colocate_all or n_engines <= (n_fitting := n_nodes * (n_per_node // size)):
         return

@@ -21,7 +21,7 @@ from skyrl_train.config.trainer import PlacementConfig
 
 
 def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
-    """Refuse several processes without Ray."""
+    """Refuse several ranks or devices without Ray."""
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     if placement.launcher != "inline":
         return
@@ -33,15 +33,16 @@ def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
             )
     if not placement.shares_devices:
         yield (
-            "trainer.placement.colocate_all=false: trainer.placement.launcher=inline trains and samples in one "
-            "process; set trainer.placement.launcher=ray, or trainer.placement.colocate_all=true"
+            "trainer.placement.colocate_all=false: trainer.placement.launcher=inline trains and samples on one "
+            "device; set trainer.placement.launcher=ray, or trainer.placement.colocate_all=true"
         )
 
 
 def asynchronous_engine_has_its_own_devices(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse asynchronous training with engines on the GPUs of the policy."""
     placement = cfg.trainer.placement
-    if cfg.trainer.fully_async.enabled and placement.uses_ray and placement.colocate_all:
+    is_shared = placement.uses_ray and placement.colocate_all and cfg.generator.n_local_engines > 0
+    if cfg.trainer.fully_async.enabled and is_shared:
         yield (
             "trainer.fully_async.enabled=true trains and generates at the same time, and "
             "trainer.placement.colocate_all=true places both on the same GPUs; set "

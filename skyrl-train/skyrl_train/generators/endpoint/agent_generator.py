@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import is_reward
+from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError, EngineLostError, EnvError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
@@ -135,9 +136,7 @@ class AgentGenerator(GeneratorInterface):
         async with self._serving():
 
             async def play(rollouts: Sequence[Rollout]) -> None:
-                async with asyncio.TaskGroup() as tasks:
-                    for rollout in rollouts:
-                        tasks.create_task(self._play(sampling, rollout))
+                await gather_or_cancel(self._play(sampling, rollout) for rollout in rollouts)
 
             n_retries = self.generator_cfg.n_rollout_retries
             trajectories = await play_until_valid(requests, metadata, play, n_retries=n_retries)

@@ -198,8 +198,8 @@ WARNINGS: list[Case] = [
     ),
     (
         [ASYNC, "trainer.fully_async.max_staleness_steps=2"],
-        "trainer.algorithm.policy_loss_type=regular does not correct for rollouts of weights that are up to "
-        "trainer.fully_async.max_staleness_steps=2 steps old; set "
+        "trainer.algorithm.policy_loss_type=regular has no off-policy correction, and "
+        "trainer.fully_async.max_staleness_steps=2 allows rollouts of weights that are as many steps old; set "
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
         [
             [ASYNC, f"{ALGORITHM}.off_policy_correction.tis_ratio_type=token"],

@@ -113,7 +113,7 @@ PROBLEMS: list[Case] = [
     ),
     (
         ["trainer.placement.colocate_all=false", "trainer.placement.launcher=inline"],
-        "trainer.placement.colocate_all=false: trainer.placement.launcher=inline trains and samples in one process; "
+        "trainer.placement.colocate_all=false: trainer.placement.launcher=inline trains and samples on one device; "
         "set trainer.placement.launcher=ray, or trainer.placement.colocate_all=true",
         [["trainer.placement.colocate_all=false"], ["trainer.placement.launcher=inline"]],
     ),
@@ -146,7 +146,11 @@ PROBLEMS: list[Case] = [
         "trainer.fully_async.enabled=true trains and generates at the same time, and "
         "trainer.placement.colocate_all=true places both on the same GPUs; set trainer.placement.colocate_all=false, "
         "or trainer.fully_async.enabled=false",
-        [[ASYNC], [ASYNC, "trainer.placement.launcher=ray", "trainer.placement.colocate_all=false"]],
+        [
+            [ASYNC],
+            [ASYNC, "trainer.placement.launcher=ray", "trainer.placement.colocate_all=false"],
+            [ASYNC, "trainer.placement.launcher=ray", *SERVER],
+        ],
     ),
     (
         ["trainer.placement.offload_idle=true", *SERVER],
@@ -207,7 +211,7 @@ PROBLEMS: list[Case] = [
     ),
     (
         ["generator.num_inference_engines=2"],
-        "generator.num_inference_engines=2 needs a process for each engine, and this run has one; set "
+        "generator.num_inference_engines=2 needs Ray, which starts a process for each engine; set "
         "generator.num_inference_engines=1, or trainer.placement.launcher=ray",
         [["generator.num_inference_engines=1"]],
     ),

@@ -41,9 +41,7 @@ MISTAKES: dict[str, list[str]] = {
         "trainer.placement.policy_num_gpus_per_node=8 takes several processes",
         "set trainer.placement.launcher=ray",
     ],
-    "generator.num_inference_engines=4": [
-        "num_inference_engines=4 needs a process for each engine, and this run has one"
-    ],
+    "generator.num_inference_engines=4": ["num_inference_engines=4 needs Ray, which starts a process for each engine"],
     "trainer.strategy=megatron trainer.policy.megatron_config.pipeline_model_parallel_size=3 "
     "trainer.placement.policy_num_gpus_per_node=3": [
         "pipeline_model_parallel_size=3 must divide the 4 layers of model; try trainer.policy.megatron_config.",

@@ -18,7 +18,8 @@ from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.errors import DataError, EnvError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
-from skyrl_train.generators.source import BufferedRollouts, LockstepRollouts, StepData
+from skyrl_train.generators.buffered import BufferedRollouts
+from skyrl_train.generators.source import LockstepRollouts, StepData
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import PromptRow, Trajectory, Turn, WeightSpan
 
@@ -44,13 +45,13 @@ class Numbers:
 
 
 class Player(GeneratorInterface):
-    """A generator whose rollouts take some passes of the event loop, and record the weights at begin and end."""
+    """A generator whose rollouts take some passes of the event loop, and record the weights at start and end."""
 
     def __init__(self, n_passes: Callable[[RolloutRequest], int] = lambda request: 1) -> None:
         self._n_passes = n_passes
         self.version = 0
         self.started: list[int] = []  # draws
-        self.n_running, self.most_running = 0, 0  # groups
+        self.n_running, self.max_running = 0, 0  # calls
         self.reward: Callable[[RolloutRequest], float | None] = lambda request: float(request.id.repetition_id)
         self.failing: set[int] = set()  # draws
         self.blocked = asyncio.Event()
@@ -61,7 +62,7 @@ class Player(GeneratorInterface):
     ) -> list[Trajectory]:
         self.started.append(requests[0].id.draw)
         self.n_running += 1
-        self.most_running = max(self.most_running, self.n_running)
+        self.max_running = max(self.max_running, self.n_running)
         try:
             first = self.version
             for _ in range(self._n_passes(requests[0])):
@@ -99,18 +100,18 @@ class Run:
     """The calls of a trainer: steps, each of which ends with a sync."""
 
     def __init__(
-        self, cfg: SkyRLConfig, player: Player, *, total_steps: int = 100, n_rows: int = 12, first_step: int = 1
+        self, cfg: SkyRLConfig, player: Player, *, total_steps: int = 100, first_step: int = 1, greedy: bool = False
     ) -> None:
         self.player = player
-        self.dataset = Numbers(n_rows)
+        self.dataset = Numbers(12)
         prompts = ShuffledPrompts(self.dataset, cfg.trainer.train_batch_size, seed=0)
-        self.source = BufferedRollouts(cfg, player, prompts, total_steps=total_steps)
+        self.source = BufferedRollouts(cfg, player, prompts, total_steps=total_steps, with_greedy_rewards=greedy)
         self.step = first_step - 1
 
     async def sync(self) -> None:
-        await self.source.before_weights()
+        await self.source.before_sync()
         self.player.version = self.step
-        await self.source.on_weights(self.step)
+        await self.source.after_sync(self.step)
 
     async def train(self, n_steps: int) -> list[StepData]:
         steps = []
@@ -159,7 +160,7 @@ def test_staleness_is_bounded_and_prompts_are_trained_once_in_order(
         assert len(trained) == 8 * 2
         if dynamic_sampling is None:
             assert trained == list(range(16))
-        assert player.most_running <= n_workers
+        assert player.max_running <= n_workers
         assert len(set(player.started)) == len(player.started)
         for number, step in enumerate(steps, start=1):
             metrics = step.metrics.numbers()
@@ -217,7 +218,7 @@ async def test_a_run_plays_no_more_batches_than_it_trains_on() -> None:
     assert sorted(run.player.started) == list(range(6))
 
 
-async def test_rollouts_continue_during_an_update_and_wait_for_a_place() -> None:
+async def test_rollouts_continue_during_an_update_and_wait_for_a_slot() -> None:
     run = Run(config(max_staleness_steps=1), Player())
     await run.sync()
     await run.source.take(1)
@@ -247,7 +248,7 @@ async def test_prompts_that_cannot_be_drawn_end_the_next_step_but_no_sync(caplog
     await run.sync()
     run.dataset.broken = set(range(12))
     await run.train(1)
-    assert "The next prompts cannot be drawn: row" in caplog.text
+    assert "The next prompts could not be drawn, which the next step tries again: row" in caplog.text
     position = run.source.state_dict()
     with pytest.raises(DataError, match=r"row \d+ is broken"):
         await run.source.take(2)
@@ -292,7 +293,7 @@ async def test_a_sync_without_in_flight_updates_waits_for_rollouts_that_have_beg
     for _ in range(5):
         await asyncio.sleep(0)
     assert run.player.n_running == 3
-    syncing = asyncio.create_task(run.source.before_weights())
+    syncing = asyncio.create_task(run.source.before_sync())
     for _ in range(5):
         await asyncio.sleep(0)
     assert not syncing.done()
@@ -300,7 +301,7 @@ async def test_a_sync_without_in_flight_updates_waits_for_rollouts_that_have_beg
     await syncing
     assert run.player.started == [0, 1, 2], "the fourth group waits for the new weights"
     run.player.version = 1
-    await run.source.on_weights(1)
+    await run.source.after_sync(1)
     (step,) = [await run.source.take(2)]
     assert [t.weight_versions for t in step.trajectories] == [[0]] * 4
     await run.source.close()
@@ -327,3 +328,19 @@ async def test_metrics_of_evaluations_and_of_training_are_separate() -> None:
     assert generator.take_metrics("eval") == {"step": 7}
     assert generator.take_metrics() == {"step": 3}
     assert generator.take_metrics() == generator.take_metrics("eval") == {}
+
+
+@pytest.mark.parametrize("dynamic_sampling", [None, "filter", "replace"])
+async def test_greedy_rollouts_are_played_beside_the_others(dynamic_sampling: str | None) -> None:
+    run = Run(config(max_staleness_steps=1, dynamic_sampling=dynamic_sampling), Player(), greedy=True)
+    run.player.reward = lambda request: (
+        10.0 + request.id.draw if request.id.repetition_id == N_SAMPLES else float(request.id.repetition_id)
+    )
+    await run.sync()
+    steps = await run.train(3)
+    for step in steps:
+        assert {t.greedy_reward for t in step.trajectories} == {10.0 + draw for draw in draws([step])}
+        assert len(step.played) == 2 * N_SAMPLES, "greedy rollouts are not reported"
+    assert draws(steps) == list(range(6))
+    assert set(run.source._greedy) == {6, 7, 8, 9}, "those of trained prompts are dropped"
+    await run.source.close()

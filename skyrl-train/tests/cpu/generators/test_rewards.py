@@ -201,7 +201,7 @@ def test_a_judge_limits_concurrency_in_successive_event_loops() -> None:
 async def test_a_blocking_function_does_not_block_the_event_loop(
     make_stage: MakeStage, journal: Journal, register: Callable[..., None]
 ) -> None:
-    """The function waits for the event loop. Its calls never overlap."""
+    """The function waits for the event loop. Its calls never overlap, also of rollouts that are played at once."""
     loop, n_running = asyncio.get_running_loop(), 0
 
     def slow(samples: Sequence[RewardSample]) -> list[float]:
@@ -213,8 +213,9 @@ async def test_a_blocking_function_does_not_block_the_event_loop(
         return [1.0] * len(samples)
 
     register("slow", slow)
-    trajectories = await play(make_stage(reward_functions=["slow"]))
-    assert [t.total_reward for t in trajectories] == [2.0] * 4
+    stage = make_stage(reward_functions=["slow"])
+    for trajectories in await asyncio.gather(*(play(stage) for _ in range(3))):
+        assert [t.total_reward for t in trajectories] == [2.0] * 4
 
 
 async def test_numpy_numbers_are_accepted_as_rewards(

@@ -225,6 +225,29 @@ async def test_after_a_replacement_during_an_update_the_next_sync_sends_all_weig
         assert (await sync(4)).numbers() == changes
 
 
+async def test_an_engine_started_during_an_update_generates_after_the_next_sync(
+    processes: list[ServerProcess], tiny_model_path: Path, tiny_model: PreTrainedModel
+) -> None:
+    async with replaceable(processes[1], tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
+        is_current = True
+        client.follow(sync, is_current=lambda: is_current)
+        await sync(1)
+        is_current = False
+        os.kill(pids[0], signal.SIGKILL)
+        generating = asyncio.create_task(client.generate([request(3, seed) for seed in range(4)]))
+        while len(pids) < 3 or not client._held:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
+        assert not generating.done()
+        await client.pause()
+        await sync(2)
+        is_current = True
+        await client.resume()
+        assert [result.weight_spans for result in await generating] == [((2, 3),), ((1, 3),)] * 2
+        results = await client.generate([request(3, seed) for seed in range(4)])
+        assert {result.weight_spans for result in results} == {((2, 3),)}
+
+
 async def test_an_engine_lost_before_a_pause_is_replaced_by_a_paused_one(
     processes: list[ServerProcess], tiny_model_path: Path, tiny_model: PreTrainedModel
 ) -> None:
