@@ -30,7 +30,9 @@ ARMS: dict[str, tuple[str, ...]] = {
         for n in (1, 4)
     },
 }
-HEAD = "| environment | rollouts | s per step | waiting for rollouts, s | mean age, steps | catch rate | 90% at step |"
+HEAD = (
+    "| environment | rollouts | step (s) | wait for rollouts (s) | mean staleness (steps) | catch rate | step at 90% |"
+)
 
 
 def measure(environment: str, rollouts: str, run: CatchRun) -> str:
@@ -62,9 +64,9 @@ def compare(runs: dict[tuple[str, str], CatchRun], page: Path) -> None:
             "# Catch with asynchronous training",
             "",
             f"`make bench-async`, {conditions()}. {run.n_steps} steps of 512 games with seed {run.seed}. A turn in the "
-            f"slow environment waits {USUAL_S:g} s, and {RARE_SHARE:.0%} of them {RARE_S:g} s, as with a remote tool. "
-            "Asynchronous runs have their engine in a second process, on the same cores. Seconds are medians. The "
-            f"optimal player catches {baselines.optimal:.1%} of the validation set, random play "
+            f"slow environment takes {USUAL_S:g} s, and {RARE_SHARE:.0%} of turns take {RARE_S:g} s, like calls of a "
+            "remote tool. In asynchronous runs, the engine is a second process on the same cores. Seconds are medians. "
+            f"The optimal player catches {baselines.optimal:.1%} of the validation set, random play "
             f"{baselines.chance:.1%}.",
             "",
             HEAD,
