@@ -3,7 +3,7 @@
 `RemoteClient` calls, `serve` answers. A connection starts with a secret token, unframed; after it, both ends send
 messages through a `Channel`:
 
-    client → server    (0, "start", (make, names of attributes)), (n, method, arguments), (n, "cancel", None)
+    client → server    (0, "start", (pickled make, names of attributes)), (n, method, arguments), (n, "cancel", None)
     server → client    (0, "result", values of the attributes), (n, "chunk", TokenChunk), (n, "result", value),
                        (n, "error", exception)
 """
@@ -13,12 +13,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import pickle
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from itertools import count
 from typing import Any, NamedTuple
+
+import cloudpickle
 
 from skyrl_train.errors import EngineError, EngineLostError, picklable_error
 from skyrl_train.inference_engines.base import (
@@ -64,8 +67,8 @@ def connect(
     """Connect to `serve`, let it make an engine, and return the engine once it is ready. Blocks.
 
     Args:
-        make_engine: Pickled and called in the other process, so it must be importable there. None for the engine that
-            the other process shares.
+        make_engine: Pickled and called in the other process; by value, if it is defined in `__main__`. None for the
+            engine that the other process shares.
         describe_end: Returns the name of the other process and its exit status, for error messages. May block.
         end_process: Called by `RemoteEngine.close`, e.g. to end the other process. May block.
         start_timeout_name: The setting of `start_timeout_s`, for error messages.
@@ -103,7 +106,7 @@ def open_connection(
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(start_timeout_s)
-        start = encode([(START, "start", (make, names))])
+        start = encode([(START, "start", (None if make is None else _pickle_by_value(make), names))])
         try:
             sock.connect(target)
             sock.sendall(token + start)
@@ -120,6 +123,15 @@ def open_connection(
     except BaseException:
         sock.close()
         raise
+
+
+def _pickle_by_value(make: Callable[[], Any]) -> bytes:
+    """Pickle a function, with what it refers to in `__main__`; EngineError if that is impossible."""
+    try:
+        pickled: bytes = cloudpickle.dumps(make)
+    except Exception as error:
+        raise EngineError(f"the function that makes an engine cannot be pickled: {error}") from error
+    return pickled
 
 
 class _PendingCall(NamedTuple):
@@ -363,7 +375,7 @@ class _Server:
             if messages is None:
                 return None
             ((_, _, (make, names)),) = messages
-            served = self._shared if make is None else make()
+            served = self._shared if make is None else pickle.loads(make)()
         except Exception as error:
             logger.exception("An engine could not start")
             self._channel.send((START, "error", picklable_error(error, EngineError)))

@@ -253,10 +253,13 @@ def test_a_trainer_of_dapo(launch: Launch, tmp_path: Path) -> None:
         assert -1 <= punishment < -0.5  # nearly all replies have four tokens
 
 
-def test_the_fully_asynchronous_trainer(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "placement", ["trainer.placement.colocate_all=false", "trainer.fully_async.enabled=true"], ids=["ray", "inline"]
+)
+def test_the_fully_asynchronous_trainer(placement: str, launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "main_fully_async.py").write_text(FULLY_ASYNC + MAIN.format(experiment="FullyAsyncPPOExp"))
     settings = [
-        "trainer.placement.colocate_all=false",
+        placement,
         "trainer.policy_mini_batch_size=4",
         "trainer.fully_async.max_staleness_steps=1",
         "trainer.fully_async.num_parallel_generation_workers=8",

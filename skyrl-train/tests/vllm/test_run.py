@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,22 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@contextmanager
+def killing_an_engine(folder: Path) -> Iterator[None]:
+    """Kill a process of vLLM once the run in `folder` has logged its first step."""
+    log = folder / "metrics.jsonl"
+
+    def kill() -> None:
+        while not log.exists() or len(log.read_text().splitlines()) < 2:
+            time.sleep(0.02)
+        next(find_descendants("EngineCore")).kill()
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    yield
+    killer.join(timeout=10)
+
+
 @pytest.mark.parametrize("offload_idle", ["auto", "true"])
 def test_training_updates_the_weights_of_vllm_after_each_step(
     offload_idle: str, run: list[str], tmp_path: Path
@@ -71,6 +88,28 @@ def test_training_updates_the_weights_of_vllm_after_each_step(
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
         assert row["policy/grad_norm"] > 0
         assert row["environment/avg_steps"] == 5
+
+
+@pytest.mark.timeout(600)
+def test_an_asynchronous_run_replaces_vllm_if_it_is_killed(
+    run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = [
+        "trainer.fully_async.enabled=true",
+        "trainer.fully_async.max_staleness_steps=1",
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+        "trainer.epochs=3",
+    ]
+    folder = tmp_path / "skyrl/test_run"
+    with killing_an_engine(folder):
+        main_base.main([*run, *settings])
+    assert "was lost and is replaced: vLLM's process ended" in caplog.text
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == list(range(7))
+    assert all(row["sync/verified_copies"] == 1 for row in rows)
+    assert rows[0]["sync/logprob_gap"] < 1e-4
+    assert {row["async/staleness_max"] for row in rows[1:]} == {0, 1}
+    assert all(row["policy/grad_norm"] > 0 for row in rows[1:])
 
 
 def test_a_mixture_of_experts_trains(run: list[str], tmp_path: Path, save_model: SaveModel) -> None:
@@ -166,24 +205,16 @@ def test_ranks_and_two_vllm_engines_in_actors_train_like_one_process_though_one_
     run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    log = tmp_path / "skyrl/ray/metrics.jsonl"
-
-    def kill_an_engine() -> None:
-        while not log.exists() or len(log.read_text().splitlines()) < 2:
-            time.sleep(0.02)
-        next(find_descendants("EngineCore")).kill()
-
-    killer = threading.Thread(target=kill_an_engine, daemon=True)
-    killer.start()
+    folder = tmp_path / "skyrl/ray"
     engines = ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"]
     engines += ["trainer.placement.offload_idle=true"]
     try:
-        main_base.main([*run, *engines, "trainer.run_name=ray"])
+        with killing_an_engine(folder):
+            main_base.main([*run, *engines, "trainer.run_name=ray"])
     finally:
         ray.shutdown()
-    killer.join(timeout=10)
     assert "was lost and is replaced: vLLM's process ended" in caplog.text
-    assert all(row["sync/verified_copies"] == 2 for row in metrics(log.parent))
+    assert all(row["sync/verified_copies"] == 2 for row in metrics(folder))
     main_base.main([*run, "trainer.run_name=inline"])
     on_ray, inline = (metrics(tmp_path / "skyrl" / name) for name in ("ray", "inline"))
     for row, expected in zip(on_ray, inline, strict=True):

@@ -342,5 +342,5 @@ async def test_greedy_rollouts_are_played_beside_the_others(dynamic_sampling: st
         assert {t.greedy_reward for t in step.trajectories} == {10.0 + draw for draw in draws([step])}
         assert len(step.played) == 2 * N_SAMPLES, "greedy rollouts are not reported"
     assert draws(steps) == list(range(6))
-    assert set(run.source._greedy) == {6, 7, 8, 9}, "those of trained prompts are dropped"
+    assert min(run.source._greedy) == 6, "those of trained prompts are dropped"
     await run.source.close()
