@@ -233,7 +233,7 @@ class Logging(Callback):
 
 
 Curriculum = Callable[[int, dict[str, float], Mapping[str, float]], Mapping[str, float]]
-"""A function of a step, the weights of its data sources and its metrics; returns the weights of the next step."""
+"""A function of a step, the weights of its data sources and its metrics; returns those of the next prompts."""
 
 
 class CurriculumStep(Callback):

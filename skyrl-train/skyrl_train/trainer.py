@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.callbacks import Callback
 from skyrl_train.config import SkyRLConfig
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["RayPPOTrainer", "RolloutsAbandonedError", "Step", "Trainer"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SyncEngines = Callable[[int], Awaitable[Metrics]]
 """Sends the policy's weights to the engines, as those of a version."""
@@ -101,28 +104,24 @@ class Trainer(TrainingRun):
 
     async def _take(self, number: int) -> StepData:
         """Return the rollouts of a step; RolloutsAbandonedError if they do not end in time after a stop request."""
-        data = asyncio.ensure_future(self._source.take(number))
+        return await self._wait_for_rollouts(self._source.take(number), number)
+
+    async def _wait_for_rollouts(self, rollouts: Coroutine[Any, Any, T], number: int) -> T:
+        waiting, stop = asyncio.ensure_future(rollouts), asyncio.ensure_future(self._stop.wait())
         try:
-            if not await self._end_in_time(data):
+            await asyncio.wait([waiting, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                await asyncio.wait([waiting], timeout=STOP_GRACE_S)
+            if not waiting.done():
                 raise RolloutsAbandonedError(
                     f"The rollouts of step {number} did not end within {STOP_GRACE_S:.0f} s after the stop request: "
                     "the step is abandoned"
                 )
-            return data.result()
+            return waiting.result()
         finally:
-            data.cancel()
-            await asyncio.wait([data])
-
-    async def _end_in_time(self, rollouts: asyncio.Future[Any]) -> bool:
-        """Wait for rollouts; False if they do not end within `STOP_GRACE_S` after a stop request."""
-        stop = asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait([rollouts, stop], return_when=asyncio.FIRST_COMPLETED)
-            if not rollouts.done():
-                await asyncio.wait([rollouts], timeout=STOP_GRACE_S)
-            return rollouts.done()
-        finally:
-            stop.cancel()
+            for task in (waiting, stop):
+                task.cancel()
+            await asyncio.wait([waiting, stop])
 
     def build_batch(self, step: Step, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         """Pad the trajectories into tensors (B, L); mask groups of equal rewards if configured."""
@@ -158,11 +157,8 @@ class Trainer(TrainingRun):
     async def sync_weights(self, step: Step) -> None:
         """Send the policy's weights, as version `step.number`, to the engines."""
         with step.timer("sync_weights"):
-            ending = asyncio.ensure_future(self._source.before_sync())
-            if await self._end_in_time(ending):
-                ending.result()
-            else:
-                ending.cancel()  # no step will train on the rollouts in progress
+            with suppress(RolloutsAbandonedError):  # after a stop request, no step will train on them
+                await self._wait_for_rollouts(self._source.before_sync(), step.number + 1)
             try:
                 step.record(await self._sync_engines(step.number))
             except EngineError:

@@ -190,10 +190,12 @@ def _loss_is_used_as_intended(cfg: SkyRLConfig, traits: LossTraits) -> Iterator[
     settings = cfg.trainer.fully_async
     corrects = traits.reads_rollout_logprobs or bool(algorithm.off_policy_correction.switches)
     if settings.enabled and settings.max_staleness_steps > 0 and not corrects:
+        level = "sequence" if traits.per_sequence else "token"
+        correction = f"off_policy_correction.tis_ratio_type={level}"
         yield (
-            f"{loss} has no off-policy correction, and trainer.fully_async.max_staleness_steps="
-            f"{settings.max_staleness_steps} allows rollouts of weights that are as many steps old; set "
-            "trainer.algorithm.off_policy_correction.tis_ratio_type=token"
+            f"trainer.fully_async.max_staleness_steps={settings.max_staleness_steps} trains on rollouts of older "
+            f"weights, and {loss} does not correct for that; set trainer.algorithm."
+            f"{'policy_loss_type=rollout_is' if traits.whole_batch else correction}"
         )
     for name in ("tis_ratio_type", "token_mask_is_threshold_high"):
         value = algorithm.off_policy_correction.switches.get(name, "sequence")

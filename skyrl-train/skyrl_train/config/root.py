@@ -157,7 +157,8 @@ class SkyRLConfig(Section):
         trainer, generator = self.trainer, self.generator
         if not trainer.fully_async.enabled or trainer.placement.uses_ray:
             return False
-        return generator.run_engines_locally and generator.backend != "sglang"  # which reads weights from files
+        is_server = generator.backend == "sglang"  # which reads weights from files
+        return generator.run_engines_locally and not is_server
 
     def offloads_idle(self, *, has_gpus: bool) -> bool:
         """Return True if models and engines leave the devices that they share while they are idle."""

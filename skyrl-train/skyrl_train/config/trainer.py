@@ -75,12 +75,12 @@ class FullyAsyncConfig(Section):
 
     in_flight_weight_updates: bool = True
     """Let rollouts in progress continue with new weights. `false` finishes them before each weight sync, so that one
-    version of the weights samples each rollout."""
+    version of the weights samples each rollout, unless its engine is lost."""
 
     @property
     def continues_rollouts(self) -> bool:
         """True if weights change while rollouts are in progress."""
-        return self.enabled and self.in_flight_weight_updates
+        return self.enabled and self.in_flight_weight_updates and self.max_staleness_steps > 0
 
 
 class TrainerConfig(RunConfig):

@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -92,11 +93,12 @@ class PromptOrder(ABC, Generic[R]):
         is over. An error leaves the position unchanged.
         """
         if len(self._unused) < self._batch_size:
-            position, n_epochs_over = self.state_dict(), self.n_epochs_over
+            position, n_skipped, n_epochs_over = self._position(), self._n_skipped, self.n_epochs_over
             try:
                 rows = self._next_rows()
             except BaseException:
-                self.load_state_dict(position)
+                self._load(position)
+                self._n_skipped = n_skipped
                 raise
             ends_epoch = self.n_epochs_over > n_epochs_over
             self._unused += [
@@ -129,11 +131,12 @@ class PromptOrder(ABC, Generic[R]):
                 )
         self._load(state)
         self._n_drawn, self._n_skipped = state["n_drawn"], state.get("n_skipped", 0)
-        self._unused = deque(
-            DrawnPrompt(draw, row, index, ends_epoch)
-            for draw, index, ends_epoch in state.get("unused", ())
-            if (row := self._find(index)) is not None
-        )
+        self._unused.clear()
+        for draw, index, ends_epoch in state.get("unused", ()):
+            if (row := self._find(index)) is not None:
+                self._unused.append(DrawnPrompt(draw, row, index, ends_epoch))
+            elif ends_epoch and self._unused:
+                self._unused.append(replace(self._unused.pop(), ends_epoch=True))
 
     def _find(self, index: int) -> R | None:
         """Return a row; None if another one is to be drawn instead, with one warning for each invalid row."""

@@ -24,7 +24,7 @@ from skyrl_train.entrypoints.command import log_to_console
 from skyrl_train.entrypoints.preflight import find_unusable_folders, saved_folders
 from skyrl_train.entrypoints.runtime import collect_rarely, on_first_interrupt
 from skyrl_train.errors import ConfigError, StorageError
-from skyrl_train.launch.inline import EngineProcess, InlineLauncher
+from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.launch.torchrun import Torchrun, TorchrunLauncher, serve_driver
 from skyrl_train.run import TrainingRun
@@ -152,14 +152,14 @@ class Experiment(ABC):
         engine_size: int = 1,
         servers: Sequence[str] = (),
         offloads_idle: bool = False,
-        engine_process: EngineProcess | None = None,
+        has_engine_process: bool = False,
     ) -> Launcher:
         """Create the launcher of `trainer.placement`, for the models in `roles` and `n_engines` engines of
         `engine_size` devices each.
 
         `sync` describes how weights are sent from one to another, and to the engines at the addresses of `servers`.
-        Without Ray, the engine may have an `engine_process`, and `offloads_idle` lets models and an engine with a copy
-        of the weights leave the device while they are idle.
+        Without Ray, `has_engine_process` starts the engine in a second process, and `offloads_idle` lets models and an
+        engine with a copy of the weights leave the device while they are idle.
 
         Raises:
             ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
@@ -176,7 +176,9 @@ class Experiment(ABC):
 
             return RayLauncher(placement, roles, sync, n_engines=n_engines, engine_size=engine_size)
         assert self._compute is not None, "running() comes first"
-        return InlineLauncher(self._compute, sync, servers, offloads_idle=offloads_idle, engine_process=engine_process)
+        return InlineLauncher(
+            self._compute, sync, servers, offloads_idle=offloads_idle, has_engine_process=has_engine_process
+        )
 
     def new_model_launcher(self, roles: Sequence[Role]) -> ModelLauncher:
         """Create the launcher of a run without an engine, which is that of torchrun if it has started several

@@ -22,7 +22,6 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.hf import HFEngine
-from skyrl_train.launch.inline import EngineProcess
 from skyrl_train.models.memory import config_cache_bytes_per_token
 from skyrl_train.types.specs import SyncKind
 from skyrl_train.weight_sync import SyncOptions
@@ -73,13 +72,6 @@ def new_engine(
 def needs_model(cfg: SkyRLConfig) -> bool:
     """Return True if the engine generates with a model of this process."""
     return cfg.generator.run_engines_locally and cfg.generator.backend in ("auto", "hf")
-
-
-def engine_process(cfg: SkyRLConfig) -> EngineProcess | None:
-    """Return the process of an engine that generates while this one trains: vLLM starts its own."""
-    if not cfg.has_engine_process:
-        return None
-    return "new" if needs_model(cfg) else "own"
 
 
 def sync_kind(cfg: SkyRLConfig) -> SyncKind:

@@ -48,7 +48,6 @@ from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.command import validate_cfg
 from skyrl_train.entrypoints.engine import (
     delete_weight_files,
-    engine_process,
     needs_model,
     new_engine,
     receiving_servers,
@@ -231,8 +230,7 @@ class BasePPOExp(Experiment):
 
     def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine that samples from the policy `model`; None if it has weights of its own."""
-        executor = None if self.trains and self.cfg.has_engine_process else self._compute
-        return new_engine(self.cfg, model, self.tokenizer, self._reserved_bytes, executor)
+        return new_engine(self.cfg, model, self.tokenizer, self._reserved_bytes, self._compute)
 
     def _make_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine for the policy `model`; without it, for a new copy with its adapter if it needs one."""
@@ -305,6 +303,7 @@ class BasePPOExp(Experiment):
         estimator = advantage_estimator(cfg.algorithm.advantage_estimator)
         objective = PolicyObjective(resolve_policy_loss(cfg.algorithm), cfg.algorithm)
         raise_problems(find_problems(self.cfg, ALGORITHM_RULES))  # functions may have been registered since __init__
+        self._check_reward_functions()
         self.check_data()
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
         datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
@@ -387,24 +386,29 @@ class BasePPOExp(Experiment):
                 f"{type(self).__name__}.get_trainer returned a FullyAsyncRayPPOTrainer, and the engine was started for "
                 "synchronous training; set trainer.fully_async.enabled=true"
             )
+        known = find_problems(self.cfg, ALGORITHM_WARNINGS)
         self.cfg = with_value(self.cfg, "trainer.fully_async.enabled", True)
         raise_problems(find_problems(self.cfg))
+        self._check_reward_functions()
         for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
-            logger.warning(sentence)
+            if sentence not in known:
+                logger.warning(sentence)
 
-    def _new_source(
-        self, generator: GeneratorInterface, prompts: PromptOrder, total_steps: int, **options: bool
-    ) -> Rollouts:
-        """Return the rollouts of the run; ConfigError if a reward function needs whole batches that it will not get."""
-        if not self.cfg.trainer.fully_async.enabled:
-            return LockstepRollouts(self.cfg, generator, prompts, **options)
-        if names := functions_of_batches(self.cfg.generator):
+    def _check_reward_functions(self) -> None:
+        """Raise ConfigError for a reward function of whole batches, which asynchronous training does not have."""
+        if self.cfg.trainer.fully_async.enabled and (names := functions_of_batches(self.cfg.generator)):
             raise ConfigError(
                 f"generator.reward_functions={names[0]} compares the samples of a batch, and "
                 "trainer.fully_async.enabled=true scores those of one prompt at a time; register it with level=group, "
                 "or set trainer.fully_async.enabled=false"
             )
-        return BufferedRollouts(self.cfg, generator, prompts, total_steps=total_steps, **options)
+
+    def _new_source(
+        self, generator: GeneratorInterface, prompts: PromptOrder, total_steps: int, **options: bool
+    ) -> Rollouts:
+        if self.cfg.trainer.fully_async.enabled:
+            return BufferedRollouts(self.cfg, generator, prompts, total_steps=total_steps, **options)
+        return LockstepRollouts(self.cfg, generator, prompts, **options)
 
     @asynccontextmanager
     async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
@@ -417,7 +421,7 @@ class BasePPOExp(Experiment):
             engine_size=generator.n_devices_per_engine,
             servers=receiving_servers(generator),
             offloads_idle=self.cfg.offloads_idle(has_gpus=torch.cuda.is_available()),
-            engine_process=engine_process(self.cfg) if self.trains else None,
+            has_engine_process=self.trains and self.cfg.has_engine_process,
         )
         try:
             async with started(launcher) as self._launcher:
@@ -427,20 +431,21 @@ class BasePPOExp(Experiment):
 
     def _engine_sync(self, launcher: Launcher, policy: WorkerGroup, engine: InferenceEngine) -> SyncEngines:
         """Return the function that sends the policy's weights to the engine, with the check that is configured."""
-        cfg, dtype = self.cfg, engine.info.weight_dtype
+        cfg, dtype, settings = self.cfg, engine.info.weight_dtype, self.cfg.trainer.fully_async
         sync = launcher.weight_sync(policy, {"the engine": engine}, sync_kind(cfg), dtype)
-        is_async = cfg.trainer.fully_async.enabled
-        paused = PausedSync(sync, engine, policy)
+        paused = PausedSync(sync, engine, policy) if settings.enabled else None
         if isinstance(engine, EngineClient):
-            engine.follow(sync, is_current=paused.is_current if is_async else None)
+            if paused is not None and settings.in_flight_weight_updates:
+                engine.follow(sync, paused.is_current)
+            else:  # the next sync waits for rollouts, which must not wait for it
+                engine.follow(sync)
         is_copied = launcher.policy is None or not needs_model(cfg)
         tolerance = sync_tolerance(cfg, launcher.device, dtype, is_copied=is_copied)
-        send: SyncEngines = paused if is_async else sync
         if tolerance is None:
-            return send
+            return paused or sync
         # later, the sampled tokens would wait for rollouts in progress
-        once = cfg.trainer.fully_async.continues_rollouts and cfg.generator.weight_sync_check == "auto"
-        return CheckedSync(send, engine, policy, len(self.tokenizer), tolerance, once=once)
+        once = settings.continues_rollouts and cfg.generator.weight_sync_check == "auto"
+        return CheckedSync(paused or sync, engine, policy, len(self.tokenizer), tolerance, once=once)
 
     async def _load_models(
         self, launcher: Launcher, estimator: AdvantageEstimator, objective: PolicyObjective, total_steps: int

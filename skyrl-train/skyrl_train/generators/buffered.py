@@ -97,13 +97,13 @@ class BufferedRollouts(Rollouts):
                 await asyncio.wait(self._running)
 
     async def after_sync(self, version: int) -> None:
-        """Start the batch for which the last step has made room."""
+        """Start the next batch."""
         self._version = version
         self._can_start.set()
         try:
             self._start_batches(version + 1)
         except Exception as error:  # noqa: BLE001, `take` draws again and raises it, and the run saves its weights
-            logger.warning("The next prompts could not be drawn, which the next step tries again: %s", error)
+            logger.warning("Could not draw the next prompts; the next step retries: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last step: that of the prompts, and those that no step has trained on."""
@@ -153,12 +153,14 @@ class BufferedRollouts(Rollouts):
         """Wait for the oldest batch. If dynamic sampling needs more groups, another one starts."""
         self._start_batches(step)
         prompts, rollouts = self._batches[self._n_taken]
-        while not rollouts.done():
-            unfinished = {batch.rollouts for batch in self._batches if not batch.rollouts.done()}
-            await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
+        while True:
             for batch in self._batches:
                 if batch.rollouts.done():
                     batch.rollouts.result()  # raises the error of a later batch at once
+            if rollouts.done():
+                break
+            unfinished = [batch.rollouts for batch in self._batches if not batch.rollouts.done()]
+            await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
         self._n_taken += 1
         return prompts, rollouts.result()
 

@@ -38,8 +38,8 @@ class EngineClient:
     """An `InferenceEngine` over several ones of the same model.
 
     The turns of a session stay on one engine, that with the fewest sessions when the session began. An engine whose
-    process has ended or no longer answers is replaced; its requests are sampled again, with the same tokens, because
-    a token depends on seed and position alone.
+    process has ended or no longer answers is replaced; its requests are sampled again, with the same tokens unless the
+    weights have changed, because a token depends on seed and position alone.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EngineClient:
         self._aborted: Counter[str | None] = Counter()  # calls of `abort` by session
         self._version: int | None = None  # of the last weights that were received
         self._synced = self._engines.copy()  # receivers of the last weights, or of a failed attempt
-        self._is_current: Callable[[], bool] | None = None
+        self._has_current_weights: Callable[[], bool] = lambda: True
         self._held: set[InferenceEngine] = set()  # paused until the next sync
         self._is_paused, self._is_asleep, self._is_closed = False, False, False
         self._has_weights = True  # in memory
@@ -86,14 +86,14 @@ class EngineClient:
     def n_weight_copies(self) -> int:
         return sum(engine.n_weight_copies for engine in self._engines)
 
-    def follow(self, sync: WeightSync, is_current: Callable[[], bool] | None = None) -> None:
+    def follow(self, sync: WeightSync, has_current_weights: Callable[[], bool] = lambda: True) -> None:
         """Send the current weights to replaced engines through `sync`, which syncs this client.
 
-        After a failed sync, it replaces the lost engines and sends the weights once more. If `is_current` returns
-        False, because an update has changed the weights, a new engine generates after the next sync only.
+        After a failed sync, it replaces the lost engines and sends the weights once more. While `has_current_weights`
+        returns False, because an update is changing them, a replacement stays paused until the next sync.
         """
         self._sync = sync
-        self._is_current = is_current
+        self._has_current_weights = has_current_weights
         sync.recover = self._replace_lost
 
     # -- requests
@@ -365,8 +365,10 @@ class EngineClient:
                 "same dtype"
             )
         if sends_weights and self._version is not None and self._sync is not None:
-            await self._sync.send_to(self._name(index), engine, self._version)
-            if self._is_current is not None and not self._is_current():
+            if self._has_current_weights():
+                await self._sync.send_to(self._name(index), engine, self._version)
+            if not self._has_current_weights():  # an update began meanwhile
+                self._sync.forget()
                 await engine.pause()
                 self._held.add(engine)
                 return

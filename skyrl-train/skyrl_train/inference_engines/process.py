@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import os
 import shutil
 import signal
 import socket
@@ -156,7 +157,9 @@ def _run(
     listener: socket.socket, lifeline: Connection, token: bytes, folder: str | None, n_threads: int | None
 ) -> None:
     """Serve connections until the driver sends something through the lifeline or ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the driver ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends this process
+    os.setpgid(0, 0)  # Ctrl-C does not reach the processes that an engine starts
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start some
     disable_progress_bar()
     if n_threads is not None:
         torch.set_num_threads(n_threads)

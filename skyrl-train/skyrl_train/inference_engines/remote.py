@@ -126,11 +126,14 @@ def open_connection(
 
 
 def _pickle_by_value(make: Callable[[], Any]) -> bytes:
-    """Pickle a function, with what it refers to in `__main__`; EngineError if that is impossible."""
+    """Pickle a function, and what it uses of `__main__`; EngineError if that is impossible."""
     try:
         pickled: bytes = cloudpickle.dumps(make)
     except Exception as error:
-        raise EngineError(f"the function that makes an engine cannot be pickled: {error}") from error
+        raise EngineError(
+            f"an engine cannot be made in another process: {error}; keep locks, sockets and threads out of the "
+            "attributes of the experiment"
+        ) from error
     return pickled
 
 

@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -29,9 +28,6 @@ from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.lease import Lease
 from skyrl_train.workers.ranks import LocalRank
 
-EngineProcess = Literal["new", "own"]
-"""The process of an engine that generates outside of the run's: a new one, or one that the engine starts itself."""
-
 
 class InlineLauncher:
     """A launcher whose models compute in `executor`, which has one thread."""
@@ -43,14 +39,14 @@ class InlineLauncher:
         servers: Sequence[str] = (),
         *,
         offloads_idle: bool = False,
-        engine_process: EngineProcess | None = None,
+        has_engine_process: bool = False,
     ) -> None:
         """Create the launcher. `sync` describes how weights are sent to engines in other processes: to `servers`, which
-        are addresses, or to that of `engine_process`. With `offloads_idle`, models and the engine, which has a copy of
-        the weights, leave the device while they are idle.
+        are addresses, or to the engine, with `has_engine_process`. With `offloads_idle`, models and the engine, which
+        has a copy of the weights, leave the device while they are idle.
         """
         self._executor = executor
-        self._engine_process = engine_process
+        self._has_engine_process = has_engine_process
         self._sync = sync or SyncOptions()
         self._servers = servers
         self._lease = Lease() if offloads_idle else None
@@ -66,7 +62,7 @@ class InlineLauncher:
         group = WorkerGroup(spec, [rank], objective)
         await group.load()
         self._groups.append(group)
-        if spec.role == "policy" and self._engine_process is None:
+        if spec.role == "policy" and not self._has_engine_process:
             self.policy = rank.worker.module.hf_model
         if self._lease is not None:
             await self._lease.add_model(group)
@@ -75,11 +71,9 @@ class InlineLauncher:
     async def start_engine(
         self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine], start_timeout_s: float
     ) -> InferenceEngine:
-        if self._engine_process is not None:
+        if self._has_engine_process:
 
             async def start(_index: int) -> InferenceEngine:
-                if self._engine_process == "own":
-                    return make_engine(None)
                 return await start_engine(
                     partial(make_engine, None),
                     start_timeout_s=start_timeout_s,
@@ -104,11 +98,11 @@ class InlineLauncher:
         kind: SyncKind = "full",
         dtype: torch.dtype | None = None,
     ) -> WeightSync:
-        has_receivers = self._engine_process is not None or bool(self._servers)
+        has_receivers = self._has_engine_process or bool(self._servers)
         if not has_receivers or any(isinstance(sink, WorkerGroup) for sink in sinks.values()):
             options = SyncOptions(timeout_s=self._sync.timeout_s)
             return WeightSync(source, sinks, options, kind=kind, holding_devices=holding_devices(self._lease, sinks))
-        options = with_transport(self._sync, self.device, shares_devices=self._engine_process is not None)
+        options = with_transport(self._sync, self.device, shares_devices=self._has_engine_process)
         find_address = self._find_address if self._servers else None
         return WeightSync(source, sinks, options, find_address=find_address, kind=kind, dtype=dtype)
 

@@ -60,8 +60,9 @@ PANELS = {
     "policy/policy_loss": ("Policy loss", "the level means little; watch for jumps"),
     "policy/rollout_train_logprobs_abs_diff_mean": (
         "Gap between engine and trainer",
-        "mean difference of their log-probs; should be near zero",
+        "mean difference of their log-probs; should be near zero, except in asynchronous training",
     ),
+    "async/staleness_mean": ("Staleness", "steps between the weights that started a rollout and those it trains"),
     "policy/ppo_clip_ratio": ("Clipped tokens", "the fraction of tokens whose update was clipped"),
     "generate/avg_num_tokens": ("Response length", "tokens in a response"),
     "policy/policy_lr": ("Learning rate", "the schedule"),

@@ -170,7 +170,11 @@ class WeightSync:
         try:
             await self._send({name: sink}, version)
         finally:
-            self._version = None  # a sync that ends meanwhile sets it
+            self.forget()  # a sync that ends meanwhile sets the version
+
+    def forget(self) -> None:
+        """Send all weights in the next sync: a sink does not hold those of the last one."""
+        self._version = None
 
     async def _send(self, sinks: Mapping[str, WeightSink], version: int, *, is_update: bool = False) -> Receipt:
         """Send all weights or, for an update, what the sinks do not hold yet."""

@@ -95,13 +95,14 @@ def killing_the_engine(tmp_path: Path) -> Iterator[None]:
     assert killed
 
 
+@pytest.mark.parametrize("in_flight", ["true", "false"])
 def test_an_engine_that_is_killed_is_replaced_and_no_prompt_is_lost(
-    arguments: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    in_flight: str, arguments: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with killing_the_engine(tmp_path):
-        main(arguments)
+        main([*arguments, f"trainer.fully_async.in_flight_weight_updates={in_flight}"])
     assert "The engine was lost and is replaced" in caplog.text
-    assert_run_is_right(tmp_path)
+    assert_run_is_right(tmp_path, n_checked=1 if in_flight == "true" else N_STEPS + 1)
     assert not list(find_descendants("spawn_main"))
 
 
@@ -160,11 +161,14 @@ def test_a_stop_request_does_not_wait_for_the_rollouts_of_later_steps(
     assert (tmp_path / "skyrl/test_run/ckpts/global_step_1").is_dir()
 
 
-def test_a_reward_function_of_batches_is_refused(arguments: list[str]) -> None:
+def test_a_reward_function_of_batches_is_refused_before_models_load(
+    arguments: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     register_reward_function("compare", level="batch")(lambda samples: [0.0] * len(samples))
     try:
         with pytest.raises(ConfigError, match=r"generator\.reward_functions=compare compares the samples of a batch"):
             BasePPOExp(parse_cli([*arguments, "generator.reward_functions=[compare]"])).run()
+        assert "Loaded the policy" not in caplog.text
     finally:
         del REWARD_FUNCTIONS["compare"]
 

@@ -198,14 +198,28 @@ WARNINGS: list[Case] = [
     ),
     (
         [ASYNC, "trainer.fully_async.max_staleness_steps=2"],
-        "trainer.algorithm.policy_loss_type=regular has no off-policy correction, and "
-        "trainer.fully_async.max_staleness_steps=2 allows rollouts of weights that are as many steps old; set "
+        "trainer.fully_async.max_staleness_steps=2 trains on rollouts of older weights, and "
+        "trainer.algorithm.policy_loss_type=regular does not correct for that; set "
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
         [
             [ASYNC, f"{ALGORITHM}.off_policy_correction.tis_ratio_type=token"],
             [ASYNC, loss("rollout_is")],
             [ASYNC, "trainer.fully_async.max_staleness_steps=0"],
         ],
+    ),
+    (
+        [ASYNC, loss("gmpo"), SEQUENCE_MEAN],
+        "trainer.fully_async.max_staleness_steps=4 trains on rollouts of older weights, and "
+        "trainer.algorithm.policy_loss_type=gmpo does not correct for that; set "
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=sequence",
+        [[ASYNC, loss("gmpo"), SEQUENCE_MEAN, f"{ALGORITHM}.off_policy_correction.tis_ratio_type=sequence"]],
+    ),
+    (
+        [ASYNC, loss("clip_cov")],
+        "trainer.fully_async.max_staleness_steps=4 trains on rollouts of older weights, and "
+        "trainer.algorithm.policy_loss_type=clip_cov does not correct for that; set "
+        "trainer.algorithm.policy_loss_type=rollout_is",
+        [[loss("clip_cov")]],
     ),
     (
         [estimator("reinforce++"), f"{ALGORITHM}.dynamic_sampling.type=filter"],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.dataset.order import ShuffledPrompts
-from skyrl_train.errors import DataError
+from skyrl_train.errors import DataError, SkippedRow
 from skyrl_train.types import PromptRow
 
 
@@ -118,6 +118,29 @@ def test_draws_are_numbered_consecutively() -> None:
     resumed = shuffled(5, 2)
     resumed.load_state_dict(prompts.state_dict())
     assert [prompt.draw for prompt in resumed.next_batch()] == [12, 13]
+
+
+def test_unused_prompts_are_drawn_first_and_keep_the_end_of_their_epoch() -> None:
+    prompts = shuffled(6, 3)
+    batches = [prompts.next_batch() for _ in range(3)]
+    state = prompts.state_dict(unused=[*batches[1], *batches[2]])
+    resumed = shuffled(6, 3)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert [resumed.next_batch() for _ in range(3)] == [*batches[1:], prompts.next_batch()]
+    assert [prompt.ends_epoch for batch in batches for prompt in batch] == [False] * 5 + [True] + [False] * 3
+
+    class Shorter(Numbers):
+        def __getitem__(self, index: int) -> PromptRow:
+            if index == batches[1][-1].index:
+                raise SkippedRow("too long now")
+            return super().__getitem__(index)
+
+    resumed = ShuffledPrompts(Shorter(6), 3, seed=0)  # type: ignore[arg-type]
+    resumed.load_state_dict(state)
+    drawn = [*resumed.next_batch(), *resumed.next_batch()]
+    assert [prompt.draw for prompt in drawn] == [3, 4, 6, 7, 8, 9]
+    assert [prompt.draw for prompt in drawn if prompt.ends_epoch] == [4], "the last prompt that is left of the epoch"
 
 
 @pytest.mark.parametrize("seed", [1_763_856_000_000_000, 2**62, 2**63 - 1])

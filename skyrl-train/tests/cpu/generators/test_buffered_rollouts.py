@@ -233,12 +233,16 @@ async def test_rollouts_continue_during_an_update_and_wait_for_a_slot() -> None:
     await run.source.close()
 
 
-async def test_an_error_of_a_later_batch_ends_the_step_at_once_and_loses_no_prompt() -> None:
-    run = Run(config(max_staleness_steps=2), Player(lambda request: 1000 if request.id.draw < 2 else 0))
+@pytest.mark.parametrize("fails_before_take", [False, True])
+async def test_an_error_of_a_later_batch_ends_the_step_at_once_and_loses_no_prompt(fails_before_take: bool) -> None:
+    run = Run(config(max_staleness_steps=2), Player(lambda request: 1000 if request.id.draw < 4 else 0))
     run.player.failing = {5}
     await run.sync()
+    for _ in range(20 * fails_before_take):
+        await asyncio.sleep(0)
     with pytest.raises(DataError, match="draw 5 failed"):
         await run.source.take(1)
+    assert run.player.n_running == 4, "earlier rollouts have not ended"
     assert [draw for draw, *_ in run.source.state_dict()["unused"]] == list(range(6))
     await run.source.close()
 
@@ -248,7 +252,7 @@ async def test_prompts_that_cannot_be_drawn_end_the_next_step_but_no_sync(caplog
     await run.sync()
     run.dataset.broken = set(range(12))
     await run.train(1)
-    assert "The next prompts could not be drawn, which the next step tries again: row" in caplog.text
+    assert "Could not draw the next prompts; the next step retries: row" in caplog.text
     position = run.source.state_dict()
     with pytest.raises(DataError, match=r"row \d+ is broken"):
         await run.source.take(2)

@@ -230,7 +230,7 @@ async def test_an_engine_started_during_an_update_generates_after_the_next_sync(
 ) -> None:
     async with replaceable(processes[1], tiny_model_path, copy.deepcopy(tiny_model)) as (client, pids, sync):
         is_current = True
-        client.follow(sync, is_current=lambda: is_current)
+        client.follow(sync, lambda: is_current)
         await sync(1)
         is_current = False
         os.kill(pids[0], signal.SIGKILL)
