@@ -159,7 +159,7 @@ def _run(
     """Serve connections until the driver sends something through the lifeline or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends this process
     os.setpgid(0, 0)  # Ctrl-C does not reach the processes that an engine starts
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start some
+    multiprocessing.current_process().daemon = False  # vLLM starts some
     disable_progress_bar()
     if n_threads is not None:
         torch.set_num_threads(n_threads)
