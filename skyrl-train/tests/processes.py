@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -17,3 +20,23 @@ def find_descendants(name: str, pid: int | None = None) -> Iterator[psutil.Proce
         with suppress(psutil.NoSuchProcess):  # zombies among them
             if name in " ".join([process.name(), *process.cmdline()]):
                 yield process
+
+
+@contextmanager
+def killing(name: str, folder: Path, n_steps: int = 1) -> Iterator[None]:
+    """Kill a descendant with `name` in its command line once the run in `folder` has logged `n_steps` steps."""
+    log = folder / "metrics.jsonl"
+    killed: list[int] = []
+
+    def kill() -> None:
+        while not log.exists() or len(log.read_text().splitlines()) <= n_steps:
+            time.sleep(0.02)
+        process = next(find_descendants(name))
+        killed.append(process.pid)
+        process.kill()
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    yield
+    killer.join(timeout=10)
+    assert killed

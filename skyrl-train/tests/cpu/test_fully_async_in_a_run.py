@@ -8,11 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS, register_reward_function
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
-from tests.processes import find_descendants
+from tests.processes import find_descendants, killing
 
 N_STEPS = 6
 TRAIN_FOLDER = Path(__file__).parents[2]
@@ -75,31 +72,11 @@ def assert_run_is_right(tmp_path: Path, n_checked: int = 1) -> None:
     assert_prompts_are_trained_once(tmp_path)
 
 
-@contextmanager
-def killing_the_engine(tmp_path: Path) -> Iterator[None]:
-    """Kill the engine's process once the run has logged two steps."""
-    log = tmp_path / "skyrl/test_run/metrics.jsonl"
-    killed: list[int] = []
-
-    def kill() -> None:
-        while not log.exists() or len(log.read_text().splitlines()) < 3:
-            time.sleep(0.02)
-        (engine,) = find_descendants("spawn_main")
-        killed.append(engine.pid)
-        engine.kill()
-
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
-    yield
-    killer.join(10)
-    assert killed
-
-
 @pytest.mark.parametrize("in_flight", ["true", "false"])
 def test_an_engine_that_is_killed_is_replaced_and_no_prompt_is_lost(
     in_flight: str, arguments: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with killing_the_engine(tmp_path):
+    with killing("spawn_main", tmp_path / "skyrl/test_run", n_steps=2):
         main([*arguments, f"trainer.fully_async.in_flight_weight_updates={in_flight}"])
     assert "The engine was lost and is replaced" in caplog.text
     assert_run_is_right(tmp_path, n_checked=1 if in_flight == "true" else N_STEPS + 1)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-
-from tests.processes import find_descendants
 
 N_STEPS = 5
 EXACT = 1e-5
@@ -41,23 +35,3 @@ def assert_same_run(folder: Path, expected: Path, *roles: str) -> None:
     for role in roles:
         for name, tensor in weights(expected, role).items():
             torch.testing.assert_close(weights(folder, role)[name], tensor, rtol=0, atol=EXACT, msg=f"{role} {name}")
-
-
-@contextmanager
-def killing_an_engine(folder: Path) -> Iterator[None]:
-    """Kill an engine of the run in `folder` once it has logged its first step."""
-    log = folder / "metrics.jsonl"
-    killed: list[int] = []
-
-    def kill() -> None:
-        while not log.exists() or len(log.read_text().splitlines()) < 2:
-            time.sleep(0.02)
-        engine = next(find_descendants("EngineActor"))
-        killed.append(engine.pid)
-        engine.kill()
-
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
-    yield
-    killer.join(timeout=10)
-    assert killed

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray_runs import N_STEPS, assert_same_run, killing_an_engine, metrics, weights
+from ray_runs import N_STEPS, assert_same_run, metrics, weights
 
 from skyrl_train.entrypoints import main_generate
 from skyrl_train.entrypoints.main_base import main
 from skyrl_train.launch.ray.placement import Request, Reservation
-from tests.processes import find_descendants
+from tests.processes import find_descendants, killing
 
 TRAIN_FOLDER = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)  # each process imports PyTorch, and a test has up to 12
@@ -86,7 +86,10 @@ def test_models_and_engines_that_leave_devices_while_idle_train_like_one_process
     inline = train("inline", *settings)
     engines = ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"]
     offloading = [*settings, *engines, "trainer.placement.offload_idle=true", "generator.weight_sync_backend=gloo"]
-    with caplog.at_level(logging.DEBUG, "skyrl_train.workers.lease"), killing_an_engine(inline.parent / "offloading"):
+    with (
+        caplog.at_level(logging.DEBUG, "skyrl_train.workers.lease"),
+        killing("EngineActor", inline.parent / "offloading"),
+    ):
         train("offloading", *offloading, "trainer.max_training_steps=3")
         folder = train("offloading", *offloading)
     assert_same_run(folder, inline, "policy", "critic")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
-from ray_runs import assert_same_run, killing_an_engine, metrics
+from ray_runs import assert_same_run, metrics
 from transformers import PreTrainedModel
 
 from skyrl_train.config.cli import parse_cli
@@ -18,6 +18,7 @@ from skyrl_train.errors import ConfigError, SyncError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.weight_sync import Receipt, SyncPlan
+from tests.processes import killing
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -94,7 +95,7 @@ def test_two_engines_train_like_one_process_and_a_killed_one_is_replaced(
     start_cluster(1, 1)
     inline = train("inline")
     settings = ["generator.num_inference_engines=2", "generator.weight_sync_backend=nccl"]
-    with killing_an_engine(inline.parent / "two"):
+    with killing("EngineActor", inline.parent / "two"):
         two = train("two", "trainer.placement.policy_num_nodes=2", *settings)
     assert_same_run(two, inline, "policy")
     assert "was lost and is replaced" in caplog.text

@@ -6,10 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,7 @@ import ray
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from skyrl_train.entrypoints import main_base, main_generate
-from tests.processes import find_descendants
+from tests.processes import killing
 
 TRAIN_FOLDER = Path(__file__).parents[2]
 GSM8K = """
@@ -59,22 +56,6 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@contextmanager
-def killing_an_engine(folder: Path) -> Iterator[None]:
-    """Kill a process of vLLM once the run in `folder` has logged its first step."""
-    log = folder / "metrics.jsonl"
-
-    def kill() -> None:
-        while not log.exists() or len(log.read_text().splitlines()) < 2:
-            time.sleep(0.02)
-        next(find_descendants("EngineCore")).kill()
-
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
-    yield
-    killer.join(timeout=10)
-
-
 @pytest.mark.parametrize("offload_idle", ["auto", "true"])
 def test_training_updates_the_weights_of_vllm_after_each_step(
     offload_idle: str, run: list[str], tmp_path: Path
@@ -101,7 +82,7 @@ def test_an_asynchronous_run_replaces_vllm_if_it_is_killed(
         "trainer.epochs=3",
     ]
     folder = tmp_path / "skyrl/test_run"
-    with killing_an_engine(folder):
+    with killing("EngineCore", folder):
         main_base.main([*run, *settings])
     assert "was lost and is replaced: vLLM's process ended" in caplog.text
     rows = metrics(folder)
@@ -209,7 +190,7 @@ def test_ranks_and_two_vllm_engines_in_actors_train_like_one_process_though_one_
     engines = ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"]
     engines += ["trainer.placement.offload_idle=true"]
     try:
-        with killing_an_engine(folder):
+        with killing("EngineCore", folder):
             main_base.main([*run, *engines, "trainer.run_name=ray"])
     finally:
         ray.shutdown()
