@@ -1,0 +1,1 @@
+"""Agents: loops that let a model act with tools."""

@@ -1,0 +1,114 @@
+"""ReAct: the model thinks, calls a tool, reads its result, and so on (Yao et al., 2022, arXiv:2210.03629)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+from skyrl_agent.agents.base import AgentContext, BaseAgent, Outcome
+from skyrl_agent.tools.base import format_tools
+from skyrl_gym.error import ToolFailure
+from skyrl_gym.runtime.text import describe_error
+from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
+from skyrl_gym.tools.messages import append_to_system
+from skyrl_train.generators.env_pool import EnvTimeout
+
+MAX_RESULT_CHARS = 50_000  # of which the first and the last half are kept
+
+NO_CALL = "Your reply has no function call. Call one function, or finish with: {finish}"
+SEVERAL_CALLS = "Your reply has {n} function calls, and none was carried out. Call one function in each reply."
+
+
+class ReActAgent(BaseAgent):
+    """An agent that calls one tool in each turn, in the format of `skyrl_gym.tools.calls`.
+
+    Without tools, its first reply is the result. Calls that cannot be parsed or fail are explained to the model.
+    """
+
+    max_repeats: ClassVar[int | None] = None
+    """Equal calls with equal results in a row that end the trajectory with `stuck_in_a_loop`; None: no limit."""
+
+    def __init__(self, context: AgentContext) -> None:
+        """Add the descriptions of the tools to the system message."""
+        super().__init__(context)
+        self._last: tuple[ToolCall, str] | None = None  # call and observation
+        self._n_repeats = 0
+        self.set_history(self.chat.messages)
+
+    def set_history(self, messages: list[Any]) -> None:
+        """Start another history, e.g. from a tool; descriptions of the tools are added to its system message."""
+        description = format_tools(self.context.tools.values())
+        self.chat.reset(append_to_system(messages, description))
+
+    async def run(self) -> Outcome:
+        """Take turns until a tool finishes, or the maximum number of turns is reached."""
+        n_turns = self.context.settings.max_iterations
+        for turn in range(1, n_turns + 1):
+            reply = await self.chat.generate()
+            if not self.context.tools:
+                return Outcome("FINISH", strip_thoughts(reply.text).strip())
+            outcome = await self._act(reply.text)
+            if outcome is not None:
+                return outcome
+            if self.max_repeats is not None and self._n_repeats >= self.max_repeats:
+                return Outcome("stuck_in_a_loop")
+            self._remind(turn, n_turns)
+        return Outcome("max_iterations_reached")
+
+    async def _act(self, text: str) -> Outcome | None:
+        """Carry out the call in a reply and add its result to the history; return the outcome if it was the last."""
+        try:
+            calls = parse_tool_calls(text)
+            if len(calls) != 1:
+                finish = next((tool.name for tool in self.context.tools.values() if tool.ends_trajectory), "finish")
+                raise ToolCallError(
+                    SEVERAL_CALLS.format(n=len(calls)) if calls else NO_CALL.format(finish=f"<function={finish}>")
+                )
+        except ToolCallError as error:
+            self._observe(None, str(error))
+            return None
+        (call,) = calls
+        tool = self.context.tools.get(call.name)
+        try:
+            if tool is None:
+                raise ToolCallError(f"There is no function {call.name}; there are {', '.join(self.context.tools)}.")
+            result = await self.call_tool(tool, call.arguments)
+        except EnvTimeout:
+            return Outcome("cmd_timeout")
+        except ToolCallError as error:
+            self._observe(call, f"ERROR: {error}")
+        except ToolFailure:
+            raise
+        except Exception as error:  # noqa: BLE001, the model reads it
+            self._observe(call, f"ERROR: {describe_error(error)}")
+        else:
+            if tool.ends_trajectory:
+                return Outcome("FINISH_TOOL", result)
+            if isinstance(result, str):
+                self._observe(call, result)
+            elif result is not None or not self.chat.has_new_messages:  # a tool that rewrote the history returns None
+                self._observe(call, json.dumps(result, ensure_ascii=False, default=str))
+        return None
+
+    def _observe(self, call: ToolCall | None, observation: str) -> None:
+        if len(observation) > MAX_RESULT_CHARS:
+            n_kept = MAX_RESULT_CHARS // 2
+            n_left_out = len(observation) - 2 * n_kept
+            observation = f"{observation[:n_kept]}\n[{n_left_out:,} characters are left out]\n{observation[-n_kept:]}"
+        if call is not None:
+            is_repeated = self._last == (call, observation)
+            self._last, self._n_repeats = (call, observation), self._n_repeats + 1 if is_repeated else 1
+            observation = f"EXECUTION RESULT of [{call.name}]:\n{observation}"
+        self.chat.append("user", observation)
+
+    def _remind(self, turn: int, n_turns: int) -> None:
+        """Append the number of remaining turns to the last message, with `enable_turn_reminder`."""
+        settings = self.context.settings
+        if not settings.enable_turn_reminder or turn == n_turns:
+            return
+        reminder = f"Steps remaining: {n_turns - turn}."
+        if turn < settings.early_step_threshold:
+            reminder += f" Take at least {settings.early_step_threshold - turn} more steps before you finish."
+        elif turn == n_turns - 1:
+            reminder += " This is your last step: finish now."
+        self.chat.append_to_last(reminder)

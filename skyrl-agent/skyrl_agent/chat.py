@@ -1,0 +1,178 @@
+"""The conversation of an agent with the model, which records the sampled tokens for training."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from skyrl_gym.runtime.text import describe_error
+from skyrl_gym.tools.calls import strip_thoughts
+from skyrl_train.errors import EngineError
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.conversation import StepwiseConversation, TokenConversation
+from skyrl_train.generators.rollout import Rollout
+from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, SamplingParams
+from skyrl_train.types import Message
+
+logger = logging.getLogger(__name__)
+
+
+class SamplingEngine(Protocol):
+    """The part of `InferenceEngine` that agents call."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Limits of the engine."""
+        ...
+
+    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+        """Return one result for each request, in order."""
+        ...
+
+    async def end_session(self, session_id: str) -> None:
+        """Drop a session's cache."""
+        ...
+
+
+class ContextWindowExceeded(Exception):
+    """The history leaves no room for another reply."""
+
+
+class EngineAborted(EngineError):
+    """The engine aborted the request of a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A sampled turn."""
+
+    text: str
+    is_truncated: bool  # at the maximum number of tokens per turn
+
+
+class Chat:
+    """A history of messages that the model continues.
+
+    Agents add messages with `append`, or start another history with `reset`, and call `generate`. Sampled tokens are
+    never tokenized again: the next prompt is the previous one, the sampled tokens, and the tokens of the new messages.
+    A new history starts a new row of training data.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        engine: SamplingEngine,
+        encoder: ChatEncoder,
+        sampling: SamplingParams,
+        *,
+        max_response_length: int,
+        renders_history: bool = False,
+        removes_thoughts: bool = False,
+        logs_turns: bool = False,
+    ) -> None:
+        """Start an empty history.
+
+        Args:
+            rollout: its conversation records the tokens.
+            max_response_length: maximum number of tokens after the first prompt of a history.
+            renders_history: let the chat template render the whole history before each turn. Turns whose prompt does
+                not start with the tokens of earlier ones get a new row.
+            removes_thoughts: leave the thoughts of earlier turns out of the history; implies `renders_history`.
+            logs_turns: log each turn.
+        """
+        self._rollout = rollout
+        self._engine = engine
+        self._encoder = encoder
+        self._sampling = sampling
+        self._max_response_length = max_response_length
+        self._removes_thoughts = removes_thoughts
+        self._logs_turns = logs_turns
+        self._new_conversation: Callable[[list[Message]], TokenConversation] = (
+            (lambda prompt: StepwiseConversation(encoder, prompt, merges=True))
+            if renders_history or removes_thoughts
+            else (lambda prompt: TokenConversation(encoder, prompt))
+        )
+        self._messages: list[Message] = []
+        self._new: list[Message] = []  # not in the conversation yet
+        self._is_reset = False
+        self._n_prompt = 0  # tokens of the first prompt of the history
+
+    @property
+    def messages(self) -> list[Message]:
+        """The history so far, replies included."""
+        return [*self._messages, *self._new]
+
+    @property
+    def has_new_messages(self) -> bool:
+        """True if the history has messages after the last reply."""
+        return bool(self._new)
+
+    def append(self, role: str, content: str) -> None:
+        """Add a message to the history."""
+        self._new.append({"role": role, "content": content})
+
+    def append_to_last(self, text: str) -> None:
+        """Add a paragraph to the last message, which the model has not read yet."""
+        last = self._new[-1]
+        self._new[-1] = {"role": last["role"], "content": f"{last['content']}\n\n{text}"}
+
+    def reset(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Start another history."""
+        self._messages, self._is_reset = [], True
+        self._new = [{"role": message["role"], "content": message["content"]} for message in messages]
+
+    async def generate(self) -> Reply:
+        """Sample a reply and add it to the history.
+
+        Raises:
+            ContextWindowExceeded: the history is too long, or the reply was cut off at its maximum length.
+            EngineError: the engine failed.
+        """
+        conversation = self._flush()
+        prompt = conversation.next_prompt()
+        n_left = min(
+            self._max_response_length - (len(prompt) - self._n_prompt), self._engine.info.context_length - len(prompt)
+        )
+        if n_left < 1:
+            raise ContextWindowExceeded
+        sampling = replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, n_left))
+        started = time.perf_counter()
+        try:
+            request = EngineRequest(prompt, sampling, self._rollout.seed, self._rollout.session_id)
+            (result,) = await self._engine.generate([request])
+            text = self._encoder.decode(result.token_ids)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"generation failed with {describe_error(error)}") from error
+        self._rollout.generate_s += time.perf_counter() - started
+        conversation.add_turn(result, text)
+        if result.stop_reason == "abort":
+            raise EngineAborted("the engine aborted the request")
+        if self._logs_turns:
+            logger.info("%s, turn %d: %s", self._rollout.request.id.to_string(), len(conversation.turns), text)
+        is_cut_off = result.stop_reason == "length"
+        if is_cut_off and sampling.max_new_tokens == n_left:
+            raise ContextWindowExceeded
+        content = strip_thoughts(text).lstrip() if self._removes_thoughts else text
+        if content != text:
+            conversation.replace_turn(content)
+        self._messages.append({"role": "assistant", "content": content})
+        return Reply(text, is_cut_off)
+
+    def _flush(self) -> TokenConversation:
+        """Add the new messages to the conversation."""
+        conversation = self._rollout.conversation
+        if conversation is None or self._is_reset:
+            if conversation is None:
+                conversation = self._rollout.conversation = self._new_conversation(self._new)
+            else:
+                conversation.replace_history(self._new)
+            self._n_prompt = len(conversation.next_prompt())
+        elif self._new:
+            conversation.observe(self._new)
+        self._messages, self._new, self._is_reset = self.messages, [], False
+        return conversation

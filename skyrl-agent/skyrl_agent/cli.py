@@ -1,0 +1,62 @@
+"""The command `skyrl-agent`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skyrl_train.entrypoints.command import as_command, importing_torch
+
+app = typer.Typer(
+    name="skyrl-agent",
+    help="Train and evaluate agents on long tasks.",
+    epilog="""Examples:
+
+\b
+  skyrl-agent train task.yaml data.train_data=train.jsonl trainer.policy.model.path=Qwen/Qwen3-8B
+  skyrl-agent generate task.yaml data.val_data=test.jsonl trainer.policy.model.path=Qwen/Qwen3-8B
+""",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+Task = Annotated[Path, typer.Argument(metavar="TASK", help="The task file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of skyrl train.", show_default=False)
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Read settings of skyrl train from a YAML file first.")
+]
+RUN_SETTINGS = {"ignore_unknown_options": True}
+
+
+@app.command(context_settings=RUN_SETTINGS)
+@as_command
+def train(task: Task, overrides: Overrides = None, config: ConfigFile = None) -> None:
+    """Train an agent on its own trajectories."""
+    with importing_torch():
+        from skyrl_agent.integrations.skyrl_train import AgentExp, parse_task
+
+    AgentExp(*parse_task(task, overrides or [], config)).run()
+
+
+@app.command(context_settings=RUN_SETTINGS)
+@as_command
+def generate(task: Task, overrides: Overrides = None, config: ConfigFile = None) -> None:
+    """Evaluate an agent without training it."""
+    with importing_torch():
+        from skyrl_agent.integrations.skyrl_train import AgentEvaluation, parse_task
+
+    AgentEvaluation(*parse_task(task, overrides or [], config)).run()
+
+
+def run() -> None:
+    """Run the command line of the process."""
+    app()
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,232 @@
+"""Task files: the YAML that describes an agent, its task, its tools and how it is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from annotated_types import Ge, Gt
+from pydantic import AliasChoices, Field, ValidationError, model_validator
+
+from skyrl_train.config.base import Count, Section
+from skyrl_train.config.problems import config_error
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.inference_engines.params import to_sampling
+
+MASKED = (
+    "CONTEXT_WINDOW_EXCEEDED",
+    "max_iterations_reached",
+    "stuck_in_a_loop",
+    "cmd_timeout",
+)
+"""Finish reasons of trajectories that are not trained on by default."""
+
+
+class DataKeys(Section):
+    """Columns of a dataset row, as dotted paths such as `extra_info.instance`."""
+
+    instance_key: str | None = None
+    """The instance that the task receives; null for all columns of the row."""
+
+    instance_id_key: str | None = None
+    """The name of the instance, for messages; null for the number of the row."""
+
+    data_source_key: str | None = "data_source"
+    """The dataset of the row, which chooses its grader; rows without this column are of the source "default"."""
+
+
+class BackendConfig(Section):
+    """An engine outside this project."""
+
+    model_name: str | None = None
+    """Name of the model on the server of `infer_backend: openai_server`."""
+
+    api_url: str | None = None
+    """Address of its API, e.g. http://localhost:8000/v1."""
+
+    model_max_len: Count
+    """Maximum number of tokens of prompt and response together."""
+
+
+class ValidationSampling(Section):
+    """Sampling of evaluations."""
+
+    num_trajectories: Count = 1
+    """Trajectories of each instance."""
+
+    sampling_params: dict[str, Any] = Field(default={})
+    """Sampling parameters that differ from those of training."""
+
+
+class AgentGeneration(Section):
+    """Sampling of trajectories."""
+
+    infer_backend: Literal["skyrl-train", "verl", "tinker", "openai_server"] = "skyrl-train"
+    """The kind of the engine that is given to `AutoAgentRunner.from_task`."""
+
+    backend_config: BackendConfig | None = None
+    """The engine of every backend but skyrl-train."""
+
+    num_trajectories: Count = 8
+    """Trajectories of each instance, which are compared with each other."""
+
+    max_iterations: Count = 20
+    """Maximum number of the agent's turns."""
+
+    max_response_length: Count = Field(
+        default=8192, validation_alias=AliasChoices("max_response_length", "max_prompt_length")
+    )
+    """Maximum number of tokens after the first prompt; SkyRL-Agent calls this budget `max_prompt_length`."""
+
+    sampling_params: dict[str, Any] = Field(default={})
+    """Sampling parameters under vLLM's names: temperature, top_p, top_k, max_tokens (per turn), stop, …"""
+
+    val_config: ValidationSampling = ValidationSampling()
+    """Sampling of evaluations."""
+
+    remove_think_tokens: bool = False
+    """Remove the thoughts of a turn from the history that later turns read."""
+
+    qwen3_enable_thinking: bool = True
+    """Pass `enable_thinking` to the chat template."""
+
+    qwen3_acc_thinking: bool = True
+    """Keep the thoughts of earlier turns in the history; false: the chat template renders it anew for each turn."""
+
+    vision_is_active: Literal[False] = False
+    """Images; not supported."""
+
+    enable_turn_reminder: bool = False
+    """Tell the agent after each turn how many remain."""
+
+    early_step_threshold: Annotated[int, Ge(0)] = 0
+    """Number of turns before which the reminder asks the agent not to finish; 0: none."""
+
+    profile_tools: bool = True
+    """Report the number of calls of each tool as `rollout_metrics/tool_name/*`."""
+
+    debug_log: bool = False
+    """Log each turn."""
+
+    tool_timeout: Annotated[float, Gt(0)] = 600.0
+    """Seconds after which a call of a tool is abandoned and ends its trajectory with `cmd_timeout`."""
+
+    n_retries: Annotated[int, Ge(0)] = 1
+    """Further attempts at a trajectory that failed."""
+
+    masked_finish_reasons: tuple[str, ...] = MASKED
+    """Trajectories that end for these reasons are not trained on; their rewards count in the baseline of the group."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        backend = self.backend_config
+        if (self.infer_backend == "skyrl-train") != (backend is None):
+            raise ValueError(
+                f"infer_backend={self.infer_backend} and backend_config={backend}: every backend but skyrl-train needs "
+                "backend_config.model_max_len, and skyrl-train knows it"
+            )
+        names = None if backend is None else (backend.model_name, backend.api_url)
+        if (self.infer_backend == "openai_server") != (names is not None and None not in names):
+            raise ValueError(
+                "backend_config.model_name and api_url must be set with, and only with, infer_backend=openai_server"
+            )
+        for params in (self.sampling_params, self.val_config.sampling_params):
+            to_sampling({"max_tokens": 1, **params}, None)
+        return self
+
+    def sampling(self, *, is_training: bool) -> SamplingParams:
+        """Return the sampling parameters of training or of evaluations."""
+        params = {"max_tokens": self.max_response_length, **self.sampling_params}
+        return to_sampling(params if is_training else {**params, **self.val_config.sampling_params}, None)
+
+
+class DispatcherLimits(Section):
+    """Limits of parallel work."""
+
+    max_parallel_agents: Count = 16
+    """Maximum number of trajectories that generate at once."""
+
+    max_eval_parallel_agents: Count | None = None
+    """Maximum number of trajectories that are evaluated at once; null for `max_parallel_agents`."""
+
+
+class DispatcherConfig(DispatcherLimits):
+    """Parallel work of trajectories."""
+
+    type: Literal["async_pipeline", "async_batch", "async_fix_pool"] = "async_pipeline"
+    """async_pipeline: limits for each phase, so that new runtimes start and finished ones are evaluated while other
+    trajectories generate. async_batch: one limit for whole trajectories. async_fix_pool: each trajectory borrows one
+    of `envs`."""
+
+    scheduler: Literal["naive"] = "naive"
+    """Trajectories start in the order of their instances."""
+
+    envs: tuple[str, ...] = ()
+    """The environments of `async_fix_pool`, e.g. addresses, one of which `BaseTask.initialize_runtime` gets as `env`."""
+
+    val_config: DispatcherLimits | None = None
+    """Limits of evaluations; null for the same ones."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "async_fix_pool") != bool(self.envs):
+            raise ValueError("set dispatcher.envs with, and only with, dispatcher.type=async_fix_pool")
+        return self
+
+
+class AgentConfig(Section):
+    """The settings of a task file."""
+
+    agent_cls: str = "skyrl_agent.agents.react.ReActAgent"
+    """The agent, as a dotted path."""
+
+    task: str
+    """The task, as a dotted path to a subclass of `BaseTask`."""
+
+    tools: tuple[str | dict[str, Any], ...] | dict[str, bool] = ()
+    """Names of registered tools, dotted paths to tools, or either with settings: {name: …, **settings}. For an agent
+    with a shell, a section of switches such as enable_bash_tool."""
+
+    data: DataKeys = DataKeys()
+    """Columns of dataset rows."""
+
+    generator: AgentGeneration = AgentGeneration()
+    """Sampling of trajectories."""
+
+    dispatcher: DispatcherConfig = DispatcherConfig()
+    """Parallel work of trajectories."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> AgentConfig:
+        """Read a task file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ConfigError: it is not valid; the error lists every problem.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no task file {str(path)!r}")
+        try:
+            settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"{path} must be a mapping with the keys agent_cls, task, tools, generator, …")
+        try:
+            return cls.model_validate(_lists_as_tuples(settings))
+        except ValidationError as error:
+            raise config_error(
+                f"{path}: {'.'.join(map(str, item['loc']))}: {item['msg'].removeprefix('Value error, ')}"
+                + (f"; got {item['input']!r}" if item["type"] != "missing" else "")
+                for item in error.errors()
+            ) from error
+
+
+def _lists_as_tuples(value: Any) -> Any:
+    """Return nested settings with tuples for lists, which a frozen section can hold."""
+    if isinstance(value, Mapping):
+        return {key: _lists_as_tuples(inner) for key, inner in value.items()}
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,49 @@
+"""Backends that sample for agents and train them. Each module imports its framework when it is used."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_agent.chat import SamplingEngine
+from skyrl_agent.config import AgentGeneration
+from skyrl_train.errors import ConfigError
+
+
+def create_engine(settings: AgentGeneration, infer_engine: Any, tokenizer: PreTrainedTokenizerBase) -> SamplingEngine:
+    """Return the engine that a runner samples with.
+
+    Args:
+        settings: `infer_backend` and `backend_config`.
+        infer_engine: see `AutoAgentRunner.from_task`.
+        tokenizer: that of the model.
+
+    Raises:
+        ConfigError: the engine is not one of the backend.
+    """
+    backend = settings.backend_config
+    if (infer_engine is None) != (settings.infer_backend == "openai_server"):
+        raise ConfigError(
+            f"generator.infer_backend={settings.infer_backend} and the engine {infer_engine!r}: openai_server needs "
+            "None, since backend_config names the server, and other backends need their engine"
+        )
+    if backend is None:
+        return cast(SamplingEngine, infer_engine)
+    if settings.infer_backend == "openai_server":
+        from skyrl_agent.integrations.openai import OpenAIEngine
+
+        assert backend.model_name is not None
+        assert backend.api_url is not None
+        return OpenAIEngine(backend.api_url, backend.model_name, backend.model_max_len, tokenizer)
+    if settings.infer_backend == "verl":
+        from skyrl_agent.integrations.verl import VerlEngine
+
+        return VerlEngine(infer_engine, backend.model_max_len)
+    from skyrl_train.tinker import TinkerEngine
+
+    if isinstance(infer_engine, TinkerEngine):
+        return infer_engine
+    engine = TinkerEngine(backend.model_max_len)
+    engine.load(infer_engine, 0)
+    return engine

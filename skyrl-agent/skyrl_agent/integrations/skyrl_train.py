@@ -1,0 +1,149 @@
+"""Train and evaluate agents with skyrl-train: `skyrl-agent train task.yaml data.train_data=… key=value`.
+
+The task file sets the keys of `generator` that it knows: `num_trajectories` is `generator.n_samples_per_prompt`,
+`max_iterations` is `generator.max_turns`, and so on. All other settings are those of `skyrl train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_agent.auto import AutoAgentRunner
+from skyrl_agent.config import AgentConfig
+from skyrl_agent.loading import load_class
+from skyrl_agent.runner import AgentRunner, check_instances
+from skyrl_agent.tasks.base import BaseTask
+from skyrl_agent.trajectory import Instance
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.base import value_at
+from skyrl_train.config.problems import raise_problems, show
+from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.dataset.rows import TaskRow
+from skyrl_train.entrypoints.command import parse_cli
+from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
+from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
+from skyrl_train.types import PromptRow
+
+FROM_TASK_FILE = {
+    "generator.max_turns": "max_iterations",
+    "generator.max_response_length": "max_response_length",
+    "generator.n_rollout_retries": "n_retries",
+}
+"""Settings that an agent reads from the task file, and their names there."""
+
+UNUSED = (
+    "generator.batched",
+    "generator.use_conversation_multi_turn",
+    "generator.append_eos_token_after_stop_str_in_multi_turn",
+    "generator.chat_template.name_or_path",
+    "generator.chat_template_kwargs",
+    "generator.step_wise_trajectories",
+    "generator.merge_stepwise_output",
+    "generator.inject_context_status",
+    "generator.reward_functions",
+    "generator.reward_model.path",
+    "generator.reward_weights",
+    "generator.trajectory_timeout_seconds",
+)
+"""Settings of environments' rollouts, which agents do not have."""
+
+
+def to_overrides(agent: AgentConfig) -> list[str]:
+    """Return the settings of a task file as overrides of skyrl-train's configuration."""
+    settings = agent.generator
+    overrides = [f"{key}={getattr(settings, name)}" for key, name in FROM_TASK_FILE.items()]
+    overrides += [
+        f"generator.n_samples_per_prompt={settings.num_trajectories}",
+        f"generator.eval_n_samples_per_prompt={settings.val_config.num_trajectories}",
+    ]
+    for section, is_training in (("sampling_params", True), ("eval_sampling_params", False)):
+        overrides += _sampling_overrides(f"generator.{section}", settings.sampling(is_training=is_training))
+    return overrides
+
+
+def _sampling_overrides(section: str, sampling: SamplingParams) -> Iterator[str]:
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    yield f"{section}.max_generate_length={sampling.max_new_tokens}"
+    yield f"{section}.min_tokens={sampling.min_new_tokens}"
+    for name in names:
+        yield f"{section}.{name}={getattr(sampling, name)}"
+    if sampling.stop:
+        quoted = ("'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'" for text in sampling.stop)
+        yield f"{section}.stop=[{','.join(quoted)}]"
+    if sampling.stop_token_ids:
+        yield f"{section}.stop_token_ids={list(sampling.stop_token_ids)}".replace(" ", "")
+
+
+def parse_task(task: Path, overrides: Sequence[str], file: Path | None = None) -> tuple[AgentConfig, SkyRLConfig]:
+    """Return the settings of a task file, and skyrl-train's configuration for it.
+
+    Args:
+        task: the task file.
+        overrides: settings `key=value` of skyrl-train, which come after those of the task file.
+        file: a YAML file with more of them, which come first.
+
+    Raises:
+        FileNotFoundError: there is no task file.
+        ConfigError: settings are not valid, or contradict the task file.
+    """
+    agent = AgentConfig.load(task)
+    if agent.generator.infer_backend != "skyrl-train":
+        raise ConfigError(
+            f"{task}: generator.infer_backend={agent.generator.infer_backend} must be skyrl-train for this command"
+        )
+    cfg = parse_cli([*to_overrides(agent), *overrides], file)
+    expected = parse_cli(to_overrides(agent))
+    problems = []
+    for key in (*FROM_TASK_FILE, *UNUSED):
+        if (value := value_at(cfg, key)) != value_at(expected, key):
+            name = FROM_TASK_FILE.get(key)
+            fix = f"set generator.{name} in {task}" if name else "remove it"
+            problems.append(f"{key}={show(value)} has no effect on agents; {fix}")
+    raise_problems(problems)
+    return agent, cfg
+
+
+class _AgentRun(BasePPOExp):
+    """What training and evaluation share: the runner as the generator, and the check of the instances."""
+
+    def __init__(self, agent: AgentConfig, cfg: SkyRLConfig) -> None:
+        """Create the run folder; ConfigError lists every problem."""
+        super().__init__(cfg)
+        self.agent = agent
+
+    def get_generator(
+        self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
+    ) -> AgentRunner:
+        return AutoAgentRunner.from_task(self.agent, inference_engine_client, tokenizer)
+
+    def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
+        """Let the task check every row, those of datasets that are checked when they are drawn then."""
+        task: type[BaseTask] = load_class(self.agent.task, BaseTask)
+
+        def instance(row: Mapping[str, Any], uid: str) -> Instance:
+            return Instance.from_row(row, uid, self.agent)
+
+        def check_drawn(row: TaskRow) -> None:
+            check_instances(task, [(row.location, instance(row.extras, row.location))])
+
+        def columns(row: PromptRow) -> Mapping[str, Any]:
+            return {**row.env_extras, "prompt": row.prompt}
+
+        for dataset in datasets:
+            if not dataset.is_checked:
+                dataset.check_drawn = check_drawn
+            check_instances(task, [(place, instance(columns(row), row.uid)) for place, row in dataset.checked_rows()])
+
+
+class AgentExp(_AgentRun):
+    """The training of an agent."""
+
+
+class AgentEvaluation(_AgentRun, EvalOnlyEntrypoint):
+    """An evaluation of an agent."""

@@ -1,0 +1,117 @@
+"""Agents in verl: an agent loop that verl's trainer runs for each sample.
+
+    actor_rollout_ref.rollout.mode=async
+    actor_rollout_ref.rollout.multi_turn.enable=true
+    actor_rollout_ref.rollout.agent.default_agent_loop=skyrl_agent
+    actor_rollout_ref.rollout.agent.agent_loop_config_path=agent.yaml
+
+with this agent.yaml:
+
+    - name: skyrl_agent
+      _target_: skyrl_agent.integrations.verl.SkyRLAgentLoop
+      task_yaml: task.yaml
+
+verl needs a response of at least the budget of the task file, `data.max_response_length`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+
+from skyrl_agent.auto import AutoAgentRunner
+from skyrl_agent.config import AgentConfig
+from skyrl_agent.runner import AgentRunner, to_rows
+from skyrl_train.errors import ConfigError, EnvError
+from skyrl_train.generators.base import BatchMetadata, RolloutRequest
+from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult
+from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
+from skyrl_train.types import PromptRow, TrajectoryID
+
+
+class VerlEngine:
+    """verl's servers, through its server manager."""
+
+    def __init__(self, server_manager: Any, context_length: int) -> None:
+        """Sample with `server_manager.generate`."""
+        self.info = EngineInfo(context_length, context_length)
+        self._server_manager = server_manager
+
+    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+        """Return one result for each request, in order."""
+        return list(await asyncio.gather(*map(self._sample, requests)))
+
+    async def end_session(self, session_id: str) -> None:
+        """Do nothing: verl's servers evict the caches of conversations that have ended."""
+
+    async def _sample(self, request: EngineRequest) -> EngineResult:
+        params = to_sampling_params(request.sampling)
+        output = await self._server_manager.generate(
+            request.session_id or uuid4().hex,  # requests of one ID go to the same server
+            prompt_ids=request.prompt_ids,
+            sampling_params={**params, "logprobs": True},
+        )
+        token_ids = list(output.token_ids)
+        is_cut_off = len(token_ids) >= request.sampling.max_new_tokens
+        stop_reason = output.stop_reason or ("length" if is_cut_off else "stop")
+        return EngineResult(
+            token_ids,
+            None if output.log_probs is None else list(output.log_probs),
+            "abort" if stop_reason in ("abort", "aborted") else "length" if is_cut_off else "stop",
+            (),
+        )
+
+
+@register("skyrl_agent")
+class SkyRLAgentLoop(AgentLoopBase):
+    """An agent loop that plays one trajectory of a task file for each of verl's samples.
+
+    The reward is that of the task, and verl's reward functions are not called. An invalid trajectory, or one that ended
+    for a masked reason, has a response mask of 0. verl has no place for a trajectory whose history was rewritten.
+    """
+
+    def __init__(self, *args: Any, task_yaml: str, **kwargs: Any) -> None:
+        """Create the runner of the task file, whose `infer_backend` must be verl."""
+        super().__init__(*args, **kwargs)
+        cfg = AgentConfig.load(task_yaml)
+        if cfg.generator.infer_backend != "verl":
+            raise ConfigError(f"{task_yaml}: generator.infer_backend={cfg.generator.infer_backend} must be verl")
+        self._runner: AgentRunner = AutoAgentRunner.from_task(cfg, self.server_manager, self.tokenizer)
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Return the trajectory of one sample; `kwargs` are the columns of its row."""
+        settings = self._runner.cfg.generator
+        (row,) = to_rows([{("prompt" if key == "raw_prompt" else key): value for key, value in kwargs.items()}])
+        known = {key: value for key, value in sampling_params.items() if key != "logprobs"}
+        sampling = to_sampling({**known, "max_tokens": settings.sampling(is_training=True).max_new_tokens}, None)
+        name = str(row.get("index", "0"))
+        request = RolloutRequest(
+            TrajectoryID(name, 0, draw=uuid4().int & (2**31 - 1)),
+            PromptRow(name, list(row["prompt"]), None, {key: value for key, value in row.items() if key != "prompt"}),
+        )
+        (trajectory,) = await self._runner.rollout([request], sampling, BatchMetadata(0, "train"))
+        if len(trajectory.segments) > 1:
+            raise EnvError(
+                f"the agent rewrote its history, and verl takes one row of tokens for each sample; train "
+                f"{self._runner.agent_cls.__name__} with skyrl-train or Tinker"
+            )
+        (segment,) = trajectory.segments
+        eos = self.tokenizer.eos_token_id
+        is_empty = not segment.loss_mask  # an invalid trajectory without a turn
+        mask = segment.loss_mask if trajectory.is_valid else [0] * len(segment.loss_mask)
+        return AgentLoopOutput(
+            prompt_ids=segment.prompt_ids or [eos],
+            response_ids=[eos] if is_empty else segment.response_ids,
+            response_mask=[0] if is_empty else mask,
+            response_logprobs=None if is_empty else segment.logprobs,
+            reward_score=trajectory.total_reward if trajectory.is_valid else 0.0,
+            num_turns=2 * len(trajectory.turns),
+            metrics=AgentLoopMetrics(
+                generate_sequences=trajectory.timing.get("generate", 0.0), tool_calls=trajectory.timing.get("env", 0.0)
+            ),
+            extra_fields={"stop_reason": trajectory.stop_reason},
+        )

@@ -1,0 +1,1 @@
+"""Tasks: what agents are asked to do, where they work, and how their results are graded."""

@@ -1,0 +1,38 @@
+"""Questions that need research on the web; a model judges the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_agent.judge import judge_answer
+from skyrl_agent.tasks.general_react import GeneralReactTask, find_family, ground_truth_of, question_of
+from skyrl_gym.envs.exact_match import parse_targets
+from skyrl_train.errors import DataError
+
+
+class WebResearchTask(GeneralReactTask):
+    """Questions with a ground truth, from any data source. Those that have no other grader are judged by a model."""
+
+    system_prompt = (
+        "Answer the question by research on the web. Search with different words, read the pages that look relevant, "
+        "check what you find against a second source, and finish with an answer that the sources support."
+    )
+
+    @classmethod
+    def evaluate_result(cls, result: Any, instance: Mapping[str, Any], data_source: str) -> float:
+        """Return the reward of an answer; none is wrong."""
+        if find_family(data_source) is not None:
+            return super().evaluate_result(result, instance, data_source)
+        targets = parse_targets(ground_truth_of(instance))
+        return judge_answer(question_of(instance), " or ".join(targets), "" if result is None else str(result))
+
+    @classmethod
+    def check_instance(cls, instance: Any, data_source: str) -> None:
+        """Raise DataError for a row without a question or a ground truth."""
+        if not isinstance(instance, Mapping):
+            raise DataError(
+                f"the instance is a {type(instance).__name__}; it must be a row with prompt and reward_spec"
+            )
+        question_of(instance)
+        ground_truth_of(instance)

@@ -1,0 +1,22 @@
+"""Tools of agents. Importing this package registers those that come with it."""
+
+from skyrl_agent.tools.base import BaseTool, GroupTool, register_tool, tool_registry
+from skyrl_agent.tools.code import CodeInterpreter
+from skyrl_agent.tools.finish import EMFinish, Finish
+from skyrl_agent.tools.memory import NextWithSummary
+from skyrl_agent.tools.web import LocalSearch, SearchEngine, WebBrowser, YouComSearch
+
+__all__ = [
+    "BaseTool",
+    "CodeInterpreter",
+    "EMFinish",
+    "Finish",
+    "GroupTool",
+    "LocalSearch",
+    "NextWithSummary",
+    "SearchEngine",
+    "WebBrowser",
+    "YouComSearch",
+    "register_tool",
+    "tool_registry",
+]

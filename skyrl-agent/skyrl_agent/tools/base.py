@@ -1,0 +1,206 @@
+"""The interface of tools, their registry, and their descriptions in prompts."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import jsonschema
+
+from skyrl_agent.loading import load_class
+from skyrl_gym.envs.entry_point import suggestion
+from skyrl_gym.tools.calls import ToolCallError
+from skyrl_gym.tools.core import ToolGroup
+from skyrl_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from skyrl_agent.agents.base import BaseAgent
+
+C = TypeVar("C", bound="type[BaseTool]")
+
+INSTRUCTIONS = """You can call these functions:
+
+{functions}
+
+To call one, end your reply with its name and arguments in this format, one call in each reply:
+
+<function=name>
+<parameter=first_parameter>value</parameter>
+<parameter=second_parameter>
+a value
+of several lines
+</parameter>
+</function>"""
+
+
+class BaseTool(ABC):
+    """A function that a model may call. Subclasses set `name`, `description` and `parameters`, and implement `call`.
+
+    Each trajectory has its own instance, which may keep state.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any] | list[dict[str, Any]]
+    """A JSON schema of an object; or a list of parameters with the keys name, type, description, required, …"""
+
+    ends_trajectory: ClassVar[bool] = False
+    """True for a tool whose result is that of the trajectory."""
+
+    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+        """Set the settings of the task file, for tools that have some."""
+        self.settings = dict(settings or {})
+
+    @abstractmethod
+    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> Any:
+        """Return the result for the model, as text or anything that JSON holds. May block.
+
+        `None` means that the tool has written to `agent.chat` itself. Errors are explained to the model, except
+        `skyrl_gym.error.ToolFailure`, which makes the trajectory invalid: a service failed, not the model.
+        """
+
+    def get_system_prompt_prefix(self) -> str | None:
+        """Return text that comes before the descriptions of tools in the system message, or None."""
+        return None
+
+    def get_tool_param(self) -> dict[str, Any]:
+        """Return the tool's schema in the format of chat templates and the OpenAI API."""
+        function = {"name": self.name, "description": self.description, "parameters": self._schema()}
+        return {"type": "function", "function": function}
+
+    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Validate arguments, and convert text to numbers, truth values, lists and objects where the schema asks.
+
+        Raises:
+            ToolCallError: an argument is missing, unknown, of the wrong type or not among the allowed values.
+        """
+        schema = self._schema()
+        properties = schema.get("properties", {})
+        converted = {name: _convert(value, properties.get(name, {})) for name, value in arguments.items()}
+        validator = jsonschema.Draft202012Validator({"additionalProperties": False, **schema})
+        if problems := "; ".join(error.message for error in validator.iter_errors(converted)):
+            raise ToolCallError(f"the arguments of {self.name} are wrong: {problems}")
+        return converted
+
+    def _schema(self) -> dict[str, Any]:
+        if isinstance(self.parameters, Mapping):
+            return dict(self.parameters)
+        return {
+            "type": "object",
+            "properties": {
+                p["name"]: {k: v for k, v in p.items() if k not in ("name", "required")} for p in self.parameters
+            },
+            "required": [p["name"] for p in self.parameters if p.get("required")],
+        }
+
+
+def _convert(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Return the value of a parameter that is not text, which the plain-text format of calls writes as text."""
+    if not isinstance(value, str) or schema.get("type") in ("string", None):
+        return value
+    try:
+        return json.loads(value.lower() if schema["type"] == "boolean" else value)
+    except (ValueError, RecursionError):
+        return value  # the validation explains the problem
+
+
+class GroupTool(BaseTool):
+    """A tool of a `skyrl_gym.tools.ToolGroup`, such as those for search, SQL, Python and MCP servers."""
+
+    def __init__(self, group: ToolGroup, schema: Mapping[str, Any]) -> None:
+        """Take a tool by its schema, one of `group.get_schemas()`."""
+        super().__init__()
+        self._group = group
+        function = schema["function"]
+        self.name, self.description, self.parameters = function["name"], function["description"], function["parameters"]
+
+    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments unchanged; the group validates them when it is called."""
+        return dict(arguments)
+
+    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+        return self._group.call(self.name, params)
+
+
+tool_registry: dict[str, type[BaseTool]] = {}
+"""The tools that task files can name."""
+
+
+def register_tool(name: str) -> Callable[[C], C]:
+    """Register a tool under the name that task files and the model use.
+
+    Raises:
+        ValueError: another tool has this name.
+    """
+
+    def decorator(cls: C) -> C:
+        if name in tool_registry and tool_registry[name].__qualname__ != cls.__qualname__:
+            raise ValueError(f"tool {name!r} is already registered, as {tool_registry[name].__qualname__}")
+        cls.name = name
+        tool_registry[name] = cls
+        return cls
+
+    return decorator
+
+
+def create_tools(specs: Iterable[str | Mapping[str, Any]]) -> dict[str, BaseTool]:
+    """Create the tools of a trajectory, by their names.
+
+    Args:
+        specs: names of registered tools, dotted paths to subclasses of `BaseTool` or `ToolGroup`, or mappings with such
+            a `name` and settings, which are the argument of a tool and the keyword arguments of a group.
+
+    Raises:
+        ConfigError: a tool does not exist, does not accept its settings, or has the name of another one.
+    """
+    tools: dict[str, BaseTool] = {}
+    for spec in specs:
+        settings = {} if isinstance(spec, str) else dict(spec)
+        name = spec if isinstance(spec, str) else settings.pop("name", None)
+        for tool in _create(name, settings):
+            if tool.name in tools:
+                raise ConfigError(f"tools: two tools have the name {tool.name!r}; remove one of them")
+            tools[tool.name] = tool
+    return tools
+
+
+def _create(name: Any, settings: dict[str, Any]) -> list[BaseTool]:
+    cls: Any = tool_registry.get(name)
+    if cls is None:
+        if not isinstance(name, str) or "." not in name:
+            raise ConfigError(
+                f"tools: there is no tool {name!r}{suggestion(str(name), tool_registry)}; registered are "
+                f"{', '.join(sorted(tool_registry))}, and dotted paths name further ones"
+            )
+        try:
+            cls = load_class(name, object)
+        except ValueError as error:
+            raise ConfigError(f"tools: {error}") from error
+    try:
+        if issubclass(cls, ToolGroup):
+            group = cls(**settings)
+            return [GroupTool(group, schema) for schema in group.get_schemas()]
+        if issubclass(cls, BaseTool):
+            return [cls(settings)]
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"tools: {name} with the settings {settings}: {error}") from error
+    raise ConfigError(f"tools: {name} is {cls!r}; it must be a subclass of BaseTool or ToolGroup")
+
+
+def format_tools(tools: Iterable[BaseTool]) -> str:
+    """Format the section of a system message that describes tools and how to call them; empty without tools."""
+    prefixes, functions = [], []
+    for tool in tools:
+        if prefix := tool.get_system_prompt_prefix():
+            prefixes.append(prefix)
+        function = tool.get_tool_param()["function"]
+        properties, required = function["parameters"].get("properties", {}), function["parameters"].get("required", [])
+        lines = [f"{function['name']}: {function['description']}"]
+        for name, schema in properties.items():
+            kind = f"{schema.get('type', 'string')}{'' if name in required else ', optional'}"
+            allowed = f" One of {', '.join(map(str, schema['enum']))}." if "enum" in schema else ""
+            lines.append(f"  {name} ({kind}): {schema.get('description', '')}{allowed}".rstrip())
+        functions.append("\n".join(lines))
+    return "\n\n".join([*prefixes, INSTRUCTIONS.format(functions="\n\n".join(functions))]) if functions else ""

@@ -1,0 +1,35 @@
+"""The tool of memory agents: it replaces the history with a summary, and shows the next section of a document.
+
+Source: MemAgent (Yu et al., 2025, arXiv:2507.02259).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from skyrl_agent.tools.base import BaseTool, register_tool
+from skyrl_gym.tools.calls import ToolCallError
+
+if TYPE_CHECKING:
+    from skyrl_agent.agents.base import BaseAgent
+
+
+@register_tool("next_with_summary")
+class NextWithSummary(BaseTool):
+    """Read on. The runtime of the trajectory is the reader of the document, `skyrl_agent.tasks.memagent.Reader`."""
+
+    description = (
+        "Continue with the next section. Everything that you have read is forgotten, except this summary. Write down "
+        "all facts that may help to answer the question, also those of your earlier memory."
+    )
+    parameters = {
+        "type": "object",
+        "properties": {"summary": {"type": "string", "description": "What you want to remember."}},
+        "required": ["summary"],
+    }
+
+    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> None:
+        reader: Any = agent.context.runtime
+        if reader.is_at_end:
+            raise ToolCallError("This is the last section; finish with your answer.")
+        agent.set_history(reader.next_messages(params["summary"]))

@@ -1,0 +1,138 @@
+"""Tools that search the web or a local index, and read web pages."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import urllib3
+
+from skyrl_agent.judge import complete
+from skyrl_agent.tools.base import BaseTool, register_tool
+from skyrl_gym.error import ToolFailure
+from skyrl_gym.tools.search import MAX_QUERY_CHARS, SearchToolGroup
+
+if TYPE_CHECKING:
+    from skyrl_agent.agents.base import BaseAgent
+
+TIMEOUT_S = 60.0
+MAX_PAGE_CHARS = 100_000
+RETRIES = urllib3.Retry(total=3, backoff_factor=1, status_forcelist=(429, 500, 502, 503, 504), allowed_methods=None)
+
+QUERIES = {
+    "type": "object",
+    "properties": {"query": {"type": "string", "description": "What to search for."}},
+    "required": ["query"],
+}
+
+SUMMARY = """Extract from this web page everything that helps to reach the goal, with names, numbers and quotations. Write \
+"Nothing on this page helps." if that is so.
+
+Goal: {goal}
+
+Web page:
+{page}"""
+
+
+def fetch(method: str, url: str, service: str, **options: Any) -> bytes:
+    """Return the body of a response; ToolFailure if the service cannot be reached or refuses the request."""
+    try:
+        response = urllib3.request(method, url, timeout=TIMEOUT_S, retries=RETRIES, **options)
+    except urllib3.exceptions.HTTPError as error:
+        raise ToolFailure(f"{service}: {error}") from error
+    if response.status >= 400:
+        raise ToolFailure(f"{service} answered with status {response.status}: {response.data[:200]!r}")
+    return response.data
+
+
+def from_environment(name: str, service: str) -> str:
+    """Return an environment variable; ToolFailure if it is not set."""
+    value = os.environ.get(name)
+    if not value:
+        raise ToolFailure(f"{service} needs the environment variable {name}")
+    return value
+
+
+@register_tool("local_search")
+class LocalSearch(BaseTool):
+    """Search with the retrieval server at LOCAL_SEARCH_URL, such as `python -m skyrl_gym.retrieval`."""
+
+    description = "Search the encyclopedia for passages."
+    parameters = QUERIES
+
+    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+        url = os.environ.get("LOCAL_SEARCH_URL", "http://127.0.0.1:8000/retrieve")
+        n_documents = int(os.environ.get("LOCAL_SEARCH_TOP_K", "3"))
+        group = SearchToolGroup(url, n_documents, TIMEOUT_S, log_requests=False, raise_failures=True)
+        return str(json.loads(group.search(params["query"]))["result"])
+
+
+@register_tool("faiss_search")
+class FaissSearch(LocalSearch):
+    """The same, under the name that SkyRL-Agent gives to a server with a FAISS index."""
+
+
+@register_tool("search_engine")
+class SearchEngine(BaseTool):
+    """Search the web with Serper; GOOGLE_SEARCH_KEY is its key, and SERPER_URL its address if it is another one."""
+
+    service: ClassVar[str] = "Serper"
+    description = "Search the web. Returns titles, addresses and excerpts of the first results."
+    parameters = QUERIES
+
+    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+        return self._format(self._search(params["query"][:MAX_QUERY_CHARS]))
+
+    def _search(self, query: str) -> list[tuple[str, str, str]]:
+        url = os.environ.get("SERPER_URL", "https://google.serper.dev/search")
+        headers = {"X-API-KEY": from_environment("GOOGLE_SEARCH_KEY", self.service)}
+        found = json.loads(fetch("POST", url, self.service, json={"q": query}, headers=headers))
+        return [(hit.get("title", ""), hit.get("link", ""), hit.get("snippet", "")) for hit in found.get("organic", [])]
+
+    def _format(self, hits: list[tuple[str, str, str]]) -> str:
+        results = [f"[{i}] {title}\n{link}\n{text}" for i, (title, link, text) in enumerate(hits, start=1)]
+        return "\n\n".join(results) or "No results found."
+
+
+@register_tool("youcom_search_engine")
+class YouComSearch(SearchEngine):
+    """Search the web with You.com; YOUCOM_API_KEY is its key, and YOUCOM_URL its address if it is another one."""
+
+    service = "You.com"
+
+    def _search(self, query: str) -> list[tuple[str, str, str]]:
+        url = os.environ.get("YOUCOM_URL", "https://ydc-index.io/v1/search")
+        headers = {"X-API-Key": from_environment("YOUCOM_API_KEY", self.service)}
+        found = json.loads(fetch("GET", url, self.service, fields={"query": query}, headers=headers))
+        hits = found.get("results", {}).get("web", [])
+        return [(hit.get("title", ""), hit.get("url", ""), "\n".join(hit.get("snippets", []))) for hit in hits]
+
+
+@register_tool("web_browser")
+class WebBrowser(BaseTool):
+    """Read a web page as text with Jina's reader, and let a model extract what helps.
+
+    JINA_API_KEY is the reader's key, and JINA_URL its address if it is another one. The model is that of
+    `skyrl_agent.judge.complete`, named by WEB_SUMMARY_MODEL; without it, the page itself is returned.
+    """
+
+    description = "Read a web page and extract what helps to reach a goal."
+    parameters = {
+        "type": "object",
+        "properties": {
+            "url": {"type": "string", "description": "The address of the page."},
+            "goal": {"type": "string", "description": "What you want to find out."},
+        },
+        "required": ["url", "goal"],
+    }
+
+    def call(self, params: Mapping[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+        reader = os.environ.get("JINA_URL", "https://r.jina.ai").rstrip("/")
+        key = os.environ.get("JINA_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        page = fetch("GET", f"{reader}/{params['url']}", "the reader of web pages", headers=headers)
+        text = page.decode("utf-8", "replace")[:MAX_PAGE_CHARS]
+        model = os.environ.get("WEB_SUMMARY_MODEL")
+        return complete(model, SUMMARY.format(goal=params["goal"], page=text)) if model else text
