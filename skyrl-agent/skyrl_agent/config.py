@@ -165,7 +165,7 @@ class DispatcherConfig(DispatcherLimits):
     """Trajectories start in the order of their instances."""
 
     envs: tuple[str, ...] = ()
-    """The environments of `async_fix_pool`, e.g. addresses, one of which `BaseTask.initialize_runtime` gets as `env`."""
+    """The environments of `async_fix_pool`, e.g. addresses. `BaseTask.initialize_runtime` gets one of them as `env`."""
 
     val_config: DispatcherLimits | None = None
     """Limits of evaluations; null for the same ones."""

@@ -17,7 +17,7 @@ from skyrl_agent.dispatcher import create_dispatcher
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.trajectory import AgentTrajectory, Instance
 from skyrl_gym.runtime.text import describe_error
-from skyrl_train.errors import DataError, EngineError
+from skyrl_train.errors import DataError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.env_pool import ThreadPool

@@ -57,38 +57,36 @@ class ReActAgent(BaseAgent):
 
     async def _act(self, text: str) -> Outcome | None:
         """Carry out the call in a reply and add its result to the history; return the outcome if it was the last."""
+        tools, call = self.context.tools, None
         try:
-            calls = parse_tool_calls(text)
-            if len(calls) != 1:
-                finish = next((tool.name for tool in self.context.tools.values() if tool.ends_trajectory), "finish")
-                raise ToolCallError(
-                    SEVERAL_CALLS.format(n=len(calls)) if calls else NO_CALL.format(finish=f"<function={finish}>")
-                )
-        except ToolCallError as error:
-            self._observe(None, str(error))
-            return None
-        (call,) = calls
-        tool = self.context.tools.get(call.name)
-        try:
-            if tool is None:
-                raise ToolCallError(f"There is no function {call.name}; there are {', '.join(self.context.tools)}.")
-            result = await self.call_tool(tool, call.arguments)
+            call = self._parse(text)
+            if call.name not in tools:
+                raise ToolCallError(f"There is no function {call.name}; there are {', '.join(tools)}.")
+            result = await self.call_tool(tools[call.name], call.arguments)
         except EnvTimeout:
             return Outcome("cmd_timeout")
-        except ToolCallError as error:
-            self._observe(call, f"ERROR: {error}")
         except ToolFailure:
             raise
         except Exception as error:  # noqa: BLE001, the model reads it
-            self._observe(call, f"ERROR: {describe_error(error)}")
-        else:
-            if tool.ends_trajectory:
-                return Outcome("FINISH_TOOL", result)
-            if isinstance(result, str):
-                self._observe(call, result)
-            elif result is not None or not self.chat.has_new_messages:  # a tool that rewrote the history returns None
-                self._observe(call, json.dumps(result, ensure_ascii=False, default=str))
+            self._observe(call, f"ERROR: {error if isinstance(error, ToolCallError) else describe_error(error)}")
+            return None
+        if tools[call.name].ends_trajectory:
+            return Outcome("FINISH_TOOL", result)
+        if isinstance(result, str):
+            self._observe(call, result)
+        elif result is not None or not self.chat.has_new_messages:  # a tool that rewrote the history returns None
+            self._observe(call, json.dumps(result, ensure_ascii=False, default=str))
         return None
+
+    def _parse(self, text: str) -> ToolCall:
+        """Return the call in a reply; ToolCallError unless there is exactly one."""
+        calls = parse_tool_calls(text)
+        if len(calls) > 1:
+            raise ToolCallError(SEVERAL_CALLS.format(n=len(calls)))
+        if not calls:
+            finish = next((tool.name for tool in self.context.tools.values() if tool.ends_trajectory), "finish")
+            raise ToolCallError(NO_CALL.format(finish=f"<function={finish}>"))
+        return calls[0]
 
     def _observe(self, call: ToolCall | None, observation: str) -> None:
         if len(observation) > MAX_RESULT_CHARS:

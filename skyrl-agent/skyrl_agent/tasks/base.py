@@ -53,7 +53,7 @@ class BaseTask(ABC):
         close = getattr(runtime, "close", None)
         return close() if close is not None else None
 
-    @classmethod
+    @classmethod  # noqa: B027, optional
     def check_instance(cls, instance: Any, data_source: str) -> None:
         """Raise DataError for an instance that cannot be graded. Called for each row before a run."""
 

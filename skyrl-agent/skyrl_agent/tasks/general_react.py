@@ -28,6 +28,8 @@ def find_family(data_source: str) -> str | None:
 
 def ground_truth_of(instance: Mapping[str, Any]) -> Any:
     """Return the ground truth of a row, in any of the layouts of SkyRL's and verl's datasets."""
+    if not isinstance(instance, Mapping):
+        raise DataError(f"the instance is a {type(instance).__name__}; it must be a row with prompt and reward_spec")
     for key in ("reward_spec", "reward_model"):
         if isinstance(spec := instance.get(key), Mapping) and spec.get("ground_truth") is not None:
             return spec["ground_truth"]
@@ -87,14 +89,10 @@ class GeneralReactTask(BaseTask):
     @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
         """Raise DataError for a row without a question or a ground truth, or of an unknown data source."""
-        if not isinstance(instance, Mapping):
-            raise DataError(
-                f"the instance is a {type(instance).__name__}; it must be a row with prompt and reward_spec"
-            )
         if find_family(data_source) is None:
             raise DataError(_describe_unknown(data_source))
-        question_of(instance)
         ground_truth_of(instance)
+        question_of(instance)
 
 
 def _describe_unknown(data_source: str) -> str:

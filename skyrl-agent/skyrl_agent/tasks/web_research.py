@@ -8,7 +8,6 @@ from typing import Any
 from skyrl_agent.judge import judge_answer
 from skyrl_agent.tasks.general_react import GeneralReactTask, find_family, ground_truth_of, question_of
 from skyrl_gym.envs.exact_match import parse_targets
-from skyrl_train.errors import DataError
 
 
 class WebResearchTask(GeneralReactTask):
@@ -30,9 +29,5 @@ class WebResearchTask(GeneralReactTask):
     @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
         """Raise DataError for a row without a question or a ground truth."""
-        if not isinstance(instance, Mapping):
-            raise DataError(
-                f"the instance is a {type(instance).__name__}; it must be a row with prompt and reward_spec"
-            )
-        question_of(instance)
         ground_truth_of(instance)
+        question_of(instance)

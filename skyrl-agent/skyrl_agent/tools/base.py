@@ -87,13 +87,18 @@ class BaseTool(ABC):
     def _schema(self) -> dict[str, Any]:
         if isinstance(self.parameters, Mapping):
             return dict(self.parameters)
-        return {
-            "type": "object",
-            "properties": {
-                p["name"]: {k: v for k, v in p.items() if k not in ("name", "required")} for p in self.parameters
-            },
-            "required": [p["name"] for p in self.parameters if p.get("required")],
+        properties = {
+            parameter["name"]: {key: value for key, value in parameter.items() if key not in ("name", "required")}
+            for parameter in self.parameters
         }
+        required = [parameter["name"] for parameter in self.parameters if parameter.get("required")]
+        return {"type": "object", "properties": properties, "required": required}
+
+
+def text_parameters(**descriptions: str) -> dict[str, Any]:
+    """Return the schema of required parameters that are text, from the description of each."""
+    properties = {name: {"type": "string", "description": text} for name, text in descriptions.items()}
+    return {"type": "object", "properties": properties, "required": list(descriptions)}
 
 
 def _convert(value: Any, schema: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import urllib3
 
-from skyrl_agent.tools.base import BaseTool, register_tool
+from skyrl_agent.tools.base import BaseTool, register_tool, text_parameters
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools.python import PythonCodeExecutorToolGroup
 
@@ -24,11 +24,7 @@ class CodeInterpreter(BaseTool):
     """A Python interpreter: the server at SANDBOX_FUSION_URL, or an isolated process if that is not set."""
 
     description = "Run a Python program and return what it prints. No state of earlier programs remains."
-    parameters = {
-        "type": "object",
-        "properties": {"code": {"type": "string", "description": "The program. Print what you want to see."}},
-        "required": ["code"],
-    }
+    parameters = text_parameters(code="The program. Print what you want to see.")
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         """Settings: `timeout` in seconds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from skyrl_agent.tools.base import BaseTool, register_tool
+from skyrl_agent.tools.base import BaseTool, register_tool, text_parameters
 
 if TYPE_CHECKING:
     from skyrl_agent.agents.base import BaseAgent
@@ -15,11 +15,7 @@ class Finish(BaseTool):
     """Finish with an answer of any length."""
 
     description = "Finish the task with your final answer. Call it once you are sure; nothing can follow."
-    parameters = {
-        "type": "object",
-        "properties": {"answer": {"type": "string", "description": "The complete answer to the task."}},
-        "required": ["answer"],
-    }
+    parameters = text_parameters(answer="The complete answer to the task.")
     ends_trajectory = True
 
     def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:

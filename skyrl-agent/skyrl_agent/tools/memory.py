@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from skyrl_agent.tools.base import BaseTool, register_tool
+from skyrl_agent.tools.base import BaseTool, register_tool, text_parameters
 from skyrl_gym.tools.calls import ToolCallError
 
 if TYPE_CHECKING:
@@ -22,11 +22,7 @@ class NextWithSummary(BaseTool):
         "Continue with the next section. Everything that you have read is forgotten, except this summary. Write down "
         "all facts that may help to answer the question, also those of your earlier memory."
     )
-    parameters = {
-        "type": "object",
-        "properties": {"summary": {"type": "string", "description": "What you want to remember."}},
-        "required": ["summary"],
-    }
+    parameters = text_parameters(summary="What you want to remember.")
 
     def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> None:
         reader: Any = agent.context.runtime

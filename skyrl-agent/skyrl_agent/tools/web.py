@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import urllib3
 
 from skyrl_agent.judge import complete
-from skyrl_agent.tools.base import BaseTool, register_tool
+from skyrl_agent.tools.base import BaseTool, register_tool, text_parameters
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools.search import MAX_QUERY_CHARS, SearchToolGroup
 
@@ -21,14 +21,10 @@ TIMEOUT_S = 60.0
 MAX_PAGE_CHARS = 100_000
 RETRIES = urllib3.Retry(total=3, backoff_factor=1, status_forcelist=(429, 500, 502, 503, 504), allowed_methods=None)
 
-QUERIES = {
-    "type": "object",
-    "properties": {"query": {"type": "string", "description": "What to search for."}},
-    "required": ["query"],
-}
+QUERY = text_parameters(query="What to search for.")
 
-SUMMARY = """Extract from this web page everything that helps to reach the goal, with names, numbers and quotations. Write \
-"Nothing on this page helps." if that is so.
+SUMMARY = """Extract everything from this web page that helps to reach the goal, with names, numbers and quotations. \
+Write "Nothing on this page helps." if that is so.
 
 Goal: {goal}
 
@@ -60,7 +56,7 @@ class LocalSearch(BaseTool):
     """Search with the retrieval server at LOCAL_SEARCH_URL, such as `python -m skyrl_gym.retrieval`."""
 
     description = "Search the encyclopedia for passages."
-    parameters = QUERIES
+    parameters = QUERY
 
     def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
         url = os.environ.get("LOCAL_SEARCH_URL", "http://127.0.0.1:8000/retrieve")
@@ -80,7 +76,7 @@ class SearchEngine(BaseTool):
 
     service: ClassVar[str] = "Serper"
     description = "Search the web. Returns titles, addresses and excerpts of the first results."
-    parameters = QUERIES
+    parameters = QUERY
 
     def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
         return self._format(self._search(params["query"][:MAX_QUERY_CHARS]))
@@ -119,14 +115,7 @@ class WebBrowser(BaseTool):
     """
 
     description = "Read a web page and extract what helps to reach a goal."
-    parameters = {
-        "type": "object",
-        "properties": {
-            "url": {"type": "string", "description": "The address of the page."},
-            "goal": {"type": "string", "description": "What you want to find out."},
-        },
-        "required": ["url", "goal"],
-    }
+    parameters = text_parameters(url="The address of the page.", goal="What you want to find out.")
 
     def call(self, params: Mapping[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
         reader = os.environ.get("JINA_URL", "https://r.jina.ai").rstrip("/")
