@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-OPTIONAL = {"datasets", "matplotlib", "pandas", "plotly", "ray", "sglang", "skyrl_tx", "tensorboard", "vllm", "wandb"}
+OPTIONAL = {
+    "datasets",
+    "matplotlib",
+    "pandas",
+    "plotly",
+    "ray",
+    "sglang",
+    "skyrl_tx",
+    "tensorboard",
+    "tinker",
+    "vllm",
+    "wandb",
+}
 MAX_MODULES = 4_000  # 3,789 when this was written, most of them of torch and transformers
 
 

@@ -1,76 +1,30 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet_tasks import fleet_entries, write_tasks
 from transformers import PreTrainedTokenizerBase
+from tx_process import process
 
-from integrations.fleet.entrypoints.main_fleet_tinker import TinkerOptions, main, parse_options
+from integrations.fleet.entrypoints.main_fleet_tinker import FleetTinkerOptions, main
 from integrations.fleet.prepare_dataset import main as prepare
-from integrations.fleet.tinker_engine import apply_overlong_filtering, training_data
-from skyrl_train.errors import ConfigError
 from skyrl_train.models.tiny import tiny_qwen3
-from skyrl_train.types import Segment, Trajectory, TrajectoryID
-
-sys.path.append(str(Path(__file__).parents[5] / "skyrl-tx/tests"))
+from skyrl_train.tinker.options import parse_options
 
 
-def trajectory(draw: int, sample: int, reward: float, n_prompt: int = 2, error: str | None = None) -> Trajectory:
-    segment = Segment(
-        token_ids=[*range(n_prompt), 7, 8, 9],
-        n_prompt=n_prompt,
-        loss_mask=[1, 0, 1],
-        rewards=[0.0, 0.0, reward],
-        logprobs=[-0.5, 0.0, -0.25],
-    )
-    return Trajectory(TrajectoryID(str(draw), sample, draw), "fleet_task", "notes", (segment,), "stop", error=error)
-
-
-def test_data_align_advantages_with_the_next_token() -> None:
-    data, metrics = training_data([trajectory(0, 0, 1.0), trajectory(0, 1, 0.0)], 10)
-    first, second = data
-    assert first.model_input.to_ints() == [0, 1, 7, 8]
-    inputs = {name: list(tensor.data) for name, tensor in first.loss_fn_inputs.items()}
-    assert inputs["target_tokens"] == [1, 7, 8, 9]
-    assert inputs["logprobs"] == [0.0, -0.5, 0.0, -0.25]
-    advantage = 0.5 / (0.5**0.5 + 1e-6)  # the unbiased deviation of 0 and 1
-    assert inputs["advantages"] == pytest.approx([0.0, advantage, 0.0, advantage], rel=1e-5)
-    assert list(second.loss_fn_inputs["advantages"].data)[1] == pytest.approx(-advantage, rel=1e-5)
-    assert metrics["advantage/mean"] == pytest.approx(0.0, abs=1e-6)
-
-
-def test_invalid_trajectories_are_in_no_baseline() -> None:
-    valid = [trajectory(0, 0, 1.0), trajectory(0, 1, 0.0), trajectory(1, 0, 1.0), trajectory(1, 1, 1.0)]
-    invalid = [trajectory(0, 2, 0.0, error="verifier"), trajectory(1, 2, 0.0, error="verifier")]
-    expected, actual = training_data(valid, 10)[0], training_data([*valid[:2], *invalid, *valid[2:]], 10)[0]
-    assert len(actual) == 2  # the second prompt's rewards are equal
-    assert [repr(datum) for datum in actual] == [repr(datum) for datum in expected]
-
-
-def test_overlong_sequences_are_truncated_and_not_trained_on() -> None:
-    (segment,) = trajectory(0, 0, 1.0).segments
-    assert apply_overlong_filtering(segment, 5) is segment
-    cut = apply_overlong_filtering(segment, 4)
-    assert (cut.token_ids, cut.loss_mask) == ([0, 1, 7, 8], [0, 0])
-    data, metrics = training_data([trajectory(0, 0, 1.0, n_prompt=3), trajectory(0, 1, 0.0)], 5)
-    assert len(data) == 1  # and the reward of the other one still counts in the baseline
-    assert metrics["rollouts/truncated_overlong"] == 1
-
-
-def test_the_options_have_the_names_and_defaults_of_the_generator() -> None:
-    options = parse_options(["--train_data", "a.parquet", "--tasks_file", "t.json", "--max_turns", "3"])
-    assert (options.max_input_length, options.max_generate_length, options.max_sequence_length) == (30720, 2048, 32768)
+def test_the_options_are_those_of_fleet() -> None:
+    argv = ["--train_data", "a.parquet", "--tasks_file", "t.json", "--ttl_seconds", "60"]
+    options = parse_options(FleetTinkerOptions, argv, "")
+    assert (options.model_name, options.max_turns) == ("Qwen/Qwen3-VL-30B-A3B-Instruct", 50)
     cfg = options.config()
-    assert (cfg.generator.max_turns, cfg.generator.max_input_length) == (3, 30720)
-    assert cfg.generator.sampling_params.max_generate_length == 2048
-    with pytest.raises(ConfigError, match="--max_sequence_length=100 must be at least"):
-        TinkerOptions(train_data="a", tasks_file="t", max_sequence_length=100)
-    with pytest.raises(ConfigError, match="--batch_size=0 must be above 0"):
-        TinkerOptions(train_data="a", tasks_file="t", batch_size=0)
+    assert (cfg.trainer.project_name, cfg.trainer.run_name) == ("fleet-tinker-grpo", "fleet_tinker")
+    for sampling in (cfg.generator.sampling_params, cfg.generator.eval_sampling_params):
+        assert (sampling.max_generate_length, sampling.stop) == (2048, ["</tool_call>"])
+    assert cfg.environment.env_class == "fleet_task"
+    assert cfg.environment.skyrl_gym.env_config("fleet_task") == {"tasks_file": "t.json", "ttl_seconds": 60}
 
 
 def test_a_run_on_a_tinker_server_trains_and_resumes(
@@ -80,8 +34,6 @@ def test_a_run_on_a_tinker_server_trains_and_resumes(
     slack_server: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tx_process import process
-
     model = tmp_path / "model"
     tiny_tokenizer.save_pretrained(model)
     tiny_qwen3(tiny_tokenizer, seed=0, context_length=8192).save_pretrained(model)

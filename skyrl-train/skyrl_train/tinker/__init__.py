@@ -1,0 +1,1 @@
+"""Training with a Tinker service, which holds the model. Needs the package `tinker`."""

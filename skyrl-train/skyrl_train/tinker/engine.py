@@ -1,0 +1,60 @@
+"""A Tinker service as rollout engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import tinker
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult
+from skyrl_train.types import WeightSpan
+
+SEED_MASK = 2**31 - 1
+
+
+class TinkerEngine:
+    """The part of `InferenceEngine` that a generator calls, on a Tinker sampling client that changes with each step."""
+
+    def __init__(self, context_length: int) -> None:
+        self.info = EngineInfo(context_length, context_length)
+        self._client: tinker.SamplingClient | None = None
+        self._version = 0
+
+    def load(self, client: tinker.SamplingClient, version: int) -> None:
+        """Sample from new weights."""
+        self._client, self._version = client, version
+
+    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+        """Return one result for each request, in order; EngineError if a request has other settings than Tinker's."""
+        return list(await asyncio.gather(*map(self._sample, requests)))
+
+    async def end_session(self, session_id: str) -> None:
+        """Do nothing: Tinker has no sessions."""
+
+    async def _sample(self, request: EngineRequest) -> EngineResult:
+        sampling = request.sampling
+        if sampling.penalizes or sampling.min_p or sampling.stop_token_ids or sampling.min_new_tokens:
+            raise EngineError(f"Tinker samples without penalties, min_p, min_tokens and stop tokens; got {sampling}")
+        assert self._client is not None
+        response = await self._client.sample(
+            tinker.ModelInput.from_ints(request.prompt_ids),
+            1,
+            tinker.SamplingParams(
+                max_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=request.seed & SEED_MASK,
+                stop=list(sampling.stop) or None,
+            ),
+        )
+        (sequence,) = response.sequences
+        tokens, logprobs = list(sequence.tokens), sequence.logprobs
+        return EngineResult(
+            tokens,
+            None if logprobs is None else list(logprobs),
+            "stop" if sequence.stop_reason == "stop" else "length",
+            (WeightSpan(self._version, len(tokens)),),
+        )

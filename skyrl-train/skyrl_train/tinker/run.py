@@ -1,0 +1,203 @@
+"""A training run with a Tinker service, on the machine that plays the rollouts.
+
+Subclass `TinkerRun` for a generator, checks, metrics or alerts of your own, and `TinkerOptions` for its options:
+
+    run_command(lambda: MyRun(parse_options(MyOptions, sys.argv[1:], "Train my agent")).run())
+
+Reads TINKER_API_KEY and TINKER_BASE_URL. Rerun the command with the same `--run_name` to resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any, Literal, cast
+
+import tinker
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.checkpoint import folder_lock, replace_text
+from skyrl_train.dataset.order import ShuffledPrompts
+from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.dataset.rows import TaskRow, check_environments
+from skyrl_train.evaluate import dump_evaluation, evaluate
+from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, play, rollout_requests
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
+from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
+from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.tinker.data import training_data
+from skyrl_train.tinker.engine import TinkerEngine
+from skyrl_train.tinker.options import TinkerOptions
+from skyrl_train.tracking import RunFolder, Tracking, log_to_file
+from skyrl_train.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+STATE = "tinker_state.json"
+CLOSE_TIMEOUT_S = 10
+
+
+def speed_metrics(trajectories: Sequence[Trajectory], rollout_s: float) -> dict[str, float]:
+    """Return `time/rollout`, `throughput/*`, and `rollout/*_duration` in seconds."""
+    n_tokens = sum(t.n_response_tokens for t in trajectories)
+    metrics = {
+        "time/rollout": rollout_s,
+        "throughput/tokens_total": float(n_tokens),
+        "throughput/tokens_per_sec_effective": n_tokens / max(rollout_s, 1e-9),
+    }
+    if durations := [sum(t.timing.values()) for t in trajectories if t.is_valid]:
+        metrics |= {
+            "rollout/avg_duration": statistics.fmean(durations),
+            "rollout/max_duration": max(durations),
+            "rollout/min_duration": min(durations),
+        }
+    return metrics
+
+
+class TinkerRun:
+    """A run: rollouts with the sampling client, updates with the training client.
+
+    Subclasses override `get_generator`, `check_rows`, `step_metrics` and `alert`.
+    """
+
+    def __init__(self, options: TinkerOptions) -> None:
+        """Check the configuration and create the run folder."""
+        self.options = options
+        self.cfg = options.config()
+        self.run_folder = RunFolder.create(options.output_dir, options.project_name, options.run_name)
+        self._state_path = self.run_folder.path / STATE
+
+    def run(self) -> None:
+        """Train to the last step."""
+        advice = "wait until it ends, or give this run another --run_name"
+        with folder_lock(self.run_folder.path, advice), log_to_file(self.run_folder.train_log):
+            asyncio.run(self._run())
+
+    def get_generator(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase) -> GeneratorInterface:
+        """Create the generator that plays the rollouts. The engine has `info`, `generate` and `end_session` only."""
+        return SkyRLGymGenerator(self.cfg.generator, self.cfg.environment.skyrl_gym, engine, tokenizer)
+
+    def check_rows(self, rows: Iterable[TaskRow]) -> None:
+        """Raise ConfigError or DataError if the generator cannot play one of the rows of a dataset."""
+        check_environments(rows, self.cfg.environment, self.cfg.generator.max_turns)
+
+    def step_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Return the metrics of the rollouts of a step."""
+        return rollout_metrics(trajectories) | training_reward_metrics(trajectories, self.options.n_samples_per_prompt)
+
+    async def alert(self, step: int, metrics: dict[str, float]) -> None:
+        """Report problems that the metrics of a step, or of the evaluation after it, show. The default does nothing."""
+
+    async def _run(self) -> None:
+        options = self.options
+        tokenizer = load_tokenizer(options.tokenizer or options.model_name)
+        dataset = self._open_prompts(options.train_data, tokenizer)
+        eval_dataset = self._open_prompts(options.eval_data, tokenizer) if options.eval_data else None
+        prompts = ShuffledPrompts(dataset, options.batch_size, options.seed)
+        state: dict[str, Any] = {"step": 0}
+        if self._state_path.exists():
+            state = json.loads(self._state_path.read_text())
+        if state["step"]:
+            prompts.load_state_dict(state["prompts"])
+            logger.info("Resuming after step %d from %s", state["step"], state["path"])
+        engine = TinkerEngine(options.max_input_length + options.max_generate_length)
+        generator = self.get_generator(cast(InferenceEngine, engine), tokenizer)  # the part that a generator calls
+        backends = options.logger.split(",")
+        async with self._training_client(state) as trainer:
+            with Tracking(
+                options.project_name, options.run_name, backends, asdict(options), self.run_folder.path
+            ) as tracking:
+                tracking.truncate_after(state["step"] or -1)
+                try:
+                    for step in range(state["step"] + 1, options.max_steps + 1):
+                        started = time.perf_counter()
+                        engine.load(await trainer.save_weights_and_get_sampling_client(), step - 1)
+                        metrics: dict[str, float] = {}
+                        if eval_dataset is not None and (step - 1) % options.eval_every == 0:
+                            metrics |= await self._evaluate(eval_dataset, generator, tokenizer, step - 1)
+                        metrics |= await self._step(prompts, generator, trainer, step)
+                        metrics["time/total"] = time.perf_counter() - started
+                        tracking.log(metrics, step)
+                        if step % options.save_every == 0 or step == options.max_steps:
+                            await self._save(trainer, prompts, step)
+                    if eval_dataset is not None and state["step"] < options.max_steps:
+                        engine.load(await trainer.save_weights_and_get_sampling_client(), options.max_steps)
+                        final = await self._evaluate(eval_dataset, generator, tokenizer, options.max_steps)
+                        tracking.log(final, options.max_steps)
+                finally:
+                    await generator.close()
+
+    def _open_prompts(self, path: str, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+        dataset = PromptDataset([path], tokenizer, self.options.max_input_length)
+        self.check_rows(TaskRow(f"row {row.uid}", row.env_class, row.env_extras) for row in dataset)
+        return dataset
+
+    @asynccontextmanager
+    async def _training_client(self, state: dict[str, Any]) -> AsyncIterator[tinker.TrainingClient]:
+        """Open a session with a new adapter, or with the saved one; finish it with the outcome of the block."""
+        options, service = self.options, tinker.ServiceClient()
+        outcome: Literal["success", "errored", "interrupted"] = "errored"
+        try:
+            if state["step"]:
+                yield await service.create_training_client_from_state_with_optimizer(state["path"])
+            else:
+                yield await service.create_lora_training_client(
+                    options.model_name, rank=options.lora_rank, seed=options.seed
+                )
+            outcome = "success"
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            outcome = "interrupted"
+            raise
+        finally:
+            try:
+                await asyncio.wait_for(service.close(outcome), CLOSE_TIMEOUT_S)
+            except (tinker.TinkerError, TimeoutError) as error:
+                logger.warning("The session on the Tinker service was not finished: %s", error or "timed out")
+
+    async def _step(
+        self, prompts: ShuffledPrompts, generator: GeneratorInterface, trainer: tinker.TrainingClient, step: int
+    ) -> dict[str, float]:
+        """Play a batch and update the weights; return the metrics."""
+        options, cfg = self.options, self.cfg
+        started = time.perf_counter()
+        requests = rollout_requests(prompts.next_batch(), options.n_samples_per_prompt, cfg.environment.env_class)
+        sampling = SamplingParams.from_config(cfg.generator.sampling_params)
+        trajectories = await play(generator, requests, sampling, BatchMetadata(step, "train", options.seed))
+        rollout_s = time.perf_counter() - started
+        data, metrics = training_data(trajectories, options.max_sequence_length)
+        if data:
+            await self._update(trainer, data)
+        else:
+            logger.warning("Step %d: the rewards within each group are equal or unknown; nothing was trained", step)
+        metrics |= self.step_metrics(trajectories) | generator.take_metrics() | speed_metrics(trajectories, rollout_s)
+        await self.alert(step, metrics)
+        return metrics | {"time/train": time.perf_counter() - started - rollout_s}
+
+    async def _update(self, trainer: tinker.TrainingClient, data: list[tinker.Datum]) -> None:
+        adam = tinker.AdamParams(learning_rate=self.options.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
+        gradient = trainer.forward_backward(data, "ppo")
+        update = trainer.optim_step(adam)
+        await gradient
+        await update
+
+    async def _evaluate(
+        self, dataset: PromptDataset, generator: GeneratorInterface, tokenizer: PreTrainedTokenizerBase, step: int
+    ) -> dict[str, float]:
+        metrics, trajectories = await evaluate(dataset, generator, self.cfg, step)
+        dump_evaluation(self.run_folder.evals(step), trajectories, metrics, ChatEncoder(tokenizer))
+        await self.alert(step, metrics)
+        return metrics
+
+    async def _save(self, trainer: tinker.TrainingClient, prompts: ShuffledPrompts, step: int) -> None:
+        """Save weights and optimizer on the service, then the position of the run."""
+        name = f"{self.options.run_name}-{step:06d}"
+        saved = await trainer.save_state(name, overwrite=True)
+        replace_text(self._state_path, json.dumps({"step": step, "path": saved.path, "prompts": prompts.state_dict()}))

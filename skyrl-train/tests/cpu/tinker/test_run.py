@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+from tx_process import process
+
+from skyrl_train.dataset.files import write_jsonl
+from skyrl_train.dataset.rows import TaskRow
+from skyrl_train.errors import DataError
+from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, request_seed
+from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
+from skyrl_train.models.tiny import tiny_qwen3
+from skyrl_train.tinker.options import TinkerOptions
+from skyrl_train.tinker.run import TinkerRun
+from skyrl_train.types import Trajectory
+
+
+class OddGenerator(GeneratorInterface):
+    """A generator with the public interface alone, which rewards every second sample of a prompt."""
+
+    def __init__(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self.is_closed = False
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        ids, sampling = input_batch["trajectory_ids"], SamplingParams(max_new_tokens=4)
+        prompts = [self._tokenizer.encode(prompt[0]["content"]) for prompt in input_batch["prompts"]]
+        results = await self._engine.generate(
+            [EngineRequest(p, sampling, request_seed(0, id, 0)) for p, id in zip(prompts, ids, strict=True)]
+        )
+        return GeneratorOutput(
+            prompt_token_ids=prompts,
+            response_ids=[result.token_ids for result in results],
+            rewards=[float(id.repetition_id % 2) for id in ids],
+            loss_masks=[[1] * len(result.token_ids) for result in results],
+            stop_reasons=[result.stop_reason for result in results],
+            rollout_logprobs=[result.logprobs or [] for result in results],
+            rollout_metrics={"generate/n_agents": float(len(ids))},
+        )
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class OddRun(TinkerRun):
+    """A run that overrides each method that a subclass may."""
+
+    def get_generator(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase) -> GeneratorInterface:
+        self.generator = OddGenerator(engine, tokenizer)
+        self.alerts: list[tuple[int, bool]] = []  # the step, and whether its metrics are of an evaluation
+        return self.generator
+
+    def check_rows(self, rows: Iterable[TaskRow]) -> None:
+        for row in rows:
+            if row.env_class != "agent":
+                raise DataError(f"{row.location} is for {row.env_class}")
+
+    def step_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        return super().step_metrics(trajectories) | {"rollouts/played": float(len(trajectories))}
+
+    async def alert(self, step: int, metrics: dict[str, float]) -> None:
+        self.alerts.append((step, "eval/all/avg_score" in metrics))
+
+
+def write_prompts(path: Path, env_class: str) -> str:
+    write_jsonl(path, [{"prompt": [{"role": "user", "content": f"{n}"}], "env_class": env_class} for n in range(4)])
+    return str(path)
+
+
+def test_a_run_plays_with_the_generator_of_its_subclass(
+    tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    tiny_tokenizer.save_pretrained(model)
+    tiny_qwen3(tiny_tokenizer, seed=0, context_length=256).save_pretrained(model)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    options = TinkerOptions(
+        train_data=write_prompts(tmp_path / "train.jsonl", "agent"),
+        eval_data=write_prompts(tmp_path / "eval.jsonl", "agent"),
+        model_name=str(model),
+        batch_size=2,
+        n_samples_per_prompt=2,
+        max_input_length=64,
+        max_generate_length=4,
+        max_sequence_length=68,
+        max_steps=2,
+        output_dir=str(tmp_path),
+        logger="jsonl",
+    )
+    with process(tmp_path / "state", "--base-model", str(model), "--backend", "torch") as server:
+        server.wait_for_engine()
+        monkeypatch.setenv("TINKER_BASE_URL", server.url)
+        run = OddRun(options)
+        run.run()
+    rows = [json.loads(line) for line in (run.run_folder.path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "rollouts/played" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert (row["reward/avg_raw_reward"], row["rollouts/played"], row["generate/n_agents"]) == (0.5, 4, 4)
+        assert row["advantage/std"] == pytest.approx(0.5**0.5, rel=1e-4)  # of 1/√2 and -1/√2
+    assert run.alerts == [(0, True), (1, False), (2, False), (2, True)]
+    assert run.generator.is_closed
+
+
+def test_a_run_refuses_rows_before_it_connects(tiny_model_path: Path, tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "train.jsonl", "other")
+    options = TinkerOptions(train_data=path, model_name=str(tiny_model_path), output_dir=str(tmp_path), batch_size=2)
+    with pytest.raises(DataError, match="row 0 is for other"):
+        OddRun(options).run()
+    with pytest.raises(DataError, match="other"):  # no such environment
+        TinkerRun(options).run()
