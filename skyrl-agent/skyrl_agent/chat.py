@@ -163,6 +163,10 @@ class Chat:
         self._messages.append({"role": "assistant", "content": content})
         return Reply(text, is_cut_off)
 
+    async def close(self) -> None:
+        """Free the engine's cache of the conversation."""
+        await self._engine.end_session(self._rollout.session_id)
+
     def _flush(self) -> TokenConversation:
         """Add the new messages to the conversation."""
         conversation = self._rollout.conversation

@@ -16,7 +16,6 @@ from skyrl_agent.config import AgentConfig
 from skyrl_agent.dispatcher import create_dispatcher
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.trajectory import AgentTrajectory, Instance
-from skyrl_gym.runtime.text import describe_error
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -227,17 +226,3 @@ def agent_metrics(
         "tool_calls_per_traj_max": float(max(totals)),
         **{f"tool_name/{name}": float(sum(calls.get(name, 0) for calls in tool_calls)) for name in names},
     }
-
-
-def check_instances(task: type[BaseTask], instances: Sequence[tuple[str, Instance]]) -> None:
-    """Let a task check its instances; DataError names the location of those that it refuses."""
-    problems = []
-    for location, instance in instances:
-        try:
-            task.check_instance(instance.data, instance.data_source)
-        except Exception as error:  # noqa: BLE001, the boundary of a row
-            problems.append(f"{location}: {error if isinstance(error, DataError) else describe_error(error)}")
-    if problems:
-        raise DataError(
-            f"{task.__name__} refuses {len(problems)} of {len(instances)} rows; the first: {'; '.join(problems[:3])}"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from skyrl_gym.runtime.validation import validate_metrics, validate_reward
 from skyrl_train.errors import DataError, EngineError
 from skyrl_train.generators.env_pool import ThreadPool
 from skyrl_train.generators.rollout import Rollout
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class AgentTrajectory:
         self._tool_threads = tool_threads
         self._runtime: Any = None
         self._result: Any = None
+        self._is_closed = False
 
     async def initialize_trajectory(self) -> None:
         """Start the runtime and get the instruction."""
@@ -100,10 +105,21 @@ class AgentTrajectory:
             await self._run_phase(self._evaluate, "error_evaluation")
 
     async def close(self) -> None:
-        """Release the runtime, if it still exists. Calling it again does nothing."""
-        runtime, self._runtime = self._runtime, None
-        if runtime is not None:
-            await self._call(lambda: self._task.close_runtime(runtime))
+        """Release the runtime, and the engine's cache. Calling it again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await self._chat.close()
+        if self._runtime is not None:
+            try:
+                await self._call(lambda: self._task.close_runtime(self._runtime))
+            except Exception:  # the trajectory keeps its result
+                logger.warning(
+                    "%s.close_runtime failed after rollout %s",
+                    self._task.__name__,
+                    self.rollout.request.id,
+                    exc_info=True,
+                )
 
     async def _run_phase(self, phase: Callable[[], Awaitable[None]], stop_reason: str) -> None:
         started, generated_s = time.perf_counter(), self.rollout.generate_s

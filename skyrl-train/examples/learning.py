@@ -185,7 +185,9 @@ def learn(run: LearningRun, command: str) -> bool:
     return has_learned
 
 
-def main(recipe: Recipe, doc: str, argv: Sequence[str] | None = None) -> None:
+def main(
+    recipe: Recipe, doc: str, argv: Sequence[str] | None = None, experiment: type[BasePPOExp] = BasePPOExp
+) -> None:
     """Run an example from the command line, with overrides after `--`; exit with status 1 if it did not learn."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--seed", type=int, default=42, help="seed of the model, the data order and sampling")
@@ -194,7 +196,7 @@ def main(recipe: Recipe, doc: str, argv: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help="configuration overrides key=value")
     args = parser.parse_args(argv)
     output_dir = args.output_dir.expanduser().resolve()
-    run = LearningRun(recipe, output_dir, args.seed, args.steps, tuple(args.overrides))
+    run = LearningRun(recipe, output_dir, args.seed, args.steps, tuple(args.overrides), experiment=experiment)
     results: list[bool] = []
     run_command(lambda: results.append(learn(run, f"python -m examples.{recipe.name}.learn --seed {args.seed}")))
     sys.exit(0 if results[0] else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -76,6 +76,10 @@ class BaseAgent(ABC):
                 return await call()
         except TimeoutError as error:
             raise EnvTimeout(f"{tool.name} did not return within {limit_s:g} s") from error
+
+    def set_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Start another history, e.g. from a tool."""
+        self.chat.reset(messages)
 
     @abstractmethod
     async def run(self) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from skyrl_agent.agents.base import AgentContext, BaseAgent, Outcome
@@ -35,10 +36,10 @@ class ReActAgent(BaseAgent):
         self._n_repeats = 0
         self.set_history(self.chat.messages)
 
-    def set_history(self, messages: list[Any]) -> None:
-        """Start another history, e.g. from a tool; descriptions of the tools are added to its system message."""
+    def set_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Start another history; descriptions of the tools are added to its system message."""
         description = format_tools(self.context.tools.values())
-        self.chat.reset(append_to_system(messages, description))
+        self.chat.reset(append_to_system([dict(message) for message in messages], description))
 
     async def run(self) -> Outcome:
         """Take turns until a tool finishes, or the maximum number of turns is reached."""

@@ -40,7 +40,7 @@ def create_engine(settings: AgentGeneration, infer_engine: Any, tokenizer: PreTr
         from skyrl_agent.integrations.verl import VerlEngine
 
         return VerlEngine(infer_engine, backend.model_max_len)
-    from skyrl_train.tinker import TinkerEngine
+    from skyrl_train.tinker.engine import TinkerEngine
 
     if isinstance(infer_engine, TinkerEngine):
         return infer_engine

@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_agent.tasks.general_react import GeneralReactTask, ground_truth_of, question_of
+from skyrl_agent.tasks.base import BaseTask
+from skyrl_agent.tasks.general_react import GeneralReactTask, question_of
 from skyrl_train.errors import DataError
 from skyrl_train.types import Message
 
@@ -75,7 +76,7 @@ def split_sections(context: str, max_chars: int) -> list[str]:
     return [section.strip() for section in sections if section.strip()] or [""]
 
 
-class MemAgentTask(GeneralReactTask):
+class MemAgentTask(BaseTask):
     """Questions about the text in the column `context`, for an agent with the tools finish and next_with_summary."""
 
     max_section_chars = MAX_SECTION_CHARS
@@ -91,11 +92,15 @@ class MemAgentTask(GeneralReactTask):
         return runtime.messages()
 
     @classmethod
+    def evaluate_result(cls, result: Any, instance: Mapping[str, Any], data_source: str) -> float:
+        """Return the reward of an answer, as `GeneralReactTask` does."""
+        return GeneralReactTask.evaluate_result(result, instance, data_source)
+
+    @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
-        """Raise DataError for a row without a text, a question or a ground truth, or of an unknown data source."""
-        super().check_instance(instance, data_source)
+        """Raise DataError for a row without a text or a ground truth, or of an unknown data source."""
+        GeneralReactTask.check_instance(instance, data_source)
         context_of(instance)
-        ground_truth_of(instance)
 
 
 def context_of(instance: Mapping[str, Any]) -> str:

@@ -28,6 +28,5 @@ class WebResearchTask(GeneralReactTask):
 
     @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
-        """Raise DataError for a row without a question or a ground truth."""
+        """Raise DataError for a row without a ground truth."""
         ground_truth_of(instance)
-        question_of(instance)

@@ -176,7 +176,7 @@ def _create(name: Any, settings: dict[str, Any]) -> list[BaseTool]:
     if cls is None:
         if not isinstance(name, str) or "." not in name:
             raise ConfigError(
-                f"tools: there is no tool {name!r}{suggestion(str(name), tool_registry)}; registered are "
+                f"tools: there is no tool {name!r}{suggestion(str(name), list(tool_registry))}; registered are "
                 f"{', '.join(sorted(tool_registry))}, and dotted paths name further ones"
             )
         try:
