@@ -19,7 +19,6 @@ from skyrl_train.errors import DataError, EngineError
 from skyrl_train.generators.env_pool import ThreadPool
 from skyrl_train.generators.rollout import Rollout
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -168,7 +167,7 @@ class AgentTrajectory:
         if reward is None:
             raise ValueError("evaluate_result returned None: the reward is unknown")
         self.rollout.turns[-1].reward = reward
-        self.rollout.env_metrics = validate_metrics({**metrics, "n_turns": len(self.rollout.turns)})
+        self.rollout.env_metrics = validate_metrics(metrics)
         self.rollout.stop_reason = self.finish_reason
 
     async def _call_task(self, name: str, **arguments: Any) -> Any:

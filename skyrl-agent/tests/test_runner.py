@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from scripted_engine import ScriptedEngine, Script, call, tokenizer
+from agent_runs import ROW, TOKENIZER, play_one, runner
+from scripted_engine import ScriptedEngine, call
 
-from skyrl_agent import AgentConfig, AgentRunner, AutoAgentRunner, BaseTask
+from skyrl_agent import AgentConfig, AutoAgentRunner, BaseTask
 from skyrl_agent.runner import to_rows
-from skyrl_gym.error import ToolFailure
 from skyrl_train.errors import DataError, EngineError
-from skyrl_train.generators.base import BatchMetadata, GeneratorInput, play, rollout_requests
-from skyrl_train.types import DrawnPrompt, Message, PromptRow, Trajectory
-
-TOKENIZER = tokenizer()
-GENERAL = "skyrl_agent.tasks.general_react.GeneralReactTask"
-ROW = {
-    "prompt": [{"role": "user", "content": "What is the capital of France?"}],
-    "data_source": "nq",
-    "reward_spec": {"ground_truth": {"target": ["Paris"]}},
-}
-
-
-def runner(
-    replies: Any, task: str = GENERAL, tools: tuple[Any, ...] = ("code_interpreter", "finish"), **settings: Any
-) -> tuple[AgentRunner, ScriptedEngine]:
-    dispatcher = settings.pop("dispatcher", {})
-    engine = ScriptedEngine(TOKENIZER, replies, settings.pop("context_length", 1_000_000))
-    cfg = AgentConfig.model_validate({"task": task, "tools": tools, "generator": settings, "dispatcher": dispatcher})
-    return AutoAgentRunner.from_task(cfg, engine, TOKENIZER), engine
-
-
-async def play_one(replies: Any, row: dict[str, Any] = ROW, **options: Any) -> tuple[Trajectory, ScriptedEngine]:
-    agents, engine = runner(replies, **options)
-    extras = {key: value for key, value in row.items() if key != "prompt"}
-    prompt = DrawnPrompt(0, PromptRow("0", row.get("prompt") or [], None, extras), 0)
-    sampling = agents.cfg.generator.sampling(is_training=True)
-    (trajectory,) = await play(agents, rollout_requests([prompt], 1, ""), sampling, BatchMetadata(0, "train"))
-    await agents.close()
-    return trajectory, engine
+from skyrl_train.generators.base import GeneratorInput
+from skyrl_train.types import Message
 
 
 async def test_each_prompt_is_the_previous_one_the_sampled_tokens_and_every_new_message() -> None:
@@ -97,7 +70,7 @@ async def test_without_tools_the_first_reply_is_the_answer() -> None:
 async def test_trajectories_that_end_early_are_graded_and_not_trained_on(
     settings: dict[str, Any], replies: list[str], reason: str
 ) -> None:
-    trajectory, engine = await play_one(replies, **settings)
+    trajectory, _ = await play_one(replies, **settings)
     assert trajectory.is_valid
     assert (trajectory.stop_reason, trajectory.total_reward) == (reason, 0.0)
     assert not any(trajectory.loss_mask)
@@ -109,9 +82,7 @@ async def test_trajectories_that_end_early_are_graded_and_not_trained_on(
 
 
 async def test_a_turn_that_is_cut_off_at_its_own_limit_continues() -> None:
-    trajectory, engine = await play_one(
-        ["x" * 300, call("finish", answer="Paris")], sampling_params={"max_tokens": 100}
-    )
+    trajectory, _ = await play_one(["x" * 300, call("finish", answer="Paris")], sampling_params={"max_tokens": 100})
     assert trajectory.total_reward == 1.0
     assert trajectory.turns[0].end - trajectory.turns[0].start == 100
 
@@ -119,7 +90,7 @@ async def test_a_turn_that_is_cut_off_at_its_own_limit_continues() -> None:
 class Faulty(BaseTask):
     """A task that fails in the phase that the row names."""
 
-    closed: list[str] = []
+    closed: ClassVar[list[str]] = []
 
     @classmethod
     def initialize_runtime(cls, instance: Any, instance_id: str) -> str:
@@ -254,9 +225,9 @@ def test_batches_of_several_kinds_become_rows() -> None:
 class Recorded(BaseTask):
     """A task that counts how many trajectories are in each phase."""
 
-    n_now: dict[str, int] = {}
-    n_max: dict[str, int] = {}
-    envs: list[Any] = []
+    n_now: ClassVar[dict[str, int]] = {}
+    n_max: ClassVar[dict[str, int]] = {}
+    envs: ClassVar[list[Any]] = []
 
     @classmethod
     async def enter(cls, phase: str) -> None:

@@ -6,6 +6,7 @@ The task file sets the keys of `generator` that it knows: `num_trajectories` is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from skyrl_train.entrypoints.experiment import BasePPOExp
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 
+QUOTED = re.compile(r"(\\*)('|$)")
 FROM_TASK_FILE = {
     "generator.max_turns": "max_iterations",
     "generator.max_response_length": "max_response_length",
@@ -81,11 +83,11 @@ def to_overrides(agent: AgentConfig) -> list[str]:
 
 
 def _quote(value: Any) -> str:
-    """Return a value in the grammar of overrides."""
+    """Return a value in the grammar of overrides, where a backslash escapes only a quote or backslashes before one."""
     if isinstance(value, list):
         return f"[{','.join(map(_quote, value))}]"
     if isinstance(value, str):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        return "'" + QUOTED.sub(lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"
     return "null" if value is None else str(value)
 
 
@@ -122,7 +124,8 @@ def check_rows(agent: AgentConfig, rows: Iterable[TaskRow]) -> None:
     """Let the task of a task file check rows; DataError names those that it refuses."""
     task: type[BaseTask] = load_class(agent.task, BaseTask)
     n_rows, problems = 0, []
-    for n_rows, row in enumerate(rows, start=1):
+    for row in rows:
+        n_rows += 1
         try:
             instance = Instance.from_row({**row.extras, "prompt": []}, row.location, agent)
             task.check_instance(instance.data, instance.data_source)
