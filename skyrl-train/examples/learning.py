@@ -63,6 +63,7 @@ class Recipe:
     n_steps: int
     context_length: int = 512
     n_start_steps: int = N_STEPS  # steps of the warm start
+    vocab_size: int = 512  # more merge longer fixed wordings into single tokens
     service: Callable[[Path], AbstractContextManager[Sequence[str]]] = lambda _: nullcontext(())
     """A context that runs during training, e.g. a server; it yields overrides."""
 
@@ -121,6 +122,7 @@ class LearningRun:
                 self.seed,
                 n_steps=recipe.n_start_steps,
                 context_length=recipe.context_length,
+                vocab_size=recipe.vocab_size,
             )
 
     def move_aside(self) -> None:

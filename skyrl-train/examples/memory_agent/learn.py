@@ -3,8 +3,8 @@
     python -m examples.memory_agent.learn --seed 42
 
 Three documents name the contents of three boxes. The agent sees one document at a time, and forgets everything but the
-summary that it writes for itself. At the start the model knows only the format: in each section, it writes
-down the digit that it sees, or keeps its summary. To be correct, it must write down the digit of the right box, carry
+summary that it writes for itself. At the start the model often acts at random: it writes down
+the digit that it sees, or keeps its summary. To be correct, it must write down the digit of the right box, carry
 it through the other sections, and answer with it. The numbers of the boxes in validation do not occur in training. The
 exit status is 1 if it did not learn.
 """
@@ -32,7 +32,7 @@ AGENT = AgentConfig.load(Path(__file__).parent / "task.yaml")
 COLOURS = ("red", "blue", "green", "grey")
 N_BOXES, N_TRAIN, N_VALIDATION = 3, 2000, 256
 NOTHING = "none"  # a summary without a digit
-P_SEEN = 0.6  # probability that an attempt writes down the digit that it sees, and not its summary
+P_RIGHT = 0.4  # probability that an attempt is not random
 
 
 def row(rng: random.Random) -> dict[str, Any]:
@@ -69,8 +69,10 @@ def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
     for _ in range(rng.randrange(N_BOXES)):
         memory = rng.choice([NOTHING, str(rng.randrange(10))])
         messages = reader.next_messages(memory)
-    (seen,) = (text[-2] for text in messages[-1]["content"].splitlines() if text.startswith("Document"))
-    kept = seen if rng.random() < P_SEEN else memory
+    (seen,) = (text for text in messages[-1]["content"].splitlines() if text.startswith("Document"))
+    is_asked = row["prompt"][-1]["content"].split()[-2] in seen.split()
+    keeps_seen = is_asked if rng.random() < P_RIGHT else rng.random() < 0.5
+    kept = seen[-2] if keeps_seen else memory
     name, parameter = ("finish", "answer") if reader.is_at_end else ("next_with_summary", "summary")
     call = f"<function={name}>\n<parameter={parameter}>{kept}</parameter>\n</function>"
     prompt = append_to_system([dict(m) for m in messages], format_tools(create_tools(AGENT.tools).values()))
@@ -98,8 +100,9 @@ RECIPE = Recipe(
     required=0.9,
     chance=0.2,
     n_steps=100,
-    context_length=512,
-    n_start_steps=300,
+    context_length=128,
+    n_start_steps=400,
+    vocab_size=1024,
 )
 
 if __name__ == "__main__":
