@@ -32,7 +32,7 @@ AGENT = AgentConfig.load(Path(__file__).parent / "task.yaml")
 COLOURS = ("red", "blue", "green", "grey")
 N_BOXES, N_TRAIN, N_VALIDATION = 3, 2000, 256
 NOTHING = "none"  # a summary without a digit
-P_RIGHT = 0.4  # probability that an attempt is not random
+P_RIGHT = 0.5  # probability that an attempt is not random
 
 
 def row(rng: random.Random) -> dict[str, Any]:
@@ -101,7 +101,7 @@ RECIPE = Recipe(
     chance=0.2,
     n_steps=100,
     context_length=128,
-    n_start_steps=400,
+    n_start_steps=1200,
     vocab_size=1024,
 )
 
