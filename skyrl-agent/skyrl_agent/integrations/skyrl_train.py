@@ -52,6 +52,9 @@ UNUSED = (
     "generator.reward_model.path",
     "generator.reward_weights",
     "generator.trajectory_timeout_seconds",
+    "generator.max_input_length",
+    "environment.env_class",
+    "environment.skyrl_gym",
 )
 """Settings of environments' rollouts, which agents do not have."""
 
@@ -75,6 +78,7 @@ def to_overrides(agent: AgentConfig) -> list[str]:
         **{key: getattr(settings, name) for key, name in FROM_TASK_FILE.items()},
         "generator.n_samples_per_prompt": settings.num_trajectories,
         "generator.eval_n_samples_per_prompt": settings.val_config.num_trajectories,
+        "environment.env_class": agent.task.rpartition(".")[2],  # for reports
     }
     for section, is_training in (("sampling_params", True), ("eval_sampling_params", False)):
         sampling = sampling_settings(settings.sampling(is_training=is_training))

@@ -29,6 +29,7 @@ def test_settings_of_the_task_file_are_those_of_the_trainer(tmp_path: Path) -> N
         ("generator.max_turns=5", r"generator.max_turns=5 has no effect on agents; set generator.max_iterations in "),
         ("generator.step_wise_trajectories=true", "has no effect on agents; remove it"),
         ("generator.trajectory_timeout_seconds=5", "has no effect on agents; remove it"),
+        ("environment.skyrl_gym.max_env_workers=5", "has no effect on agents; remove it"),
         ("generator.max_trns=5", "max_turns"),
     ],
 )
@@ -60,6 +61,17 @@ def test_the_command_trains_and_evaluates(tmp_path: Path) -> None:
     assert "eval/all/avg_score" in result.output
     lines = (folder / "evals" / "eval_only" / "nq.jsonl").read_text().splitlines()
     assert len(lines) == 4 * 3
+
+
+def test_a_dry_run_prints_the_plan(tmp_path: Path) -> None:
+    task, overrides = write_task(tmp_path), write_run(tmp_path)
+    result = CliRunner().invoke(app, ["train", str(task), *overrides, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "2 samples" in result.output or "2 × 2" in result.output
+    assert not (tmp_path / "outputs").exists()
+    missing = CliRunner().invoke(app, ["train", str(task), *overrides, f"data.train_data={tmp_path / 'none.jsonl'}"])
+    assert missing.exit_code == 1
+    assert "none.jsonl" in missing.output + missing.stderr
 
 
 def test_rows_that_the_task_refuses_are_named_before_the_run(tmp_path: Path) -> None:
