@@ -62,10 +62,22 @@ def test_a_task_file_of_skyrl_agent_is_read(tmp_path: Path) -> None:
         ("num_trajectories: 4", "num_trajectory: 4", "generator.num_trajectory: Extra inputs are not permitted; got 4"),
         ("num_trajectories: 4", "num_trajectories: 0", "generator.num_trajectories: .*greater than or equal to 1"),
         ("type: async_pipeline", "type: threads", "dispatcher.type: .*'async_pipeline'.*got 'threads'"),
-        ("type: async_pipeline", "type: async_fix_pool", "set dispatcher.envs with, and only with"),
+        (
+            "type: async_pipeline",
+            "type: async_fix_pool",
+            "type=async_fix_pool needs dispatcher.envs; list at least one",
+        ),
         ("vision_is_active: false", "vision_is_active: true", "generator.vision_is_active: .*False.*got True"),
-        ("infer_backend: skyrl-train", "infer_backend: tinker", "every backend but skyrl-train needs backend_config"),
-        ("backend_config: null", "backend_config: {model_max_len: 9}", "and skyrl-train knows it"),
+        (
+            "infer_backend: skyrl-train",
+            "infer_backend: tinker",
+            "infer_backend=tinker needs backend_config.model_max_len, such as 32768",
+        ),
+        (
+            "backend_config: null",
+            "backend_config: {model_max_len: 9}",
+            "infer_backend=skyrl-train takes no backend_config; remove it",
+        ),
         ("max_iterations: 10", "max_iterations: [", "cannot be read"),
     ],
 )

@@ -218,7 +218,7 @@ def test_batches_of_several_kinds_become_rows() -> None:
     extras = {key: value for key, value in ROW.items() if key != "prompt"}
     lists = GeneratorInput(prompts=[ROW["prompt"]], env_classes=[None], env_extras=[extras])  # type: ignore[typeddict-item]
     assert to_rows(lists) == [ROW]
-    with pytest.raises(DataError, match="the input batch is a int; pass a list of rows"):
+    with pytest.raises(DataError, match="the input batch is of the type int; pass a list of rows"):
         to_rows(3)
 
 

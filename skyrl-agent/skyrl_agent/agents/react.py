@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from skyrl_agent.agents.base import AgentContext, BaseAgent, Outcome
+from skyrl_agent.chat import ContextWindowExceeded
 from skyrl_agent.tools.base import format_tools
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
 from skyrl_gym.tools.messages import append_to_system
+from skyrl_train.errors import EngineError
 from skyrl_train.generators.env_pool import EnvTimeout
 
 MAX_RESULT_CHARS = 50_000  # of which the first and the last half are kept
@@ -66,7 +68,7 @@ class ReActAgent(BaseAgent):
             result = await self.call_tool(tools[call.name], call.arguments)
         except EnvTimeout:
             return Outcome("cmd_timeout")
-        except ToolFailure:
+        except (ToolFailure, EngineError, ContextWindowExceeded):
             raise
         except Exception as error:  # noqa: BLE001, the model reads it
             self._observe(call, f"ERROR: {error if isinstance(error, ToolCallError) else describe_error(error)}")

@@ -29,6 +29,7 @@ from skyrl_train.entrypoints.command import parse_cli
 from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
 from skyrl_train.entrypoints.experiment import BasePPOExp
 from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 
 QUOTED = re.compile(r"(\\*)('|$)")
@@ -48,9 +49,6 @@ UNUSED = (
     "generator.step_wise_trajectories",
     "generator.merge_stepwise_output",
     "generator.inject_context_status",
-    "generator.reward_functions",
-    "generator.reward_model.path",
-    "generator.reward_weights",
     "generator.trajectory_timeout_seconds",
     "generator.max_input_length",
     "environment.env_class",
@@ -141,8 +139,8 @@ def check_rows(agent: AgentConfig, rows: Iterable[TaskRow]) -> None:
         )
 
 
-class _AgentRun(BasePPOExp):
-    """What training and evaluation share: the runner as the generator, and the check of the instances."""
+class AgentExp(BasePPOExp):
+    """The training of an agent."""
 
     def __init__(self, agent: AgentConfig, cfg: SkyRLConfig) -> None:
         """Create the run folder; ConfigError lists every problem."""
@@ -152,7 +150,9 @@ class _AgentRun(BasePPOExp):
     def get_generator(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
     ) -> AgentRunner:
-        return AutoAgentRunner.from_task(self.agent, inference_engine_client, tokenizer)
+        runner = AutoAgentRunner.from_task(self.agent, inference_engine_client, tokenizer)
+        runner.rewards = RewardFunctions(cfg.generator, runner.encoder)
+        return runner
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
         """Let the task check every row, those of datasets that are checked when they are drawn then."""
@@ -164,9 +164,5 @@ class _AgentRun(BasePPOExp):
             )
 
 
-class AgentExp(_AgentRun):
-    """The training of an agent."""
-
-
-class AgentEvaluation(_AgentRun, EvalOnlyEntrypoint):
+class AgentEvaluation(AgentExp, EvalOnlyEntrypoint):
     """An evaluation of an agent."""

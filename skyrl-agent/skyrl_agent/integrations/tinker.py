@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -27,10 +28,7 @@ from skyrl_train.tinker.run import TinkerRun
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTinkerOptions(TinkerOptions):
-    """The options of a run. The task file sets the number of samples and turns, and the sampling parameters.
-
-    max_input_length: tokens of the longest prompt, those of later turns included.
-    """
+    """The options of a run. The task file sets the number of samples and turns, the lengths, and the sampling."""
 
     task: str
     model_name: str = "Qwen/Qwen3-32B"
@@ -42,26 +40,37 @@ class AgentTinkerOptions(TinkerOptions):
     n_samples_per_prompt: int = field(init=False)
     max_turns: int = field(init=False)
     max_generate_length: int = field(init=False)
+    max_input_length: int = field(init=False)
+    max_sequence_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Take the settings of the task file; ConfigError if it is for another backend."""
-        settings = self.agent().generator
+        settings = self.agent.generator
         if settings.infer_backend != "tinker":
             raise ConfigError(f"{self.task}: generator.infer_backend={settings.infer_backend} must be tinker")
-        for name, value in (
-            ("n_samples_per_prompt", settings.num_trajectories),
-            ("max_turns", settings.max_iterations),
-            ("max_generate_length", settings.sampling(is_training=True).max_new_tokens),
-        ):
-            object.__setattr__(self, name, value)
+        assert settings.backend_config is not None
+        n_context, n_reply = settings.backend_config.model_max_len, settings.sampling(is_training=True).max_new_tokens
+        if n_reply >= n_context:
+            raise ConfigError(
+                f"{self.task}: backend_config.model_max_len={n_context} leaves no room for a prompt beside a reply of "
+                f"{n_reply} tokens; set sampling_params.max_tokens"
+            )
+        vars(self).update(
+            n_samples_per_prompt=settings.num_trajectories,
+            max_turns=settings.max_iterations,
+            max_generate_length=n_reply,
+            max_input_length=n_context - n_reply,
+            max_sequence_length=n_context,
+        )
         super().__post_init__()
 
+    @cached_property
     def agent(self) -> AgentConfig:
-        """Read the task file."""
+        """The settings of the task file."""
         return AgentConfig.load(self.task)
 
     def settings(self) -> dict[str, Any]:
-        tree, agent = super().settings(), self.agent().generator
+        tree, agent = super().settings(), self.agent.generator
         tree["generator"] |= {
             "eval_n_samples_per_prompt": agent.val_config.num_trajectories,
             "sampling_params": sampling_settings(agent.sampling(is_training=True)),
@@ -76,10 +85,10 @@ class AgentTinkerRun(TinkerRun):
     options: AgentTinkerOptions
 
     def get_generator(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
-        return AutoAgentRunner.from_task(self.options.agent(), engine, tokenizer)
+        return AutoAgentRunner.from_task(self.options.agent, engine, tokenizer)
 
     def check_rows(self, rows: Iterable[TaskRow]) -> None:
-        check_rows(self.options.agent(), rows)
+        check_rows(self.options.agent, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

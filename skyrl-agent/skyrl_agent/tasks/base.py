@@ -10,7 +10,7 @@ from skyrl_train.types import Message
 
 
 class BaseTask(ABC):
-    """A task. Its methods are class methods; each may be a coroutine function or block, and is then called in a thread.
+    """A task. Its methods are class methods; each may block, or be a coroutine function.
 
     A method receives the arguments that its signature names, by name, and all of them with `**kwargs`:
 
@@ -19,7 +19,7 @@ class BaseTask(ABC):
         instance_id, trajectory_id: the names of instance and trajectory
         runtime: the result of `initialize_runtime` (not for that method)
         env: one of `dispatcher.envs`, or None (`initialize_runtime`)
-        result: the agent's result, or that of `complete_runtime` if it is not None (`evaluate_result`)
+        result: the agent's result, or that of `complete_runtime` if it is neither None nor empty (`evaluate_result`)
         finish_reason: e.g. "FINISH_TOOL" or "max_iterations_reached" (`evaluate_result`)
     """
 
@@ -60,8 +60,8 @@ class BaseTask(ABC):
         """
 
 
-def takes(method: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the signature of a method names, or all of them if it has `**kwargs`."""
+def select_arguments(method: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Select the arguments that the signature of a method names, or all of them if it has `**kwargs`."""
     parameters = inspect.signature(method).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments

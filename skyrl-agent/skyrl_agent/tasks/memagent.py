@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_agent.tasks.base import BaseTask
-from skyrl_agent.tasks.general_react import GeneralReactTask, question_of
+from skyrl_agent.tasks.general_react import GeneralReactTask, get_question
 from skyrl_train.errors import DataError
 from skyrl_train.types import Message
 
@@ -84,7 +84,7 @@ class MemAgentTask(BaseTask):
     @classmethod
     def initialize_runtime(cls, instance: Mapping[str, Any]) -> Reader:
         """Return the reader of the text."""
-        return Reader(question_of(instance), context_of(instance), cls.max_section_chars)
+        return Reader(get_question(instance), get_context(instance), cls.max_section_chars)
 
     @classmethod
     def get_instruction(cls, runtime: Reader) -> list[Message]:
@@ -100,10 +100,10 @@ class MemAgentTask(BaseTask):
     def check_instance(cls, instance: Any, data_source: str) -> None:
         """Raise DataError for a row without a text or a ground truth, or of an unknown data source."""
         GeneralReactTask.check_instance(instance, data_source)
-        context_of(instance)
+        get_context(instance)
 
 
-def context_of(instance: Mapping[str, Any]) -> str:
+def get_context(instance: Mapping[str, Any]) -> str:
     """Return the text of a row: its column `context`, or that of `extra_info`."""
     context = instance.get("context") or (instance.get("extra_info") or {}).get("context")
     if not isinstance(context, str) or not context:

@@ -68,5 +68,5 @@ async def test_a_server_that_fails_makes_the_trajectory_invalid(monkeypatch: pyt
 
 
 def test_engines_must_be_of_the_backend() -> None:
-    with pytest.raises(ConfigError, match="openai_server needs None, since backend_config names the server"):
+    with pytest.raises(ConfigError, match="samples with the server in backend_config; pass infer_engine=None"):
         AutoAgentRunner.from_task(config("http://x"), object(), TOKENIZER)

@@ -22,7 +22,7 @@ def arguments(tmp_path: Path, **settings: object) -> list[str]:
     data = str(tmp_path / "train.jsonl")
     return [
         *("--task", str(task), "--train_data", data, "--eval_data", data, "--model_name", str(tmp_path / "model")),
-        *("--batch_size", "2", "--max_steps", "2", "--max_input_length", "1000", "--max_sequence_length", "1100"),
+        *("--batch_size", "2", "--max_steps", "2"),
         *("--output_dir", str(tmp_path), "--logger", "jsonl"),
     ]
 
@@ -44,6 +44,7 @@ def test_a_run_trains_on_trajectories_of_the_agent(tmp_path: Path, monkeypatch: 
 def test_the_task_file_sets_what_it_knows(tmp_path: Path) -> None:
     options = parse_options(AgentTinkerOptions, arguments(tmp_path), "Train.")
     assert (options.n_samples_per_prompt, options.max_turns, options.max_generate_length) == (2, 2, 8)
+    assert (options.max_input_length, options.max_sequence_length) == (1492, 1500)
     cfg = AgentTinkerRun(options).cfg
     assert cfg.generator.eval_n_samples_per_prompt == 3
     assert cfg.generator.eval_sampling_params.temperature == 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_agent.tasks.memagent import MemAgentTask, context_of
+from skyrl_agent.tasks.memagent import MemAgentTask, get_context
 
 
 class BoxesTask(MemAgentTask):
@@ -21,4 +21,4 @@ class BoxesTask(MemAgentTask):
     @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
         """Raise DataError for a row without a text."""
-        context_of(instance)
+        get_context(instance)
