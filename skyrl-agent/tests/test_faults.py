@@ -27,7 +27,8 @@ class Shared(BaseTask):
 
     @classmethod
     def initialize_runtime(cls, *args: Any, **kwargs: Any) -> None:
-        kwargs["instance"]["n_seen"] = kwargs["instance"].get("n_seen", 0) + 1
+        seen = kwargs["instance"]["seen"]
+        seen["n"] = seen.get("n", 0) + 1
 
     @classmethod
     def get_instruction(cls, *args: Any, **kwargs: Any) -> list[Message]:
@@ -40,14 +41,14 @@ class Shared(BaseTask):
     @classmethod
     async def evaluate_result(cls, *args: Any, **kwargs: Any) -> float:
         assert kwargs["result"] == "Paris"
-        return float(kwargs["instance"]["n_seen"] == 1)
+        return float(kwargs["instance"]["seen"]["n"] == 1)
 
 
 async def test_each_attempt_has_its_own_instance_and_nothing_collected_keeps_the_answer() -> None:
-    row: dict[str, Any] = {"nested": {}}
+    row: dict[str, Any] = {"seen": {}}
     agents, _ = runner(FINISH, task=f"{__name__}.Shared", num_trajectories=4)
     assert (await agents.run([row]))["traj_rewards"] == [1.0] * 4
-    assert row == {"nested": {}}
+    assert row == {"seen": {}}
     await agents.close()
 
 
@@ -115,7 +116,16 @@ async def test_a_cancelled_run_leaves_no_runtime(phase: str, kind: str) -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+    await asyncio.sleep(0.4)  # for a runtime that starts after all
     assert Runtimes.n_open == 0
+    await agents.close()
+
+
+async def test_runtimes_count_until_they_are_closed() -> None:
+    Runtimes.slow = "close"
+    agents, _ = runner(FINISH, task=RUNTIMES, num_trajectories=5, dispatcher={"max_parallel_agents": 1})
+    assert (await agents.run([{}]))["traj_rewards"] == [1.0] * 5
+    assert Runtimes.n_max == 2  # one that generates or closes, and one that waits
     await agents.close()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 from skyrl_agent.cli import app
 from skyrl_agent.integrations.skyrl_train import parse_task
 from skyrl_train.errors import ConfigError
+from skyrl_train.generators.rewards import REWARD_FUNCTIONS, RewardSample, register_reward_function
 
 
 def test_settings_of_the_task_file_are_those_of_the_trainer(tmp_path: Path) -> None:
@@ -61,6 +64,22 @@ def test_the_command_trains_and_evaluates(tmp_path: Path) -> None:
     assert "eval/all/avg_score" in result.output
     lines = (folder / "evals" / "eval_only" / "nq.jsonl").read_text().splitlines()
     assert len(lines) == 4 * 3
+
+
+def test_reward_functions_are_added(tmp_path: Path) -> None:
+    @register_reward_function("agent_bonus")
+    def bonus(samples: Sequence[RewardSample]) -> list[float]:
+        return [0.25 for _ in samples]
+
+    try:
+        task, overrides = write_task(tmp_path), write_run(tmp_path)
+        result = CliRunner().invoke(
+            app, ["generate", str(task), *overrides, "generator.reward_functions=[agent_bonus]"]
+        )
+    finally:
+        del REWARD_FUNCTIONS["agent_bonus"]
+    assert result.exit_code == 0, result.output
+    assert re.search(r"eval/all/avg_score +0\.25\b", result.output)
 
 
 def test_a_dry_run_prints_the_plan(tmp_path: Path) -> None:

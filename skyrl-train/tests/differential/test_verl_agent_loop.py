@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ TOKENIZER = tokenizer()
 TASK = {
     "task": "skyrl_agent.tasks.general_react.GeneralReactTask",
     "tools": ["finish", "code_interpreter"],
-    "generator": {"infer_backend": "verl", "backend_config": {"model_max_len": 100_000}, "n_retries": 0},
+    "generator": {
+        "infer_backend": "verl",
+        "backend_config": {"model_max_len": 100_000},
+        "n_retries": 0,
+        "sampling_params": {"temperature": 0.1, "stop": ["###"]},
+    },
 }
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 
@@ -67,8 +73,27 @@ async def test_a_sample_is_a_trajectory_of_the_agent(tmp_path: Path) -> None:
     assert TOKENIZER.decode(sampled) == "".join(f"{reply}<|im_end|>" for reply in replies)
     last = manager.engine.requests[-1].prompt_ids
     assert last == (output.prompt_ids + output.response_ids)[: len(last)]
-    assert manager.sampling_params[0]["temperature"] == 0.7
+    sampled = manager.sampling_params[0]
+    assert (sampled["temperature"], sampled["stop"]) == (0.7, ["###"])  # verl's, and the task file's
     assert len({request.session_id for request in manager.engine.requests}) == 1
+
+
+async def test_limits_hold_for_all_loops_that_verl_creates(tmp_path: Path) -> None:
+    n_now = n_max = 0
+
+    class Slow(ServerManager):
+        async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+            nonlocal n_now, n_max
+            n_now, n_max = n_now + 1, max(n_max, n_now + 1)
+            await asyncio.sleep(0.01)
+            n_now -= 1
+            return await super().generate(*args, **kwargs)
+
+    manager = Slow([call("finish", answer="Paris")])
+    loops = [loop(tmp_path, manager, dispatcher={"max_parallel_agents": 2}) for _ in range(6)]
+    outputs = await asyncio.gather(*map(play, loops))
+    assert [output.reward_score for output in outputs] == [1.0] * 6
+    assert n_max == 2
 
 
 async def test_an_invalid_trajectory_is_masked(tmp_path: Path) -> None:
