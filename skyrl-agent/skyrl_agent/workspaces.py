@@ -269,8 +269,8 @@ class LocalWorkspace(Workspace):
     """
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
-        """Create the folder. `env` has further variables for commands."""
-        self._root = Path(tempfile.mkdtemp(prefix="skyrl-workspace-")).resolve()
+        """Choose the folder. `env` has further variables for commands."""
+        self._root = Path(tempfile.gettempdir()).resolve() / f"skyrl-workspace-{uuid.uuid4().hex}"
         super().__init__(str(self._root / "workspace"))
         self._mark = uuid.uuid4().hex
         self._env = {
@@ -285,8 +285,9 @@ class LocalWorkspace(Workspace):
         self._lock = threading.Lock()  # no process starts after `close`
 
     def _start(self) -> None:
+        self._root.mkdir(mode=0o700)
         for name in ("workspace", "home", "tmp"):
-            (self._root / name).mkdir(parents=True, exist_ok=True)
+            (self._root / name).mkdir()
 
     def _release(self) -> None:
         with self._lock:
