@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import math
 import os
 import re
@@ -222,6 +223,7 @@ class ContainerWorkspace(Workspace):
                 "containers need the package mini-swe-agent: pip install './skyrl-agent[swe]' (in your clone of the "
                 "repository)"
             ) from error
+        logging.getLogger("minisweagent").setLevel(logging.WARNING)  # it logs each command that starts a container
         settings = {**self._settings, "image": self._image}
         if self._is_docker:  # the last --name counts; ours is known although the start may fail
             ours = ["--name", self._name, "--stop-signal", "KILL"]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyrl_agent.agents.codeact import SWITCHES, UNSUPPORTED, CodeActAgent
+from skyrl_agent.config import AgentConfig
+from skyrl_agent.loading import load_class
+from skyrl_agent.tasks.base import BaseTask
+from skyrl_agent.tasks.swe_bench import SWEBenchTask
 from skyrl_train.errors import ConfigError
 
 
@@ -40,3 +45,10 @@ def test_unsupported_switches_must_be_false(switch: str) -> None:
 def test_sections_without_a_tool_are_refused(section: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem.replace("?", r"\?")):
         CodeActAgent.create_tools(section)
+
+
+def test_the_example_names_an_agent_with_its_tools_and_a_task() -> None:
+    cfg = AgentConfig.load(Path(__file__).parents[2] / "examples" / "swe_bench.yaml")
+    agent = load_class(cfg.agent_cls, CodeActAgent)
+    assert list(agent.create_tools(cfg.tools)) == ["execute_bash", "str_replace_editor", "think", "submit"]
+    assert load_class(cfg.task, BaseTask) is SWEBenchTask

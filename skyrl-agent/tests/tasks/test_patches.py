@@ -10,7 +10,8 @@ import pytest
 from skyrl_agent.tasks.patches import apply_patch, changed_paths, collect_patch, record_base, remove_binary_diffs
 from skyrl_agent.workspaces import LocalWorkspace, Workspace, WorkspaceError
 
-SETUP = """git init -q && mkdir -p src tests && echo one >src/a.py && echo old >tests/test_a.py && echo ignored >.gitignore
+SETUP = """git init -q && mkdir -p src tests && echo one >src/a.py && echo old >tests/test_a.py
+echo ignored >.gitignore
 printf 'a\\r\\n' >crlf && printf 'caf\\351\\n' >latin1 && echo x >setup.cfg
 git add -A && git -c user.name=a -c user.email=a@b commit -qm base && echo dirty >>src/a.py && echo new >untracked"""
 
@@ -130,7 +131,8 @@ def test_a_folder_without_a_repository_is_a_failure() -> None:
         "no patch at all",
         "diff --git a/src/a.py b/src/a.py\n--- a/src/a.py\n+++ b/src/a.py\n@@ -1 +1 @@\n-wrong\n+two\n",
         "diff --git a/../x b/../x\nnew file mode 100644\n--- /dev/null\n+++ b/../x\n@@ -0,0 +1 @@\n+x\n",
-        "diff --git a/.git/hooks/x b/.git/hooks/x\nnew file mode 100755\n--- /dev/null\n+++ b/.git/hooks/x\n@@ -0,0 +1 @@\n+x\n",
+        "diff --git a/.git/hooks/x b/.git/hooks/x\nnew file mode 100755\n--- /dev/null\n+++ b/.git/hooks/x\n"
+        "@@ -0,0 +1 @@\n+x\n",
     ],
     ids=["text", "context", "outside", "hook"],
 )
