@@ -32,7 +32,7 @@ T = TypeVar("T")
 W = TypeVar("W", bound="Workspace")
 
 MAX_OUTPUT_BYTES = 30_000  # of a command, of which the first and the last half are kept
-MAX_OUTPUT_FILE_BYTES = 1 << 30  # of any file that a command writes, so that endless output does not fill the disk
+MAX_OUTPUT_FILE_BYTES = 4 << 30  # of any file that a command writes, so that endless output does not fill the disk
 MAX_FILE_BYTES = 16 << 20  # of a file that is read or written as a whole
 MAX_COMMAND_BYTES = 90_000  # Linux allows 128 KiB for an argument, and base64 adds a third
 CHUNK_BYTES = 45_000
@@ -196,7 +196,11 @@ def quote_path(path: str) -> str:
 
 
 class ContainerWorkspace(Workspace):
-    """A container of one of mini-swe-agent's environments, such as docker, podman or singularity."""
+    """A container of one of mini-swe-agent's environments: Docker, or Singularity.
+
+    Closing a Docker container ends all its processes. Singularity ends them with their command; one that is running
+    when the workspace is closed ends at its time limit.
+    """
 
     def __init__(self, image: str, cwd: str, environment: Mapping[str, Any] | None = None) -> None:
         """Set what `start` creates.
@@ -204,15 +208,37 @@ class ContainerWorkspace(Workspace):
         Args:
             image: the container's image.
             cwd: the folder in which commands run; it is created if the image lacks it.
-            environment: settings of `minisweagent.environments`: environment_class (docker by default), executable,
-                run_args, env, pull_timeout, container_timeout, …
+            environment: settings of `minisweagent.environments`: environment_class (docker or singularity), executable
+                (e.g. podman), run_args, env, pull_timeout, container_timeout, …
+
+        Raises:
+            ValueError: the class is another one.
         """
         super().__init__(cwd)
-        self._settings = {"environment_class": "docker", **(environment or {})}
-        self._is_docker = self._settings["environment_class"] == "docker"
-        self._image = image if self._is_docker or "://" in image else f"docker://{image}"
+        self._image = image
         self._name = f"skyrl-agent-{uuid.uuid4().hex}"
         self._environment: Any = None
+        settings: dict[str, Any] = {"environment_class": "docker", **(environment or {})}
+        self._is_docker = settings["environment_class"] == "docker"
+        if self._is_docker:
+            self._executable = settings.get("executable") or os.environ.get("MSWEA_DOCKER_EXECUTABLE", "docker")
+            ours = ["--name", self._name, "--stop-signal", "KILL"]  # the last --name counts
+            self._settings = {
+                **settings,
+                "image": image,
+                "executable": self._executable,
+                "interpreter": ["bash", "-pc"],  # -p: BASH_ENV is for the commands of agents
+                "run_args": [*settings.get("run_args", ["--rm"]), *ours],
+            }
+        elif settings["environment_class"] == "singularity":
+            exec_args = ["--contain", "--cleanenv", "--fakeroot", "--pid"]
+            self._settings = {
+                "exec_args": exec_args,
+                **settings,
+                "image": image if "://" in image else f"docker://{image}",
+            }
+        else:
+            raise ValueError(f"environment_class={settings['environment_class']!r} must be docker or singularity")
 
     def _start(self) -> None:
         os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
@@ -224,12 +250,8 @@ class ContainerWorkspace(Workspace):
                 "repository)"
             ) from error
         logging.getLogger("minisweagent").setLevel(logging.WARNING)  # it logs each command that starts a container
-        settings = {**self._settings, "image": self._image}
-        if self._is_docker:  # the last --name counts; ours is known although the start may fail
-            ours = ["--name", self._name, "--stop-signal", "KILL"]
-            settings["run_args"] = [*settings.get("run_args", ["--rm"]), *ours]
         try:
-            self._environment = get_environment(settings)
+            self._environment = get_environment(self._settings)
         except (subprocess.SubprocessError, OSError) as error:
             output = getattr(error, "stderr", None) or ""
             details = output.decode("utf-8", "replace") if isinstance(output, bytes) else output
@@ -238,16 +260,14 @@ class ContainerWorkspace(Workspace):
 
     def _release(self) -> None:
         environment, self._environment = self._environment, None
-        if not self._is_docker:
+        if self._is_docker:
             if environment is not None:
-                environment.cleanup()
-            return
-        executable = self._settings.get("executable") or os.environ.get("MSWEA_DOCKER_EXECUTABLE", "docker")
-        if environment is not None:
-            environment.container_id = None  # its own cleanup would start a process that nobody waits for
-        with suppress(subprocess.SubprocessError, OSError):
-            command = [executable, "rm", "--force", "--volumes", self._name]
-            subprocess.run(command, capture_output=True, timeout=CLOSE_TIMEOUT_S, check=False)
+                environment.container_id = None  # its own cleanup would start a process that nobody waits for
+            with suppress(subprocess.SubprocessError, OSError):
+                command = [self._executable, "rm", "--force", "--volumes", self._name]
+                subprocess.run(command, capture_output=True, timeout=CLOSE_TIMEOUT_S, check=False)
+        elif environment is not None:
+            environment.cleanup()
 
     def _run(self, script: str, timeout_s: float) -> tuple[str, int]:
         environment = self._environment

@@ -40,7 +40,7 @@ def main(folder: Path, command: str, arguments: list[str]) -> int:
         sys.exit(f"Error: No such container: {name}")
     if command == "exec":
         variables = dict(option.split("=", 1) for option in options.get("-e", ()))
-        environment = {"PATH": os.environ["PATH"], "HOME": str(root), MARK: name, **variables}
+        environment = {"PATH": os.environ["PATH"], "HOME": str(root), "TMPDIR": str(root), MARK: name, **variables}
         rest[-1] = rest[-1].replace("/testbed", str(root / "testbed"))
         return subprocess.call(rest, cwd=root, env=environment)
     for path in Path("/proc").glob("[0-9]*/environ"):

@@ -237,6 +237,51 @@ def test_an_image_that_does_not_exist_is_an_error_that_names_it(docker: str) -> 
     workspace.close()
 
 
+@pytest.mark.parametrize("kind", ["stand-in", "podman"])
+def test_the_startup_file_of_a_container_is_for_commands_only(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    is_podman = kind == "podman"
+    image = request.getfixturevalue("podman_image") if is_podman else str(tmp_path / "image")
+    executable = "podman" if is_podman else request.getfixturevalue("docker")
+    startup = "/root/.bashrc" if is_podman else str(tmp_path / "startup")
+    workspace = ContainerWorkspace(image, "/testbed", {"executable": executable, "env": {"BASH_ENV": startup}})
+    workspace.start()
+    workspace.execute(f"echo x=1 >{startup}", 30)
+    assert workspace.execute("echo [$x]", 30).output == "[1]\n"
+    workspace.execute(f"echo 'exit 3' >{startup}", 30)
+    assert workspace.execute("true", 30).status == 3
+    workspace.close()
+
+
+def test_other_environments_of_mini_swe_agent_are_refused() -> None:
+    with pytest.raises(ValueError, match="environment_class='local' must be docker or singularity"):
+        ContainerWorkspace("x", "/", {"environment_class": "local"})
+
+
+SINGULARITY = """#!/bin/bash
+case "$1" in
+build) cp -r "${4#docker://}" "$3" ;;
+*) eval "folder=\\${$(($# - 3))}"; cd "$folder" && exec bash -c "${@: -1}" ;;
+esac
+"""
+
+
+def test_singularity_is_called_as_mini_swe_agent_does(docker: str, tmp_path: Path) -> None:
+    executable = tmp_path / "singularity"
+    executable.write_text(SINGULARITY, encoding="utf-8")
+    executable.chmod(0o755)
+    settings = {"environment_class": "singularity", "executable": str(executable)}
+    workspace = ContainerWorkspace(str(tmp_path / "image"), str(tmp_path / "work"), settings)
+    workspace.start()
+    workspace.write_bytes("a", b"x")
+    assert workspace.execute("cat a; exit 3", 30) == CommandResult("x", 3)
+    assert workspace.execute("sleep 4727.5", 1).status is None
+    workspace.close()
+    with pytest.raises(WorkspaceError):
+        workspace.execute("true", 30)
+
+
 async def test_a_container_that_does_not_start_in_time_is_an_error_and_leaves_nothing(
     docker: str, tmp_path: Path
 ) -> None:

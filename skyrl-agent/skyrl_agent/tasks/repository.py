@@ -35,8 +35,8 @@ INSTRUCTION = """The repository is in {cwd}.
 {problem}
 </issue>
 
-Change the code so that the issue is resolved. Hidden tests decide whether it is. Changes to existing tests and to the \
-settings of the test runner are undone before they run. You do not have to commit your changes."""
+Change the code so that the issue is resolved. Hidden tests decide whether it is. Changes to tests and to the settings \
+of the test runner are undone before they run. You do not have to commit your changes."""
 
 COMMIT = """[ -e .git ] || (git init -q && git add -A && \
 git -c user.name=skyrl-agent -c user.email=skyrl-agent@localhost commit -q --allow-empty -m 'Initial state')"""
