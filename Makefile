@@ -13,7 +13,7 @@ ARGS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
-MANIFESTS := skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml constraints.txt
+MANIFESTS := skyrl-agent/pyproject.toml skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml constraints.txt
 DIFFERENTIAL := .venv-differential
 DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
 OPENENV := .venv-openenv
@@ -215,8 +215,8 @@ docs: .venv/.dev ## build the documentation into site/
 # pin them.
 COMPILE = echo torch==2.13.0 | $(BIN)/uv pip compile --quiet --constraint - --extra all --extra dev \
 	--python-version 3.11 --python-platform x86_64-unknown-linux-gnu --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
-	--no-emit-package skyrl-gym --no-emit-package skyrl-train --no-emit-package skyrl-tx \
-	skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml
+	--no-emit-package skyrl-agent --no-emit-package skyrl-gym --no-emit-package skyrl-train --no-emit-package skyrl-tx \
+	skyrl-agent/pyproject.toml skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml
 define WRITE_LOCK
 	{ echo "# The lock: every version, for Linux and Python 3.11. Written by make lock; do not edit."; \
 	  grep -vE '^(cuda-|nvidia-[^m]|triton=|#)' .venv/lock.txt | sed -E 's/\+[a-z0-9.]+$$//'; } > $(1)
@@ -257,14 +257,14 @@ $(TINKER_VERSIONS:%=$(TINKER)/%/bin/python):
 	@$(PYTHON) -m venv $(@:/bin/python=)
 
 .venv/.runtime: $(MANIFESTS) | .venv/bin/python
-	@echo "setup: installing skyrl-gym and skyrl-train into .venv (the first time takes minutes)"
+	@echo "setup: installing skyrl-agent, skyrl-gym and skyrl-train into .venv (the first time takes minutes)"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null
-	@$(PIP) -c constraints.txt -e skyrl-gym -e skyrl-train
+	@$(PIP) -c constraints.txt -e skyrl-agent -e skyrl-gym -e skyrl-train
 	@touch $@
 
 .venv/.dev: .venv/.runtime
 	@echo "setup: installing the development tools into .venv"
-	@$(PIP) -c constraints.txt -e 'skyrl-gym[all]' -e 'skyrl-train[dev]' -e 'skyrl-tx[dev]'
+	@$(PIP) -c constraints.txt -e 'skyrl-agent[tinker]' -e 'skyrl-gym[all]' -e 'skyrl-train[dev]' -e 'skyrl-tx[dev]'
 	@touch $@
 
 $(DIFFERENTIAL)/.ready: REQUIREMENTS := $(DIFFERENTIAL_REQUIREMENTS)
@@ -276,7 +276,7 @@ $(VLLM)/.ready: $(VLLM_REQUIREMENTS)
 $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes minutes)"
 	@$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
-	  -e skyrl-gym -e 'skyrl-train[ray,wandb]' hypothesis pytest pytest-asyncio pytest-timeout requests
+	  -e skyrl-agent -e skyrl-gym -e 'skyrl-train[endpoint,ray,wandb]' hypothesis pytest pytest-asyncio pytest-timeout requests
 	@$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(REQUIREMENTS)
 	@touch $@
 

@@ -23,6 +23,7 @@ def site_pages() -> dict[str, str]:
     """Return the site's path of each file outside `docs/` that is part of it, by the file's path in the repository."""
     pages = {
         "CONTRIBUTING.md": "internals/contributing.md",
+        "skyrl-agent/README.md": "packages/skyrl-agent.md",
         "skyrl-gym/README.md": "packages/skyrl-gym.md",
         "skyrl-train/README.md": "packages/skyrl-train.md",
         "skyrl-tx/README.md": "packages/skyrl-tx.md",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from skyrl_gym.runtime.text import describe_error
+from skyrl_gym.runtime.text import clean_text, describe_error
 from skyrl_gym.tools.calls import strip_thoughts
 from skyrl_train.errors import EngineError
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -18,6 +19,8 @@ from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, Engine
 from skyrl_train.types import Message
 
 logger = logging.getLogger(__name__)
+
+ZERO_WIDTH_SPACE = "\u200b"
 
 
 class SamplingEngine(Protocol):
@@ -38,7 +41,11 @@ class SamplingEngine(Protocol):
 
 
 class ContextWindowExceeded(Exception):
-    """The history leaves no room for another reply."""
+    """The history or the reply reached the token limit."""
+
+
+class PromptTooLong(Exception):
+    """The first prompt leaves no room for a reply."""
 
 
 class EngineAborted(EngineError):
@@ -90,6 +97,9 @@ class Chat:
         self._max_response_length = max_response_length
         self._removes_thoughts = removes_thoughts
         self._logs_turns = logs_turns
+        added = encoder.tokenizer.added_tokens_decoder.values()
+        special = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._special_tokens = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self._new_conversation: Callable[[list[Message]], TokenConversation] = (
             (lambda prompt: StepwiseConversation(encoder, prompt, merges=True))
             if renders_history or removes_thoughts
@@ -98,6 +108,7 @@ class Chat:
         self._messages: list[Message] = []
         self._new: list[Message] = []  # not in the conversation yet
         self._is_reset = False
+        self._can_continue = True  # without a new message
         self._n_prompt = 0  # tokens of the first prompt of the history
 
     @property
@@ -111,34 +122,66 @@ class Chat:
         return bool(self._new)
 
     def append(self, role: str, content: str) -> None:
-        """Add a message to the history."""
-        self._new.append({"role": role, "content": content})
+        """Add a message to the history. Special tokens in it, which could end the turn, become plain text."""
+        self._new.append({"role": role, "content": self._neutralize(content)})
 
     def append_to_last(self, text: str) -> None:
         """Add a paragraph to the last message, which the model has not read yet."""
         last = self._new[-1]
-        self._new[-1] = {"role": last["role"], "content": f"{last['content']}\n\n{text}"}
+        self._new[-1] = {"role": last["role"], "content": f"{last['content']}\n\n{self._neutralize(text)}"}
 
     def reset(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Start another history."""
         self._messages, self._is_reset = [], True
-        self._new = [{"role": message["role"], "content": message["content"]} for message in messages]
+        self._new = [{"role": message["role"], "content": clean_text(message["content"])} for message in messages]
 
     async def generate(self) -> Reply:
         """Sample a reply and add it to the history.
 
         Raises:
+            PromptTooLong: there is no room for the first reply.
             ContextWindowExceeded: the history is too long, or the reply was cut off at its maximum length.
             EngineError: the engine failed.
+            RuntimeError: there is no new message since a reply that was complete.
         """
+        if not self._new and not self._can_continue:
+            raise RuntimeError("the history ends with the model's reply; append a message before the next one")
         conversation = self._flush()
-        prompt = conversation.next_prompt()
-        n_left = min(
-            self._max_response_length - (len(prompt) - self._n_prompt), self._engine.info.context_length - len(prompt)
-        )
+        n_left = self._count_remaining_tokens(conversation)
+        n_tokens = min(self._sampling.max_new_tokens, n_left)
+        result, text = await self._sample(conversation.next_prompt(), replace(self._sampling, max_new_tokens=n_tokens))
+        conversation.add_turn(result, text)
+        if result.stop_reason == "abort":
+            raise EngineAborted("the engine aborted the request")
+        if self._logs_turns:
+            logger.info("%s, turn %d: %s", self._rollout.request.id.to_string(), len(conversation.turns), text)
+        is_cut_off = self._can_continue = result.stop_reason == "length"
+        if is_cut_off and n_tokens == n_left:
+            raise ContextWindowExceeded
+        content = strip_thoughts(text).lstrip() if self._removes_thoughts else text
+        if content != text:
+            conversation.replace_turn(content)
+        self._messages.append({"role": "assistant", "content": content})
+        return Reply(text, is_cut_off)
+
+    async def close(self) -> None:
+        """Free the engine's cache of the conversation."""
+        await self._engine.end_session(self._rollout.session_id)
+
+    def _count_remaining_tokens(self, conversation: TokenConversation) -> int:
+        """Return the maximum number of tokens of the next reply."""
+        n_prompt, n_context = len(conversation.next_prompt()), self._engine.info.context_length
+        n_left = min(self._max_response_length - (n_prompt - self._n_prompt), n_context - n_prompt)
+        if n_left < 1 and not conversation.turns:
+            raise PromptTooLong(
+                f"the prompt has {n_prompt} tokens, and the engine reads {n_context}, those of the reply included"
+            )
         if n_left < 1:
             raise ContextWindowExceeded
-        sampling = replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, n_left))
+        return n_left
+
+    async def _sample(self, prompt: list[int], sampling: SamplingParams) -> tuple[EngineResult, str]:
+        """Return a reply and its text. EngineError if generation fails."""
         started = time.perf_counter()
         try:
             request = EngineRequest(prompt, sampling, self._rollout.seed, self._rollout.session_id)
@@ -148,20 +191,15 @@ class Chat:
             raise
         except Exception as error:
             raise EngineError(f"generation failed with {describe_error(error)}") from error
+        if not result.token_ids and result.stop_reason != "abort":
+            raise EngineError("the engine returned no token")
         self._rollout.generate_s += time.perf_counter() - started
-        conversation.add_turn(result, text)
-        if result.stop_reason == "abort":
-            raise EngineAborted("the engine aborted the request")
-        if self._logs_turns:
-            logger.info("%s, turn %d: %s", self._rollout.request.id.to_string(), len(conversation.turns), text)
-        is_cut_off = result.stop_reason == "length"
-        if is_cut_off and sampling.max_new_tokens == n_left:
-            raise ContextWindowExceeded
-        content = strip_thoughts(text).lstrip() if self._removes_thoughts else text
-        if content != text:
-            conversation.replace_turn(content)
-        self._messages.append({"role": "assistant", "content": content})
-        return Reply(text, is_cut_off)
+        return result, text
+
+    def _neutralize(self, text: str) -> str:
+        """Return text whose special tokens are split by an invisible character."""
+        text = clean_text(text)
+        return self._special_tokens.sub(lambda found: found[0][0] + ZERO_WIDTH_SPACE + found[0][1:], text)
 
     def _flush(self) -> TokenConversation:
         """Add the new messages to the conversation."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from skyrl_train.config.problems import raise_problems
 from skyrl_train.entrypoints.command import as_command, importing_torch
 
 app = typer.Typer(
@@ -30,17 +32,25 @@ Overrides = Annotated[
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="Read settings of skyrl train from a YAML file first.")
 ]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the settings, print the plan of the run, and exit.")]
 RUN_SETTINGS = {"ignore_unknown_options": True}
 
 
 @app.command(context_settings=RUN_SETTINGS)
 @as_command
-def train(task: Task, overrides: Overrides = None, config: ConfigFile = None) -> None:
+def train(task: Task, overrides: Overrides = None, config: ConfigFile = None, dry_run: DryRun = False) -> None:
     """Train an agent on its own trajectories."""
     with importing_torch():
         from skyrl_agent.integrations.skyrl_train import AgentExp, parse_task
+        from skyrl_train.entrypoints.plan import describe_plan
+        from skyrl_train.entrypoints.preflight import find_missing
 
-    AgentExp(*parse_task(task, overrides or [], config)).run()
+    agent, cfg = parse_task(task, overrides or [], config)
+    raise_problems(find_missing(cfg, trains=True))
+    if dry_run:
+        typer.echo(describe_plan(cfg))
+    else:
+        AgentExp(agent, cfg).run()
 
 
 @app.command(context_settings=RUN_SETTINGS)
@@ -49,12 +59,17 @@ def generate(task: Task, overrides: Overrides = None, config: ConfigFile = None)
     """Evaluate an agent without training it."""
     with importing_torch():
         from skyrl_agent.integrations.skyrl_train import AgentEvaluation, parse_task
+        from skyrl_train.entrypoints.preflight import find_missing
 
-    AgentEvaluation(*parse_task(task, overrides or [], config)).run()
+    agent, cfg = parse_task(task, overrides or [], config)
+    raise_problems(find_missing(cfg, trains=False))
+    AgentEvaluation(agent, cfg).run()
 
 
 def run() -> None:
-    """Run the command line of the process."""
+    """Run the command line of the process; tasks and tools may be modules in the current folder."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
     app()
 
 

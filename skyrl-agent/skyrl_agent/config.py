@@ -16,7 +16,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.inference_engines.params import to_sampling
 
-MASKED = (
+MASKED_FINISH_REASONS = (
     "CONTEXT_WINDOW_EXCEEDED",
     "max_iterations_reached",
     "stuck_in_a_loop",
@@ -39,7 +39,7 @@ class DataKeys(Section):
 
 
 class BackendConfig(Section):
-    """An engine outside this project."""
+    """Connection to an engine that skyrl-train does not start."""
 
     model_name: str | None = None
     """Name of the model on the server of `infer_backend: openai_server`."""
@@ -79,7 +79,7 @@ class AgentGeneration(Section):
     max_response_length: Count = Field(
         default=8192, validation_alias=AliasChoices("max_response_length", "max_prompt_length")
     )
-    """Maximum number of tokens after the first prompt; SkyRL-Agent calls this budget `max_prompt_length`."""
+    """Maximum number of tokens after the first prompt of each history; SkyRL-Agent calls it `max_prompt_length`."""
 
     sampling_params: dict[str, Any] = Field(default={})
     """Sampling parameters under vLLM's names: temperature, top_p, top_k, max_tokens (per turn), stop, …"""
@@ -114,25 +114,27 @@ class AgentGeneration(Section):
     tool_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds after which a call of a tool is abandoned and ends its trajectory with `cmd_timeout`."""
 
+    task_timeout: Annotated[float, Gt(0)] = 3600.0
+    """Seconds after which a method of the task is abandoned; its trajectory is invalid."""
+
     n_retries: Annotated[int, Ge(0)] = 1
     """Further attempts at a trajectory that failed."""
 
-    masked_finish_reasons: tuple[str, ...] = MASKED
+    masked_finish_reasons: tuple[str, ...] = MASKED_FINISH_REASONS
     """Trajectories that end for these reasons are not trained on; their rewards count in the baseline of the group."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         backend = self.backend_config
-        if (self.infer_backend == "skyrl-train") != (backend is None):
-            raise ValueError(
-                f"infer_backend={self.infer_backend} and backend_config={backend}: every backend but skyrl-train needs "
-                "backend_config.model_max_len, and skyrl-train knows it"
-            )
-        names = None if backend is None else (backend.model_name, backend.api_url)
-        if (self.infer_backend == "openai_server") != (names is not None and None not in names):
-            raise ValueError(
-                "backend_config.model_name and api_url must be set with, and only with, infer_backend=openai_server"
-            )
+        if self.infer_backend == "skyrl-train" and backend is not None:
+            raise ValueError("infer_backend=skyrl-train takes no backend_config; remove it")
+        if self.infer_backend != "skyrl-train" and backend is None:
+            raise ValueError(f"infer_backend={self.infer_backend} needs backend_config.model_max_len, such as 32768")
+        is_server = self.infer_backend == "openai_server"
+        for name in ("model_name", "api_url"):
+            if backend is not None and (getattr(backend, name) is not None) != is_server:
+                fix = f"needs backend_config.{name}" if is_server else f"takes no backend_config.{name}; remove it"
+                raise ValueError(f"infer_backend={self.infer_backend} {fix}")
         for params in (self.sampling_params, self.val_config.sampling_params):
             to_sampling({"max_tokens": 1, **params}, None)
         return self
@@ -172,8 +174,10 @@ class DispatcherConfig(DispatcherLimits):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.type == "async_fix_pool") != bool(self.envs):
-            raise ValueError("set dispatcher.envs with, and only with, dispatcher.type=async_fix_pool")
+        if self.type == "async_fix_pool" and not self.envs:
+            raise ValueError("type=async_fix_pool needs dispatcher.envs; list at least one")
+        if self.type != "async_fix_pool" and self.envs:
+            raise ValueError(f"type={self.type} takes no dispatcher.envs; remove them, or set type=async_fix_pool")
         return self
 
 

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_agent.agents.base import BaseAgent
 from skyrl_agent.chat import Chat, SamplingEngine
 from skyrl_agent.config import AgentConfig
-from skyrl_agent.dispatcher import create_dispatcher
+from skyrl_agent.dispatcher import create_dispatchers
 from skyrl_agent.tasks.base import BaseTask
-from skyrl_agent.trajectory import AgentTrajectory, Instance
+from skyrl_agent.tools.base import close_tools
+from skyrl_agent.trajectory import AgentTrajectory
 from skyrl_gym.runtime.text import describe_error
-from skyrl_train.errors import DataError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.env_pool import ThreadPool
+from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import PromptRow, Trajectory, TrajectoryID
+from skyrl_train.types.tokens import Phase
 
 RATIOS = {
     "finish_tool_ratio": "FINISH_TOOL",
@@ -59,19 +64,19 @@ class AgentRunner(GeneratorInterface):
         Raises:
             ConfigError: a tool does not exist, or the chat template cannot join turns.
         """
-        agent_cls.create_tools(cfg.tools)
+        tools = agent_cls.create_tools(cfg.tools)  # now, so that a mistake is reported before the first trajectory
+        close_tools(tools.values())
         self.cfg = cfg
         self.agent_cls = agent_cls
         self.task = task
+        self.rewards: RewardFunctions | None = None
+        self.encoder = ChatEncoder(tokenizer, None, _template_kwargs(cfg, tokenizer))
+        if tools:
+            _check_system_message(self.encoder)
         self._engine = engine
-        self._encoder = ChatEncoder(tokenizer, None, _template_kwargs(cfg, tokenizer))
-        self._dispatchers = {
-            phase: create_dispatcher(cfg.dispatcher, is_training=phase == "train") for phase in ("train", "eval")
-        }
-        n_agents = max(c.max_parallel_agents for c in (cfg.dispatcher, cfg.dispatcher.val_config) if c is not None)
-        self._tool_threads = ThreadPool(n_agents, cfg.generator.tool_timeout, "tool")
-        self._task_threads = ThreadPool(3 * n_agents, None, "task")  # a phase each
+        self._workers: _Workers | None = None
         self._n_drawn = 0  # instances of earlier calls of `run`
+        self._played: dict[Phase, list[_Played]] = {"train": [], "eval": []}  # since the last `take_metrics`
 
     async def run(self, input_batch: Any, val_mode: bool = False) -> dict[str, Any]:
         """Play `num_trajectories` of each row, and return SkyRL-Agent's parallel lists, see `to_agent_output`.
@@ -107,36 +112,51 @@ class AgentRunner(GeneratorInterface):
         played: dict[TrajectoryID, AgentTrajectory] = {}
 
         async def play(rollouts: Sequence[Rollout]) -> None:
-            attempts = [self._new_trajectory(rollout, sampling) for rollout in rollouts]
+            attempts = [self._new_trajectory(rollout, sampling, workers) for rollout in rollouts]
             played.update((attempt.rollout.request.id, attempt) for attempt in attempts)
-            await self._dispatchers[phase].run(attempts)
+            await workers.dispatchers[phase].run(attempts)
 
+        workers = await self._get_workers()
         trajectories = await play_until_valid(requests, metadata, play, n_retries=self.cfg.generator.n_retries)
-        tool_calls = [played[request.id].tool_calls for request in requests]
-        reported = agent_metrics(trajectories, tool_calls, self.cfg.generator.masked_finish_reasons)
-        if not self.cfg.generator.profile_tools:
-            reported = {name: value for name, value in reported.items() if not name.startswith("tool_")}
-        self._reported = {**self._reported, phase: [*self._reported.get(phase, ()), reported]}
+        if self.rewards is not None:
+            trajectories = await self.rewards.add_to(trajectories)
+        self._played[phase] += [_Played.of(t, played[t.id].tool_calls) for t in trajectories]
         return [self._mask(trajectory) for trajectory in trajectories]
+
+    def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
+        """Return the metrics of all trajectories of a phase since the last call of this method."""
+        played, self._played[phase] = self._played[phase], []
+        settings = self.cfg.generator
+        metrics = agent_metrics(played, settings.masked_finish_reasons)
+        if not settings.profile_tools:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("tool_")}
+        return metrics
 
     async def close(self) -> None:
         """End all threads."""
-        await self._tool_threads.close()
-        await self._task_threads.close()
+        if self._workers is not None:
+            await self._workers.close()
+            self._workers = None
 
-    def _new_trajectory(self, rollout: Rollout, sampling: SamplingParams) -> AgentTrajectory:
-        settings, row = self.cfg.generator, rollout.request.row
+    async def _get_workers(self) -> _Workers:
+        """Return the dispatchers and threads of the running event loop; those of one that has ended are replaced."""
+        loop = asyncio.get_running_loop()
+        if self._workers is None or self._workers.loop is not loop:
+            await self.close()
+            self._workers = _Workers(self.cfg, loop)
+        return self._workers
+
+    def _new_trajectory(self, rollout: Rollout, sampling: SamplingParams, workers: _Workers) -> AgentTrajectory:
+        settings = self.cfg.generator
         chat = Chat(
-            *(rollout, self._engine, self._encoder, sampling),
+            *(rollout, self._engine, self.encoder, sampling),
             max_response_length=settings.max_response_length,
             renders_history=not settings.qwen3_acc_thinking,
             removes_thoughts=settings.remove_think_tokens,
             logs_turns=settings.debug_log,
         )
-        instance = Instance.from_row({**row.env_extras, "prompt": row.prompt}, row.uid, self.cfg)
-        return AgentTrajectory(
-            *(rollout, instance, self.cfg, self.agent_cls, self.task, chat, self._task_threads, self._tool_threads)
-        )
+        threads = workers.task_threads, workers.tool_threads
+        return AgentTrajectory(rollout, self.cfg, self.agent_cls, self.task, chat, *threads)
 
     def _mask(self, trajectory: Trajectory) -> Trajectory:
         if not trajectory.is_valid or trajectory.stop_reason not in self.cfg.generator.masked_finish_reasons:
@@ -145,34 +165,88 @@ class AgentRunner(GeneratorInterface):
         return replace(trajectory, segments=tuple(segments))
 
 
+class _Workers:
+    """The dispatchers and threads of one event loop."""
+
+    def __init__(self, cfg: AgentConfig, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.dispatchers = create_dispatchers(cfg.dispatcher)
+        limits = [one for one in (cfg.dispatcher, cfg.dispatcher.val_config) if one is not None]
+        n_agents = sum(one.max_parallel_agents for one in limits)
+        n_evaluations = sum(one.max_eval_parallel_agents or one.max_parallel_agents for one in limits)
+        settings = cfg.generator
+        self.tool_threads = ThreadPool(n_agents, settings.tool_timeout, "tool")
+        self.task_threads = ThreadPool(2 * n_agents + n_evaluations, settings.task_timeout, "task")
+
+    async def close(self) -> None:
+        await self.tool_threads.close()
+        await self.task_threads.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """What metrics need of a trajectory."""
+
+    group: int
+    stop_reason: str
+    reward: float | None  # None: invalid
+    n_turns: int
+    tool_calls: Mapping[str, int]
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, tool_calls: Mapping[str, int]) -> _Played:
+        reward = trajectory.total_reward if trajectory.is_valid else None
+        return cls(trajectory.id.draw, trajectory.stop_reason, reward, len(trajectory.turns), tool_calls)
+
+
 def _template_kwargs(cfg: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the variables of the chat template: `enable_thinking`, for templates that read it."""
     reads_thinking = "enable_thinking" in str(tokenizer.chat_template or "")
     return {"enable_thinking": cfg.generator.qwen3_enable_thinking} if reads_thinking else {}
 
 
+def _check_system_message(encoder: ChatEncoder) -> None:
+    """Raise ConfigError for a chat template without system messages, which describe the tools."""
+    try:
+        encoder.prompt_ids([{"role": "system", "content": "?"}, {"role": "user", "content": "?"}])
+    except TemplateError as error:
+        raise ConfigError(
+            f"the chat template refuses the system message that describes the tools: {describe_error(error)}; use a "
+            "tokenizer whose template has system messages"
+        ) from error
+
+
 def to_rows(input_batch: Any) -> list[dict[str, Any]]:
-    """Return the rows of a batch, a column each key.
+    """Convert a batch to rows: dictionaries from the name of a column to its value.
 
     Raises:
-        DataError: it is none of the types that `AgentRunner.run` accepts.
+        DataError: the type of the batch is not supported.
     """
     if isinstance(columns := getattr(input_batch, "non_tensor_batch", None), Mapping):  # verl's DataProto
-        names = [("prompt" if name == "raw_prompt" else name) for name in columns]
-        return [dict(zip(names, map(_as_plain, values), strict=True)) for values in zip(*columns.values(), strict=True)]
-    if isinstance(input_batch, Mapping) and "prompts" in input_batch:
+        values = zip(*columns.values(), strict=True)
+        rows: list[Any] = [dict(zip(columns, row, strict=True)) for row in values]
+    elif isinstance(input_batch, Mapping) and "prompts" in input_batch:
         extras = input_batch.get("env_extras") or [{} for _ in input_batch["prompts"]]
-        return [{**row, "prompt": prompt} for prompt, row in zip(input_batch["prompts"], extras, strict=True)]
-    if isinstance(input_batch, Sequence) and all(isinstance(row, Mapping) for row in input_batch):
-        return [dict(row) for row in input_batch]
-    raise DataError(
-        f"the input batch is a {type(input_batch).__name__}; pass a list of rows, a GeneratorInput or a DataProto"
-    )
+        rows = [{**row, "prompt": prompt} for prompt, row in zip(input_batch["prompts"], extras, strict=True)]
+    elif isinstance(input_batch, Sequence) and all(isinstance(row, Mapping) for row in input_batch):
+        rows = list(input_batch)
+    else:
+        raise DataError(
+            f"the input batch is of the type {type(input_batch).__name__}; pass a list of rows, a GeneratorInput or a "
+            "DataProto"
+        )
+    return [
+        {("prompt" if key == "raw_prompt" else key): _as_plain(value) for key, value in row.items()} for row in rows
+    ]
 
 
 def _as_plain(value: Any) -> Any:
-    """Return numpy's arrays and numbers as lists and Python's numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    """Return a value with lists and Python's numbers for numpy's arrays and numbers."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _as_plain(inner) for key, inner in value.items()}
+    return [_as_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def to_agent_output(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, Any]:
@@ -199,45 +273,32 @@ def to_agent_output(trajectories: Sequence[Trajectory], n_samples: int) -> dict[
     }
 
 
-def agent_metrics(
-    trajectories: Sequence[Trajectory], tool_calls: Sequence[Mapping[str, int]], masked: Sequence[str]
-) -> dict[str, float]:
-    """Return the metrics of a batch of trajectories. `tool_calls` has the number of calls of each tool."""
-    if not trajectories:
+def agent_metrics(played: Sequence[_Played], masked_reasons: Sequence[str]) -> dict[str, float]:
+    """Return the metrics of trajectories."""
+    if not played:
         return {}
-    valid = [t for t in trajectories if t.is_valid]
     groups: dict[int, list[float]] = {}
-    for t in valid:
-        groups.setdefault(t.id.draw, []).append(t.total_reward)
-    reasons = Counter(t.stop_reason for t in trajectories)
-    n_masked = [t for t in valid if t.stop_reason in masked]
-    totals = [sum(calls.values()) for calls in tool_calls]
-    names = sorted({name for calls in tool_calls for name in calls})
+    for one in played:
+        if one.reward is not None:
+            groups.setdefault(one.group, []).append(one.reward)
+    rewards = [reward for group in groups.values() for reward in group]
+    masked = [one.reward for one in played if one.reward is not None and one.stop_reason in masked_reasons]
+    reasons = Counter(one.stop_reason for one in played)
+    n_calls = [sum(one.tool_calls.values()) for one in played]
+    by_tool: Counter[str] = Counter()
+    for one in played:
+        by_tool.update(one.tool_calls)
     return {
-        "avg_turn_assistant": statistics.fmean(len(t.turns) for t in trajectories),
-        "num_all_resolved": float(sum(min(rewards) > 0 for rewards in groups.values())),
-        "num_none_resolved": float(sum(max(rewards) <= 0 for rewards in groups.values())),
-        **{name: reasons[reason] / len(trajectories) for name, reason in RATIOS.items()},
-        "num_mask_out": float(len(n_masked)),
-        "num_mask_non_zero_reward": float(sum(t.total_reward != 0 for t in n_masked)),
-        **({"raw_reward": statistics.fmean(t.total_reward for t in valid)} if valid else {}),
-        "tool_calls_total": float(sum(totals)),
-        "tool_calls_per_traj_mean": statistics.fmean(totals),
-        "tool_calls_per_traj_min": float(min(totals)),
-        "tool_calls_per_traj_max": float(max(totals)),
-        **{f"tool_name/{name}": float(sum(calls.get(name, 0) for calls in tool_calls)) for name in names},
+        "avg_turn_assistant": statistics.fmean(one.n_turns for one in played),
+        "num_all_resolved": float(sum(min(group) > 0 for group in groups.values())),
+        "num_none_resolved": float(sum(max(group) <= 0 for group in groups.values())),
+        **{name: reasons[reason] / len(played) for name, reason in RATIOS.items()},
+        "num_mask_out": float(len(masked)),
+        "num_mask_non_zero_reward": float(sum(reward != 0 for reward in masked)),
+        **({"raw_reward": statistics.fmean(rewards)} if rewards else {}),
+        "tool_calls_total": float(sum(n_calls)),
+        "tool_calls_per_traj_mean": statistics.fmean(n_calls),
+        "tool_calls_per_traj_min": float(min(n_calls)),
+        "tool_calls_per_traj_max": float(max(n_calls)),
+        **{f"tool_name/{name}": float(n) for name, n in sorted(by_tool.items())},
     }
-
-
-def check_instances(task: type[BaseTask], instances: Sequence[tuple[str, Instance]]) -> None:
-    """Let a task check its instances; DataError names the location of those that it refuses."""
-    problems = []
-    for location, instance in instances:
-        try:
-            task.check_instance(instance.data, instance.data_source)
-        except Exception as error:  # noqa: BLE001, the boundary of a row
-            problems.append(f"{location}: {error if isinstance(error, DataError) else describe_error(error)}")
-    if problems:
-        raise DataError(
-            f"{task.__name__} refuses {len(problems)} of {len(instances)} rows; the first: {'; '.join(problems[:3])}"
-        )

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
+import asyncio
+import copy
+import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_agent.agents.base import AgentContext, BaseAgent
-from skyrl_agent.chat import Chat, ContextWindowExceeded, EngineAborted
+from skyrl_agent.agents.base import AgentContext, BaseAgent, call_with_limit
+from skyrl_agent.chat import Chat, ContextWindowExceeded, EngineAborted, PromptTooLong
 from skyrl_agent.config import AgentConfig
-from skyrl_agent.tasks.base import BaseTask, takes
+from skyrl_agent.tasks.base import BaseTask, select_arguments
+from skyrl_agent.tools.base import BaseTool, close_tools
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import validate_metrics, validate_reward
 from skyrl_train.errors import DataError, EngineError
 from skyrl_train.generators.env_pool import ThreadPool
 from skyrl_train.generators.rollout import Rollout
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +61,27 @@ def _value_at(row: Any, key: str, default: Any = _REQUIRED) -> Any:
     return value
 
 
+async def finish(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Await a coroutine to its end, even if this task is cancelled meanwhile, and then raise the cancellation."""
+    task, cancellation = asyncio.ensure_future(coroutine), None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancellation = error
+        except Exception:  # noqa: BLE001, raised below
+            break
+    if cancellation is not None:
+        raise cancellation
+    task.result()
+
+
 class AgentTrajectory:
     """An attempt. Phases never raise: an error makes the rollout invalid, and later phases do nothing."""
 
     def __init__(
         self,
         rollout: Rollout,
-        instance: Instance,
         cfg: AgentConfig,
         agent_cls: type[BaseAgent],
         task: type[BaseTask],
@@ -70,9 +89,8 @@ class AgentTrajectory:
         task_threads: ThreadPool,
         tool_threads: ThreadPool,
     ) -> None:
-        """Take what the runner has created. Methods of the task and of tools run in the threads."""
+        """Store the collaborators. Methods of the task and of tools run in the threads."""
         self.rollout = rollout
-        self.instance = instance
         self.env: str | None = None  # one of `dispatcher.envs`
         self.finish_reason: str | None = None  # set when the agent has ended
         self.tool_calls: dict[str, int] = {}
@@ -82,28 +100,55 @@ class AgentTrajectory:
         self._chat = chat
         self._task_threads = task_threads
         self._tool_threads = tool_threads
+        self._instance: Instance | None = None
+        self._tools: dict[str, BaseTool] = {}
         self._runtime: Any = None
         self._result: Any = None
+        self._has_session = True
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the rollout is invalid."""
+        return self.rollout.error is not None
 
     async def initialize_trajectory(self) -> None:
         """Start the runtime and get the instruction."""
         await self._run_phase(self._initialize, "error_initialization")
 
     async def generate_trajectory(self) -> None:
-        """Let the agent work, collect its result, and close the runtime."""
-        if self.rollout.error is None:
+        """Let the agent work, and collect its result."""
+        if not self.has_failed:
             await self._run_phase(self._generate, "error_runtime")
 
     async def evaluate_trajectory(self) -> None:
         """Grade the result."""
-        if self.rollout.error is None:
+        if not self.has_failed:
             await self._run_phase(self._evaluate, "error_evaluation")
 
     async def close(self) -> None:
-        """Release the runtime, if it still exists. Calling it again does nothing."""
+        """Release the runtime, the tools and the engine's cache. Calling it again does nothing."""
+        await finish(self._close())
+
+    async def _close(self) -> None:
         runtime, self._runtime = self._runtime, None
+        tools, self._tools = self._tools, {}
+        has_session, self._has_session = self._has_session, False
         if runtime is not None:
-            await self._call(lambda: self._task.close_runtime(runtime))
+            await self._release("close_runtime", self._call(lambda: self._task.close_runtime(runtime)))
+        if tools:
+            await self._release("tools", self._call(lambda: close_tools(tools.values())))
+        if has_session:
+            await self._release("the engine's session", self._chat.close())
+
+    async def _release(self, name: str, closing: Awaitable[Any]) -> None:
+        try:
+            await closing
+        except Exception:  # the trajectory keeps its result
+            logger.warning(
+                "%s: %s was not closed after rollout %s",
+                *(self._task.__name__, name, self.rollout.request.id.to_string()),
+                exc_info=True,
+            )
 
     async def _run_phase(self, phase: Callable[[], Awaitable[None]], stop_reason: str) -> None:
         started, generated_s = time.perf_counter(), self.rollout.generate_s
@@ -111,21 +156,31 @@ class AgentTrajectory:
             await phase()
         except EngineError as error:
             self.rollout.fail("abort" if isinstance(error, EngineAborted) else "engine_error", str(error), error)
+        except PromptTooLong as error:
+            self.rollout.fail("prompt_too_long", str(error))
         except Exception as error:  # noqa: BLE001, the boundary of a rollout
             self.rollout.fail(stop_reason, f"{self._task.__name__}: {describe_error(error)}", error)
         finally:
             self.rollout.env_s += time.perf_counter() - started - (self.rollout.generate_s - generated_s)
 
     async def _initialize(self) -> None:
-        self._runtime = await self._call_task("initialize_runtime", env=self.env)
+        row = self.rollout.request.row
+        columns = copy.deepcopy({**row.env_extras, "prompt": row.prompt} if row.prompt else row.env_extras)
+        self._instance = Instance.from_row(columns, row.uid, self._cfg)
+        await finish(self._start())
         self._chat.reset(await self._call_task("get_instruction", runtime=self._runtime))
 
+    async def _start(self) -> None:
+        self._runtime = await self._call_task("initialize_runtime", env=self.env)
+
     async def _generate(self) -> None:
+        assert self._instance is not None
+        self._tools = await self._tool_threads.run(lambda: self._agent_cls.create_tools(self._cfg.tools))
         context = AgentContext(
             self._chat,
-            self._agent_cls.create_tools(self._cfg.tools),
+            self._tools,
             self._cfg.generator,
-            self.instance.data,
+            self._instance.data,
             self.rollout.request.id.to_string(),
             self._runtime,
             self._tool_threads,
@@ -139,8 +194,8 @@ class AgentTrajectory:
         if not self.rollout.turns:
             raise RuntimeError(f"{self._agent_cls.__name__} ended before the model took a turn")
         collected = await self._call_task("complete_runtime", runtime=self._runtime)
-        self._result = self._result if collected is None else collected
-        await self.close()
+        if collected is not None and collected != {}:  # tasks of SkyRL-Agent return {} if there is nothing to collect
+            self._result = collected
 
     async def _evaluate(self) -> None:
         graded = await self._call_task("evaluate_result", result=self._result, finish_reason=self.finish_reason)
@@ -152,22 +207,20 @@ class AgentTrajectory:
         if reward is None:
             raise ValueError("evaluate_result returned None: the reward is unknown")
         self.rollout.turns[-1].reward = reward
-        self.rollout.env_metrics = validate_metrics({**metrics, "n_turns": len(self.rollout.turns)})
+        self.rollout.env_metrics = validate_metrics(metrics)
         self.rollout.stop_reason = self.finish_reason
 
     async def _call_task(self, name: str, **arguments: Any) -> Any:
         """Return the result of a method of the task, see `BaseTask`."""
-        method = getattr(self._task, name)
-        instance = self.instance
+        method, instance = getattr(self._task, name), self._instance
+        assert instance is not None
         arguments |= {
             "instance": instance.data,
             "data_source": instance.data_source,
             "instance_id": instance.instance_id,
             "trajectory_id": self.rollout.request.id.repetition_id,
         }
-        return await self._call(lambda: method(**takes(method, arguments)))
+        return await self._call(lambda: method(**select_arguments(method, arguments)))
 
     async def _call(self, function: Callable[[], Any]) -> Any:
-        """Return the result of a function that may block, or return an awaitable."""
-        result = await self._task_threads.run(function)
-        return await result if inspect.isawaitable(result) else result
+        return await call_with_limit(self._task_threads, function, self._cfg.generator.task_timeout)

@@ -63,6 +63,7 @@ class Recipe:
     n_steps: int
     context_length: int = 512
     n_start_steps: int = N_STEPS  # steps of the warm start
+    vocab_size: int = 512  # more merge longer fixed wordings into single tokens
     service: Callable[[Path], AbstractContextManager[Sequence[str]]] = lambda _: nullcontext(())
     """A context that runs during training, e.g. a server; it yields overrides."""
 
@@ -121,6 +122,7 @@ class LearningRun:
                 self.seed,
                 n_steps=recipe.n_start_steps,
                 context_length=recipe.context_length,
+                vocab_size=recipe.vocab_size,
             )
 
     def move_aside(self) -> None:
@@ -185,7 +187,9 @@ def learn(run: LearningRun, command: str) -> bool:
     return has_learned
 
 
-def main(recipe: Recipe, doc: str, argv: Sequence[str] | None = None) -> None:
+def main(
+    recipe: Recipe, doc: str, argv: Sequence[str] | None = None, experiment: type[BasePPOExp] = BasePPOExp
+) -> None:
     """Run an example from the command line, with overrides after `--`; exit with status 1 if it did not learn."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--seed", type=int, default=42, help="seed of the model, the data order and sampling")
@@ -194,7 +198,7 @@ def main(recipe: Recipe, doc: str, argv: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help="configuration overrides key=value")
     args = parser.parse_args(argv)
     output_dir = args.output_dir.expanduser().resolve()
-    run = LearningRun(recipe, output_dir, args.seed, args.steps, tuple(args.overrides))
+    run = LearningRun(recipe, output_dir, args.seed, args.steps, tuple(args.overrides), experiment=experiment)
     results: list[bool] = []
     run_command(lambda: results.append(learn(run, f"python -m examples.{recipe.name}.learn --seed {args.seed}")))
     sys.exit(0 if results[0] else 1)

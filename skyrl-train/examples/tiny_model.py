@@ -28,11 +28,12 @@ def make_tiny_model(
     n_steps: int = N_STEPS,
     context_length: int = 512,
     head_dim: int = 16,
+    vocab_size: int = 512,
 ) -> float:
     """Write tokenizer and model to `output_dir`, which must not exist; return the last loss in nats per token."""
     if output_dir.exists():
         raise ValueError(f"{output_dir} exists already; remove it, or write to another folder")
-    tokenizer = train_tokenizer(conversations[:N_FOR_TOKENIZER])
+    tokenizer = train_tokenizer(conversations[:N_FOR_TOKENIZER], vocab_size)
     model = tiny_qwen3(tokenizer, seed=seed, context_length=context_length, head_dim=head_dim)
     loss = train_language_model(model, encode(conversations, tokenizer), seed, n_steps)
     partial = output_dir.with_name(output_dir.name + ".partial")  # so an interrupted write is not mistaken for a model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,30 @@ from skyrl_agent.config import AgentGeneration
 from skyrl_agent.tools.base import BaseTool, create_tools
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.env_pool import EnvTimeout, ThreadPool
+
+
+async def call_with_limit(threads: ThreadPool, function: Callable[[], Any], limit_s: float) -> Any:
+    """Return the result of a function that may block, or return an awaitable.
+
+    Raises:
+        EnvTimeout: it exceeded the limit, which is that of `threads`, too.
+        Exception: its error; an error that is no `Exception` becomes a RuntimeError.
+    """
+    result = await threads.run(function)
+    if not inspect.isawaitable(result):
+        return result
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            return await result
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise EnvTimeout(f"the call did not return within {limit_s:g} s") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError("the call raised CancelledError") from error
 
 
 @dataclass(slots=True)
@@ -59,7 +83,7 @@ class BaseAgent(ABC):
         return create_tools(tools)
 
     async def call_tool(self, tool: BaseTool, arguments: dict[str, Any]) -> Any:
-        """Return the result of a tool. A `call` that is no coroutine function runs in a thread.
+        """Return the result of a tool, whose `call` runs in a thread.
 
         Raises:
             ToolCallError: the arguments do not match the tool; the message is for the model.
@@ -68,14 +92,11 @@ class BaseAgent(ABC):
         arguments = tool.check(arguments)
         self.context.tool_calls[tool.name] = self.context.tool_calls.get(tool.name, 0) + 1
         call = partial(tool.call, arguments, agent=self, trajectory_id=self.context.trajectory_id)
-        if not inspect.iscoroutinefunction(tool.call):
-            return await self.context.tool_threads.run(call)
-        limit_s = self.context.settings.tool_timeout
-        try:
-            async with asyncio.timeout(limit_s):
-                return await call()
-        except TimeoutError as error:
-            raise EnvTimeout(f"{tool.name} did not return within {limit_s:g} s") from error
+        return await call_with_limit(self.context.tool_threads, call, self.context.settings.tool_timeout)
+
+    def set_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Start another history, e.g. from a tool."""
+        self.chat.reset(messages)
 
     @abstractmethod
     async def run(self) -> Outcome:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from skyrl_agent.agents.base import AgentContext, BaseAgent, Outcome
+from skyrl_agent.chat import ContextWindowExceeded
 from skyrl_agent.tools.base import format_tools
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
 from skyrl_gym.tools.messages import append_to_system
+from skyrl_train.errors import EngineError
 from skyrl_train.generators.env_pool import EnvTimeout
 
 MAX_RESULT_CHARS = 50_000  # of which the first and the last half are kept
@@ -35,10 +38,10 @@ class ReActAgent(BaseAgent):
         self._n_repeats = 0
         self.set_history(self.chat.messages)
 
-    def set_history(self, messages: list[Any]) -> None:
-        """Start another history, e.g. from a tool; descriptions of the tools are added to its system message."""
+    def set_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Start another history; descriptions of the tools are added to its system message."""
         description = format_tools(self.context.tools.values())
-        self.chat.reset(append_to_system(messages, description))
+        self.chat.reset(append_to_system([dict(message) for message in messages], description))
 
     async def run(self) -> Outcome:
         """Take turns until a tool finishes, or the maximum number of turns is reached."""
@@ -65,7 +68,7 @@ class ReActAgent(BaseAgent):
             result = await self.call_tool(tools[call.name], call.arguments)
         except EnvTimeout:
             return Outcome("cmd_timeout")
-        except ToolFailure:
+        except (ToolFailure, EngineError, ContextWindowExceeded):
             raise
         except Exception as error:  # noqa: BLE001, the model reads it
             self._observe(call, f"ERROR: {error if isinstance(error, ToolCallError) else describe_error(error)}")

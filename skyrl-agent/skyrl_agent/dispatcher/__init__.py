@@ -1,5 +1,5 @@
 """Dispatchers run the phases of many trajectories in parallel, within limits."""
 
-from skyrl_agent.dispatcher.dispatchers import DISPATCHERS, Dispatcher, create_dispatcher
+from skyrl_agent.dispatcher.dispatchers import Dispatcher, create_dispatchers
 
-__all__ = ["DISPATCHERS", "Dispatcher", "create_dispatcher"]
+__all__ = ["Dispatcher", "create_dispatchers"]

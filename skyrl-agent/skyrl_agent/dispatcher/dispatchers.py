@@ -10,12 +10,16 @@ from typing import Protocol
 
 from skyrl_agent.config import DispatcherConfig, DispatcherLimits
 from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.types.tokens import Phase
 
 
-class Trajectory(Protocol):
+class Playable(Protocol):
     """The phases of a trajectory. They do not raise, and do nothing after a phase that failed."""
 
     env: str | None
+
+    @property
+    def has_failed(self) -> bool: ...
 
     async def initialize_trajectory(self) -> None: ...
 
@@ -34,19 +38,18 @@ class Dispatcher(ABC):
         self._agents = asyncio.Semaphore(n_parallel)
         self._evaluations = asyncio.Semaphore(limits.max_eval_parallel_agents or n_parallel)
 
-    async def run(self, trajectories: Iterable[Trajectory]) -> None:
+    async def run(self, trajectories: Iterable[Playable]) -> None:
         """Play trajectories to their end; on cancellation, too, their runtimes are closed."""
-        await gather_or_cancel(self._play_and_close(trajectory) for trajectory in trajectories)
-
-    async def _play_and_close(self, trajectory: Trajectory) -> None:
-        try:
-            await self._play(trajectory)
-        finally:
-            await trajectory.close()
+        await gather_or_cancel(self._play(trajectory) for trajectory in trajectories)
 
     @abstractmethod
-    async def _play(self, trajectory: Trajectory) -> None:
-        """Run the three phases of a trajectory."""
+    async def _play(self, trajectory: Playable) -> None:
+        """Run the phases of a trajectory, and close it before its evaluation or on cancellation."""
+
+    async def _evaluate(self, trajectory: Playable) -> None:
+        if not trajectory.has_failed:
+            async with self._evaluations:
+                await trajectory.evaluate_trajectory()
 
 
 class AsyncPipeline(Dispatcher):
@@ -59,61 +62,62 @@ class AsyncPipeline(Dispatcher):
         super().__init__(limits)
         self._initializations = asyncio.Semaphore(limits.max_parallel_agents)
 
-    async def _play(self, trajectory: Trajectory) -> None:
-        async with AsyncExitStack() as waiting:
+    async def _play(self, trajectory: Playable) -> None:
+        async with AsyncExitStack() as stack:
+            waiting = await stack.enter_async_context(AsyncExitStack())
             await waiting.enter_async_context(self._initializations)
+            stack.push_async_callback(trajectory.close)
             await trajectory.initialize_trajectory()
-            async with self._agents:
-                await waiting.aclose()
-                await trajectory.generate_trajectory()
-        async with self._evaluations:
-            await trajectory.evaluate_trajectory()
+            if not trajectory.has_failed:
+                async with self._agents:
+                    await waiting.aclose()
+                    await trajectory.generate_trajectory()
+                    await trajectory.close()
+        await self._evaluate(trajectory)
 
 
 class AsyncBatch(Dispatcher):
     """One limit for trajectories from their initialization to the end of their evaluation."""
 
-    async def _play(self, trajectory: Trajectory) -> None:
+    async def _play(self, trajectory: Playable) -> None:
         async with self._agents:
-            await trajectory.initialize_trajectory()
-            await trajectory.generate_trajectory()
-            async with self._evaluations:
-                await trajectory.evaluate_trajectory()
-
-
-class AsyncFixPool(Dispatcher):
-    """A fixed pool of environments: each trajectory has one of them for itself until its agent has ended."""
-
-    def __init__(self, limits: DispatcherLimits, envs: Iterable[str]) -> None:
-        super().__init__(limits)
-        self._envs: asyncio.LifoQueue[str] = asyncio.LifoQueue()
-        for env in envs:
-            self._envs.put_nowait(env)
-
-    async def _play(self, trajectory: Trajectory) -> None:
-        async with self._agents:
-            trajectory.env = await self._envs.get()
             try:
                 await trajectory.initialize_trajectory()
                 await trajectory.generate_trajectory()
             finally:
                 await trajectory.close()
-                self._envs.put_nowait(trajectory.env)
-        async with self._evaluations:
-            await trajectory.evaluate_trajectory()
+            await self._evaluate(trajectory)
 
 
-DISPATCHERS: dict[str, type[Dispatcher]] = {
-    "async_pipeline": AsyncPipeline,
-    "async_batch": AsyncBatch,
-    "async_fix_pool": AsyncFixPool,
-}
-"""The values of `dispatcher.type`."""
+class AsyncFixPool(Dispatcher):
+    """A fixed pool of environments: each trajectory has one of them for itself until its agent has ended."""
+
+    def __init__(self, limits: DispatcherLimits, envs: asyncio.LifoQueue[str]) -> None:
+        super().__init__(limits)
+        self._envs = envs
+
+    async def _play(self, trajectory: Playable) -> None:
+        async with self._agents:
+            env = trajectory.env = await self._envs.get()
+            try:
+                await trajectory.initialize_trajectory()
+                await trajectory.generate_trajectory()
+            finally:
+                try:
+                    await trajectory.close()
+                finally:
+                    self._envs.put_nowait(env)
+        await self._evaluate(trajectory)
 
 
-def create_dispatcher(cfg: DispatcherConfig, *, is_training: bool) -> Dispatcher:
-    """Create the dispatcher of a task file, with the limits of training or of evaluations."""
-    limits = cfg if is_training or cfg.val_config is None else cfg.val_config
-    if cfg.type == "async_fix_pool":
-        return AsyncFixPool(limits, cfg.envs)
-    return DISPATCHERS[cfg.type](limits)
+def create_dispatchers(cfg: DispatcherConfig) -> dict[Phase, Dispatcher]:
+    """Create the dispatchers of training and of evaluations, which share a fixed pool."""
+    limits: dict[Phase, DispatcherLimits] = {"train": cfg, "eval": cfg.val_config or cfg}
+    if cfg.type == "async_pipeline":
+        return {phase: AsyncPipeline(one) for phase, one in limits.items()}
+    if cfg.type == "async_batch":
+        return {phase: AsyncBatch(one) for phase, one in limits.items()}
+    envs: asyncio.LifoQueue[str] = asyncio.LifoQueue()
+    for env in cfg.envs:
+        envs.put_nowait(env)
+    return {phase: AsyncFixPool(one, envs) for phase, one in limits.items()}

@@ -23,10 +23,11 @@ def create_engine(settings: AgentGeneration, infer_engine: Any, tokenizer: PreTr
         ConfigError: the engine is not one of the backend.
     """
     backend = settings.backend_config
-    if (infer_engine is None) != (settings.infer_backend == "openai_server"):
+    if infer_engine is None and settings.infer_backend != "openai_server":
+        raise ConfigError(f"generator.infer_backend={settings.infer_backend} needs its engine; pass it as infer_engine")
+    if infer_engine is not None and settings.infer_backend == "openai_server":
         raise ConfigError(
-            f"generator.infer_backend={settings.infer_backend} and the engine {infer_engine!r}: openai_server needs "
-            "None, since backend_config names the server, and other backends need their engine"
+            "generator.infer_backend=openai_server samples with the server in backend_config; pass infer_engine=None"
         )
     if backend is None:
         return cast(SamplingEngine, infer_engine)
@@ -40,7 +41,7 @@ def create_engine(settings: AgentGeneration, infer_engine: Any, tokenizer: PreTr
         from skyrl_agent.integrations.verl import VerlEngine
 
         return VerlEngine(infer_engine, backend.model_max_len)
-    from skyrl_train.tinker import TinkerEngine
+    from skyrl_train.tinker.engine import TinkerEngine
 
     if isinstance(infer_engine, TinkerEngine):
         return infer_engine

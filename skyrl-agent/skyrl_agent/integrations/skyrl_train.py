@@ -6,7 +6,8 @@ The task file sets the keys of `generator` that it knows: `num_trajectories` is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_agent.auto import AutoAgentRunner
 from skyrl_agent.config import AgentConfig
 from skyrl_agent.loading import load_class
-from skyrl_agent.runner import AgentRunner, check_instances
+from skyrl_agent.runner import AgentRunner
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.trajectory import Instance
+from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.problems import raise_problems, show
@@ -26,10 +28,11 @@ from skyrl_train.dataset.rows import TaskRow
 from skyrl_train.entrypoints.command import parse_cli
 from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
 from skyrl_train.entrypoints.experiment import BasePPOExp
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
-from skyrl_train.types import PromptRow
 
+QUOTED = re.compile(r"(\\*)('|$)")
 FROM_TASK_FILE = {
     "generator.max_turns": "max_iterations",
     "generator.max_response_length": "max_response_length",
@@ -46,38 +49,48 @@ UNUSED = (
     "generator.step_wise_trajectories",
     "generator.merge_stepwise_output",
     "generator.inject_context_status",
-    "generator.reward_functions",
-    "generator.reward_model.path",
-    "generator.reward_weights",
     "generator.trajectory_timeout_seconds",
+    "generator.max_input_length",
+    "environment.env_class",
+    "environment.skyrl_gym",
 )
 """Settings of environments' rollouts, which agents do not have."""
+
+
+def sampling_settings(sampling: SamplingParams) -> dict[str, Any]:
+    """Return sampling parameters as the keys of `generator.sampling_params`."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    return {
+        "max_generate_length": sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens,
+        **{name: getattr(sampling, name) for name in names},
+        "stop": list(sampling.stop) or None,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
 
 
 def to_overrides(agent: AgentConfig) -> list[str]:
     """Return the settings of a task file as overrides of skyrl-train's configuration."""
     settings = agent.generator
-    overrides = [f"{key}={getattr(settings, name)}" for key, name in FROM_TASK_FILE.items()]
-    overrides += [
-        f"generator.n_samples_per_prompt={settings.num_trajectories}",
-        f"generator.eval_n_samples_per_prompt={settings.val_config.num_trajectories}",
-    ]
+    generator = {
+        **{key: getattr(settings, name) for key, name in FROM_TASK_FILE.items()},
+        "generator.n_samples_per_prompt": settings.num_trajectories,
+        "generator.eval_n_samples_per_prompt": settings.val_config.num_trajectories,
+        "environment.env_class": agent.task.rpartition(".")[2],  # for reports
+    }
     for section, is_training in (("sampling_params", True), ("eval_sampling_params", False)):
-        overrides += _sampling_overrides(f"generator.{section}", settings.sampling(is_training=is_training))
-    return overrides
+        sampling = sampling_settings(settings.sampling(is_training=is_training))
+        generator |= {f"generator.{section}.{name}": value for name, value in sampling.items()}
+    return [f"{key}={_quote(value)}" for key, value in generator.items()]
 
 
-def _sampling_overrides(section: str, sampling: SamplingParams) -> Iterator[str]:
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    yield f"{section}.max_generate_length={sampling.max_new_tokens}"
-    yield f"{section}.min_tokens={sampling.min_new_tokens}"
-    for name in names:
-        yield f"{section}.{name}={getattr(sampling, name)}"
-    if sampling.stop:
-        quoted = ("'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'" for text in sampling.stop)
-        yield f"{section}.stop=[{','.join(quoted)}]"
-    if sampling.stop_token_ids:
-        yield f"{section}.stop_token_ids={list(sampling.stop_token_ids)}".replace(" ", "")
+def _quote(value: Any) -> str:
+    """Return a value in the grammar of overrides, where a backslash escapes only a quote or backslashes before one."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_quote, value))}]"
+    if isinstance(value, str):
+        return "'" + QUOTED.sub(lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"
+    return "null" if value is None else str(value)
 
 
 def parse_task(task: Path, overrides: Sequence[str], file: Path | None = None) -> tuple[AgentConfig, SkyRLConfig]:
@@ -109,8 +122,25 @@ def parse_task(task: Path, overrides: Sequence[str], file: Path | None = None) -
     return agent, cfg
 
 
-class _AgentRun(BasePPOExp):
-    """What training and evaluation share: the runner as the generator, and the check of the instances."""
+def check_rows(agent: AgentConfig, rows: Iterable[TaskRow]) -> None:
+    """Let the task of a task file check rows; DataError names those that it refuses."""
+    task: type[BaseTask] = load_class(agent.task, BaseTask)
+    n_rows, problems = 0, []
+    for row in rows:
+        n_rows += 1
+        try:
+            instance = Instance.from_row({**row.extras, "prompt": []}, row.location, agent)
+            task.check_instance(instance.data, instance.data_source)
+        except Exception as error:  # noqa: BLE001, the boundary of a row
+            problems.append(f"{row.location}: {error if isinstance(error, DataError) else describe_error(error)}")
+    if problems:
+        raise DataError(
+            f"{task.__name__} refuses {len(problems)} of {n_rows} rows; the first: {'; '.join(problems[:3])}"
+        )
+
+
+class AgentExp(BasePPOExp):
+    """The training of an agent."""
 
     def __init__(self, agent: AgentConfig, cfg: SkyRLConfig) -> None:
         """Create the run folder; ConfigError lists every problem."""
@@ -120,30 +150,19 @@ class _AgentRun(BasePPOExp):
     def get_generator(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
     ) -> AgentRunner:
-        return AutoAgentRunner.from_task(self.agent, inference_engine_client, tokenizer)
+        runner = AutoAgentRunner.from_task(self.agent, inference_engine_client, tokenizer)
+        runner.rewards = RewardFunctions(cfg.generator, runner.encoder)
+        return runner
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
         """Let the task check every row, those of datasets that are checked when they are drawn then."""
-        task: type[BaseTask] = load_class(self.agent.task, BaseTask)
-
-        def instance(row: Mapping[str, Any], uid: str) -> Instance:
-            return Instance.from_row(row, uid, self.agent)
-
-        def check_drawn(row: TaskRow) -> None:
-            check_instances(task, [(row.location, instance(row.extras, row.location))])
-
-        def columns(row: PromptRow) -> Mapping[str, Any]:
-            return {**row.env_extras, "prompt": row.prompt}
-
         for dataset in datasets:
             if not dataset.is_checked:
-                dataset.check_drawn = check_drawn
-            check_instances(task, [(place, instance(columns(row), row.uid)) for place, row in dataset.checked_rows()])
+                dataset.check_drawn = lambda row: check_rows(self.agent, [row])
+            check_rows(
+                self.agent, (TaskRow(place, row.env_class, row.env_extras) for place, row in dataset.checked_rows())
+            )
 
 
-class AgentExp(_AgentRun):
-    """The training of an agent."""
-
-
-class AgentEvaluation(_AgentRun, EvalOnlyEntrypoint):
+class AgentEvaluation(AgentExp, EvalOnlyEntrypoint):
     """An evaluation of an agent."""

@@ -66,6 +66,11 @@ class VerlEngine:
         )
 
 
+_runners: dict[tuple[str, int], tuple[Any, AgentRunner]] = {}
+"""The server manager and the runner of each task file and ID of a server manager: verl creates a loop for each sample,
+and the limits of a task file hold for all of them."""
+
+
 @register("skyrl_agent")
 class SkyRLAgentLoop(AgentLoopBase):
     """An agent loop that plays one trajectory of a task file for each of verl's samples.
@@ -75,25 +80,31 @@ class SkyRLAgentLoop(AgentLoopBase):
     """
 
     def __init__(self, *args: Any, task_yaml: str, **kwargs: Any) -> None:
-        """Create the runner of the task file, whose `infer_backend` must be verl."""
+        """Find or create the runner of the task file, whose `infer_backend` must be verl."""
         super().__init__(*args, **kwargs)
-        cfg = AgentConfig.load(task_yaml)
-        if cfg.generator.infer_backend != "verl":
-            raise ConfigError(f"{task_yaml}: generator.infer_backend={cfg.generator.infer_backend} must be verl")
-        self._runner: AgentRunner = AutoAgentRunner.from_task(cfg, self.server_manager, self.tokenizer)
+        key = task_yaml, id(self.server_manager)
+        if key not in _runners:
+            cfg = AgentConfig.load(task_yaml)
+            if cfg.generator.infer_backend != "verl":
+                raise ConfigError(f"{task_yaml}: generator.infer_backend={cfg.generator.infer_backend} must be verl")
+            runner = AutoAgentRunner.from_task(cfg, self.server_manager, self.tokenizer)
+            _runners[key] = self.server_manager, runner
+        self._runner = _runners[key][1]
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Return the trajectory of one sample; `kwargs` are the columns of its row."""
-        settings = self._runner.cfg.generator
-        (row,) = to_rows([{("prompt" if key == "raw_prompt" else key): value for key, value in kwargs.items()}])
-        known = {key: value for key, value in sampling_params.items() if key != "logprobs"}
-        sampling = to_sampling({**known, "max_tokens": settings.sampling(is_training=True).max_new_tokens}, None)
+        """Return the trajectory of one sample; `kwargs` are the columns of its row. verl's sampling parameters replace
+        those of the task file.
+        """
+        (row,) = to_rows([kwargs])
+        ours = to_sampling_params(self._runner.cfg.generator.sampling(is_training=True))
+        sampling = to_sampling({**ours, **sampling_params, "logprobs": 0}, None)
         name = str(row.get("index", "0"))
         request = RolloutRequest(
             TrajectoryID(name, 0, draw=uuid4().int & (2**31 - 1)),
             PromptRow(name, list(row["prompt"]), None, {key: value for key, value in row.items() if key != "prompt"}),
         )
         (trajectory,) = await self._runner.rollout([request], sampling, BatchMetadata(0, "train"))
+        self._runner.take_metrics()
         if len(trajectory.segments) > 1:
             raise EnvError(
                 f"the agent rewrote its history, and verl takes one row of tokens for each sample; train "

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from skyrl_agent.judge import judge_answer
 from skyrl_agent.tasks.base import BaseTask
-from skyrl_gym.envs.aime.grading import compute_score
+from skyrl_gym import maths
+from skyrl_gym.envs.aime.grading import grade_minerva, to_reward
 from skyrl_gym.envs.exact_match import is_match, parse_targets
 from skyrl_gym.envs.lcb.env import LCBEnv
 from skyrl_train.errors import DataError
 from skyrl_train.types import Message
 
-EXACT_MATCH = ("2wiki", "bamboogle", "hotpotqa", "musique", "nq", "popqa", "triviaqa")
+EXACT_MATCH = (
+    "2wiki",
+    "2wikimultihop",
+    "2wikimultihopqa",
+    "bamboogle",
+    "hotpotqa",
+    "musique",
+    "nq",
+    "popqa",
+    "triviaqa",
+)
 JUDGED = ("browsecomp", "ruler", "stem_textbook", "hle")
 MATHS, CODE = ("math", "aime", "dapo"), ("codegen", "livecodebench", "lcb")
+MARKED = re.compile(r"answer\s*(is\b|:)|\\boxed", re.IGNORECASE)
 FAMILIES = {"exact match": EXACT_MATCH, "judge": JUDGED, "maths": MATHS, "code": CODE}
 """Graders, and the beginnings of the data sources that they grade."""
 
@@ -23,23 +36,32 @@ FAMILIES = {"exact match": EXACT_MATCH, "judge": JUDGED, "maths": MATHS, "code":
 def find_family(data_source: str) -> str | None:
     """Return the grader of a data source, or None; prefixes such as "searchR1_" are ignored."""
     name = data_source.lower().removeprefix("searchr1_").rpartition("/")[2]
-    return next((family for family, prefixes in FAMILIES.items() if name.startswith(prefixes)), None)
+    return next(
+        (family for family, prefixes in FAMILIES.items() if re.match(rf"({'|'.join(prefixes)})(?![a-z])", name)), None
+    )
 
 
-def ground_truth_of(instance: Mapping[str, Any]) -> Any:
+def grade_maths(answer: str, truth: str) -> float:
+    """Return 1.0 for the right answer, else -1.0. The answer is marked as such, or is the last line."""
+    if MARKED.search(answer):
+        return to_reward(maths.grade(answer, truth))
+    last_line = answer.rpartition("\n")[2]
+    return to_reward(grade_minerva(f"Answer: {last_line}", truth))
+
+
+def get_ground_truth(instance: Mapping[str, Any]) -> Any:
     """Return the ground truth of a row, in any of the layouts of SkyRL's and verl's datasets."""
     if not isinstance(instance, Mapping):
         raise DataError(f"the instance is a {type(instance).__name__}; it must be a row with prompt and reward_spec")
-    for key in ("reward_spec", "reward_model"):
-        if isinstance(spec := instance.get(key), Mapping) and spec.get("ground_truth") is not None:
-            return spec["ground_truth"]
-    for key in ("ground_truth", "answer", "Answer", "target"):
-        if instance.get(key) is not None:
-            return instance[key]
+    extra: Any = instance.get("extra_info")
+    for section in (instance.get("reward_spec"), instance.get("reward_model"), instance, extra):
+        for key in ("ground_truth", "answer", "Answer", "target", "reference_answer"):
+            if isinstance(section, Mapping) and section.get(key) is not None:
+                return section[key]
     raise DataError("the instance has no ground truth in reward_spec, reward_model, ground_truth or answer")
 
 
-def question_of(instance: Mapping[str, Any]) -> str:
+def get_question(instance: Mapping[str, Any]) -> str:
     """Return the text of the question: the last message of `prompt`, or `question`."""
     prompt = instance.get("prompt", instance.get("question", instance.get("Question")))
     if isinstance(prompt, str):
@@ -62,7 +84,7 @@ class GeneralReactTask(BaseTask):
     def get_instruction(cls, instance: Mapping[str, Any]) -> list[Message]:
         """Return the prompt of the row, after a system message if it has none."""
         prompt = instance.get("prompt")
-        messages = list(prompt) if isinstance(prompt, list) else [Message(role="user", content=question_of(instance))]
+        messages = list(prompt) if isinstance(prompt, list) else [Message(role="user", content=get_question(instance))]
         if messages[0]["role"] != "system":
             messages.insert(0, Message(role="system", content=cls.system_prompt))
         return messages
@@ -70,29 +92,28 @@ class GeneralReactTask(BaseTask):
     @classmethod
     def evaluate_result(cls, result: Any, instance: Mapping[str, Any], data_source: str) -> float:
         """Return the reward of an answer; none is wrong."""
-        answer, truth = "" if result is None else str(result), ground_truth_of(instance)
-        if not answer.strip():
-            return 0.0
+        answer, truth = "" if result is None else str(result).strip(), get_ground_truth(instance)
         match find_family(data_source):
             case "exact match":
                 return float(is_match(answer, parse_targets(truth)))
             case "maths":
-                return compute_score(f"Answer: {answer.splitlines()[-1]}", str(truth))["score"]
+                return grade_maths(answer, str(truth))
             case "code":
                 program = answer if "```" in answer else f"```python\n{answer}\n```"
-                return float(LCBEnv(extras={"reward_spec": {"ground_truth": truth}}).step(program)["reward"])
+                reward = LCBEnv(extras={"reward_spec": {"ground_truth": truth}}).step(program)["reward"]
+                assert reward is not None
+                return reward
             case "judge":
                 targets = parse_targets(truth)
-                return judge_answer(question_of(instance), " or ".join(targets), answer)
+                return judge_answer(get_question(instance), " or ".join(targets), answer)
         raise DataError(_describe_unknown(data_source))
 
     @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
-        """Raise DataError for a row without a question or a ground truth, or of an unknown data source."""
+        """Raise DataError for a row without a ground truth, or of an unknown data source."""
         if find_family(data_source) is None:
             raise DataError(_describe_unknown(data_source))
-        ground_truth_of(instance)
-        question_of(instance)
+        get_ground_truth(instance)
 
 
 def _describe_unknown(data_source: str) -> str:

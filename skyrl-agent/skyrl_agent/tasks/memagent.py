@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_agent.tasks.general_react import GeneralReactTask, ground_truth_of, question_of
+from skyrl_agent.tasks.base import BaseTask
+from skyrl_agent.tasks.general_react import GeneralReactTask, get_question
 from skyrl_train.errors import DataError
 from skyrl_train.types import Message
 
@@ -75,7 +76,7 @@ def split_sections(context: str, max_chars: int) -> list[str]:
     return [section.strip() for section in sections if section.strip()] or [""]
 
 
-class MemAgentTask(GeneralReactTask):
+class MemAgentTask(BaseTask):
     """Questions about the text in the column `context`, for an agent with the tools finish and next_with_summary."""
 
     max_section_chars = MAX_SECTION_CHARS
@@ -83,7 +84,7 @@ class MemAgentTask(GeneralReactTask):
     @classmethod
     def initialize_runtime(cls, instance: Mapping[str, Any]) -> Reader:
         """Return the reader of the text."""
-        return Reader(question_of(instance), context_of(instance), cls.max_section_chars)
+        return Reader(get_question(instance), get_context(instance), cls.max_section_chars)
 
     @classmethod
     def get_instruction(cls, runtime: Reader) -> list[Message]:
@@ -91,14 +92,18 @@ class MemAgentTask(GeneralReactTask):
         return runtime.messages()
 
     @classmethod
+    def evaluate_result(cls, result: Any, instance: Mapping[str, Any], data_source: str) -> float:
+        """Return the reward of an answer, as `GeneralReactTask` does."""
+        return GeneralReactTask.evaluate_result(result, instance, data_source)
+
+    @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
-        """Raise DataError for a row without a text, a question or a ground truth, or of an unknown data source."""
-        super().check_instance(instance, data_source)
-        context_of(instance)
-        ground_truth_of(instance)
+        """Raise DataError for a row without a text or a ground truth, or of an unknown data source."""
+        GeneralReactTask.check_instance(instance, data_source)
+        get_context(instance)
 
 
-def context_of(instance: Mapping[str, Any]) -> str:
+def get_context(instance: Mapping[str, Any]) -> str:
     """Return the text of a row: its column `context`, or that of `extra_info`."""
     context = instance.get("context") or (instance.get("extra_info") or {}).get("context")
     if not isinstance(context, str) or not context:

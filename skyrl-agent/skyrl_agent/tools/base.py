@@ -55,11 +55,14 @@ class BaseTool(ABC):
 
     @abstractmethod
     def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> Any:
-        """Return the result for the model, as text or anything that JSON holds. May block.
+        """Return the result for the model: text, or any JSON-serializable value. May block, or be a coroutine function.
 
         `None` means that the tool has written to `agent.chat` itself. Errors are explained to the model, except
         `skyrl_gym.error.ToolFailure`, which makes the trajectory invalid: a service failed, not the model.
         """
+
+    def close(self) -> None:  # noqa: B027, optional
+        """Release resources. Called at the end of the trajectory; calling it again does nothing."""
 
     def get_system_prompt_prefix(self) -> str | None:
         """Return text that comes before the descriptions of tools in the system message, or None."""
@@ -78,7 +81,7 @@ class BaseTool(ABC):
         """
         schema = self._schema()
         properties = schema.get("properties", {})
-        converted = {name: _convert(value, properties.get(name, {})) for name, value in arguments.items()}
+        converted = {name: _parse_argument(value, properties.get(name, {})) for name, value in arguments.items()}
         validator = jsonschema.Draft202012Validator({"additionalProperties": False, **schema})
         if problems := "; ".join(error.message for error in validator.iter_errors(converted)):
             raise ToolCallError(f"the arguments of {self.name} are wrong: {problems}")
@@ -101,12 +104,12 @@ def text_parameters(**descriptions: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(descriptions)}
 
 
-def _convert(value: Any, schema: Mapping[str, Any]) -> Any:
-    """Return the value of a parameter that is not text, which the plain-text format of calls writes as text."""
-    if not isinstance(value, str) or schema.get("type") in ("string", None):
+def _parse_argument(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Parse the text of a value that is not text: the plain-text format of calls writes everything as text."""
+    if not isinstance(value, str) or jsonschema.Draft202012Validator(schema).is_valid(value):
         return value
     try:
-        return json.loads(value.lower() if schema["type"] == "boolean" else value)
+        return json.loads(value.lower() if schema.get("type") == "boolean" else value)
     except (ValueError, RecursionError):
         return value  # the validation explains the problem
 
@@ -127,6 +130,9 @@ class GroupTool(BaseTool):
 
     def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
         return self._group.call(self.name, params)
+
+    def close(self) -> None:
+        self._group.close()
 
 
 tool_registry: dict[str, type[BaseTool]] = {}
@@ -171,12 +177,18 @@ def create_tools(specs: Iterable[str | Mapping[str, Any]]) -> dict[str, BaseTool
     return tools
 
 
+def close_tools(tools: Iterable[BaseTool]) -> None:
+    """Close tools."""
+    for tool in tools:
+        tool.close()
+
+
 def _create(name: Any, settings: dict[str, Any]) -> list[BaseTool]:
     cls: Any = tool_registry.get(name)
     if cls is None:
         if not isinstance(name, str) or "." not in name:
             raise ConfigError(
-                f"tools: there is no tool {name!r}{suggestion(str(name), tool_registry)}; registered are "
+                f"tools: there is no tool {name!r}{suggestion(str(name), list(tool_registry))}; registered are "
                 f"{', '.join(sorted(tool_registry))}, and dotted paths name further ones"
             )
         try:
@@ -188,6 +200,10 @@ def _create(name: Any, settings: dict[str, Any]) -> list[BaseTool]:
             group = cls(**settings)
             return [GroupTool(group, schema) for schema in group.get_schemas()]
         if issubclass(cls, BaseTool):
+            if settings and cls.__init__ is BaseTool.__init__ and cls.__module__.startswith("skyrl_agent."):
+                raise ValueError(f"it has no setting {next(iter(settings))!r}")
+            if not isinstance(getattr(cls, "name", None), str):
+                raise ValueError("it has no name; set the class attribute `name`, or register it")
             return [cls(settings)]
     except (TypeError, ValueError, OSError) as error:
         raise ConfigError(f"tools: {name} with the settings {settings}: {error}") from error

@@ -43,7 +43,7 @@ def fetch(method: str, url: str, service: str, **options: Any) -> bytes:
     return response.data
 
 
-def from_environment(name: str, service: str) -> str:
+def read_env_var(name: str, service: str) -> str:
     """Return an environment variable; ToolFailure if it is not set."""
     value = os.environ.get(name)
     if not value:
@@ -67,7 +67,7 @@ class LocalSearch(BaseTool):
 
 @register_tool("faiss_search")
 class FaissSearch(LocalSearch):
-    """The same, under the name that SkyRL-Agent gives to a server with a FAISS index."""
+    """An alias of `local_search`, for SkyRL-Agent's FAISS server."""
 
 
 @register_tool("search_engine")
@@ -83,7 +83,7 @@ class SearchEngine(BaseTool):
 
     def _search(self, query: str) -> list[tuple[str, str, str]]:
         url = os.environ.get("SERPER_URL", "https://google.serper.dev/search")
-        headers = {"X-API-KEY": from_environment("GOOGLE_SEARCH_KEY", self.service)}
+        headers = {"X-API-KEY": read_env_var("GOOGLE_SEARCH_KEY", self.service)}
         found = json.loads(fetch("POST", url, self.service, json={"q": query}, headers=headers))
         return [(hit.get("title", ""), hit.get("link", ""), hit.get("snippet", "")) for hit in found.get("organic", [])]
 
@@ -100,7 +100,7 @@ class YouComSearch(SearchEngine):
 
     def _search(self, query: str) -> list[tuple[str, str, str]]:
         url = os.environ.get("YOUCOM_URL", "https://ydc-index.io/v1/search")
-        headers = {"X-API-Key": from_environment("YOUCOM_API_KEY", self.service)}
+        headers = {"X-API-Key": read_env_var("YOUCOM_API_KEY", self.service)}
         found = json.loads(fetch("GET", url, self.service, fields={"query": query}, headers=headers))
         hits = found.get("results", {}).get("web", [])
         return [(hit.get("title", ""), hit.get("url", ""), "\n".join(hit.get("snippets", []))) for hit in hits]

@@ -15,7 +15,8 @@ from skyrl_train.errors import ConfigError
 class TinkerOptions:
     """The options of a run. Names that `generator.*` has too mean the same.
 
-    Subclasses add options (numbers or strings), change defaults and extend `settings`.
+    Subclasses add options (numbers or strings), change defaults and extend `settings`. A field with `init=False` is no
+    option; they set it in `__post_init__`.
 
     max_sequence_length: tokens of prompt and response together; longer sequences are truncated and not trained on.
     tokenizer: folder or name of the tokenizer; the model's by default.
@@ -96,6 +97,8 @@ def parse_options(options_class: type[Options], argv: Sequence[str] | None, desc
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     types = get_type_hints(options_class)
     for field in fields(options_class):
+        if not field.init:
+            continue
         required = field.default is MISSING
         default = None if required else field.default
         parser.add_argument(

@@ -1,0 +1,82 @@
+"""Training and evaluation of agents with skyrl-train: the real trainer, engine and command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from agent_runs import write_run, write_task
+from typer.testing import CliRunner
+
+from skyrl_agent.cli import app
+from skyrl_agent.integrations.skyrl_train import parse_task
+from skyrl_train.errors import ConfigError
+
+
+def test_settings_of_the_task_file_are_those_of_the_trainer(tmp_path: Path) -> None:
+    _, cfg = parse_task(write_task(tmp_path), ["trainer.epochs=3", "generator.sampling_params.temperature=0.7"])
+    generator = cfg.generator
+    assert (generator.n_samples_per_prompt, generator.eval_n_samples_per_prompt) == (2, 3)
+    assert (generator.max_turns, generator.max_response_length) == (2, 400)
+    assert generator.sampling_params.stop == ["it's", "\\n", "\\'x\\"]
+    assert (generator.sampling_params.temperature, generator.eval_sampling_params.temperature) == (0.7, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("generator.max_turns=5", r"generator.max_turns=5 has no effect on agents; set generator.max_iterations in "),
+        ("generator.step_wise_trajectories=true", "has no effect on agents; remove it"),
+        ("generator.trajectory_timeout_seconds=5", "has no effect on agents; remove it"),
+        ("environment.skyrl_gym.max_env_workers=5", "has no effect on agents; remove it"),
+        ("generator.max_trns=5", "max_turns"),
+    ],
+)
+def test_settings_without_effect_are_refused(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_task(write_task(tmp_path), [override])
+
+
+def test_a_task_file_for_another_backend_is_refused(tmp_path: Path) -> None:
+    path = write_task(tmp_path, infer_backend="tinker", backend_config={"model_max_len": 9})
+    with pytest.raises(ConfigError, match=r"generator.infer_backend=tinker must be skyrl-train for this command"):
+        parse_task(path, [])
+
+
+def test_the_command_trains_and_evaluates(tmp_path: Path) -> None:
+    task, overrides = write_task(tmp_path), write_run(tmp_path)
+    result = CliRunner().invoke(app, ["train", str(task), *overrides])
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "outputs" / "agents" / "run"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "policy/grad_norm" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["avg_turn_assistant"] == 2.0
+        assert row["iter_cap_ratio"] == 1.0
+        assert row["tool_calls_total"] == 0.0
+    result = CliRunner().invoke(app, ["generate", str(task), *overrides])
+    assert result.exit_code == 0, result.output
+    assert "eval/all/avg_score" in result.output
+    lines = (folder / "evals" / "eval_only" / "nq.jsonl").read_text().splitlines()
+    assert len(lines) == 4 * 3
+
+
+def test_a_dry_run_prints_the_plan(tmp_path: Path) -> None:
+    task, overrides = write_task(tmp_path), write_run(tmp_path)
+    result = CliRunner().invoke(app, ["train", str(task), *overrides, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "2 samples" in result.output or "2 × 2" in result.output
+    assert not (tmp_path / "outputs").exists()
+    missing = CliRunner().invoke(app, ["train", str(task), *overrides, f"data.train_data={tmp_path / 'none.jsonl'}"])
+    assert missing.exit_code == 1
+    assert "none.jsonl" in missing.output + missing.stderr
+
+
+def test_rows_that_the_task_refuses_are_named_before_the_run(tmp_path: Path) -> None:
+    task, overrides = write_task(tmp_path), write_run(tmp_path, data_source="boxes")
+    result = CliRunner().invoke(app, ["train", str(task), *overrides])
+    assert result.exit_code == 1
+    assert "GeneralReactTask refuses 4 of 4 rows; the first: row 0 of" in result.output + result.stderr
+    assert "no grader is known for data_source='boxes'" in result.output + result.stderr

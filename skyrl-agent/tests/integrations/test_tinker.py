@@ -1,0 +1,58 @@
+"""Training of agents with a Tinker service: a real server with a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from agent_runs import write_run, write_task
+from tx_process import process
+
+from skyrl_agent.integrations.tinker import AgentTinkerOptions, AgentTinkerRun, main
+from skyrl_train.errors import ConfigError
+from skyrl_train.tinker.options import parse_options
+
+BACKEND = {"infer_backend": "tinker", "backend_config": {"model_max_len": 1500}}
+
+
+def arguments(tmp_path: Path, **settings: object) -> list[str]:
+    write_run(tmp_path)
+    task = write_task(tmp_path, **{**BACKEND, "sampling_params": {"max_tokens": 8}, **settings})
+    data = str(tmp_path / "train.jsonl")
+    return [
+        *("--task", str(task), "--train_data", data, "--eval_data", data, "--model_name", str(tmp_path / "model")),
+        *("--batch_size", "2", "--max_steps", "2"),
+        *("--output_dir", str(tmp_path), "--logger", "jsonl"),
+    ]
+
+
+def test_a_run_trains_on_trajectories_of_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = arguments(tmp_path)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    with process(tmp_path / "state", "--base-model", str(tmp_path / "model"), "--backend", "torch") as server:
+        server.wait_for_engine()
+        monkeypatch.setenv("TINKER_BASE_URL", server.url)
+        main(argv)
+    metrics = tmp_path / "skyrl-agent" / "agent_tinker" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [row for row in rows if "avg_turn_assistant" in row and "time/train" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(row["avg_turn_assistant"] == 2.0 for row in steps)
+
+
+def test_the_task_file_sets_what_it_knows(tmp_path: Path) -> None:
+    options = parse_options(AgentTinkerOptions, arguments(tmp_path), "Train.")
+    assert (options.n_samples_per_prompt, options.max_turns, options.max_generate_length) == (2, 2, 8)
+    assert (options.max_input_length, options.max_sequence_length) == (1492, 1500)
+    cfg = AgentTinkerRun(options).cfg
+    assert cfg.generator.eval_n_samples_per_prompt == 3
+    assert cfg.generator.eval_sampling_params.temperature == 0.5
+    with pytest.raises(SystemExit):
+        parse_options(AgentTinkerOptions, [*arguments(tmp_path), "--max_turns", "9"], "Train.")
+
+
+def test_a_task_file_for_another_backend_is_refused(tmp_path: Path) -> None:
+    argv = arguments(tmp_path, infer_backend="skyrl-train", backend_config=None)
+    with pytest.raises(ConfigError, match=r"generator.infer_backend=skyrl-train must be tinker"):
+        parse_options(AgentTinkerOptions, argv, "Train.")

@@ -1,0 +1,118 @@
+"""Task files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scripted_engine import ScriptedEngine, tokenizer
+
+from skyrl_agent import AgentConfig, AutoAgentRunner
+from skyrl_train.errors import ConfigError, DataError
+
+SKYRL_AGENT = """
+agent_cls: skyrl_agent.agents.react.ReActAgent
+task: skyrl_agent.tasks.general_react.utils.GeneralReactTask
+tools: [finish, code_interpreter]
+data:
+  instance_key: null
+  instance_id_key: extra_info.index
+  data_source_key: data_source
+generator:
+  infer_backend: skyrl-train
+  backend_config: null
+  num_trajectories: 4
+  max_iterations: 10
+  max_prompt_length: 31232
+  sampling_params: {temperature: 0.8, top_p: 0.95, max_tokens: 4096, stop: ["</function>"]}
+  vision_is_active: false
+  qwen3_enable_thinking: true
+  qwen3_acc_thinking: true
+  val_config:
+    num_trajectories: 1
+    sampling_params: {temperature: 0.6}
+dispatcher:
+  type: async_pipeline
+  scheduler: naive
+  max_parallel_agents: 32
+  max_eval_parallel_agents: 8
+  val_config: {max_parallel_agents: 64, max_eval_parallel_agents: 16}
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "task.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_task_file_of_skyrl_agent_is_read(tmp_path: Path) -> None:
+    cfg = AgentConfig.load(write(tmp_path, SKYRL_AGENT))
+    assert cfg.generator.max_response_length == 31232
+    training, validation = (cfg.generator.sampling(is_training=value) for value in (True, False))
+    assert (training.temperature, training.top_p, training.max_new_tokens) == (0.8, 0.95, 4096)
+    assert (validation.temperature, validation.top_p, validation.stop) == (0.6, 0.95, ("</function>",))
+    runner = AutoAgentRunner.from_task(cfg, ScriptedEngine(tokenizer(), []), tokenizer())
+    assert runner.task.__name__ == "GeneralReactTask"
+
+
+@pytest.mark.parametrize(
+    ("line", "change", "message"),
+    [
+        ("num_trajectories: 4", "num_trajectory: 4", "generator.num_trajectory: Extra inputs are not permitted; got 4"),
+        ("num_trajectories: 4", "num_trajectories: 0", "generator.num_trajectories: .*greater than or equal to 1"),
+        ("type: async_pipeline", "type: threads", "dispatcher.type: .*'async_pipeline'.*got 'threads'"),
+        (
+            "type: async_pipeline",
+            "type: async_fix_pool",
+            "type=async_fix_pool needs dispatcher.envs; list at least one",
+        ),
+        ("vision_is_active: false", "vision_is_active: true", "generator.vision_is_active: .*False.*got True"),
+        (
+            "infer_backend: skyrl-train",
+            "infer_backend: tinker",
+            "infer_backend=tinker needs backend_config.model_max_len, such as 32768",
+        ),
+        (
+            "backend_config: null",
+            "backend_config: {model_max_len: 9}",
+            "infer_backend=skyrl-train takes no backend_config; remove it",
+        ),
+        ("max_iterations: 10", "max_iterations: [", "cannot be read"),
+    ],
+)
+def test_mistakes_in_a_task_file_are_named(tmp_path: Path, line: str, change: str, message: str) -> None:
+    assert line in SKYRL_AGENT
+    with pytest.raises(ConfigError, match=message):
+        AgentConfig.load(write(tmp_path, SKYRL_AGENT.replace(line, change, 1)))
+
+
+def test_unknown_sampling_parameters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="sampling_params has best_of=2, which no engine here supports"):
+        AgentConfig.load(write(tmp_path, SKYRL_AGENT.replace("top_p: 0.95", "best_of: 2")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"agent_cls": "skyrl_agent.agents.react.Agent"}, ValueError, "agents.react:Agent' is not an attribute of"),
+        ({"agent_cls": "skyrl_agent.nothing.Agent"}, ValueError, "No module named 'skyrl_agent.nothing'"),
+        ({"task": "skyrl_agent.agents.react.ReActAgent"}, ValueError, "must be a subclass of skyrl_agent.tasks.base"),
+        ({"tools": ("finnish",)}, ConfigError, "there is no tool 'finnish'.*finish"),
+        ({"tools": ("finish", "finish")}, ConfigError, "two tools have the name 'finish'"),
+        ({"tools": ({"name": "code_interpreter", "time": 3},)}, ConfigError, "code_interpreter has no setting 'time'"),
+        ({"tools": ("skyrl_gym.tools.ToolGroup.x",)}, ConfigError, "No module named"),
+        ({"tools": {"enable_bash_tool": True}}, ConfigError, "ReActAgent takes a list of tools"),
+    ],
+)
+def test_agents_tasks_and_tools_that_do_not_exist_are_named(
+    settings: dict[str, object], error: type[Exception], message: str
+) -> None:
+    cfg = AgentConfig.model_validate({"task": "skyrl_agent.tasks.general_react.GeneralReactTask", **settings})
+    with pytest.raises(error, match=message):
+        AutoAgentRunner.from_task(cfg, ScriptedEngine(tokenizer(), []), tokenizer())
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no task file"):
+        AutoAgentRunner.from_task(tmp_path / "none.yaml", None, tokenizer())

@@ -1,0 +1,1 @@
+"""An agent that reads a text section by section and keeps a summary."""
