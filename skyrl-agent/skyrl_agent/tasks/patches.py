@@ -1,0 +1,146 @@
+"""Patches of repositories: what an agent changed, and how it is applied to a fresh copy."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+from skyrl_agent.workspaces import MAX_FILE_BYTES, Workspace, WorkspaceError
+
+logger = logging.getLogger(__name__)
+
+GIT_TIMEOUT_S = 300.0
+
+PROTECTED = (
+    "**/tests/**",
+    "**/conftest.py",
+    "**/pytest.ini",
+    "**/.pytest.ini",
+    "**/sitecustomize.py",
+    "**/usercustomize.py",
+    "**/*.pth",
+    "tox.ini",
+    "setup.cfg",
+    "pyproject.toml",
+    "bin/test",
+    "pytest.py",
+    "pytest/**",
+    "_pytest/**",
+    "unittest.py",
+    "unittest/**",
+)
+"""Files that decide how tests run. Patches cannot change them: they are reset before the tests.
+
+SWE-bench puts all changes below a folder `tests` into the test patch, so no reference solution has any.
+"""
+
+DOES_NOT_APPLY = 71  # exit status
+
+GIT = "git -c safe.directory='*' -c core.fsmonitor=false -c core.hooksPath=/dev/null"
+
+ADD_ALL = f"""folder=$(mktemp -d) && cp -p "$({GIT} rev-parse --git-path index)" "$folder/index"
+export GIT_INDEX_FILE="$folder/index"
+{GIT} add -A --ignore-errors >/dev/null
+"""
+"""Stages all files in an index of its own, so that the agent's index stays as it is.
+
+The copy keeps the time of the index: git looks into files that are not older, since their size and time may be equal.
+"""
+
+RECORD = f"""{GIT} rev-parse --git-dir || exit
+{ADD_ALL}
+{GIT} write-tree && rm -rf "$folder"
+"""
+
+COLLECT = f"""{ADD_ALL}
+{GIT} diff --cached --no-color --no-ext-diff --no-textconv --no-renames --no-relative --ignore-submodules=all \
+--src-prefix=a/ --dst-prefix=b/ {{base}} >"$folder/patch" && printf '\\n%s' "$folder"
+"""
+
+APPLY = f"""{GIT} add -A --ignore-errors && base=$({GIT} write-tree) || exit 70
+{GIT} apply --index --whitespace=nowarn {{folder}}/patch || exit {DOES_NOT_APPLY}
+{GIT} diff --cached --name-only --no-renames -z $base -- {{protected}} >{{folder}}/paths || exit 70
+if [ -s {{folder}}/paths ]; then GIT_LITERAL_PATHSPECS=1 {GIT} restore --source=$base --staged --worktree \
+--pathspec-from-file={{folder}}/paths --pathspec-file-nul || exit 70; fi
+"""
+"""Applies a patch, then restores the protected files. Git removes those that are new, and links in place of folders."""
+
+
+def record_base(workspace: Workspace) -> None:
+    """Record the state of the repository in `cwd`, with changes and files that are not committed."""
+    workspace.base_tree = workspace.run(RECORD, GIT_TIMEOUT_S).strip().rpartition("\n")[2]
+
+
+def collect_patch(workspace: Workspace) -> str:
+    """Return the changes since `record_base`, committed or not, as a patch without binary files.
+
+    Ignored files are left out. The patch is empty if the agent has destroyed the repository, or changed more than
+    16 MiB. Bytes that are not UTF-8 become surrogates, see PEP 383.
+
+    Raises:
+        WorkspaceError: the workspace does not answer.
+    """
+    result = workspace.execute(COLLECT.format(base=workspace.base_tree), GIT_TIMEOUT_S)
+    if result.status != 0:
+        workspace.execute("true", GIT_TIMEOUT_S)  # raises if the workspace has failed
+        logger.warning("the patch is empty: git failed with status %s: %s", result.status, result.output[-500:])
+        return ""
+    folder = result.output.rpartition("\n")[2]
+    try:
+        patch = workspace.read_bytes(f"{folder}/patch")
+    except OSError as error:
+        logger.warning("the patch is empty: %s", error)
+        return ""
+    finally:
+        workspace.execute(f"rm -rf {shlex.quote(folder)}", GIT_TIMEOUT_S)
+    return remove_binary_diffs(patch.decode("utf-8", "surrogateescape"))
+
+
+def remove_binary_diffs(patch: str) -> str:
+    """Return a patch without the files that git considers binary."""
+    sections = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
+    return "".join(s for s in sections if not re.search(r"^(Binary files |GIT binary patch)", s, re.MULTILINE))
+
+
+def changed_paths(patch: str) -> list[str]:
+    """Return the paths of the files that a patch changes, creates or deletes."""
+    return sorted({match.rstrip("\t\r") for match in re.findall(r"^(?:---|\+\+\+) [ab]/(.+)$", patch, re.MULTILINE)})
+
+
+def apply_patch(
+    workspace: Workspace, patch: str, test_paths: Iterable[str], protected: Iterable[str] = PROTECTED
+) -> bool:
+    """Apply a patch in a fresh workspace, except its changes to tests. Return False if it does not apply.
+
+    Args:
+        test_paths: the paths of test files, which are reset, or removed if they are new.
+        protected: glob patterns of further files that are reset.
+
+    Raises:
+        WorkspaceError: the repository cannot be patched, whatever the patch.
+    """
+    content = patch.encode("utf-8", "surrogateescape")
+    if len(content) > MAX_FILE_BYTES:
+        return False
+    tests = list(test_paths)
+    pathspecs = [f":(glob){pattern}" for pattern in protected] + [f":(literal){path}" for path in tests]
+    pathspecs.append(":(literal).git")  # matches nothing; without a pathspec, git would select all files
+    folder = workspace.run("mktemp -d").strip()
+    workspace.write_bytes(f"{folder}/patch", content)
+    result = workspace.execute(APPLY.format(folder=folder, protected=shlex.join(pathspecs)), GIT_TIMEOUT_S)
+    if result.status not in (0, DOES_NOT_APPLY):
+        raise WorkspaceError(f"the repository cannot be patched: status {result.status}: {result.output[-500:]}")
+    _remove_links(workspace, tests)
+    return result.status == 0
+
+
+def _remove_links(workspace: Workspace, paths: Iterable[str]) -> None:
+    """Remove links in place of the folders of test files, so that the tests are written where they belong."""
+    folders = {str(folder) for path in paths for folder in PurePosixPath(path).parents} - {"."}
+    if folders:
+        workspace.run(
+            f'for folder in {shlex.join(sorted(folders))}; do if [ -L "$folder" ]; then rm "$folder"; fi; done'
+        )

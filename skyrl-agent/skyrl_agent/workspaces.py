@@ -1,0 +1,421 @@
+"""Workspaces of agents: a folder and a shell, in a container or on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from skyrl_gym.error import ToolFailure
+from skyrl_gym.isolation.processes import all_processes, is_running
+
+T = TypeVar("T")
+W = TypeVar("W", bound="Workspace")
+
+MAX_OUTPUT_BYTES = 30_000  # of a command, of which the first and the last half are kept
+MAX_OUTPUT_FILE_BYTES = 4 << 30  # of any file that a command writes, so that endless output does not fill the disk
+MAX_FILE_BYTES = 16 << 20  # of a file that is read or written as a whole
+MAX_COMMAND_BYTES = 90_000  # Linux allows 128 KiB for an argument, and base64 adds a third
+CHUNK_BYTES = 45_000
+FILE_TIMEOUT_S = 60.0
+GRACE_S = 15.0  # for a command that reached its limit to be killed and its output to be read
+CLOSE_TIMEOUT_S = 60.0
+
+SCRIPT = """exec 2>/dev/null
+output=$(mktemp) || exit 1
+started=$(date +%s)
+(cd {cwd} && ulimit -f {max_file_kib} && exec timeout -s KILL {limit_s} \
+bash -c "$(printf %s {command} | base64 -d)") </dev/null >"$output" 2>&1
+echo "$? $(($(date +%s) - started)) $(wc -c <"$output")"
+if [ "$(wc -c <"$output")" -le {max_bytes} ]; then cat "$output"; else
+head -c {half} "$output"; printf '\\n[the middle of the output is left out]\\n'; tail -c {half} "$output"; fi
+rm -f "$output"
+"""
+"""Runs a command in its own process group with a time limit, and prints its status, seconds, size and output.
+
+The output goes through a file, so that background processes do not keep the command from returning.
+"""
+
+READ = """if [ -d {path} ]; then exit 101; elif [ ! -e {path} ]; then exit 102; elif [ ! -f {path} ]; then exit 103
+elif [ "$(wc -c <{path})" -gt {max_bytes} ]; then exit 104; fi; base64 <{path}"""
+
+
+class WorkspaceError(ToolFailure):
+    """A workspace does not start or does not answer, through no fault of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """The end of a command, e.g. `CommandResult("3 passed\\n", 0)`."""
+
+    output: str  # stdout and stderr, without the middle if it is long
+    status: int | None  # None: killed at its time limit
+
+
+class Workspace(ABC):
+    """A folder with a shell, which lives from `start` to `close`.
+
+    Methods block and may be called from any thread. `close` ends commands that are running. Each command runs in a new
+    shell: processes in the background survive it, variables and `cd` do not.
+    """
+
+    base_tree: str | None = None
+    """The git tree that `cwd` had when the agent started, see `tasks.patches`."""
+
+    def __init__(self, cwd: str) -> None:
+        """Set the folder in which commands run."""
+        self.cwd = cwd
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Create the workspace.
+
+        Raises:
+            WorkspaceError: it does not start, or `close` was called in the meantime.
+        """
+        self._start()
+        if self._is_closed:
+            self._release()
+            raise WorkspaceError("the workspace was closed while it started")
+
+    def close(self) -> None:
+        """Release the workspace and end its processes. Calling it again does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._release()
+
+    def execute(self, command: str, timeout_s: float, max_bytes: int = MAX_OUTPUT_BYTES) -> CommandResult:
+        """Run a command with bash. At the time limit, it and its process group are killed.
+
+        Raises:
+            ValueError: the command is too long.
+            WorkspaceError: the workspace does not answer.
+        """
+        encoded = command.encode("utf-8", "surrogateescape")
+        if len(encoded) > MAX_COMMAND_BYTES:
+            raise ValueError(
+                f"the command has {len(encoded):,} bytes, more than {MAX_COMMAND_BYTES:,}; write long texts to files"
+            )
+        limit_s = max(1, math.ceil(timeout_s))
+        script = SCRIPT.format(
+            cwd=shlex.quote(self.cwd),
+            max_file_kib=MAX_OUTPUT_FILE_BYTES >> 10,
+            limit_s=limit_s,
+            command=base64.b64encode(encoded).decode("ascii"),
+            max_bytes=max_bytes,
+            half=max_bytes // 2,
+        )
+        printed, script_status = self._run(script, limit_s + GRACE_S)
+        header, _, output = printed.partition("\n")
+        if (match := re.fullmatch(r"(\d+) (\d+) \d+", header)) is None:
+            if not self._is_closed and not 0 <= script_status <= 128:  # the command killed all shells
+                return CommandResult("", script_status)
+            reason = "it is closed" if self._is_closed else f"status {script_status}: {printed[:500]}"
+            raise WorkspaceError(f"a command could not run in the workspace: {reason}")
+        status, seconds = map(int, match.groups())
+        is_late = status == 128 + signal.SIGKILL and seconds >= limit_s
+        return CommandResult(output, None if is_late else status)
+
+    def run(self, command: str, timeout_s: float = FILE_TIMEOUT_S, max_bytes: int = MAX_OUTPUT_BYTES) -> str:
+        """Run a command of our own and return its output; WorkspaceError if it fails."""
+        result = self.execute(command, timeout_s, max_bytes)
+        if result.status != 0:
+            problem = f"took longer than {timeout_s:g} s" if result.status is None else f"status {result.status}"
+            raise WorkspaceError(f"{command[:200]!r} failed in the workspace: {problem}: {result.output[-500:]}")
+        return result.output
+
+    def read_bytes(self, path: str) -> bytes:
+        """Return the content of a file; relative paths start at `cwd`.
+
+        Raises:
+            OSError: it does not exist, is no regular file, or is larger than 16 MiB.
+        """
+        command = READ.format(path=quote_path(path), max_bytes=MAX_FILE_BYTES)
+        result = self.execute(command, FILE_TIMEOUT_S, 2 * MAX_FILE_BYTES)
+        match result.status:
+            case 0:
+                return base64.b64decode(result.output)
+            case 101:
+                raise IsADirectoryError(f"{path} is a directory")
+            case 102:
+                raise FileNotFoundError(f"{path} does not exist")
+            case 103:
+                raise OSError(f"{path} is not a regular file")
+            case 104:
+                raise OSError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB")
+        raise OSError(f"{path} cannot be read: {result.output[-500:]}")
+
+    def write_bytes(self, path: str, content: bytes) -> None:
+        """Write a file, and create its folder; relative paths start at `cwd`. OSError if it cannot be written."""
+        command, quoted = f'mkdir -p -- "$(dirname -- {quote_path(path)})" && ', quote_path(path)
+        for start in range(0, max(1, len(content)), CHUNK_BYTES):
+            chunk = base64.b64encode(content[start : start + CHUNK_BYTES]).decode("ascii")
+            command += f"printf %s {chunk} | base64 -d {'>>' if start else '>'}{quoted}"
+            result = self.execute(command, FILE_TIMEOUT_S)
+            if result.status != 0:
+                raise OSError(f"{path} cannot be written: {result.output[-500:]}")
+            command = ""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Create the workspace."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """End all processes and remove the workspace, whatever state it is in; may be called twice."""
+
+    @abstractmethod
+    def _run(self, script: str, timeout_s: float) -> tuple[str, int]:
+        """Return what a script for bash prints, and its exit status; WorkspaceError if that takes too long."""
+
+
+def quote_path(path: str) -> str:
+    """Quote a path for the shell, so that a leading hyphen is no option; OSError if it is not a path."""
+    if "\0" in path or not path:
+        raise OSError(f"{path!r} is not a path")
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+
+
+class ContainerWorkspace(Workspace):
+    """A container of one of mini-swe-agent's environments: Docker, or Singularity.
+
+    Closing a Docker container ends all its processes. Singularity ends them with their command; one that is running
+    when the workspace is closed ends at its time limit.
+    """
+
+    def __init__(self, image: str, cwd: str, environment: Mapping[str, Any] | None = None) -> None:
+        """Set what `start` creates.
+
+        Args:
+            image: the container's image.
+            cwd: the folder in which commands run; it is created if the image lacks it.
+            environment: settings of `minisweagent.environments`: environment_class (docker or singularity), executable
+                (e.g. podman), run_args, env, pull_timeout, container_timeout, …
+
+        Raises:
+            ValueError: the class is another one.
+        """
+        super().__init__(cwd)
+        self._image = image
+        self._name = f"skyrl-agent-{uuid.uuid4().hex}"
+        self._environment: Any = None
+        settings: dict[str, Any] = {"environment_class": "docker", **(environment or {})}
+        self._is_docker = settings["environment_class"] == "docker"
+        if self._is_docker:
+            self._executable = settings.get("executable") or os.environ.get("MSWEA_DOCKER_EXECUTABLE", "docker")
+            ours = ["--name", self._name, "--stop-signal", "KILL"]  # the last --name counts
+            self._settings = {
+                **settings,
+                "image": image,
+                "executable": self._executable,
+                "interpreter": ["bash", "-pc"],  # -p: BASH_ENV is for the commands of agents
+                "run_args": [*settings.get("run_args", ["--rm"]), *ours],
+            }
+        elif settings["environment_class"] == "singularity":
+            exec_args = ["--contain", "--cleanenv", "--fakeroot", "--pid"]
+            self._settings = {
+                "exec_args": exec_args,
+                **settings,
+                "image": image if "://" in image else f"docker://{image}",
+            }
+        else:
+            raise ValueError(f"environment_class={settings['environment_class']!r} must be docker or singularity")
+
+    def _start(self) -> None:
+        os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
+        try:
+            from minisweagent.environments import get_environment
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "containers need the package mini-swe-agent: pip install './skyrl-agent[swe]' (in your clone of the "
+                "repository)"
+            ) from error
+        logging.getLogger("minisweagent").setLevel(logging.WARNING)  # it logs each command that starts a container
+        try:
+            self._environment = get_environment(self._settings)
+        except (subprocess.SubprocessError, OSError) as error:
+            output = getattr(error, "stderr", None) or ""
+            details = output.decode("utf-8", "replace") if isinstance(output, bytes) else output
+            raise WorkspaceError(f"the container of {self._image} did not start: {error} {details[-500:]}") from error
+        self._run(f"mkdir -p {shlex.quote(self.cwd)}", FILE_TIMEOUT_S)
+
+    def _release(self) -> None:
+        environment, self._environment = self._environment, None
+        if self._is_docker:
+            if environment is not None:
+                environment.container_id = None  # its own cleanup would start a process that nobody waits for
+            with suppress(subprocess.SubprocessError, OSError):
+                command = [self._executable, "rm", "--force", "--volumes", self._name]
+                subprocess.run(command, capture_output=True, timeout=CLOSE_TIMEOUT_S, check=False)
+        elif environment is not None:
+            environment.cleanup()
+
+    def _run(self, script: str, timeout_s: float) -> tuple[str, int]:
+        environment = self._environment
+        if environment is None:
+            raise WorkspaceError("the container is not running")
+        result = environment.execute({"command": script}, cwd="/", timeout=math.ceil(timeout_s))
+        if result["exception_info"]:
+            raise WorkspaceError(f"the container of {self._image} does not answer: {result['exception_info'][-500:]}")
+        return result["output"], result["returncode"]
+
+
+MARK = "SKYRL_WORKSPACE"
+
+
+class LocalWorkspace(Workspace):
+    """A temporary folder on this machine. It is NOT a sandbox.
+
+    Commands run as the current user, who can read and change everything that this user can. Use it for tests, or for
+    models and repositories that you trust. Commands get no variables of this process except PATH. `close` kills all
+    processes that inherited the workspace's mark in their environment (Linux), and the groups of running commands.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        """Choose the folder. `env` has further variables for commands."""
+        self._root = Path(tempfile.gettempdir()).resolve() / f"skyrl-workspace-{uuid.uuid4().hex}"
+        super().__init__(str(self._root / "workspace"))
+        self._mark = uuid.uuid4().hex
+        self._env = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+            "HOME": str(self._root / "home"),
+            "TMPDIR": str(self._root / "tmp"),
+            "LANG": "C.UTF-8",
+            **(env or {}),
+            MARK: self._mark,
+        }
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()  # no process starts after `close`
+
+    def _start(self) -> None:
+        self._root.mkdir(mode=0o700)
+        for name in ("workspace", "home", "tmp"):
+            (self._root / name).mkdir()
+
+    def _release(self) -> None:
+        with self._lock:
+            running = list(self._processes)
+        for process in running:
+            _kill_group(process.pid)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while (found := [pid for pid in self._find_marked() if is_running(pid)]) and time.monotonic() < deadline:
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    _kill_group(os.getpgid(pid))
+            time.sleep(0.01)
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _run(self, script: str, timeout_s: float) -> tuple[str, int]:
+        with self._lock:
+            if self._is_closed:
+                raise WorkspaceError("the workspace is closed")
+            process = subprocess.Popen(
+                ["bash", "-c", script],
+                cwd=self._root,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._processes.add(process)
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            _kill_group(process.pid)
+            process.communicate()
+            raise WorkspaceError(f"the shell did not return within {timeout_s:g} s") from error
+        finally:
+            with self._lock:
+                self._processes.discard(process)
+        return output.decode("utf-8", "replace"), process.returncode
+
+    def _find_marked(self) -> Iterator[int]:
+        variable = f"{MARK}={self._mark}".encode()
+        for pid in all_processes():
+            with suppress(OSError):
+                if variable in Path(f"/proc/{pid}/environ").read_bytes():
+                    yield pid
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+async def in_thread(function: Callable[[], T], limit_s: float | None = None) -> T:
+    """Return the result of a blocking function, which runs in a separate daemon thread.
+
+    A call that is cancelled or late is abandoned: its thread ends when the function returns.
+
+    Raises:
+        TimeoutError: the function took longer than `limit_s`.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def deliver(set_outcome: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(lambda: None if future.done() else set_outcome())
+
+    def work() -> None:
+        try:
+            result = function()
+        except Exception as error:  # noqa: BLE001, the caller gets it
+            deliver(partial(future.set_exception, error))
+        else:
+            deliver(partial(future.set_result, result))
+
+    threading.Thread(target=work, name="workspace", daemon=True).start()
+    async with asyncio.timeout(limit_s):
+        return await future
+
+
+async def start_workspace(workspace: W, limit_s: float, prepare: Callable[[W], None]) -> W:
+    """Start and prepare a workspace. If that fails, is cancelled or takes too long, the workspace is closed.
+
+    Raises:
+        WorkspaceError: it does not start in time.
+    """
+
+    def start() -> None:
+        workspace.start()
+        prepare(workspace)
+
+    try:
+        await in_thread(start, limit_s)
+    except BaseException as error:
+        await in_thread(workspace.close)
+        if isinstance(error, TimeoutError):
+            raise WorkspaceError(f"the workspace did not start within {limit_s:g} s") from error
+        raise
+    return workspace
+
+
+@asynccontextmanager
+async def open_workspace(workspace: W, limit_s: float, prepare: Callable[[W], None]) -> AsyncIterator[W]:
+    """Start and prepare a workspace, and close it at the end, on cancellation, too."""
+    await start_workspace(workspace, limit_s, prepare)
+    try:
+        yield workspace
+    finally:
+        await in_thread(workspace.close)

@@ -1,0 +1,191 @@
+"""Patches: what is collected, what applies, and what a patch cannot change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_agent.tasks.patches import apply_patch, changed_paths, collect_patch, record_base, remove_binary_diffs
+from skyrl_agent.workspaces import LocalWorkspace, Workspace, WorkspaceError
+
+SETUP = """git init -q && mkdir -p src tests && echo one >src/a.py && echo old >tests/test_a.py
+echo ignored >.gitignore
+printf 'a\\r\\n' >crlf && printf 'caf\\351\\n' >latin1 && echo x >setup.cfg
+git add -A && git -c user.name=a -c user.email=a@b commit -qm base && echo dirty >>src/a.py && echo new >untracked"""
+
+
+@pytest.fixture
+def workspaces() -> Iterator[tuple[LocalWorkspace, LocalWorkspace]]:
+    """The agent's workspace and a fresh one."""
+    pair = LocalWorkspace(), LocalWorkspace()
+    for workspace in pair:
+        workspace.start()
+        workspace.run(SETUP)
+    record_base(pair[0])
+    yield pair
+    for workspace in pair:
+        workspace.close()
+
+
+def content(workspace: Workspace, path: str) -> bytes | None:
+    file = Path(workspace.cwd, path)
+    return file.read_bytes() if file.exists() else None
+
+
+def test_a_patch_has_all_changes_since_the_start_committed_or_not(
+    workspaces: tuple[LocalWorkspace, LocalWorkspace],
+) -> None:
+    agent, fresh = workspaces
+    assert collect_patch(agent) == ""
+    agent.run(
+        "echo two >>src/a.py; git add -A; git -c user.name=a -c user.email=a@b commit -qm mine; echo three >>src/a.py\n"
+        "printf 'b\\r\\n' >>crlf; printf 'caf\\351!\\n' >latin1; echo 'ü' >'a file ü'; echo x >ignored; rm untracked\n"
+        "mv setup.cfg moved; printf '#!/bin/sh\\n' >run; chmod +x run; ln -s src link; : >empty"
+    )
+    staged_before = agent.run("git status --porcelain")
+    patch = collect_patch(agent)
+    assert agent.run("git status --porcelain") == staged_before
+    assert apply_patch(fresh, patch, [], [])
+    for path in ("src/a.py", "crlf", "latin1", "a file ü", "untracked", "setup.cfg", "moved", "run", "empty"):
+        assert content(fresh, path) == content(agent, path), path
+    assert content(fresh, "ignored") is None
+    assert Path(fresh.cwd, "run").stat().st_mode & 0o111
+    assert Path(fresh.cwd, "link").is_symlink()
+
+
+def test_a_change_in_the_second_of_the_commit_that_keeps_the_size_is_found() -> None:
+    workspace = LocalWorkspace()
+    workspace.start()
+    commit = "git -c user.name=a -c user.email=a@b commit -qm base"
+    workspace.run(f"echo a >a; git init -q; git add a; {commit}; echo b >a; touch -r .git/index a")
+    workspace.base_tree = "HEAD"
+    workspace.run("sleep 1.1")
+    patch = collect_patch(workspace)
+    workspace.close()
+    assert "+b" in patch
+
+
+def test_binary_files_are_left_out(workspaces: tuple[LocalWorkspace, LocalWorkspace]) -> None:
+    agent, fresh = workspaces
+    agent.run("printf 'a\\0b' >binary; echo two >src/a.py; printf '\\0' >zzz; printf '\\0' >>crlf")
+    patch = collect_patch(agent)
+    assert changed_paths(patch) == ["src/a.py"]
+    assert apply_patch(fresh, patch, [])
+    assert content(fresh, "src/a.py") == b"two\n"
+
+
+def test_lines_that_look_like_headers_stay() -> None:
+    text = (
+        "diff --git a/a b/a\n--- a/a\n+++ b/a\n@@ -1 +1,2 @@\n-x\n+diff --git a/b b/b\n+Binary files a and b differ\n"
+    )
+    binary = "diff --git a/c b/c\nindex 1..2 100644\nBinary files a/c and b/c differ\n"
+    assert remove_binary_diffs(binary + text + binary) == text
+
+
+@pytest.mark.parametrize(
+    "damage", ["rm -rf .git", "rm -rf .git; git init -q", "echo broken >.git/HEAD", 'rm -rf "$PWD"', "mkfifo pipe"]
+)
+def test_a_damaged_repository_is_no_failure_of_the_machine(
+    workspaces: tuple[LocalWorkspace, LocalWorkspace], damage: str
+) -> None:
+    agent, _ = workspaces
+    agent.execute(damage, 30)
+    assert collect_patch(agent) == ""
+
+
+def test_a_repository_inside_the_repository_does_not_hide_other_changes(
+    workspaces: tuple[LocalWorkspace, LocalWorkspace],
+) -> None:
+    agent, fresh = workspaces
+    agent.run("git init -q empty; git init -q full; cd full; echo x >x; git add -A")
+    agent.run("cd full; git -c user.name=a -c user.email=a@b commit -qm x; cd ..; echo two >src/a.py")
+    assert apply_patch(fresh, collect_patch(agent), [])
+    assert content(fresh, "src/a.py") == b"two\n"
+
+
+def test_a_closed_workspace_is_a_failure(workspaces: tuple[LocalWorkspace, LocalWorkspace]) -> None:
+    agent, fresh = workspaces
+    agent.close()
+    fresh.close()
+    with pytest.raises(WorkspaceError):
+        collect_patch(agent)
+    with pytest.raises(WorkspaceError):
+        apply_patch(fresh, "diff", [])
+
+
+def test_a_folder_without_a_repository_is_a_failure() -> None:
+    workspace = LocalWorkspace()
+    workspace.start()
+    with pytest.raises(WorkspaceError, match="not a git repository"):
+        record_base(workspace)
+    with pytest.raises(WorkspaceError, match="cannot be patched"):
+        apply_patch(workspace, "diff", [])
+    workspace.close()
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "no patch at all",
+        "diff --git a/src/a.py b/src/a.py\n--- a/src/a.py\n+++ b/src/a.py\n@@ -1 +1 @@\n-wrong\n+two\n",
+        "diff --git a/../x b/../x\nnew file mode 100644\n--- /dev/null\n+++ b/../x\n@@ -0,0 +1 @@\n+x\n",
+        "diff --git a/.git/hooks/x b/.git/hooks/x\nnew file mode 100755\n--- /dev/null\n+++ b/.git/hooks/x\n"
+        "@@ -0,0 +1 @@\n+x\n",
+    ],
+    ids=["text", "context", "outside", "hook"],
+)
+def test_patches_that_do_not_apply_change_nothing(
+    workspaces: tuple[LocalWorkspace, LocalWorkspace], patch: str
+) -> None:
+    _, fresh = workspaces
+    assert not apply_patch(fresh, patch, [])
+    assert content(fresh, "src/a.py") == b"one\ndirty\n"
+    assert not Path(fresh.cwd).parent.joinpath("x").exists()
+    assert content(fresh, ".git/hooks/x") is None
+
+
+TESTS = ["tests/test_a.py", "tests/test_new.py", "checks/deep/test_b.py"]
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "echo passes >tests/test_a.py",
+        "rm tests/test_a.py",
+        "rm -r tests; ln -s src tests",
+        "rm -r tests; echo file >tests",
+        "git mv tests/test_a.py src/test_a.py",
+        "echo passes >tests/test_new.py",
+        "echo import os >conftest.py; mkdir -p a/b; cp conftest.py a/b; echo conftest.py >.gitignore; git add -f .",
+        "echo x >src/sitecustomize.py; echo x >evil.pth; echo x >pytest.py; mkdir pytest; echo x >pytest/__main__.py",
+        "echo '[tool:pytest]' >setup.cfg; echo '[pytest]' >tox.ini; echo x >pyproject.toml; echo x >src/pytest.ini",
+        "mkdir -p checks/deep; echo passes >checks/deep/test_b.py",
+        "mkdir src/deep; echo passes >src/deep/test_b.py; ln -s src checks",
+        "mkdir checks; echo x >src/test_b.py; ln -s ../src checks/deep",
+        "mkdir -p checks/deep; ln -s ../../src/a.py checks/deep/test_b.py",
+        "echo 'tests/* eol=crlf' >.gitattributes; echo passes >tests/test_a.py",
+    ],
+)
+def test_patches_cannot_change_tests(workspaces: tuple[LocalWorkspace, LocalWorkspace], attack: str) -> None:
+    agent, fresh = workspaces
+    agent.run(f"{attack}\necho two >src/a.py")
+    agent.execute("echo again >src/a.py; git add -A -f; git -c user.name=a -c user.email=a@b commit -qm mine", 30)
+    assert apply_patch(fresh, collect_patch(agent), TESTS)
+    assert content(fresh, "src/a.py") == b"again\n"
+    assert (content(fresh, "tests/test_a.py") or b"").strip() == b"old"
+    assert content(fresh, "setup.cfg") == b"x\n"
+    for path in ("tests/test_new.py", "checks/deep/test_b.py"):
+        assert content(fresh, path) is None
+    for name in ("conftest.py", "sitecustomize.py", "*.pth", "pytest*", "tox.ini", "pyproject.toml"):
+        assert not list(Path(fresh.cwd).rglob(name))
+    for path in TESTS:
+        fresh.write_bytes(path, b"from the row")
+        assert Path(fresh.cwd, path).resolve() == Path(fresh.cwd, path)
+    assert content(fresh, "src/a.py") == b"again\n"
+
+
+def test_paths_of_a_patch_are_those_of_both_sides() -> None:
+    assert changed_paths("--- a/old file\t\n+++ b/new file\t\n@@ -1 +1 @@\n") == ["new file", "old file"]
+    assert changed_paths("--- /dev/null\n+++ b/tests/test_a.py\n") == ["tests/test_a.py"]

@@ -1,0 +1,306 @@
+"""Tasks on repositories, from the instruction to the reward, with an agent that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from containers import write_stand_in
+from scripted_engine import ScriptedEngine, call, tokenizer
+
+from skyrl_agent import AgentConfig, AutoAgentRunner
+from skyrl_agent.tasks.repository import LocalRepositoryTask, RepositoryTask, parse_test_files
+from skyrl_agent.workspaces import WorkspaceError
+from skyrl_train.errors import DataError
+from skyrl_train.generators.base import BatchMetadata, play, rollout_requests
+from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
+
+TOKENIZER = tokenizer()
+TOOLS = dict.fromkeys(("enable_bash_tool", "enable_editor", "enable_think", "enable_finish"), True)
+LOCAL = "skyrl_agent.tasks.repository.LocalRepositoryTask"
+TESTS = """from calc import add
+
+def test_add():
+    assert add(2, 3) == 5
+"""
+FIX = call("str_replace_editor", command="str_replace", path="calc.py", old_str="a - b", new_str="a + b")
+
+
+@pytest.fixture
+def row(tmp_path: Path) -> dict[str, Any]:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "calc.py").write_text("def add(a, b):\n    return a - b\n", encoding="utf-8")
+    return {
+        "instance_id": "calc-1",
+        "problem_statement": "add(2, 3) returns -1.",
+        "repo_path": str(repository),
+        "test_command": f"{sys.executable} -m pytest -q -p no:cacheprovider tests",
+        "test_files": {"tests/test_calc.py": TESTS},
+        "expected_output": "1 passed",
+    }
+
+
+async def solve(
+    row: dict[str, Any], replies: Any, task: str = LOCAL, n_samples: int = 1, **settings: Any
+) -> tuple[list[Trajectory], ScriptedEngine]:
+    engine = ScriptedEngine(TOKENIZER, replies)
+    cfg = AgentConfig.model_validate(
+        {
+            "agent_cls": "skyrl_agent.agents.codeact.CodeActAgent",
+            "task": task,
+            "tools": TOOLS,
+            "generator": {"n_retries": 0, "max_response_length": 100_000, **settings},
+        }
+    )
+    runner = AutoAgentRunner.from_task(cfg, engine, TOKENIZER)
+    prompt = DrawnPrompt(0, PromptRow("0", [], None, row), 0)
+    requests = rollout_requests([prompt], n_samples, "")
+    trajectories = await play(runner, requests, cfg.generator.sampling(is_training=True), BatchMetadata(0, "train"))
+    await runner.close()
+    return trajectories, engine
+
+
+def bash(command: str) -> str:
+    return call("execute_bash", command=command)
+
+
+async def test_a_fix_is_rewarded(row: dict[str, Any]) -> None:
+    look = call("str_replace_editor", command="view", path="calc.py")
+    replies = [look, FIX, bash("git diff --stat; ls"), call("think", thought="done"), call("submit")]
+    (trajectory,), engine = await solve(row, replies)
+    assert trajectory.error is None
+    assert trajectory.stop_reason == "FINISH_TOOL"
+    assert trajectory.total_reward == 1.0
+    assert trajectory.env_metrics == {"patch_is_empty": 0.0, "patch_applies": 1.0, "n_turns": 5}
+    prompts = engine.prompts()
+    assert "add(2, 3) returns -1." in prompts[0]
+    assert "execute_bash: Run a command" in prompts[0]
+    assert "     2\t    return a - b" in prompts[1]
+    assert "1 file changed" in prompts[3]
+    assert "tests" not in prompts[3].rpartition("EXECUTION RESULT")[2]  # hidden
+
+
+@pytest.mark.parametrize(
+    ("replies", "stop_reason", "empty", "applies"),
+    [
+        ([call("submit")], "FINISH_TOOL", 1.0, 0.0),
+        ([bash("echo '# no fix' >>calc.py"), call("submit")], "FINISH_TOOL", 0.0, 1.0),
+        ([bash("rm -rf .git"), call("submit")], "FINISH_TOOL", 1.0, 0.0),
+        ([bash("true")] * 4, "stuck_in_a_loop", 1.0, 0.0),
+    ],
+    ids=["empty", "wrong", "damaged", "loop"],
+)
+async def test_what_is_no_fix_is_not_rewarded(
+    row: dict[str, Any], replies: list[str], stop_reason: str, empty: float, applies: float
+) -> None:
+    (trajectory,), _ = await solve(row, replies)
+    assert trajectory.is_valid
+    assert trajectory.total_reward == 0.0
+    assert trajectory.stop_reason == stop_reason
+    assert trajectory.env_metrics["patch_is_empty"] == empty
+    assert trajectory.env_metrics["patch_applies"] == applies
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "mkdir tests; printf 'def test_add():\\n    pass\\n' >tests/test_calc.py",
+        "printf 'import pytest\\n@pytest.hookimpl(tryfirst=True)\\ndef pytest_runtest_call(item):\\n"
+        "    item.obj = print\\n"
+        'def pytest_sessionfinish(session):\\n    print("1 passed"); session.exitstatus = 0\\n\' >conftest.py',
+        "printf 'print(\"1 passed\")\\n' >pytest.py; mkdir -p tests; cp pytest.py tests/conftest.py",
+        "printf '[pytest]\\naddopts = --collect-only\\n' >pytest.ini; cp pytest.ini tox.ini",
+        "printf 'print(\"1 passed\"); import os; os._exit(0)\\n' >sitecustomize.py",
+        "printf '#!/bin/sh\\necho 1 passed\\n' >pytest; chmod +x pytest; cp pytest python; PATH=$PWD:$PATH",
+        "printf 'import os; os._exit(0)\\n' >calc.py",
+        "printf 'import sys; sys.exit(0)\\n' >calc.py",
+        "mkdir -p away; printf 'def test_add():\\n    pass\\n' >away/test_calc.py; ln -s away tests",
+        "printf 'echo 1 passed; exit 0\\n' >$HOME/.bashrc; cp $HOME/.bashrc $HOME/.profile; echo x >x",
+        "printf 'import time; time.sleep(100)\\n' >calc.py",
+    ],
+)
+async def test_attacks_on_the_grader_are_not_rewarded(
+    row: dict[str, Any], attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalRepositoryTask, "test_timeout_s", 10.0)
+    (trajectory,), engine = await solve(row, [bash(attack), call("submit")])
+    assert "exit status 0" in engine.prompts()[1]
+    assert trajectory.error is None
+    assert trajectory.total_reward == 0.0
+
+
+async def test_a_fix_that_also_touches_tests_and_settings_is_rewarded(row: dict[str, Any]) -> None:
+    touch = "mkdir tests; echo 'def test_x(): assert False' >tests/test_x.py; echo 'broken(' >conftest.py"
+    (trajectory,), _ = await solve(row, [FIX, bash(touch), call("submit")])
+    assert trajectory.total_reward == 1.0
+
+
+async def test_a_setup_that_fails_makes_the_trajectory_invalid(row: dict[str, Any]) -> None:
+    (trajectory,), _ = await solve({**row, "setup": "echo no network; exit 7"}, [call("submit")])
+    assert not trajectory.is_valid
+    assert trajectory.stop_reason == "error_initialization"
+    assert "no network" in str(trajectory.error)
+
+
+async def test_a_grader_that_fails_makes_the_trajectory_invalid(row: dict[str, Any], tmp_path: Path) -> None:
+    setup = f"[ ! -e {tmp_path}/twice ]; s=$?; touch {tmp_path}/twice; exit $s"
+    (trajectory,), _ = await solve({**row, "setup": setup}, [FIX, call("submit")])
+    assert not trajectory.is_valid
+    assert trajectory.stop_reason == "error_evaluation"
+
+
+async def test_a_command_that_hangs_is_killed_and_the_agent_goes_on(row: dict[str, Any]) -> None:
+    hang = call("execute_bash", command="sleep 4720.5", timeout="1")
+    (trajectory,), engine = await solve(row, [hang, FIX, call("submit")])
+    assert "was killed because it took longer than 1 seconds" in engine.prompts()[1]
+    assert trajectory.total_reward == 1.0
+    assert _pids("sleep 4720.5") == []
+
+
+async def test_a_call_that_hangs_ends_with_cmd_timeout(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_agent.tools.workspace.TOOL_TIMEOUT_SHARE", 100.0)
+    replies = [FIX, bash("sleep 4721.5"), call("submit")]
+    (trajectory,), _ = await solve(row, replies, tool_timeout=5.0)
+    assert trajectory.stop_reason == "cmd_timeout"
+    assert trajectory.total_reward == 1.0  # the patch counts; the mask keeps it from training
+    assert sum(map(sum, (segment.loss_mask for segment in trajectory.segments))) == 0
+    assert _pids("sleep 4721.5") == []
+
+
+async def test_trajectories_at_the_same_time_work_in_different_folders(row: dict[str, Any]) -> None:
+    def script(prompt: str, turn: int) -> str:
+        return [bash("pwd; cat calc.py; sleep 0.5"), FIX, call("submit")][turn]
+
+    trajectories, engine = await solve(row, script, n_samples=3)
+    assert [t.total_reward for t in trajectories] == [1.0, 1.0, 1.0]
+    folders = {
+        p.partition("EXECUTION RESULT of [execute_bash]:\n")[2].partition("\n")[0] for p in engine.prompts()[3:6]
+    }
+    assert len(folders) == 3
+    assert not any(Path(folder).exists() for folder in folders)
+
+
+async def test_cancellation_ends_commands_and_removes_folders(row: dict[str, Any]) -> None:
+    task = asyncio.create_task(solve(row, [bash("pwd; setsid sleep 4722.5 & sleep 4723.5")] * 2, n_samples=2))
+    while len(_pids("sleep 4723.5")) < 2:
+        await asyncio.sleep(0.05)
+    folders = {Path(f"/proc/{pid}/cwd").resolve() for pid in _pids("sleep 4723.5")}
+    assert len(folders) == 2
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert _pids("sleep 4722.5") == _pids("sleep 4723.5") == []
+    assert not any(folder.exists() for folder in folders)
+
+
+async def test_cancellation_of_the_tests_ends_them(row: dict[str, Any]) -> None:
+    grading = LocalRepositoryTask.evaluate_result(PATCH, {**row, "test_command": "sleep 4724.5"})
+    task = asyncio.create_task(grading)
+    while not _pids("sleep 4724.5"):
+        await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert _pids("sleep 4724.5") == []
+
+
+async def test_cancellation_during_the_start_ends_it(row: dict[str, Any]) -> None:
+    task = asyncio.create_task(solve({**row, "setup": "sleep 4725.5"}, [call("submit")]))
+    while not _pids("sleep 4725.5"):
+        await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert _pids("sleep 4725.5") == []
+    assert wait_for_threads()
+
+
+async def test_a_start_that_takes_too_long_is_a_failure(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalRepositoryTask, "start_timeout_s", 1.0)
+    (trajectory,), _ = await solve({**row, "setup": "sleep 4726.5"}, [call("submit")])
+    assert trajectory.stop_reason == "error_initialization"
+    assert _pids("sleep 4726.5") == []
+
+
+PATCH = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n" + (
+    "-    return a - b\n+    return a + b\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("patch", "reward"), [(PATCH, 1.0), (PATCH.replace("a - b", "a * b"), 0.0), ("", 0.0), (None, 0.0), (7, 0.0)]
+)
+async def test_patches_are_graded_in_containers(row: dict[str, Any], tmp_path: Path, patch: Any, reward: float) -> None:
+    pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed: pip install './skyrl-agent[swe]'")
+
+    class Task(RepositoryTask):
+        cwd = "/testbed"
+        environment = {"executable": write_stand_in(tmp_path)}  # noqa: RUF012
+
+    image = tmp_path / "image"
+    image.mkdir()
+    instance = {**row, "image": str(image)}
+    Task.check_instance(instance, "")
+    assert (await Task.evaluate_result(patch, instance))["reward"] == reward
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["docker", "image", "repository"]
+    if reward:
+        (tmp_path / "docker").unlink()
+        with pytest.raises(WorkspaceError, match="did not start"):
+            await Task.evaluate_result(patch, instance)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"problem_statement": " "}, "no text in problem_statement"),
+        ({"test_command": None}, "no text in test_command"),
+        ({"repo_path": None}, "neither repo_path nor setup"),
+        ({"test_files": "{"}, "test_files is not JSON"),
+        ({"test_files": "[1]"}, "must be a mapping"),
+        ({"test_files": {"../x": ""}}, "relative paths in the repository"),
+        ({"test_files": {"/etc/x": ""}}, "relative paths in the repository"),
+        ({"test_files": {".git/hooks/x": ""}}, "relative paths in the repository"),
+        ({"test_files": {"x": 1}}, "relative paths in the repository"),
+        ({"repo_path": None, "setup": "git clone …"}, None),
+    ],
+)
+def test_rows_that_cannot_be_graded_are_refused(
+    row: dict[str, Any], change: dict[str, Any], problem: str | None
+) -> None:
+    if problem is None:
+        LocalRepositoryTask.check_instance({**row, **change}, "")
+    else:
+        with pytest.raises(DataError, match=problem):
+            LocalRepositoryTask.check_instance({**row, **change}, "")
+
+
+def test_containers_need_an_image(row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="no text in image"):
+        RepositoryTask.check_instance(row, "")
+    with pytest.raises(DataError, match="the instance is a str; it must be a row"):
+        RepositoryTask.check_instance("calc-1", "")
+
+
+def test_test_files_may_be_json_and_may_have_the_paths_of_other_rows() -> None:
+    assert parse_test_files({"test_files": '{"a": "x"}'}) == {"a": "x"}
+    assert parse_test_files({"test_files": {"a": "x", "b": None}}) == {"a": "x"}
+    assert parse_test_files({}) == {}
+
+
+def _pids(command: str) -> list[str]:
+    found = subprocess.run(["pgrep", "-fx", command], capture_output=True, text=True, check=False)
+    return found.stdout.split()
+
+
+def wait_for_threads(limit_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while any(thread.name == "workspace" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(thread.name == "workspace" for thread in threading.enumerate())
