@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -167,7 +168,10 @@ class AgentTrajectory:
         row = self.rollout.request.row
         columns = copy.deepcopy({**row.env_extras, "prompt": row.prompt} if row.prompt else row.env_extras)
         self._instance = Instance.from_row(columns, row.uid, self._cfg)
-        await finish(self._start())
+        if inspect.iscoroutinefunction(self._task.initialize_runtime):
+            await self._start()  # which releases what it has started if it is cancelled
+        else:
+            await finish(self._start())
         self._chat.reset(await self._call_task("get_instruction", runtime=self._runtime))
 
     async def _start(self) -> None:

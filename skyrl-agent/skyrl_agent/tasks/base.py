@@ -25,7 +25,11 @@ class BaseTask(ABC):
 
     @classmethod
     def initialize_runtime(cls, *args: Any, **kwargs: Any) -> Any:
-        """Start what the agent works with, such as a container; by default nothing."""
+        """Start what the agent works with, such as a container; by default nothing.
+
+        A coroutine function that is cancelled must release what it has started. A blocking one is waited for, and its
+        runtime is closed.
+        """
         return None
 
     @classmethod
