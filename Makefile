@@ -264,7 +264,7 @@ $(TINKER_VERSIONS:%=$(TINKER)/%/bin/python):
 
 .venv/.dev: .venv/.runtime
 	@echo "setup: installing the development tools into .venv"
-	@$(PIP) -c constraints.txt -e 'skyrl-agent[tinker]' -e 'skyrl-gym[all]' -e 'skyrl-train[dev]' -e 'skyrl-tx[dev]'
+	@$(PIP) -c constraints.txt -e 'skyrl-agent[dev]' -e 'skyrl-gym[all]' -e 'skyrl-train[dev]' -e 'skyrl-tx[dev]'
 	@touch $@
 
 $(DIFFERENTIAL)/.ready: REQUIREMENTS := $(DIFFERENTIAL_REQUIREMENTS)
