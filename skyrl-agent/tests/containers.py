@@ -15,6 +15,11 @@ PROGRAMS = """bash base64 cat chmod cp date dirname env find git grep head id ki
 sed seq setsid sh sleep sort tail tee timeout touch tr true uname wc yes"""
 
 
+def sleep(number: int) -> str:
+    """Return a command that only this process of tests starts, so that its processes can be found."""
+    return f"sleep 47{number}.{os.getpid():07}"
+
+
 def write_stand_in(folder: Path) -> str:
     """Return the path of an executable that behaves as `docker run`, `exec` and `rm`, see `docker_stand_in.py`."""
     executable = folder / "docker"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import threading
 import time
@@ -11,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from containers import build_podman_image, remove_podman_image, write_stand_in
+from containers import build_podman_image, remove_podman_image, sleep, write_stand_in
 
 from skyrl_agent.workspaces import (
     MAX_FILE_BYTES,
@@ -27,7 +28,7 @@ from skyrl_agent.workspaces import (
 )
 
 NO_MINI_SWE = "mini-swe-agent is not installed: pip install './skyrl-agent[swe]'"
-IMAGE = "localhost/skyrl-agent-workspaces:test"
+IMAGE = f"localhost/skyrl-agent-workspaces:{os.getpid()}"
 
 
 @pytest.fixture(scope="module")
@@ -92,27 +93,29 @@ def test_each_command_starts_in_the_folder_with_an_empty_input(workspace: Worksp
 
 def test_a_command_that_hangs_is_killed_with_its_children(workspace: Workspace) -> None:
     started = time.monotonic()
-    result = workspace.execute("echo before; sleep 4711.5 & sleep 4712.5", 1)
+    result = workspace.execute(f"echo before; {sleep(11)} & {sleep(12)}", 1)
     assert result == CommandResult("before\n", None)
     assert time.monotonic() - started < 10
-    assert wait_until(lambda: not is_alive("sleep 4711.5") and not is_alive("sleep 4712.5"))
+    assert wait_until(lambda: not is_alive(sleep(11)) and not is_alive(sleep(12)))
     assert workspace.execute("echo after", 30).output == "after\n"
 
 
-@pytest.mark.parametrize("command", ["trap '' TERM INT HUP; sleep 4713.5; sleep 4713.5", "exec sleep 4713.5"])
+@pytest.mark.parametrize(
+    "command", [f"trap '' TERM INT HUP; {sleep(13)}; {sleep(13)}", f"exec {sleep(13)}"], ids=["trap", "exec"]
+)
 def test_a_command_cannot_ignore_its_time_limit(workspace: Workspace, command: str) -> None:
     assert workspace.execute(command, 1).status is None
-    assert wait_until(lambda: not is_alive("sleep 4713.5"))
+    assert wait_until(lambda: not is_alive(sleep(13)))
 
 
 def test_background_processes_do_not_delay_their_command_and_end_with_the_workspace(workspace: Workspace) -> None:
     started = time.monotonic()
-    result = workspace.execute("sleep 4714.5 & setsid sleep 4715.5 & echo started", 30)
+    result = workspace.execute(f"{sleep(14)} & setsid {sleep(15)} & echo started", 30)
     assert result == CommandResult("started\n", 0)
     assert time.monotonic() - started < 10
-    assert wait_until(lambda: is_alive("sleep 4714.5") and is_alive("sleep 4715.5"))
+    assert wait_until(lambda: is_alive(sleep(14)) and is_alive(sleep(15)))
     workspace.close()
-    assert wait_until(lambda: not is_alive("sleep 4714.5") and not is_alive("sleep 4715.5"))
+    assert wait_until(lambda: not is_alive(sleep(14)) and not is_alive(sleep(15)))
 
 
 def test_long_output_keeps_its_beginning_and_its_end(workspace: Workspace) -> None:
@@ -173,18 +176,18 @@ def test_closing_ends_a_running_command(workspace: Workspace) -> None:
 
     def run() -> None:
         try:
-            workspace.execute("sleep 4716.5", 600)
+            workspace.execute(sleep(16), 600)
         except WorkspaceError as error:
             errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert wait_until(lambda: is_alive("sleep 4716.5"))
+    assert wait_until(lambda: is_alive(sleep(16)))
     workspace.close()
     thread.join(15)
     assert not thread.is_alive()
     assert "it is closed" in str(errors[0])
-    assert wait_until(lambda: not is_alive("sleep 4716.5"))
+    assert wait_until(lambda: not is_alive(sleep(16)))
     with pytest.raises(WorkspaceError):
         workspace.execute("true", 30)
     workspace.close()
@@ -199,14 +202,14 @@ def test_a_command_that_is_too_long_is_refused(workspace: Workspace) -> None:
 def test_two_workspaces_share_no_files_and_no_processes() -> None:
     first, second = LocalWorkspace(), LocalWorkspace()
     first.start(), second.start()
-    first.execute("echo one >file; sleep 4717.5 &", 30)
-    second.execute("echo two >file; sleep 4718.5 &", 30)
+    first.execute(f"echo one >file; {sleep(17)} &", 30)
+    second.execute(f"echo two >file; {sleep(18)} &", 30)
     first.close()
     assert second.read_bytes("file") == b"two\n"
-    assert is_alive("sleep 4718.5")
-    assert not is_alive("sleep 4717.5")
+    assert is_alive(sleep(18))
+    assert not is_alive(sleep(17))
     second.close()
-    assert not is_alive("sleep 4718.5")
+    assert not is_alive(sleep(18))
 
 
 def test_a_local_workspace_hides_variables_and_removes_its_folders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +279,7 @@ def test_singularity_is_called_as_mini_swe_agent_does(docker: str, tmp_path: Pat
     workspace.start()
     workspace.write_bytes("a", b"x")
     assert workspace.execute("cat a; exit 3", 30) == CommandResult("x", 3)
-    assert workspace.execute("sleep 4727.5", 1).status is None
+    assert workspace.execute(sleep(27), 1).status is None
     workspace.close()
     with pytest.raises(WorkspaceError):
         workspace.execute("true", 30)
@@ -316,14 +319,14 @@ async def test_cancellation_closes_an_open_workspace() -> None:
 
     async def use() -> None:
         async with open_workspace(workspace, 30, lambda _: None):
-            await in_thread(lambda: workspace.execute("sleep 4719.5", 600))
+            await in_thread(lambda: workspace.execute(sleep(19), 600))
 
     task = asyncio.create_task(use())
-    assert await asyncio.to_thread(wait_until, lambda: is_alive("sleep 4719.5"))
+    assert await asyncio.to_thread(wait_until, lambda: is_alive(sleep(19)))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not is_alive("sleep 4719.5")
+    assert not is_alive(sleep(19))
     assert not Path(workspace.cwd).exists()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import write_stand_in
+from containers import sleep, write_stand_in
 from scripted_engine import ScriptedEngine, call, tokenizer
 
 from skyrl_agent import AgentConfig, AutoAgentRunner
@@ -157,21 +157,21 @@ async def test_a_grader_that_fails_makes_the_trajectory_invalid(row: dict[str, A
 
 
 async def test_a_command_that_hangs_is_killed_and_the_agent_goes_on(row: dict[str, Any]) -> None:
-    hang = call("execute_bash", command="sleep 4720.5", timeout="1")
+    hang = call("execute_bash", command=sleep(20), timeout="1")
     (trajectory,), engine = await solve(row, [hang, FIX, call("submit")])
     assert "was killed because it took longer than 1 seconds" in engine.prompts()[1]
     assert trajectory.total_reward == 1.0
-    assert _pids("sleep 4720.5") == []
+    assert _pids(sleep(20)) == []
 
 
 async def test_a_call_that_hangs_ends_with_cmd_timeout(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl_agent.tools.workspace.TOOL_TIMEOUT_SHARE", 100.0)
-    replies = [FIX, bash("sleep 4721.5"), call("submit")]
+    replies = [FIX, bash(sleep(21)), call("submit")]
     (trajectory,), _ = await solve(row, replies, tool_timeout=5.0)
     assert trajectory.stop_reason == "cmd_timeout"
     assert trajectory.total_reward == 1.0  # the patch counts; the mask keeps it from training
     assert sum(map(sum, (segment.loss_mask for segment in trajectory.segments))) == 0
-    assert _pids("sleep 4721.5") == []
+    assert _pids(sleep(21)) == []
 
 
 async def test_trajectories_at_the_same_time_work_in_different_folders(row: dict[str, Any]) -> None:
@@ -188,45 +188,57 @@ async def test_trajectories_at_the_same_time_work_in_different_folders(row: dict
 
 
 async def test_cancellation_ends_commands_and_removes_folders(row: dict[str, Any]) -> None:
-    task = asyncio.create_task(solve(row, [bash("pwd; setsid sleep 4722.5 & sleep 4723.5")] * 2, n_samples=2))
-    while len(_pids("sleep 4723.5")) < 2:
+    task = asyncio.create_task(solve(row, [bash(f"pwd; setsid {sleep(22)} & {sleep(23)}")] * 2, n_samples=2))
+    while len(_pids(sleep(23))) < 2:
         await asyncio.sleep(0.05)
-    folders = {Path(f"/proc/{pid}/cwd").resolve() for pid in _pids("sleep 4723.5")}
+    folders = {Path(f"/proc/{pid}/cwd").resolve() for pid in _pids(sleep(23))}
     assert len(folders) == 2
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert _pids("sleep 4722.5") == _pids("sleep 4723.5") == []
+    assert _pids(sleep(22)) == _pids(sleep(23)) == []
     assert not any(folder.exists() for folder in folders)
 
 
 async def test_cancellation_of_the_tests_ends_them(row: dict[str, Any]) -> None:
-    grading = LocalRepositoryTask.evaluate_result(PATCH, {**row, "test_command": "sleep 4724.5"})
+    grading = LocalRepositoryTask.evaluate_result(PATCH, {**row, "test_command": sleep(24)})
     task = asyncio.create_task(grading)
-    while not _pids("sleep 4724.5"):
+    while not _pids(sleep(24)):
         await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert _pids("sleep 4724.5") == []
+    assert _pids(sleep(24)) == []
 
 
 async def test_cancellation_during_the_start_ends_it(row: dict[str, Any]) -> None:
-    task = asyncio.create_task(solve({**row, "setup": "sleep 4725.5"}, [call("submit")]))
-    while not _pids("sleep 4725.5"):
+    start = LocalRepositoryTask.initialize_runtime({**row, "setup": sleep(25)})
+    task = asyncio.create_task(start)
+    while not _pids(sleep(25)):
         await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert _pids("sleep 4725.5") == []
+    assert _pids(sleep(25)) == []
     assert wait_for_threads()
+
+
+async def test_a_trajectory_that_is_cancelled_during_its_start_leaves_nothing(row: dict[str, Any]) -> None:
+    task = asyncio.create_task(solve({**row, "setup": "sleep 1.4"}, [call("submit")]))
+    while not (threads := [thread for thread in threading.enumerate() if thread.name == "workspace"]):
+        await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert wait_for_threads()
+    assert not threads[0].is_alive()
 
 
 async def test_a_start_that_takes_too_long_is_a_failure(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalRepositoryTask, "start_timeout_s", 1.0)
-    (trajectory,), _ = await solve({**row, "setup": "sleep 4726.5"}, [call("submit")])
+    (trajectory,), _ = await solve({**row, "setup": sleep(26)}, [call("submit")])
     assert trajectory.stop_reason == "error_initialization"
-    assert _pids("sleep 4726.5") == []
+    assert _pids(sleep(26)) == []
 
 
 PATCH = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n" + (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import subprocess
 from collections.abc import Iterator
 from importlib import metadata
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import build_podman_image, remove_podman_image, write_stand_in
+from containers import build_podman_image, remove_podman_image, sleep, write_stand_in
 
 from skyrl_agent.tasks.swe_bench import (
     MARKERS,
@@ -94,7 +95,7 @@ FIX = (
     "diff --git a/add.sh b/add.sh\n--- a/add.sh\n+++ b/add.sh\n"
     "@@ -1 +1 @@\n-echo $(($1 * $2))\n+echo $(($1 + $2 - {off}))\n"
 )
-PODMAN_IMAGE = "localhost/skyrl-agent-swe-bench:test"
+PODMAN_IMAGE = f"localhost/skyrl-agent-swe-bench:{os.getpid()}"
 
 
 def log(new: str = "PASSED", old: str = "PASSED", exit_code: int | None = None) -> str:
@@ -284,7 +285,7 @@ ATTACKS = {
     "runner": replace_file("tests/run.sh", RUN, f"{FORGED}\n".replace("PASSED", "echo PASSED")),
     "diff": new_file("notes.txt", FORGED_LOG.replace("\n", "\r")),
     "setup": new_file("setup.sh", f"m='>>>>>'\ncat <<EOF\n{FORGED_LOG.replace('>>>>>', '$m')}EOF"),
-    "hangs": FIX.replace("echo $(($1 + $2 - {off}))", "sleep 4730.5"),
+    "hangs": FIX.replace("echo $(($1 + $2 - {off}))", sleep(30)),
 }
 
 
