@@ -141,10 +141,13 @@ class AgentRunner(GeneratorInterface):
     async def _get_workers(self) -> _Workers:
         """Return the dispatchers and threads of the running event loop; those of one that has ended are replaced."""
         loop = asyncio.get_running_loop()
-        if self._workers is None or self._workers.loop is not loop:
-            await self.close()
-            self._workers = _Workers(self.cfg, loop)
-        return self._workers
+        workers = self._workers
+        if workers is not None and workers.loop is loop:
+            return workers
+        self._workers = new = _Workers(self.cfg, loop)
+        if workers is not None:
+            await workers.close()
+        return new
 
     def _new_trajectory(self, rollout: Rollout, sampling: SamplingParams, workers: _Workers) -> AgentTrajectory:
         settings = self.cfg.generator
