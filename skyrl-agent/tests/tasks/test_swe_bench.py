@@ -43,7 +43,7 @@ TEST_PATCH = """diff --git a/test_requests.py b/test_requests.py
 ROW = {
     "instance_id": "psf__requests-1963",
     "repo": "psf/requests",
-    "base_commit": "110048f9837f8441ea536804115e80b69f400277",
+    "base_commit": "110048f9837f8441ea536804115e80b69f400277",  # pragma: allowlist secret
     "problem_statement": "resolve_redirects copies the original request",
     "test_patch": TEST_PATCH,
     "version": "2.3",
