@@ -47,7 +47,7 @@ ROW = {
     "problem_statement": "resolve_redirects copies the original request",
     "test_patch": TEST_PATCH,
     "version": "2.3",
-    "environment_setup_commit": "110048f9837f8441ea536804115e80b69f400277",
+    "environment_setup_commit": "110048f9837f8441ea536804115e80b69f400277",  # pragma: allowlist secret
     "FAIL_TO_PASS": '["test_requests.py::RequestsTestCase::test_new"]',
     "PASS_TO_PASS": ["test_requests.py::RequestsTestCase::test_old"],
 }
