@@ -316,7 +316,7 @@ def test_names_and_paths_on_the_page_of_algorithms_exist() -> None:
 
 def test_no_command_installs_our_packages_from_pypi() -> None:
     """PyPI has another project named skyrl-gym."""
-    folders = ("docs", "skyrl-gym", "skyrl-train", "skyrl-tx", "veritas-rl")
+    folders = ("docs", "skyrl-agent", "skyrl-gym", "skyrl-train", "skyrl-tx", "veritas-rl")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".sh")]
     paths = [path for path in files if "site-packages" not in path.parts]
     paths += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
