@@ -20,8 +20,6 @@ from skyrl_agent.runner import AgentRunner
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.trajectory import Instance
 from skyrl_gym.runtime.text import describe_error
-from skyrl_train.algorithms.advantages.by_group import rloo
-from skyrl_train.algorithms.registry import register_advantage_estimator
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.problems import raise_problems, show
@@ -33,8 +31,6 @@ from skyrl_train.entrypoints.experiment import BasePPOExp
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
-
-register_advantage_estimator("loop", compares="samples", per_token=False, whitens=False)(rloo)  # SkyRL-Agent's name
 
 QUOTED = re.compile(r"(\\*)('|$)")
 FROM_TASK_FILE = {

@@ -49,7 +49,7 @@ def test_a_task_file_for_another_backend_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_trains_and_evaluates(tmp_path: Path) -> None:
     task, overrides = write_task(tmp_path), write_run(tmp_path)
-    result = CliRunner().invoke(app, ["train", str(task), *overrides, "trainer.algorithm.advantage_estimator=loop"])
+    result = CliRunner().invoke(app, ["train", str(task), *overrides])
     assert result.exit_code == 0, result.output
     folder = tmp_path / "outputs" / "agents" / "run"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
