@@ -188,7 +188,7 @@ class _Workers:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """What metrics need of a trajectory."""
+    """The facts about a trajectory that metrics are computed from."""
 
     group: int
     stop_reason: str

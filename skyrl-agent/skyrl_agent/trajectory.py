@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What the task receives of a dataset row."""
+    """The part of a dataset row that the task receives, and its names."""
 
     data: Any
     instance_id: str
@@ -63,7 +63,7 @@ def _value_at(row: Any, key: str, default: Any = _REQUIRED) -> Any:
 
 
 async def finish(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Await a coroutine to its end, even if this task is cancelled meanwhile, and then raise the cancellation."""
+    """Run a coroutine to completion, even if this task is cancelled; then raise the cancellation."""
     task, cancellation = asyncio.ensure_future(coroutine), None
     while not task.done():
         try:

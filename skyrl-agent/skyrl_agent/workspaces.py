@@ -60,7 +60,7 @@ elif [ "$(wc -c <{path})" -gt {max_bytes} ]; then exit 104; fi; base64 <{path}""
 
 
 class WorkspaceError(ToolFailure):
-    """A workspace does not start or does not answer, through no fault of the model."""
+    """A workspace failed to start or to respond; the model is not at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Workspace(ABC):
         return CommandResult(output, None if is_late else status)
 
     def run(self, command: str, timeout_s: float = FILE_TIMEOUT_S, max_bytes: int = MAX_OUTPUT_BYTES) -> str:
-        """Run a command of our own and return its output; WorkspaceError if it fails."""
+        """Run an internal command and return its output; WorkspaceError if it fails."""
         result = self.execute(command, timeout_s, max_bytes)
         if result.status != 0:
             problem = f"took longer than {timeout_s:g} s" if result.status is None else f"status {result.status}"
@@ -262,7 +262,7 @@ class ContainerWorkspace(Workspace):
         environment, self._environment = self._environment, None
         if self._is_docker:
             if environment is not None:
-                environment.container_id = None  # its own cleanup would start a process that nobody waits for
+                environment.container_id = None  # or its cleanup starts a second `docker rm` in the background
             with suppress(subprocess.SubprocessError, OSError):
                 command = [self._executable, "rm", "--force", "--volumes", self._name]
                 subprocess.run(command, capture_output=True, timeout=CLOSE_TIMEOUT_S, check=False)

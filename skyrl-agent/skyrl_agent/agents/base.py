@@ -18,7 +18,7 @@ from skyrl_train.generators.env_pool import EnvTimeout, ThreadPool
 
 
 async def call_with_limit(threads: ThreadPool, function: Callable[[], Any], limit_s: float) -> Any:
-    """Return the result of a function that may block, or return an awaitable.
+    """Return the result of a function, which may block or return an awaitable.
 
     Raises:
         EnvTimeout: it exceeded the limit, which is that of `threads`, too.
@@ -51,7 +51,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class AgentContext:
-    """What an agent works with in one trajectory."""
+    """The chat, tools, settings and instance of one trajectory."""
 
     chat: Chat  # begins with the task's instruction
     tools: Mapping[str, BaseTool]

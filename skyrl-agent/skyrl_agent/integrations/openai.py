@@ -27,7 +27,7 @@ class OpenAIEngine:
     """
 
     def __init__(self, url: str, model: str, context_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Use the API at `url`, with the key in OPENAI_API_KEY, which servers of one's own do not need."""
+        """Connect to the API at `url`, with the key in OPENAI_API_KEY; self-hosted servers need none."""
         self.info = EngineInfo(context_length, context_length)
         self._model = model
         self._tokenizer = tokenizer

@@ -79,7 +79,7 @@ def clean_output(text: str) -> str:
 
 @register_tool("execute_bash")
 class ExecuteBash(BaseTool):
-    """A shell. A command that takes too long is killed, and the model is told so."""
+    """A shell. Commands that exceed their time limit are killed, and the result says so."""
 
     parameters = COMMAND_PARAMETERS
 
