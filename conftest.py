@@ -12,6 +12,8 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("agent_kit", "gym_kit", "train_kit", "tx_kit", "veritas_kit")
+
 MARKERS = {
     "skyrl-train/tests/ray": "ray",
     "skyrl-train/tests/sglang": "sglang",
@@ -29,6 +31,10 @@ BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_sl
 settings.register_profile("ci", BUSY_MACHINE, derandomize=True)
 settings.register_profile("nightly", BUSY_MACHINE, derandomize=False, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update", action="store_true", help="rewrite golden files with what the code now prints")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from train_kit.processes import find_descendants, killing
 
 from skyrl_train.config.cli import parse_cli
 from skyrl_train.entrypoints.experiment import BasePPOExp
@@ -23,7 +24,6 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS, register_reward_function
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
-from tests.processes import find_descendants, killing
 
 N_STEPS = 6
 TRAIN_FOLDER = Path(__file__).parents[2]

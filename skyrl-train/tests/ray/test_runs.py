@@ -17,11 +17,11 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray_runs import N_STEPS, assert_same_run, metrics, weights
+from train_kit.processes import find_descendants, killing
 
 from skyrl_train.entrypoints import main_generate
 from skyrl_train.entrypoints.main_base import main
 from skyrl_train.launch.ray.placement import Request, Reservation
-from tests.processes import find_descendants, killing
 
 TRAIN_FOLDER = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)  # each process imports PyTorch, and a test has up to 12

@@ -15,9 +15,9 @@ import torch
 from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 from sft_runs import metrics, overrides, write_rows
+from train_kit.processes import find_descendants
 
 from skyrl_train.entrypoints.cli import main
-from tests.processes import find_descendants
 
 TRAIN_FOLDER = Path(__file__).parents[2]
 SETTINGS = ["trainer.policy.optimizer_config.lr=1e-4", "trainer.ckpt_interval=1"]

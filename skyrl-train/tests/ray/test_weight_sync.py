@@ -10,6 +10,7 @@ import pytest
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray_runs import assert_same_run, metrics
+from train_kit.processes import killing
 from transformers import PreTrainedModel
 
 from skyrl_train.config.cli import parse_cli
@@ -18,7 +19,6 @@ from skyrl_train.errors import ConfigError, SyncError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.weight_sync import Receipt, SyncPlan
-from tests.processes import killing
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from train_kit.processes import find_descendants
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.entrypoints import main_base
@@ -27,7 +28,6 @@ from tests.contract.engine_kit import (
     change_adapter,
     distance,
 )
-from tests.processes import find_descendants
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from train_kit.processes import find_descendants
 from transformers import GPT2Config, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3MoeConfig
 
 from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
@@ -26,7 +27,6 @@ from tests.contract.engine_kit import (
     change_adapter,
     distance,
 )
-from tests.processes import find_descendants
 
 pytestmark = pytest.mark.timeout(600)
 

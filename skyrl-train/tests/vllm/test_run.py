@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import ray
+from train_kit.processes import killing
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from skyrl_train.entrypoints import main_base, main_generate
-from tests.processes import killing
 
 TRAIN_FOLDER = Path(__file__).parents[2]
 GSM8K = """

@@ -11,13 +11,13 @@ from dataclasses import replace
 import httpx
 import pytest
 from generators.endpoint.conftest import SAMPLING, AgentStage, catch_requests, new_client
+from train_kit.processes import find_descendants
 
 from examples.endpoint.agent import play_catch
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import BatchMetadata
 from skyrl_train.generators.endpoint.process import EndpointProcess
 from skyrl_train.types import PromptRow
-from tests.processes import find_descendants
 
 TRAIN = BatchMetadata(1, "train")
 

@@ -1,7 +1,12 @@
-"""Processes that tests kill."""
+"""Processes that tests start and kill."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +14,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
+from train_kit.zygote import Zygote
+
+
+@functools.cache
+def zygote() -> Zygote:
+    """Return the zygote of this pytest process, which is started at the first call."""
+    folder = tempfile.TemporaryDirectory(prefix="zygote-")
+    started = Zygote(Path(folder.name))
+    atexit.register(folder.cleanup)
+    atexit.register(started.close)
+    return started
+
+
+def python() -> str:
+    """Return a Python that has imported PyTorch, for tests of programs: `subprocess.run([python(), "-m", …])`.
+
+    Use `sys.executable` instead if the subject of the test is start-up, or the tree of processes.
+    """
+    return sys.executable if "TEST_REAL_PYTHON" in os.environ else str(zygote().python)
 
 
 def find_descendants(name: str, pid: int | None = None) -> Iterator[psutil.Process]:

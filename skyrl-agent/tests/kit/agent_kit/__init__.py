@@ -1,0 +1,1 @@
+"""Shared parts of the tests of skyrl-agent: import them with `from agent_kit.… import …`."""

@@ -1,0 +1,1 @@
+"""Shared parts of the tests of skyrl-gym: import them with `from gym_kit.… import …`."""

@@ -1,0 +1,1 @@
+"""Shared parts of the tests of skyrl-train: import them with `from train_kit.… import …`."""

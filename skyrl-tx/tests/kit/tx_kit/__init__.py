@@ -1,0 +1,1 @@
+"""Shared parts of the tests of skyrl-tx: import them with `from tx_kit.… import …`."""
