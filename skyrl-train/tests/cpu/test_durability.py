@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.folders import assert_a_changed_byte_is_named, flip_a_bit
+from train_kit.checkpoints import assert_a_changed_byte_is_named, flip_a_bit
 
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.checkpoint import CheckpointStore, durable, folder_lock

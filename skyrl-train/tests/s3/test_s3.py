@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint.folders import read, save, write_named
 from faulty_network import Faults
+from train_kit.checkpoints import read, save, write_named
 
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, RemoteFolder

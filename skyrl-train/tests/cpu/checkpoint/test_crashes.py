@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.folders import FILES, read, save, write_named
+from train_kit.checkpoints import FILES, read, save, write_named
 
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.checkpoint.manifest import MANIFEST

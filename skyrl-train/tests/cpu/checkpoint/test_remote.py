@@ -12,9 +12,9 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from checkpoint.folders import read, save, write_named
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from train_kit.checkpoints import read, save, write_named
 from xxhash import xxh3_128_hexdigest
 
 from skyrl_train.checkpoint import (

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 import pytest
-from checkpoint.folders import FILES, N_BYTES, flip_a_bit, read, save, write_named
+from train_kit.checkpoints import FILES, N_BYTES, flip_a_bit, read, save, write_named
 
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.checkpoint.manifest import MANIFEST

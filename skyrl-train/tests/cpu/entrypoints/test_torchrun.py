@@ -18,9 +18,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint.folders import assert_a_changed_byte_is_named
 from safetensors.torch import load_file
 from sft_runs import metrics, overrides, pair_overrides, write_pairs, write_rows
+from train_kit.checkpoints import assert_a_changed_byte_is_named
 
 from skyrl_train.config.cli import parse
 from skyrl_train.config.run import RunPlacementConfig
