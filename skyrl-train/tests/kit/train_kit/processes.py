@@ -5,17 +5,22 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from train_kit.zygote import Zygote
+
+TRAIN_FOLDER = Path(__file__).parents[3]
+"""The folder skyrl-train, from which `python -m examples.…` runs."""
 
 
 @functools.cache
@@ -36,6 +41,26 @@ def python() -> str:
     return sys.executable if "TEST_REAL_PYTHON" in os.environ else str(zygote().python)
 
 
+def run_python(*arguments: str, status: int = 0, **options: Any) -> str:
+    """Run `python …` in the folder skyrl-train; assert its exit status, and return its output and messages."""
+    options = {"cwd": TRAIN_FOLDER, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | options
+    finished = subprocess.run([python(), *arguments], check=False, **options)
+    assert finished.returncode == status, finished.stdout
+    return str(finished.stdout)
+
+
+def write_commands(folder: Path) -> Path:
+    """Write `python`, `python3` and `skyrl` into a folder for the PATH of shell scripts, and return the folder.
+
+    They start programs as `python()` does.
+    """
+    for name, arguments in (("python", ""), ("python3", ""), ("skyrl", "-m skyrl_train.entrypoints.cli ")):
+        command = folder / name
+        command.write_text(f'#!/bin/sh\nexec {python()} {arguments}"$@"\n')
+        command.chmod(0o755)
+    return folder
+
+
 def find_descendants(name: str, pid: int | None = None) -> Iterator[psutil.Process]:
     """Yield the running descendants of a process (this one if None) with `name` in their name or command line.
 
@@ -47,9 +72,17 @@ def find_descendants(name: str, pid: int | None = None) -> Iterator[psutil.Proce
                 yield process
 
 
+def kill_descendant(name: str) -> None:
+    """Kill a descendant of this process with `name` in its command line."""
+    next(find_descendants(name)).kill()
+
+
 @contextmanager
 def killing(name: str, folder: Path, n_steps: int = 1) -> Iterator[None]:
-    """Kill a descendant with `name` in its command line once the run in `folder` has logged `n_steps` steps."""
+    """Kill a descendant with `name` in its command line once the run in `folder` has logged `n_steps` steps.
+
+    A run of short steps may end before that; let a callback call `kill_descendant` there.
+    """
     log = folder / "metrics.jsonl"
     killed: list[int] = []
 
@@ -65,3 +98,11 @@ def killing(name: str, folder: Path, n_steps: int = 1) -> Iterator[None]:
     yield
     killer.join(timeout=10)
     assert killed
+
+
+def wait_until(is_true: Callable[[], object], timeout_s: float = 200) -> None:
+    """Poll a condition; fail if it does not hold in time."""
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -27,9 +27,6 @@ from skyrl_train.entrypoints.preferences import DPOExp, RewardExp
 from skyrl_train.entrypoints.sft import SFTExp
 from skyrl_train.trainer import Trainer
 
-TRAIN_FOLDER = Path(__file__).parents[3]
-"""The folder skyrl-train, from which `python -m examples.…` runs."""
-
 UNTIMED = ("timing/", "storage/", "trainer/tokens_per_second", "train/time(s)", "train/throughput", "system/")
 """Prefixes of metrics that differ between two equal runs."""
 
