@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from train_kit.engine_contract import EngineContract
+from train_kit.engines import EngineKit
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.entrypoints import main_base
@@ -22,10 +24,6 @@ from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.models.offload import OffloadedTensors
 from skyrl_train.models.prefix_sharing import use_attention
 from skyrl_train.workers.random_state import random_state, set_random_state
-
-pytest.register_assert_rewrite("tests.contract.engine_contract")
-from tests.contract.engine_contract import EngineContract  # noqa: E402
-from tests.contract.engine_kit import EngineKit  # noqa: E402
 
 
 @pytest.fixture(scope="session")

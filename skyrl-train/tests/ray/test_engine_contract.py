@@ -13,6 +13,8 @@ import pytest
 import ray
 import torch
 from ray.exceptions import RayActorError
+from train_kit.engine_contract import EngineContract
+from train_kit.engines import EngineKit, Listener
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineLostError
@@ -25,10 +27,6 @@ from skyrl_train.inference_engines.ray_wrapped_inference_engine import (
 )
 from skyrl_train.inference_engines.remote import connect, new_token
 from skyrl_train.launch.ray.cluster import connect as connect_to_cluster
-
-pytest.register_assert_rewrite("tests.contract.engine_contract")
-from tests.contract.engine_contract import EngineContract  # noqa: E402
-from tests.contract.engine_kit import EngineKit, Listener  # noqa: E402
 
 LIMITS = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 28}
 START_TIMEOUT_S = 120.0

@@ -10,8 +10,6 @@ import pytest
 from skyrl_train.inference_engines.sglang.launch import launch_server
 from tests.sglang.servers import COMMAND, OPTIONS, START_TIMEOUT_S, StartServer
 
-pytest.register_assert_rewrite("tests.contract.engine_contract", "tests.contract.sglang_contract")
-
 
 @pytest.fixture(scope="session")
 def tiny_head_dim() -> int:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from train_kit.engines import EngineKit, SharedEngines
+from train_kit.sglang_contract import N_RESERVED_TOKENS, SGLangContract
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.sglang.engine import SGLangEngine
-from tests.contract.engine_kit import EngineKit
-from tests.contract.sglang_contract import N_RESERVED_TOKENS, SGLangContract
-from tests.contract.shared_engines import SharedEngines
 from tests.sglang.servers import StartServer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from train_kit.engines import SharedEngines
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
-
-pytest.register_assert_rewrite("tests.contract.engine_contract")
-from tests.contract.shared_engines import SharedEngines  # noqa: E402
 
 NewEngine = Callable[..., VLLMEngine]
 SaveModel = Callable[[PretrainedConfig], Path]

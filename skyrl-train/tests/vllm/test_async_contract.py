@@ -13,11 +13,11 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from train_kit.engine_contract import EngineContract
+from train_kit.engines import EngineKit, Listener
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
-from tests.contract.engine_contract import EngineContract
-from tests.contract.engine_kit import EngineKit, Listener
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

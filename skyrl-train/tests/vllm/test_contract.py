@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from train_kit.engine_contract import EngineContract
+from train_kit.engines import EngineKit
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
-from tests.contract.engine_contract import EngineContract
-from tests.contract.engine_kit import EngineKit
 
 
 @pytest.fixture

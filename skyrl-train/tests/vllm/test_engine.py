@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from train_kit.engines import EngineKit, Listener, assert_agrees
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 from skyrl_train.inference_engines.vllm.sampler import PositionSampler
-from tests.contract.engine_contract import assert_agrees
-from tests.contract.engine_kit import EngineKit, Listener
 
 NewEngine = Callable[..., VLLMEngine]
 BYTES_OF_A_CONTEXT = 512 * 2 * 2 * 2 * 32 * 4  # tokens, keys and values, layers, heads, head_dim, float32

@@ -11,23 +11,15 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from train_kit.engines import EngineKit, Listener, assert_agrees, distance
 from train_kit.processes import find_descendants
+from train_kit.weight_sync import SYNC_TIMEOUT_S, AdapterSource, add_random_adapter, change_adapter
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.entrypoints import main_base
 from skyrl_train.errors import EngineLostError
 from skyrl_train.inference_engines.vllm.async_engine import PARALLEL_SIZES, AsyncVLLMEngine
 from skyrl_train.weight_sync import SyncOptions, WeightSync
-from tests.contract.engine_contract import assert_agrees
-from tests.contract.engine_kit import (
-    SYNC_TIMEOUT_S,
-    AdapterSource,
-    EngineKit,
-    Listener,
-    add_random_adapter,
-    change_adapter,
-    distance,
-)
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from train_kit.engines import EngineKit, distance
 from train_kit.processes import find_descendants
+from train_kit.weight_sync import AdapterSource, TensorSource, add_random_adapter, change_adapter
 from transformers import GPT2Config, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3MoeConfig
 
 from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
@@ -19,14 +21,6 @@ from skyrl_train.models.lora import trained_parameters
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.weight_sync.base import Transport
 from skyrl_train.weight_sync.shared_memory import NAME
-from tests.contract.engine_kit import (
-    AdapterSource,
-    EngineKit,
-    TensorSource,
-    add_random_adapter,
-    change_adapter,
-    distance,
-)
 
 pytestmark = pytest.mark.timeout(600)
 

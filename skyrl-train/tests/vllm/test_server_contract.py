@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from train_kit.engine_contract import EngineContract
+from train_kit.engines import EngineKit, assert_agrees
+from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.entrypoints import main_base
@@ -26,8 +29,6 @@ from skyrl_train.inference_engines.vllm.server import VLLMServerEngine
 from skyrl_train.inference_engines.vllm.wire import EXTENSION
 from skyrl_train.weight_sync.base import Transport
 from skyrl_train.weight_sync.sync import free_port
-from tests.contract.engine_contract import EngineContract, assert_agrees
-from tests.contract.engine_kit import EngineKit, sync_weights
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from train_kit.engines import EngineKit, distance
+from train_kit.weight_sync import NamedTensors, TensorSource, sync_weights
 from transformers import (
     CohereConfig,
     Gemma2Config,
@@ -28,7 +30,6 @@ from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 from skyrl_train.models.loading import load_model
 from skyrl_train.weight_sync import SyncOptions, WeightSync
-from tests.contract.engine_kit import EngineKit, NamedTensors, TensorSource, distance, sync_weights
 
 NewEngine = Callable[..., VLLMEngine]
 SaveModel = Callable[[PretrainedConfig], Path]

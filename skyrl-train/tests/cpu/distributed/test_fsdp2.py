@@ -26,6 +26,7 @@ from distributed.rank_groups import (
 )
 from safetensors.torch import load_file
 from small_models import ROUTER_BIAS, new_biased_router
+from train_kit.weight_sync import MirroredSink
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from workers.worker_batches import (
     as_batch,
@@ -47,7 +48,6 @@ from skyrl_train.models.loading import load_model, load_reward_model
 from skyrl_train.types import DrawnPrompt
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.workers.group import WorkerGroup
-from tests.contract.engine_kit import MirroredSink
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])

@@ -17,6 +17,7 @@ import torch
 from distributed.rank_groups import train_with_moves
 from safetensors.torch import load_file
 from small_models import SMALL
+from train_kit.weight_sync import MirroredSink
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -50,7 +51,6 @@ from skyrl_train.types.specs import LoraSpec, ModelSpec, World, lora_spec
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
-from tests.contract.engine_kit import MirroredSink
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, the extra mcore of skyrl-train")
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron]

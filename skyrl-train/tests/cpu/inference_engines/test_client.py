@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from train_kit.engine_contract import LONG, EngineContract
+from train_kit.engines import EngineKit, Listener, assert_same
+from train_kit.weight_sync import TensorSource
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
@@ -26,10 +29,6 @@ from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.hf import HFEngine, load_engine
 from skyrl_train.inference_engines.process import ServerProcess
 from skyrl_train.weight_sync import SyncOptions, WeightSync, rendezvous
-
-pytest.register_assert_rewrite("tests.contract.engine_contract")
-from tests.contract.engine_contract import LONG, EngineContract, assert_same  # noqa: E402
-from tests.contract.engine_kit import EngineKit, Listener, TensorSource  # noqa: E402
 
 
 @pytest.fixture(scope="module")

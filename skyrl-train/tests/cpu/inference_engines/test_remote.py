@@ -25,6 +25,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from train_kit.engine_contract import EngineContract
+from train_kit.engines import EngineKit, Listener, assert_same, start
+from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError, EngineError, EngineLostError
@@ -35,10 +38,6 @@ from skyrl_train.inference_engines.hf import load_engine
 from skyrl_train.inference_engines.process import ServerProcess, start_engine
 from skyrl_train.inference_engines.remote import TOKEN_BYTES, RemoteEngine, connect, new_token, serve
 from skyrl_train.weight_sync import SyncPlan
-
-pytest.register_assert_rewrite("tests.contract.engine_contract")
-from tests.contract.engine_contract import EngineContract, assert_same, start  # noqa: E402
-from tests.contract.engine_kit import EngineKit, Listener, sync_weights  # noqa: E402
 
 MakeEngine = Callable[[], InferenceEngine]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from train_kit.weight_sync import AdapterSource, MirroredSink, TensorSource, add_random_adapter, change_adapter
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import SyncError
@@ -20,7 +21,6 @@ from skyrl_train.weight_sync.base import Transport
 from skyrl_train.weight_sync.mirror import allocate_host_memory
 from skyrl_train.weight_sync.shared_memory import NAME
 from skyrl_train.weight_sync.sync import free_port
-from tests.contract.engine_kit import AdapterSource, MirroredSink, TensorSource, add_random_adapter, change_adapter
 
 pytestmark = pytest.mark.usefixtures("frozen_objects")
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from generators.conftest import RecordedEngine
 from generators.endpoint.conftest import SAMPLING, AgentStage, catch_requests, new_client
+from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from examples.catch.env import CatchEnv
@@ -27,7 +28,6 @@ from skyrl_train.generators.rewards import REWARD_FUNCTIONS, register_reward_fun
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import PromptRow, Trajectory
-from tests.contract.engine_kit import sync_weights
 
 
 async def asks_once(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:

@@ -11,13 +11,13 @@ import openai
 import psutil
 import pytest
 from generators.endpoint.conftest import HELLO, MODEL, EndpointStage, new_client, new_engine
+from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.endpoint import Endpoint, ModelService, Session
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.models.memory import cache_bytes_per_token
-from tests.contract.engine_kit import sync_weights
 
 LONG: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
 

@@ -7,13 +7,11 @@ import threading
 from collections.abc import AsyncIterator
 
 import pytest
+from train_kit.engine_contract import EngineContract
+from train_kit.engines import EngineKit
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.hf import HFEngine
-
-pytest.register_assert_rewrite("tests.contract.engine_contract")
-from tests.contract.engine_contract import EngineContract  # noqa: E402
-from tests.contract.engine_kit import EngineKit  # noqa: E402
 
 
 @pytest.fixture

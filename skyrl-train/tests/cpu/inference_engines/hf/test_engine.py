@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import EngineError
@@ -18,7 +19,6 @@ from skyrl_train.inference_engines.hf import HFEngine, attention
 from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.models.memory import cache_bytes_per_token
 from skyrl_train.weight_sync.base import Transport
-from tests.contract.engine_kit import sync_weights
 
 NewEngine = Callable[..., HFEngine]
 Passes = list[int]

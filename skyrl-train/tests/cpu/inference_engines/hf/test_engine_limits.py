@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import SMALL
+from train_kit.models import SMALL
+from train_kit.weight_sync import sync_weights
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -23,7 +24,6 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.inference_engines.hf.kv_memory import KVMemory
-from tests.contract.engine_kit import sync_weights
 
 NewEngine = Callable[..., HFEngine]
 Passes = list[int]

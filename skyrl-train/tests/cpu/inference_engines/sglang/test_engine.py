@@ -18,6 +18,11 @@ import psutil
 import pytest
 import torch
 from fastapi.responses import JSONResponse
+from train_kit import sglang_server
+from train_kit.engines import EngineKit, Listener, assert_agrees, distance
+from train_kit.sglang_contract import N_RESERVED_TOKENS, SGLangContract
+from train_kit.sglang_server import SGLangServer
+from train_kit.weight_sync import AdapterSource, TensorSource, add_random_adapter, change_adapter
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.config import load_config
@@ -30,23 +35,9 @@ from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.sglang.engine import SGLangEngine
 from skyrl_train.inference_engines.sglang.launch import launch_server, list_arguments
 from skyrl_train.weight_sync import SyncOptions, WeightSync
-from tests.cpu.inference_engines.sglang.sglang_server import SGLangServer
-
-pytest.register_assert_rewrite("tests.contract.engine_contract", "tests.contract.sglang_contract")
-from tests.contract.engine_contract import assert_agrees  # noqa: E402
-from tests.contract.engine_kit import (  # noqa: E402
-    AdapterSource,
-    EngineKit,
-    Listener,
-    TensorSource,
-    add_random_adapter,
-    change_adapter,
-    distance,
-)
-from tests.contract.sglang_contract import N_RESERVED_TOKENS, SGLangContract  # noqa: E402
 
 UPDATE = "/update_weights_from_disk"
-COMMAND = (sys.executable, str(Path(__file__).parent / "sglang_server.py"))
+COMMAND = (sys.executable, sglang_server.__file__)
 
 
 @pytest.fixture

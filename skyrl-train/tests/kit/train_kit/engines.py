@@ -1,15 +1,19 @@
-"""Tools for the engine contract: the backend under test, requests, and expected results."""
+"""Inference engines under test, and what tests compare them with."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from contextlib import aclosing
-from dataclasses import dataclass, field
+import copy
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     LogitsProcessor,
@@ -22,7 +26,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from skyrl_train.config.policy import LoraConfig
+from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import (
     EngineRequest,
     EngineResult,
@@ -30,23 +34,18 @@ from skyrl_train.inference_engines.base import (
     SamplingParams,
     TokenChunk,
 )
+from skyrl_train.inference_engines.hf import HFEngine, load_engine
 from skyrl_train.models.logprobs import response_logprobs
-from skyrl_train.models.lora import add_adapter, sync_tensors, trained_parameters
-from skyrl_train.types.specs import LoraSpec, SyncKind, TensorSpec
-from skyrl_train.weight_sync import (
-    MirroredReceiver,
-    Receipt,
-    SyncOptions,
-    SyncPlan,
-    WeightMirror,
-    WeightSync,
-    send,
-)
 from skyrl_train.weight_sync.base import Transport
-from skyrl_train.weight_sync.transfer import SentWeights
+from train_kit.weight_sync import sync_weights
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
-SYNC_TIMEOUT_S = 20.0
+LIMITS = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 28}
+"""Options of an embedded engine with room for every test."""
+
+
+def make_engine(path: Path, **options: Any) -> Callable[[], InferenceEngine]:
+    """Return a picklable function that loads the model at `path` into an embedded engine."""
+    return partial(load_engine, str(path), **{"dtype": torch.float32, **LIMITS, **options})
 
 
 @dataclass(frozen=True)
@@ -206,81 +205,93 @@ class Listener:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSource:
-    """A `WeightSource` in this process."""
-
-    named_tensors: Callable[[], NamedTensors]
-    sent_weights: SentWeights = field(default_factory=SentWeights)
-
-    async def tensor_specs(self, kind: SyncKind = "full") -> list[TensorSpec]:
-        """Return name, shape and dtype of each tensor."""
-        return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.named_tensors()]
-
-    async def send_weights(self, plan: SyncPlan) -> Receipt:
-        """Send the tensors as planned; a broadcast blocks until they are received."""
-        tensors = ((name, tensor.detach()) for name, tensor in self.named_tensors())
-        return await asyncio.to_thread(send, plan, tensors, self.sent_weights if plan.tracks_changes else None)
+def assert_same(actual: EngineResult, expected: EngineResult, tolerance: float) -> None:
+    assert actual.token_ids == expected.token_ids
+    assert actual.stop_reason == expected.stop_reason
+    assert actual.logprobs == pytest.approx(expected.logprobs, abs=2 * tolerance)
 
 
-def add_random_adapter(model: PreTrainedModel, **settings: Any) -> None:
-    """Add an adapter that changes the model."""
-    add_adapter(model, LoraSpec(LoraConfig(**settings), "trainer.policy.model.lora", "base"))
-    change_adapter(model, 0)
+def assert_agrees(kit: EngineKit, request: EngineRequest, result: EngineResult) -> None:
+    """Assert that the log-probs equal those of the trainer."""
+    assert result.logprobs == pytest.approx(kit.trainer_logprobs(request, result), abs=kit.tolerance), request.sampling
 
 
-def change_adapter(model: PreTrainedModel, version: int) -> None:
-    """Give the adapter random values, which depend on the version."""
-    generator = torch.Generator().manual_seed(version)
-    with torch.no_grad():
-        for parameter in trained_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+def start(engine: InferenceEngine, request: EngineRequest, method: str) -> asyncio.Task[EngineResult]:
+    """Serve a request by `generate` or `stream`, in a task."""
+    if method == "stream":
+        return Listener(engine, request).task
+
+    async def generate() -> EngineResult:
+        (result,) = await engine.generate([request])
+        return result
+
+    return asyncio.create_task(generate())
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSource:
-    """A `WeightSource` of a model with an adapter, in this process."""
+class RecordedEngine(HFEngine):
+    """The engine, with a record of its requests and results."""
 
-    model: PreTrainedModel
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.exchanges: list[tuple[EngineRequest, EngineResult]] = []
+        self.ended: list[str] = []
 
-    async def tensor_specs(self, kind: SyncKind = "full") -> list[TensorSpec]:
-        """Return name, shape and dtype of each tensor."""
-        named = sync_tensors(self.model, kind, torch.Tensor.detach)
-        return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named]
+    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+        recorded = copy.deepcopy(list(requests))
+        results = await super().generate(requests)
+        self.exchanges += zip(recorded, results, strict=True)
+        return results
 
-    async def send_weights(self, plan: SyncPlan) -> Receipt:
-        """Send the tensors as planned."""
-        return await asyncio.to_thread(send, plan, sync_tensors(self.model, plan.kind, torch.Tensor.detach))
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
+        recorded = copy.deepcopy(request)
+        async with aclosing(super().stream(request)) as chunks:
+            async for chunk in chunks:
+                if chunk.result is not None:
+                    self.exchanges.append((recorded, chunk.result))
+                yield chunk
 
+    async def end_session(self, session_id: str) -> None:
+        self.ended.append(session_id)
+        await super().end_session(session_id)
 
-class MirroredSink:
-    """A `WeightSink` that uses tensors only after the last one has arrived."""
-
-    n_weight_copies = 1
-
-    def __init__(self) -> None:
-        self.mirror = WeightMirror()
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.kinds: list[SyncKind] = []  # of the syncs so far
-
-    async def receive_weights(self, plan: SyncPlan) -> Receipt:
-        """Receive whole tensors."""
-        self.kinds.append(plan.kind)
-        receiver = MirroredReceiver(plan, self.mirror)
-        received = await asyncio.to_thread(list, receiver)
-        self.tensors = {name: tensor.clone() for name, tensor in received}
-        return receiver.receipt
+    def session(self, session_id: str) -> list[tuple[EngineRequest, EngineResult]]:
+        """Return the exchanges of one attempt at a rollout, in order."""
+        return [(request, result) for request, result in self.exchanges if request.session_id == session_id]
 
 
-async def sync_weights(
-    engine: InferenceEngine,
-    named_tensors: Callable[[], NamedTensors],
-    version: int,
-    transport: Transport = "shared",
-) -> None:
-    """Send weights to the engine, as `version`."""
-    options = SyncOptions(transport, timeout_s=SYNC_TIMEOUT_S)
-    await WeightSync(TensorSource(named_tensors), {"the engine": engine}, options)(version)
+class SharedEngines:
+    """Engines that tests take turns with, because starting one takes long. One for each set of options."""
+
+    def __init__(self, start: Callable[..., InferenceEngine], model: PreTrainedModel, transport: Transport) -> None:
+        self._start = start
+        self._model = model
+        self._transport = transport
+        self._engines: dict[str, InferenceEngine] = {}
+
+    def new(self, **options: Any) -> InferenceEngine:
+        """Return an engine with the initial weights, as version 0, and without a cache."""
+        key = repr(sorted(options.items()))
+        if key not in self._engines:
+            self._engines[key] = self._start(**options)
+        return self._engines[key]
+
+    async def reset(self) -> None:
+        """End what a test has begun, and drop engines that it has closed."""
+        for key, engine in list(self._engines.items()):
+            try:
+                await engine.abort()
+                with suppress(EngineError):
+                    await engine.resume()
+                await engine.wake_up()
+                await sync_weights(engine, self._model.named_parameters, 0, self._transport)
+            except EngineError:
+                del self._engines[key]
+                await engine.close()
+
+    async def close(self) -> None:
+        """Close all engines."""
+        for engine in self._engines.values():
+            await engine.close()
 
 
 def _shaped(logits: torch.Tensor, request: EngineRequest, sampled: list[int], eos_id: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""The contract of inference engines. A test module subclasses `EngineContract` and provides an `engine_kit` fixture.
+"""The contract of inference engines: subclass `EngineContract` and provide a fixture `engine_kit`.
 
 The tests use only the protocol, because the engine may be in another process. Tests of threads or internals belong to
-the test module of the backend.
+the test module of the backend. A wrapper of engines that cannot break a part of the contract, such as the
+distribution of sampled tokens, runs the other parts.
 """
 
 from __future__ import annotations
@@ -18,14 +19,8 @@ import pytest
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import (
-    EngineRequest,
-    EngineResult,
-    InferenceEngine,
-    SamplingParams,
-    TokenChunk,
-)
-from tests.contract.engine_kit import EngineKit, Listener
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams, TokenChunk
+from train_kit.engines import EngineKit, Listener, assert_agrees, assert_same, start
 
 LONG = {"n_new": 400, "ignore_eos": True}  # still running during the test
 B_TO_Z = ascii_lowercase[1:]
@@ -42,57 +37,29 @@ SHAPED: list[dict[str, Any]] = [
 
 ENDINGS: list[tuple[dict[str, Any], str, str]] = [
     ({}, f"{B_TO_Z}7<|im_end|>", "stop"),
-    ({"n_new": 5}, "bcdef", "length"),
+    ({"max_new_tokens": 5}, "bcdef", "length"),
     ({"stop": ("fgh",)}, "bcdefgh", "stop"),
-    ({"stop": ("fgh",), "n_new": 7}, "bcdefgh", "stop"),  # the last allowed token completes it
-    ({"stop": ("fgh",), "n_new": 6}, "bcdefg", "length"),
+    ({"stop": ("fgh",), "max_new_tokens": 7}, "bcdefgh", "stop"),  # the last allowed token completes it
+    ({"stop": ("fgh",), "max_new_tokens": 6}, "bcdefg", "length"),
     ({"stop": ("xyz", "q", "fgi")}, "bcdefghijklmnopq", "stop"),  # whichever comes first
     ({"stop": ("abc", "uvw")}, "bcdefghijklmnopqrstuvw", "stop"),  # the a of the prompt does not count
     ({"stop": ("cde",), "min_new_tokens": 9}, f"{B_TO_Z}7<|im_end|>", "stop"),
     ({"stop": ("cde",), "min_new_tokens": 5}, f"{B_TO_Z}7<|im_end|>", "stop"),  # completed too early
     ({"stop": ("cde",), "min_new_tokens": 4}, "bcde", "stop"),
-    ({"stop_token_ids": "m"}, "bcdefghijklm", "stop"),
-    ({"ignore_eos": True, "n_new": 30}, f"{B_TO_Z}7<|im_end|>abc", "length"),
+    ({"stop_tokens": "m"}, "bcdefghijklm", "stop"),
+    ({"ignore_eos": True, "max_new_tokens": 30}, f"{B_TO_Z}7<|im_end|>abc", "length"),
     ({"ignore_eos": True, "stop": ("7",)}, f"{B_TO_Z}7", "stop"),
 ]
 
 
-def assert_same(actual: EngineResult, expected: EngineResult, tolerance: float) -> None:
-    assert actual.token_ids == expected.token_ids
-    assert actual.stop_reason == expected.stop_reason
-    assert actual.logprobs == pytest.approx(expected.logprobs, abs=2 * tolerance)
-
-
-def assert_agrees(kit: EngineKit, request: EngineRequest, result: EngineResult) -> None:
-    """Assert that the log-probs equal those of the trainer."""
-    assert result.logprobs == pytest.approx(kit.trainer_logprobs(request, result), abs=kit.tolerance), request.sampling
-
-
-def start(engine: InferenceEngine, request: EngineRequest, method: str) -> asyncio.Task[EngineResult]:
-    """Serve a request by `generate` or `stream`, in a task."""
-    if method == "stream":
-        return Listener(engine, request).task
-
-    async def generate() -> EngineResult:
-        (result,) = await engine.generate([request])
-        return result
-
-    return asyncio.create_task(generate())
-
-
-class EngineContract:
-    """One test for each guarantee of `InferenceEngine`, compared with the policy's own model."""
-
-    samplings_of_nan: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"temperature": 0.0}, {"top_p": 0.9})
-    """Sampling options of the requests to a model with NaN weights."""
-
-    # -- sampling and log-probs
+class SamplingContract:
+    """Tokens and log-probs, compared with the policy's own model."""
 
     async def test_greedy_sampling_equals_transformers(self, engine_kit: EngineKit) -> None:
         lengths = [1, 2, 31, 32, 33, 63, 64, 65, 200]  # around the sizes at which caches grow
-        requests = [engine_kit.request(n, 20, seed=n, temperature=0.0) for n in lengths]
+        requests = [engine_kit.request(n, 8, seed=n, temperature=0.0) for n in lengths]
         results = await engine_kit.new().generate(requests)
-        assert [r.token_ids for r in results] == [engine_kit.greedy(r.prompt_ids, 20) for r in requests]
+        assert [r.token_ids for r in results] == [engine_kit.greedy(r.prompt_ids, 8) for r in requests]
 
     async def test_log_probs_equal_those_of_the_trainer_at_the_request_temperature(self, engine_kit: EngineKit) -> None:
         temperatures = (0.0, 0.4, 1.0, 1.7)
@@ -150,7 +117,9 @@ class EngineContract:
             (single,) = await engine.generate([request])
             assert_same(single, expected, engine_kit.tolerance)
 
-    # -- assignment of results to requests
+
+class CallContract:
+    """Calls side by side: each gets its own tokens, and only those that cannot be served are refused."""
 
     async def test_results_are_in_the_order_of_their_requests(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new(max_num_seqs=2)
@@ -193,43 +162,6 @@ class EngineContract:
         for listener, result in zip(listeners, expected, strict=True):
             assert_same(await listener.result(), result, engine_kit.tolerance)
             assert listener.token_ids == result.token_ids
-
-    # -- the end of a response
-
-    @pytest.mark.parametrize(("options", "text", "reason"), ENDINGS)
-    async def test_a_response_ends_at_eos_stop_string_stop_token_or_limit(
-        self, engine_kit: EngineKit, options: dict[str, Any], text: str, reason: str
-    ) -> None:
-        engine_kit.teach_spelling()
-        engine = engine_kit.new()
-        await engine_kit.sync(engine, 1)
-        options = {"n_new": 100, **options}
-        if letter := options.get("stop_token_ids"):
-            options["stop_token_ids"] = (engine_kit.tokenizer.convert_tokens_to_ids(letter),)
-        sampling = SamplingParams(options.pop("n_new"), **options)
-        prompt_ids = engine_kit.tokenizer.convert_tokens_to_ids(["a"])
-        (result,) = await engine.generate([EngineRequest(prompt_ids, sampling, seed=0)])
-        assert (engine_kit.tokenizer.decode(result.token_ids), result.stop_reason) == (text, reason)
-
-    async def test_no_response_ends_before_min_new_tokens(self, engine_kit: EngineKit) -> None:
-        engine = engine_kit.new()
-        requests = [engine_kit.request(9, 60, seed=seed, temperature=3.0) for seed in range(40)]
-        free = await engine.generate(requests)
-        assert any(result.stop_reason == "stop" for result in free)
-        forced = [replace(r, sampling=replace(r.sampling, min_new_tokens=60)) for r in requests]
-        for result in await engine.generate(forced):
-            assert (len(result.token_ids), result.stop_reason) == (60, "length")
-            assert engine_kit.eos_id not in result.token_ids
-
-    async def test_a_response_ends_with_the_context(self, engine_kit: EngineKit) -> None:
-        engine = engine_kit.new()
-        n = engine.info.context_length
-        assert n == engine_kit.model.config.max_position_embeddings - engine_kit.n_reserved_tokens
-        assert engine.info.longest_sequence == n  # the engines under test have room for it
-        request = engine_kit.request(n - 4, 50, ignore_eos=True)
-        (result,) = await engine.generate([request])
-        assert (len(result.token_ids), result.stop_reason) == (4, "length")
-        assert_agrees(engine_kit, request, result)
 
     async def test_only_the_call_of_a_prompt_that_cannot_be_served_is_refused(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
@@ -283,7 +215,51 @@ class EngineContract:
         await engine_kit.sync(engine, 1)  # refused while requests are unfinished
         assert_same((await engine.generate([kept]))[0], expected, engine_kit.tolerance)
 
-    # -- cached prefixes
+
+class EndingContract:
+    """The end of a response: EOS token, stop string, stop token, or limit."""
+
+    endings: ClassVar[list[tuple[dict[str, Any], str, str]]] = ENDINGS
+    """Options of a request to a policy that spells the alphabet, the response, and its stop reason."""
+
+    async def test_a_response_ends_at_eos_stop_string_stop_token_or_limit(self, engine_kit: EngineKit) -> None:
+        engine_kit.teach_spelling()
+        engine = engine_kit.new()
+        await engine_kit.sync(engine, 1)
+        prompt_ids, requests = engine_kit.tokenizer.convert_tokens_to_ids(["a"]), []
+        for options, _, _ in self.endings:
+            stop_ids = tuple(engine_kit.tokenizer.convert_tokens_to_ids([*options.get("stop_tokens", "")]))
+            sampling = {name: value for name, value in options.items() if name != "stop_tokens"}
+            sampling = {"max_new_tokens": 100, "stop_token_ids": stop_ids, **sampling}
+            requests.append(EngineRequest(prompt_ids, SamplingParams(**sampling), seed=0))
+        results = await engine.generate(requests)
+        found = [(engine_kit.tokenizer.decode(result.token_ids), result.stop_reason) for result in results]
+        for (options, *expected), ending in zip(self.endings, found, strict=True):
+            assert ending == tuple(expected), options
+
+    async def test_no_response_ends_before_min_new_tokens(self, engine_kit: EngineKit) -> None:
+        engine_kit.teach_spelling()  # samples the EOS token after z
+        engine = engine_kit.new()
+        await engine_kit.sync(engine, 1)
+        prompt_ids = engine_kit.tokenizer.convert_tokens_to_ids(["s"])
+        sampling = SamplingParams(40, min_new_tokens=40)
+        for result in await engine.generate([EngineRequest(prompt_ids, sampling, seed) for seed in range(4)]):
+            assert (len(result.token_ids), result.stop_reason) == (40, "length")
+            assert engine_kit.eos_id not in result.token_ids
+
+    async def test_a_response_ends_with_the_context(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        n = engine.info.context_length
+        assert n == engine_kit.model.config.max_position_embeddings - engine_kit.n_reserved_tokens
+        assert engine.info.longest_sequence == n  # the engines under test have room for it
+        request = engine_kit.request(n - 4, 50, ignore_eos=True)
+        (result,) = await engine.generate([request])
+        assert (len(result.token_ids), result.stop_reason) == (4, "length")
+        assert_agrees(engine_kit, request, result)
+
+
+class CacheContract:
+    """Turns of a session, whose earlier tokens are cached."""
 
     async def test_every_turn_of_a_session_reuses_its_cache_and_agrees_with_the_trainer(
         self, engine_kit: EngineKit
@@ -328,7 +304,12 @@ class EngineContract:
         ):
             assert_agrees(engine_kit, request, result)
 
-    # -- weights
+
+class WeightContract:
+    """New weights, between responses and in the middle of one."""
+
+    samplings_of_nan: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"temperature": 0.0}, {"top_p": 0.9})
+    """Sampling options of the requests to a model with NaN weights."""
 
     async def test_new_weights_are_used_after_a_sync(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
@@ -352,7 +333,8 @@ class EngineContract:
             await listener.wait_for(2)
         with pytest.raises(EngineError, match="version 3 while 2 sequences were being generated"):
             await engine_kit.sync(engine, 3)
-        assert {(await listener.result()).weight_spans for listener in listeners} == {((0, 400),)}
+        await engine.abort()
+        assert {span.version for listener in listeners for span in (await listener.result()).weight_spans} == {0}
         await engine_kit.sync(engine, 3)
         assert (await engine.generate([engine_kit.request(10, 1)]))[0].weight_spans == ((3, 1),)
 
@@ -389,7 +371,9 @@ class EngineContract:
         await engine_kit.sync(engine, 2)
         assert_same((await engine.generate([request]))[0], expected, engine_kit.tolerance)
 
-    # -- abort, pause, cancel
+
+class ControlContract:
+    """Abort, pause, cancellation, sleep and close, of requests that run or wait."""
 
     async def test_an_aborted_session_returns_its_tokens_so_far(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
@@ -467,8 +451,6 @@ class EngineContract:
         await engine_kit.sync(engine, 1)
         assert_same((await engine.generate([kept]))[0], expected, engine_kit.tolerance)
 
-    # -- sleep and close
-
     async def test_an_engine_sleeps_when_nothing_runs_and_wakes_up(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         request = engine_kit.request(50, 8, session="s")
@@ -525,3 +507,7 @@ class EngineContract:
         for call in (engine.generate([late]), Listener(engine, late).result()):
             with pytest.raises(EngineError, match="the engine is closed"):
                 await call
+
+
+class EngineContract(SamplingContract, CallContract, EndingContract, CacheContract, WeightContract, ControlContract):
+    """All guarantees of `InferenceEngine`."""
