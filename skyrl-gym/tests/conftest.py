@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gym_kit.databases import write_database
 
 from skyrl_gym.envs.registration import registry
 from skyrl_gym.worker_pool import PoolWorker
@@ -25,16 +25,9 @@ def clean_registry() -> Iterator[None]:
 @pytest.fixture
 def database(tmp_path: Path) -> Path:
     """Return a database of a shop."""
-    file = tmp_path / "sho?p" / "sho?p.sqlite"  # "?" is special in URIs
-    file.parent.mkdir()
-    with sqlite3.connect(file) as connection:
-        connection.execute("CREATE TABLE goods (id INTEGER, name TEXT, price REAL)")
-        connection.executemany(
-            "INSERT INTO goods VALUES (?, ?, ?)", [(2, "pen", 1.5), (1, "ink", 4.0), (2, "pen", 1.5)]
-        )
-        connection.execute("INSERT INTO goods VALUES (3, CAST(x'ff' AS TEXT), NULL)")
-    connection.close()
-    return file
+    goods = "(2, 'pen', 1.5), (1, 'ink', 4.0), (2, 'pen', 1.5), (3, CAST(x'ff' AS TEXT), NULL)"
+    script = f"CREATE TABLE goods (id INTEGER, name TEXT, price REAL); INSERT INTO goods VALUES {goods}"
+    return write_database(tmp_path / "sho?p" / "sho?p.sqlite", script)  # "?" is special in URIs
 
 
 @pytest.fixture

@@ -1,69 +1,158 @@
 from __future__ import annotations
 
 import os
-import time
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from worker_processes import wait_until, workers
+from gym_kit.processes import is_running, kill, no_leaks, run_python, wait_until, workers
 
+from skyrl_gym.worker_pool import Pool, environment
+
+PROBE = "gym_kit.probe_worker"
+ENDLESS = "[0 for _ in iter(int, 1)]"
+EXIT_PROGRAM = f"""
+import os, sys, threading, time
 from skyrl_gym.worker_pool import Pool
 
+pool = Pool("{PROBE}", size=1)
+pool.ask(["1", 60.0], 60.0)
+print(*pool.workers().idle_pids(), flush=True)
+if sys.argv[1] == "dies at work":
+    threading.Thread(target=pool.ask, args=(["{ENDLESS}", 60.0], 60.0)).start()
+    while pool.workers().idle_pids():
+        time.sleep(0.01)
+    os._exit(9)
+"""
+FORK_PROGRAM = f"""
+import os, threading, time
+from skyrl_gym.worker_pool import Pool
 
-def test_close_ends_a_worker_that_is_still_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+pool = Pool("{PROBE}", size=1)
+values = []
+at_work = threading.Thread(target=lambda: values.append(pool.ask(["time.sleep(0.5) or 1", 60.0], 60.0)["value"]))
+at_work.start()
+while not pool.workers()._busy:
+    time.sleep(0.01)
+child = os.fork()
+if child == 0:
+    assert pool.ask(["2", 60.0], 60.0)["value"] == "2"
+    pool.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+at_work.join()
+assert values == ["1"]
+assert pool.ask(["3", 60.0], 60.0)["value"] == "3"
+"""
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Callable[..., Pool]]:
+    """Return a constructor of pools, which leave nothing behind when they are closed after the test."""
+    pools: list[Pool] = []
+
+    def make(size: int = 1, module: str = PROBE) -> Pool:
+        pools.append(Pool(module, size))
+        return pools[-1]
+
+    with no_leaks():
+        yield make
+        for pool in pools:
+            pool.close()
+
+
+def ask(pool: Pool, expression: str, limit_s: float = 60.0) -> str:
+    value: str = pool.ask([expression, limit_s], limit_s)["value"]
+    return value
+
+
+def test_close_ends_a_worker_that_is_still_starting(
+    make_pool: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "slow_to_start.py").write_text("import time; time.sleep(600)")
     monkeypatch.syspath_prepend(tmp_path)
-    pool = Pool("slow_to_start", size=1)
+    pool = make_pool(module="slow_to_start")
     with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(pool.ask, ["?"], 60.0)
+        answer = thread.submit(ask, pool, "1")
         wait_until(lambda: workers("slow_to_start"))
-        started = time.monotonic()
         pool.close()
         assert workers("slow_to_start") == set()
         with pytest.raises(RuntimeError, match="workers of slow_to_start were closed during a question"):
             answer.result(timeout=60)
-        assert time.monotonic() - started < 60
 
 
-PROBE = """
-import os, socket, subprocess, sys
-from skyrl_gym.worker_pool.serving import serve
-
-def answer(question):
-    try:
-        return {"value": repr(eval(question[0]))}
-    except OSError as error:
-        return {"value": type(error).__name__}
-
-serve(int(sys.argv[1]), answer, memory_bytes=1 << 30, recycle_bytes=1 << 30, readable=[*sys.path, sys.argv[0]])
-"""
+def test_close_ends_busy_workers(make_pool: Callable[..., Pool], question_semaphore: threading.Semaphore) -> None:
+    pool = make_pool()
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(ask, pool, ENDLESS)
+        assert question_semaphore.acquire(timeout=60)
+        pool.close()
+        assert workers(PROBE) == set()
+        with pytest.raises(RuntimeError, match="were closed during a question; ask again"):
+            answer.result(timeout=60)
+    assert ask(pool, "6 * 7") == "42"
 
 
-@pytest.mark.parametrize(
-    ("attempt", "value"),
-    [
-        ("socket.socket()", "PermissionError"),
-        ("os.kill({parent}, 0)", "PermissionError"),
-        ("__import__('resource').prlimit({parent}, 0)", "PermissionError"),
-        ("open('/proc/{parent}/environ')", "PermissionError"),
-        ("open('/proc/{parent}/mem', 'r+b')", "PermissionError"),
-        ("open('{folder}/new', 'w')", "PermissionError"),
-        ("open('{folder}/secret').read()", "PermissionError"),
-        ("os.chmod('{folder}/secret', 0o777)", "PermissionError"),
-        ("open(sys.argv[0]).close()", "None"),
-        ("open('/dev/null', 'w').close()", "None"),
-    ],
-)
-def test_answer_reaches_no_other_process_and_no_other_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: str, value: str
-) -> None:
-    (tmp_path / "probe.py").write_text(PROBE)
-    monkeypatch.syspath_prepend(tmp_path)
-    folder = tmp_path.parent / f"{tmp_path.name}-elsewhere"
-    folder.mkdir()
-    (folder / "secret").write_text("hunter2")
-    with closing(Pool("probe", size=1)) as pool:
-        question = attempt.format(parent=os.getpid(), folder=folder)
-        assert pool.ask([question, 10.0], 10.0)["value"] == value
+def test_threads_share_a_bounded_number_of_workers(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(size=2)
+    seen: list[int] = []
+
+    def square(n: int) -> str:
+        seen.append(len(workers(PROBE)))
+        try:
+            return ask(pool, ENDLESS, 0.2) if n % 16 == 7 else ask(pool, f"{n} ** 2")
+        except TimeoutError:
+            return "too late"
+
+    with ThreadPoolExecutor(16) as threads:
+        squares = list(threads.map(square, range(32)))
+    assert squares == ["too late" if n % 16 == 7 else str(n**2) for n in range(32)]
+    assert max(seen) <= 2
+    assert ask(pool, "1") == "1"
+    assert 1 <= len(workers(PROBE)) <= 2
+
+
+def test_dead_workers_are_replaced(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(size=3)
+    with ThreadPoolExecutor(3) as threads:  # each question starts a worker, since the others are busy
+        list(threads.map(ask, [pool] * 3, ["time.sleep(0.2)"] * 3))
+    assert len(workers(PROBE)) == 3
+    kill(workers(PROBE))
+    assert ask(pool, "1") == "1"
+    assert len(workers(PROBE)) == 1
+    with pytest.raises(ConnectionError, match="the process ended"):
+        ask(pool, "os._exit(3)")
+    assert workers(PROBE) == set()
+
+
+@pytest.mark.parametrize("how", ["ends", "dies at work"])
+def test_workers_end_with_their_parent(how: str) -> None:
+    done = run_python(EXIT_PROGRAM, how, is_checked=False)
+    assert (done.returncode, done.stderr) == (9 if how == "dies at work" else 0, "")
+    wait_until(lambda: not is_running(int(done.stdout)))
+
+
+def test_forked_process_has_separate_workers() -> None:
+    assert run_python(FORK_PROGRAM).stderr == ""
+
+
+def test_worker_that_does_not_start_raises(make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool()
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(RuntimeError, match=r"a worker of gym_kit\.probe_worker did not start \(the process ended\)"):
+        ask(pool, "1")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(FileNotFoundError, match="/nowhere/python"):
+        ask(pool, "1")
+
+
+def test_workers_get_the_module_path_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.syspath_prepend("relative")
+    variables = environment()
+    assert "secret" not in variables.values()
+    assert variables["PYTHONPATH"].split(os.pathsep)[0] == os.path.abspath("relative")
