@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from trajectories import make_segment, make_trajectory
+from train_kit.trajectories import make_segment, make_trajectory
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig, load_config

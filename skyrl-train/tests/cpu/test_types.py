@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trajectories import make_segment, make_trajectory
+from train_kit.trajectories import make_segment, make_trajectory
 
 from skyrl_train.types import PromptRow, TrainingBatch, TrajectoryID
 from skyrl_train.types.batch import TENSOR_FIELDS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trajectories import make_trajectory
+from train_kit.trajectories import make_trajectory
 
 from skyrl_train.algorithms.dynamic_sampling import GroupCollector
 from skyrl_train.config.algorithm import DynamicSamplingConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from trajectories import make_segment, make_trajectory
+from train_kit.trajectories import make_segment, make_trajectory
 
 from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.algorithms.inputs import estimator_inputs, named_inputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trajectories import make_trajectory
+from train_kit.trajectories import make_trajectory
 
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.types import Trajectory, Turn, WeightSpan

@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from trajectories import make_segment, make_trajectory
+from train_kit.trajectories import make_segment, make_trajectory
 
 from skyrl_train.generators.metrics import (
     by_source,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from generators.conftest import MakeStage, Stage, story
 from generators.environments import Journal
-from trajectories import make_trajectory
+from train_kit.trajectories import make_trajectory
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import load_config

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from trajectories import make_segment, make_trajectory
+from train_kit.trajectories import make_segment, make_trajectory
 
 from skyrl_train.algorithms.advantages import group_statistics
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS

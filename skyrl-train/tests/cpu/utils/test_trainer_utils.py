@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from trajectories import make_segment, make_trajectory
+from train_kit.trajectories import make_segment, make_trajectory
 
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import to_generator_output
