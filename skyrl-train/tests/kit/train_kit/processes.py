@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -39,6 +40,15 @@ def python() -> str:
     Use `sys.executable` instead if the subject of the test is start-up, or the tree of processes.
     """
     return sys.executable if "TEST_REAL_PYTHON" in os.environ else str(zygote().python)
+
+
+@contextmanager
+def forked_multiprocessing() -> Iterator[None]:
+    """Start the processes of `multiprocessing` through the zygote; killing one kills its program, SIGSTOP does not."""
+    if "TEST_REAL_PYTHON" not in os.environ:
+        zygote().serve_multiprocessing()
+    yield
+    multiprocessing.set_executable(sys.executable)
 
 
 def run_python(*arguments: str, status: int = 0, **options: Any) -> str:
