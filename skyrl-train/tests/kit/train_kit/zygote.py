@@ -106,7 +106,7 @@ class Zygote:
         """The shim; use it like `sys.executable`."""
         self.python.write_text(SHIM.replace("ADDRESS", address.replace("\0", "\\0")))
         self.python.chmod(0o755)
-        command = [sys.executable, __file__, address[1:], *preloaded]
+        command = [sys.executable, "-P", __file__, address[1:], *preloaded]  # -P: modules here are named as others are
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, env=environment, **pipes)
