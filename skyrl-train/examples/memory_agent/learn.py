@@ -53,7 +53,8 @@ def row(rng: random.Random) -> dict[str, Any]:
 def write_data(folder: Path) -> None:
     """Write training and validation questions; no text of one set is in the other."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng, rows = random.Random(0), {}
+    rng = random.Random(0)
+    rows: dict[str, dict[str, Any]] = {}
     while len(rows) < N_TRAIN + N_VALIDATION:
         new = row(rng)
         rows.setdefault(new["context"], new)

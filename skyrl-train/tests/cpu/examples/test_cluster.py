@@ -150,5 +150,5 @@ def test_the_image_copies_what_exists_and_installs_the_engine_of_its_job() -> No
         _, *sources, _ = line.split()
         assert all((ROOT / source).exists() for source in sources), line
     assert re.findall(r"^ARG EXTRAS=(.*)", text, re.MULTILINE) == ["vllm"]
-    members = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["workspace"]["members"]
-    assert all(f"COPY {member} {member}\n" in text for member in members), "uv reads the whole workspace"
+    sources = tomllib.loads((ROOT / "skyrl-train/pyproject.toml").read_text())["tool"]["uv"]["sources"]
+    assert all(f"COPY {name} {name}\n" in text for name in ["skyrl-train", *sources]), "uv reads every source"
