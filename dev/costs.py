@@ -5,9 +5,9 @@ As a pytest plugin (`-p costs --costs FILE`) it appends one JSON line per test t
     make test-costs                    # runs the tests, then prints the tables of docs/internals/tests.md
     python dev/costs.py FILE --top 50
 
-Processor time depends little on other load, unlike wall time, so two runs can be compared on a shared machine. The
-time of a child process counts when the test has reaped it; actors of a Ray cluster and servers that outlive their test
-count where they end. A fixture of a module or session counts for the first test that uses it.
+Processor time depends little on other load, unlike wall time, so two runs can be compared on a shared machine. All
+descendants of the process count, running ones too, except those that another process has adopted (a Ray cluster). A
+fixture of a module or session counts for the first test that uses it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class Cost:
     own_s: float
     """Processor seconds of the process that ran the test."""
     children_s: float
-    """Processor seconds of the processes that it started and reaped."""
+    """Processor seconds of the processes that it started, and that they started."""
     wall_s: float
     peak_gb: float
     """Peak memory of the process so far."""
@@ -49,9 +50,21 @@ class Cost:
         return self.own_s + self.children_s
 
 
-def _processor_seconds(who: int) -> float:
-    usage = resource.getrusage(who)
-    return usage.ru_utime + usage.ru_stime
+def _processor_seconds() -> tuple[float, float]:
+    """Return the seconds of this process, and of its descendants."""
+    own, reaped = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime, reaped.ru_utime + reaped.ru_stime + _running_descendants("self")
+
+
+def _running_descendants(pid: str) -> float:
+    """Return the seconds of the running descendants of a process, and of the children that they have reaped."""
+    seconds = 0.0
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # ended meanwhile
+            for child in tasks.read_text().split():
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + _running_descendants(child)
+    return seconds
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,17 +77,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     file: Path | None = item.config.getoption("--costs")
     if file is None:
         return (yield)
-    own, children, start = (
-        _processor_seconds(resource.RUSAGE_SELF),
-        _processor_seconds(resource.RUSAGE_CHILDREN),
-        time.monotonic(),
-    )
+    (own, children), start = _processor_seconds(), time.monotonic()
     result = yield
+    own_after, children_after = _processor_seconds()
     cost = Cost(
         test=item.nodeid,
         worker=os.environ.get("PYTEST_XDIST_WORKER", "main"),
-        own_s=round(_processor_seconds(resource.RUSAGE_SELF) - own, 3),
-        children_s=round(_processor_seconds(resource.RUSAGE_CHILDREN) - children, 3),
+        own_s=round(own_after - own, 3),
+        children_s=round(children_after - children, 3),
         wall_s=round(time.monotonic() - start, 3),
         peak_gb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
     )
