@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-from isolation.attacks import ATTACKS
-from isolation.containment import Identity, identities, problem, run_contained, supported_levels
-from isolation.hostile import HARMLESS, HOSTILE
+from gym_kit.attacks import ATTACKS
+from gym_kit.containment import Identity, identities, problem, run_contained, supported_levels
+from gym_kit.hostile_programs import HARMLESS, HOSTILE
 
 from skyrl_gym.isolation.program import Level
 
@@ -21,13 +21,14 @@ N_PROGRAMS = int(os.environ.get("TEST_PROGRAMS", "20"))
 SECONDS_PER_PROGRAM = 3.0  # on a busy machine
 
 
-def marks_of(identity: Identity) -> tuple[pytest.MarkDecorator, ...]:
-    """Return the marker `nightly` for all users but the first."""
-    return () if identity == identities()[0] else (pytest.mark.nightly,)
-
-
 CASES = [(level, identity) for level in supported_levels() for identity in identities()]
-MARKED_CASES = [pytest.param(*case, marks=marks_of(case[1])) for case in CASES]
+
+
+def marks_of(is_nightly: bool) -> tuple[pytest.MarkDecorator, ...]:
+    return (pytest.mark.nightly,) if is_nightly else ()
+
+
+MARKED_CASES = [pytest.param(*case, marks=marks_of(case[1] != identities()[0])) for case in CASES]
 NOTHING_LEFT: dict[str, Any] = {}
 
 
@@ -37,7 +38,7 @@ def report(task: str, level: Level, identity: Identity, n_programs: int = 0) -> 
     if problem() is not None:
         pytest.skip(f"hostile programs cannot be contained on this machine: {problem()}")
     seconds = 280.0 + n_programs * SECONDS_PER_PROGRAM
-    output = run_contained("isolation.trainer", task, level, str(n_programs), identity=identity, seconds=seconds)
+    output = run_contained("gym_kit.attacked_trainer", task, level, str(n_programs), identity=identity, seconds=seconds)
     result: dict[str, Any] = json.loads(output)
     if result["problem"]:
         pytest.skip(f"as {identity}: {result['problem']}")
@@ -47,7 +48,7 @@ def report(task: str, level: Level, identity: Identity, n_programs: int = 0) -> 
 @pytest.mark.parametrize(
     ("level", "identity", "name"),
     [
-        pytest.param(level, identity, name, marks=marks_of(identity))
+        pytest.param(level, identity, name, marks=marks_of(identity != identities()[0]))
         for level, identity in CASES
         for name, attack in ATTACKS.items()
         if attack.is_prevented(level, is_root=identity == "root")
@@ -71,26 +72,24 @@ def test_attacks_leave_nothing_behind(level: Level, identity: Identity) -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("level", supported_levels())
 def test_hostile_program_is_contained(level: Level, name: str) -> None:
-    ends = HOSTILE[name][1]
-    for result in report("hostile", level, "user")["hostile"][name]:
-        assert result["end"] in ends
-        assert len(result["stdout"]) <= 100_000
-        if name not in HARMLESS:
-            assert (result["end"], result["status"]) != ("exit", 0)
+    result = report("hostile", level, "user")["hostile"][name]
+    assert result["end"] in HOSTILE[name][1]
+    assert len(result["stdout"]) <= 100_000
+    if name not in HARMLESS:
+        assert (result["end"], result["status"]) != ("exit", 0)
 
 
 @pytest.mark.parametrize("level", supported_levels())
-def test_hostile_programs_leave_nothing_behind(level: Level) -> None:
-    assert report("hostile", level, "user")["left"] == NOTHING_LEFT
-
-
-@pytest.mark.parametrize("level", supported_levels())
-def test_program_ends_with_its_warden(level: Level) -> None:
-    assert report("hostile", level, "user")["orphaned"] in ("lost", "processes")
+def test_hostile_programs_leave_nothing_behind_and_end_with_their_warden(level: Level) -> None:
+    result = report("hostile", level, "user")
+    assert result["left"] == NOTHING_LEFT
+    assert result["orphaned"] in ("lost", "processes")
 
 
 @pytest.mark.timeout(600 + N_PROGRAMS * SECONDS_PER_PROGRAM)
-@pytest.mark.parametrize(("level", "identity"), MARKED_CASES)
+@pytest.mark.parametrize(
+    ("level", "identity"), [pytest.param(*case, marks=marks_of(case != CASES[0])) for case in CASES]
+)
 def test_many_programs_get_the_right_verdicts(level: Level, identity: Identity) -> None:
     result = report("many", level, identity, N_PROGRAMS)
     assert result["mistakes"] == []

@@ -1,8 +1,8 @@
 """A process that runs hostile programs and reports, as JSON, how they ended and what they changed.
 
-python -m isolation.trainer attacks LEVEL 0     every attack, with its targets
-python -m isolation.trainer hostile LEVEL 0     every hostile program
-python -m isolation.trainer many LEVEL COUNT    many programs with tests, a quarter of them hostile
+python -m gym_kit.attacked_trainer attacks LEVEL 0     every attack, with its targets
+python -m gym_kit.attacked_trainer hostile LEVEL 0     every hostile program
+python -m gym_kit.attacked_trainer many LEVEL COUNT    many programs with tests, a quarter of them hostile
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-from isolation.attacks import ATTACKS, COMMON
-from isolation.hostile import HOSTILE
 
+from gym_kit.attacks import ATTACKS, COMMON
+from gym_kit.hostile_programs import HOSTILE
 from skyrl_gym.envs.lcb.grading import grade, limits_per_test, parse_tests
 from skyrl_gym.error import ToolFailure
-from skyrl_gym.isolation import Limits, Stdin, cgroup, run_program
+from skyrl_gym.isolation import Limits, cgroup
 from skyrl_gym.isolation.program import Level, run_once
 
 SMALL = Limits(
@@ -77,11 +77,11 @@ def main(task: str, level: Level, n_programs: str) -> None:
     before = _traces()
     report: dict[str, Any] = {"problem": None}
     if task == "attacks":
-        report["attacks"] = {name: attack(name, level) for name in prevented(level)}
+        with _targets() as targets:
+            report["attacks"] = {name: attack(name, level, targets) for name in prevented(level)}
     elif task == "hostile":
         report["hostile"] = {
-            name: [asdict(result) for result in run_program(source, [Stdin(), Stdin()], SHORT, level)]
-            for name, (source, _) in HOSTILE.items()
+            name: asdict(run_once(source, limits=SHORT, level=level)) for name, (source, _) in HOSTILE.items()
         }
         report["orphaned"] = end_of_fork_bomb_without_warden(level)
     else:
@@ -98,17 +98,43 @@ def prevented(level: Level) -> list[str]:
     return [name for name, attack in ATTACKS.items() if attack.is_prevented(level, is_root=os.geteuid() == 0)]
 
 
-def attack(name: str, level: Level) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """A process with a secret in its memory, a folder with files, and a server, for attacks to reach."""
+
+    process: subprocess.Popen[bytes]
+    address: int
+    folder: str
+    port: int
+
+    @property
+    def common(self) -> str:
+        """The start of the program of each attack."""
+        return COMMON.format(target=self.process.pid, address=self.address, folder=self.folder, port=self.port)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that an attack may change."""
+        public = os.stat(f"{self.folder}/public")
+        pid, is_running = self.process.pid, self.process.poll() is None
+        limits = (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE)
+        return {
+            "is_running": is_running,
+            "limits": [resource.prlimit(pid, name) for name in limits] if is_running else [],
+            "nice": os.getpriority(os.PRIO_PROCESS, pid) if is_running else 0,
+            "processors": sorted(os.sched_getaffinity(pid)) if is_running else [],
+            "files": sorted(os.listdir(self.folder) + os.listdir(f"{self.folder}/open")),
+            "text": [Path(self.folder, name).read_text(encoding="ascii") for name in ("public", "secret")],
+            "properties": [public.st_mode, public.st_mtime, public.st_nlink, os.listxattr(f"{self.folder}/public")],
+        }
+
+
+def attack(name: str, level: Level, targets: Targets) -> dict[str, Any]:
     """Run one attack; return the fields of its result and the harm that it did."""
-    with tempfile.TemporaryDirectory() as folder, _target() as (target, address), _server(folder) as port:
-        _write_files(folder)
-        before = _state(folder, target)
-        source = COMMON.format(target=target.pid, address=address, folder=folder, port=port)
-        with _Peak(Path(tempfile.gettempdir())) as peak:
-            result = run_once(source + ATTACKS[name].source, limits=SMALL, level=level)
-        time.sleep(0.05)
-        harm = _changes(before, _state(folder, target))
-        return asdict(result) | {"harm": harm, "peak_bytes": peak.n_bytes}
+    before = targets.state()
+    with _Peak(Path(tempfile.gettempdir())) as peak:
+        result = run_once(targets.common + ATTACKS[name].source, limits=SMALL, level=level)
+    time.sleep(0.05)
+    return asdict(result) | {"harm": _changes(before, targets.state()), "peak_bytes": peak.n_bytes}
 
 
 def end_of_fork_bomb_without_warden(level: Level) -> str:
@@ -125,69 +151,43 @@ def end_of_fork_bomb_without_warden(level: Level) -> str:
         return result.result().end
 
 
-def _write_files(folder: str) -> None:
-    for name in ("public", "secret"):
-        Path(folder, name).write_text("hunter2", encoding="ascii")
-        os.chmod(f"{folder}/{name}", 0o600)
-
-
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {key: [before[key], value] for key, value in after.items() if value != before[key]}
 
 
 @contextmanager
-def _target() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    target = subprocess.Popen([sys.executable, "-c", TARGET], stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        assert target.stdout is not None
-        yield target, int(target.stdout.readline())
-    finally:
-        target.kill()
-        target.wait()
-        target.stdout.close()
-
-
-@contextmanager
-def _server(folder: str) -> Iterator[int]:
-    os.mkdir(f"{folder}/open", 0o777)
-    os.chmod(f"{folder}/open", 0o777)
+def _targets() -> Iterator[Targets]:
     with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen([sys.executable, "-c", TARGET], stdout=subprocess.PIPE, start_new_session=True) as process,
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.socket(socket.AF_UNIX) as named,
         socket.socket(socket.AF_UNIX) as abstract,
     ):
+        for name in ("public", "secret"):
+            Path(folder, name).write_text("hunter2", encoding="ascii")
+            os.chmod(f"{folder}/{name}", 0o600)
+        os.mkdir(f"{folder}/open")
         named.bind(f"{folder}/open/socket")
-        os.chmod(f"{folder}/open/socket", 0o777)
-        abstract.bind(f"\0skyrl-attack-{server.getsockname()[1]}")
-        for unix in (named, abstract):
-            unix.listen()
-        yield server.getsockname()[1]
-
-
-def _state(folder: str, target: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Return everything that an attack may change."""
-    public = os.stat(f"{folder}/public")
-    return {
-        "is_running": target.poll() is None,
-        "limits": [resource.prlimit(target.pid, name) for name in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE)]
-        if target.poll() is None
-        else [],
-        "nice": os.getpriority(os.PRIO_PROCESS, target.pid) if target.poll() is None else 0,
-        "processors": sorted(os.sched_getaffinity(target.pid)) if target.poll() is None else [],
-        "files": sorted(os.listdir(folder) + os.listdir(f"{folder}/open")),
-        "text": Path(folder, "public").read_text(encoding="ascii") + Path(folder, "secret").read_text(encoding="ascii"),
-        "properties": [public.st_mode, public.st_mtime, public.st_nlink, os.listxattr(f"{folder}/public")],
-    }
+        for path in (f"{folder}/open", f"{folder}/open/socket"):
+            os.chmod(path, 0o777)
+        port = server.getsockname()[1]
+        abstract.bind(f"\0skyrl-attack-{port}")
+        named.listen()
+        abstract.listen()
+        assert process.stdout is not None
+        try:
+            yield Targets(process, int(process.stdout.readline()), folder, port)
+        finally:
+            process.kill()
 
 
 def many(level: Level, n_programs: int) -> tuple[list[Any], dict[str, Any]]:
     """Grade programs; return wrong verdicts, as (source, passed, failure), and the harm that was done."""
-    with tempfile.TemporaryDirectory() as folder, _target() as (target, address), _server(folder) as port:
-        _write_files(folder)
-        before = _state(folder, target)
-        common = COMMON.format(target=target.pid, address=address, folder=folder, port=port) + PAY_FOR_HARM
+    with _targets() as targets:
+        before = targets.state()
         harm = [source for source, _ in HOSTILE.values()]
-        harm += [common + ATTACKS[name].source for name in prevented(level)]
+        harm += [targets.common + PAY_FOR_HARM + ATTACKS[name].source for name in prevented(level)]
         sample = [(harm[i % len(harm)], False) for i in range(n_programs // 4)]
         sample += [(RIGHT[i % len(RIGHT)], True) for i in range(n_programs // 2)]
         sample += [(WRONG[i % len(WRONG)], False) for i in range(n_programs - len(sample))]
@@ -204,7 +204,7 @@ def many(level: Level, n_programs: int) -> tuple[list[Any], dict[str, Any]]:
         with ThreadPoolExecutor(4) as pool:
             mistakes = list(filter(None, pool.map(find_mistake, sample)))
         assert psutil.Process().memory_info().rss < memory + (256 << 20)
-        return mistakes, _changes(before, _state(folder, target))
+        return mistakes, _changes(before, targets.state())
 
 
 class _Peak:

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from gym_kit.processes import KIT
 from skyrl_gym.isolation import program
 from skyrl_gym.isolation.cgroup import memory_cgroup
 from skyrl_gym.isolation.program import Level
@@ -53,7 +54,7 @@ def run_contained(module: str, *arguments: str, identity: Identity, seconds: flo
         script = f"{join} exec {shlex.join([*_unshare(), 'sh', '-euc', '; '.join(steps)])}"
         environment = {
             "PATH": os.environ["PATH"],
-            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, [str(Path(__file__).parents[1]), *sys.path[1:]])),
+            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, [str(KIT), *sys.path[1:]])),
             "PYTHONDONTWRITEBYTECODE": "1",
             "TMPDIR": scratch,
             "HOME": scratch,
