@@ -1,12 +1,14 @@
 """A process that runs hostile programs and reports, as JSON, how they ended and what they changed.
 
-python -m gym_kit.attacked_trainer attacks LEVEL 0     every attack, with its targets
+python -m gym_kit.attacked_trainer attacks LEVEL 0     the attacks of `attacks_by_task`, with their targets
+python -m gym_kit.attacked_trainer repeated LEVEL 0    the other attacks that the level prevents
 python -m gym_kit.attacked_trainer hostile LEVEL 0     every hostile program
 python -m gym_kit.attacked_trainer many LEVEL COUNT    many programs with tests, a quarter of them hostile
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -76,9 +78,11 @@ def main(task: str, level: Level, n_programs: str) -> None:
         return
     before = _traces()
     report: dict[str, Any] = {"problem": None}
-    if task == "attacks":
+    if task in ("attacks", "repeated"):
         with _targets() as targets:
-            report["attacks"] = {name: attack(name, level, targets) for name in prevented(level)}
+            report["attacks"] = {
+                name: attack(name, level, targets) for name in attacks_by_task(level, os.geteuid() == 0)[task]
+            }
     elif task == "hostile":
         report["hostile"] = {
             name: asdict(run_once(source, limits=SHORT, level=level)) for name, (source, _) in HOSTILE.items()
@@ -93,9 +97,17 @@ def main(task: str, level: Level, n_programs: str) -> None:
     sys.stdout.write(json.dumps(report))
 
 
-def prevented(level: Level) -> list[str]:
-    """Return the attacks that this level claims to prevent."""
-    return [name for name, attack in ATTACKS.items() if attack.is_prevented(level, is_root=os.geteuid() == 0)]
+def attacks_by_task(level: Level, is_root: bool) -> dict[str, list[str]]:
+    """Return the names of the attacks that a level prevents.
+
+    The task `repeated` has those at `landlock` that `limits` prevents in the same way.
+    """
+    tasks: dict[str, list[str]] = {"attacks": [], "repeated": []}
+    for name, attack in ATTACKS.items():
+        if attack.is_prevented(level, is_root=is_root):
+            is_repeated = level == "landlock" and attack.is_prevented("limits", is_root=is_root)
+            tasks["repeated" if is_repeated else "attacks"].append(name)
+    return tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +144,8 @@ def attack(name: str, level: Level, targets: Targets) -> dict[str, Any]:
     """Run one attack; return the fields of its result and the harm that it did."""
     before = targets.state()
     with _Peak(Path(tempfile.gettempdir())) as peak:
-        result = run_once(targets.common + ATTACKS[name].source, limits=SMALL, level=level)
+        limits = replace(SMALL, cpu_seconds=ATTACKS[name].cpu_seconds)
+        result = run_once(targets.common + ATTACKS[name].source, limits=limits, level=level)
     time.sleep(0.05)
     return asdict(result) | {"harm": _changes(before, targets.state()), "peak_bytes": peak.n_bytes}
 
@@ -186,8 +199,9 @@ def many(level: Level, n_programs: int) -> tuple[list[Any], dict[str, Any]]:
     """Grade programs; return wrong verdicts, as (source, passed, failure), and the harm that was done."""
     with _targets() as targets:
         before = targets.state()
+        names = itertools.chain(*attacks_by_task(level, os.geteuid() == 0).values())
         harm = [source for source, _ in HOSTILE.values()]
-        harm += [targets.common + PAY_FOR_HARM + ATTACKS[name].source for name in prevented(level)]
+        harm += [targets.common + PAY_FOR_HARM + ATTACKS[name].source for name in names]
         sample = [(harm[i % len(harm)], False) for i in range(n_programs // 4)]
         sample += [(RIGHT[i % len(RIGHT)], True) for i in range(n_programs // 2)]
         sample += [(WRONG[i % len(WRONG)], False) for i in range(n_programs - len(sample))]
