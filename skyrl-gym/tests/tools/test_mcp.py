@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import psutil
 import pytest
+from gym_kit.processes import children, no_leaks
+from gym_kit.servers import MCP_SERVER, run_mcp_server
 
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools.calls import ToolCallError
@@ -23,52 +20,27 @@ from skyrl_gym.tools.mcp import MCPServerConfig, MCPToolGroup
 
 pytestmark = pytest.mark.usefixtures("frozen_objects")
 
-SERVER = str(Path(__file__).with_name("mcp_server.py"))
-PIPES = MCPServerConfig(command=sys.executable, args=[SERVER], timeout=20)
+PIPES = MCPServerConfig(command=sys.executable, args=[MCP_SERVER], timeout=20)
+TOOLS = ["add_note", "attach", "count", "end", "environment", "fail", "read_notes", "refuse", "wait"]
 
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[MCPServerConfig]:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield MCPServerConfig(url=f"http://127.0.0.1:{port}/mcp", timeout=20)
-        process.kill()
+    with run_mcp_server() as url:
+        yield MCPServerConfig(url=url, timeout=20)
 
 
-@pytest.fixture(params=["pipes", "http"])
-def config(request: pytest.FixtureRequest) -> MCPServerConfig:
-    config: MCPServerConfig = PIPES if request.param == "pipes" else request.getfixturevalue("http")
-    return config
+@pytest.fixture(scope="module", params=["pipes", "http"])
+def group(request: pytest.FixtureRequest) -> Iterator[MCPToolGroup]:
+    """Return a session that all tests of a transport share."""
+    group = MCPToolGroup("notes", PIPES if request.param == "pipes" else request.getfixturevalue("http"))
+    yield group
+    group.close()
+    group.close()
 
 
-def leaked_resources() -> tuple[int, list[str], int]:
-    gc.collect()
-    me = psutil.Process()
-    names = [thread.name for thread in threading.enumerate() if "portal" in thread.name]
-    return len(me.children(recursive=True)), names, me.num_fds()
-
-
-def test_tools_of_the_server_are_offered(config: MCPServerConfig) -> None:
-    group = MCPToolGroup("notes", config)
-    assert group.get_tool_names() == [
-        "add_note",
-        "attach",
-        "count",
-        "end",
-        "environment",
-        "fail",
-        "read_notes",
-        "refuse",
-        "wait",
-    ]
+def test_tools_of_the_server_are_offered(group: MCPToolGroup) -> None:
+    assert group.get_tool_names() == TOOLS
     function = next(schema["function"] for schema in group.get_schemas() if schema["function"]["name"] == "add_note")
     assert function["description"] == "Keep a note."
     assert function["parameters"]["required"] == ["text"]
@@ -76,35 +48,28 @@ def test_tools_of_the_server_are_offered(config: MCPServerConfig) -> None:
     assert group.execute_tool("read_notes", joined_by="; ").endswith("milk")
     with pytest.raises(ValueError, match="Tool 'nothing' not found in ToolGroup 'notes'"):
         group.execute_tool("nothing")
-    group.close()
-    group.close()
 
 
-def test_tool_errors_are_for_the_model(config: MCPServerConfig) -> None:
-    group = MCPToolGroup("notes", config)
-    with pytest.raises(ToolCallError, match="out of paper"):
-        group.call("fail", {"reason": "out of paper"})
-    with pytest.raises(ToolCallError, match="text"):
-        group.call("add_note", {})
-    assert group.call("read_notes", {}) is not None  # the session still works
-    group.close()
-
-
-def test_invalid_params_errors_are_for_the_model(config: MCPServerConfig) -> None:
-    group = MCPToolGroup("notes", config)
-    with pytest.raises(ToolCallError, match="The arguments of refuse are wrong: not these"):
-        group.call("refuse", {})
-    with pytest.raises(ToolFailure, match="tool refuse: MCPError: not these"):
-        group.call("refuse", {"is_internal": True})
+@pytest.mark.parametrize(
+    ("tool", "arguments", "error", "message"),
+    [
+        ("fail", {"reason": "out of paper"}, ToolCallError, "out of paper"),
+        ("add_note", {}, ToolCallError, "text"),
+        ("refuse", {}, ToolCallError, "The arguments of refuse are wrong: not these"),
+        ("refuse", {"is_internal": True}, ToolFailure, "tool refuse: MCPError: not these"),
+    ],
+)
+def test_error_of_a_call_leaves_the_session_open(
+    group: MCPToolGroup, tool: str, arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        group.call(tool, arguments)
     assert group.call("read_notes", {}) is not None
-    group.close()
 
 
-def test_text_of_resources_and_structured_content(config: MCPServerConfig) -> None:
-    group = MCPToolGroup("notes", config)
+def test_text_of_resources_and_structured_content(group: MCPToolGroup) -> None:
     assert group.call("attach", {}) == "milk and tea\n[resource]"
     assert group.call("count", {}).startswith('{"n_notes": ')
-    group.close()
 
 
 @pytest.fixture
@@ -116,56 +81,48 @@ def _interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_interruptible")
-def test_interrupted_start_leaves_nothing_behind() -> None:
+def test_interrupted_start_leaves_nothing_behind(http: MCPServerConfig) -> None:
     """A user may press Ctrl-C while a server starts."""
-    before = leaked_resources()
     silent = MCPServerConfig(command=sys.executable, args=["-c", "import time; time.sleep(100)"], timeout=100)
-    group = MCPToolGroup("notes", PIPES)  # another session, which must survive
-    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        MCPToolGroup("silent", silent)
-    assert len(psutil.Process().children(recursive=True)) == before[0] + 1
-    assert group.call("add_note", {"text": "milk"}) == "1 notes"
-    group.close()
-    assert leaked_resources() == before
+    with no_leaks():
+        other = MCPToolGroup("notes", http)
+        before = children()
+        threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            MCPToolGroup("silent", silent)
+        assert children() == before
+        assert other.call("add_note", {"text": "milk"}).endswith("notes")
+        other.close()
 
 
-def test_sessions_over_pipes_share_nothing() -> None:
-    first, second = (MCPToolGroup("notes", PIPES) for _ in range(2))
-    first.call("add_note", {"text": "milk"})
-    assert (first.call("read_notes", {}), second.call("read_notes", {})) == ("milk", "")
-    first.close()
-    assert second.call("add_note", {"text": "tea"}) == "1 notes"
-    second.close()
-
-
-def test_server_gets_only_the_configured_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("group", ["pipes"], indirect=True)
+def test_servers_over_pipes_share_nothing(group: MCPToolGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither notes with each other, nor variables of the environment with the trainer."""
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
-    config = MCPServerConfig(command=sys.executable, args=[SERVER], env={"COLOUR": "ultramarine"})
-    group = MCPToolGroup("notes", config)
-    message = group.call("environment", {})
-    assert "ultramarine" in message
-    assert "hunter2" not in message
-    group.close()
+    group.call("add_note", {"text": "milk"})
+    coloured = MCPServerConfig(command=sys.executable, args=[MCP_SERVER], env={"COLOUR": "ultramarine"})
+    other = MCPToolGroup("notes", coloured)
+    assert other.call("read_notes", {}) == ""
+    variables = other.call("environment", {})
+    other.close()
+    assert "ultramarine" in variables
+    assert "hunter2" not in variables
+    assert group.call("read_notes", {}).endswith("milk")
 
 
-def test_server_that_ends_or_hangs_is_a_tool_failure() -> None:
-    before = leaked_resources()
-    dying = MCPToolGroup("notes", PIPES)
-    with pytest.raises(ToolFailure, match="the MCP server notes, tool end: "):
-        dying.call("end", {})
-    with pytest.raises(ToolFailure):
-        dying.call("read_notes", {})
-    dying.close()
-    slow = MCPToolGroup("notes", MCPServerConfig(command=sys.executable, args=[SERVER], timeout=3))
-    started = time.monotonic()
-    with pytest.raises(ToolFailure, match="the MCP server notes, tool wait: "):
-        slow.call("wait", {"seconds": 60})
-    slow.close()
-    assert time.monotonic() - started < 50
-    with pytest.raises(ToolFailure, match="is closed"):
-        slow.call("read_notes", {})
-    assert leaked_resources() == before
+def test_server_that_hangs_or_ends_is_a_tool_failure() -> None:
+    with no_leaks():
+        group = MCPToolGroup("notes", MCPServerConfig(command=sys.executable, args=[MCP_SERVER], timeout=3))
+        started = time.monotonic()
+        with pytest.raises(ToolFailure, match="the MCP server notes, tool wait: "):
+            group.call("wait", {"seconds": 60})
+        assert time.monotonic() - started < 50
+        for tool in ("end", "read_notes"):
+            with pytest.raises(ToolFailure, match=f"the MCP server notes, tool {tool}: "):
+                group.call(tool, {})
+        group.close()
+        with pytest.raises(ToolFailure, match="is closed"):
+            group.call("read_notes", {})
 
 
 @pytest.mark.parametrize(
@@ -177,10 +134,8 @@ def test_server_that_ends_or_hangs_is_a_tool_failure() -> None:
     ],
 )
 def test_server_that_cannot_be_reached_is_a_tool_failure(config: MCPServerConfig) -> None:
-    before = leaked_resources()
-    with pytest.raises(ToolFailure, match="the MCP server notes"):
+    with no_leaks(), pytest.raises(ToolFailure, match="the MCP server notes"):
         MCPToolGroup("notes", config)
-    assert leaked_resources() == before
 
 
 def test_server_needs_either_a_command_or_a_url() -> None:
@@ -189,16 +144,13 @@ def test_server_needs_either_a_command_or_a_url() -> None:
             MCPServerConfig(**wrong)
 
 
-def test_concurrent_sessions_leave_nothing_behind(config: MCPServerConfig) -> None:
-    before = leaked_resources()
-
+def test_concurrent_sessions_leave_nothing_behind(http: MCPServerConfig) -> None:
     def work(n: int) -> str:
-        group = MCPToolGroup("notes", config)
+        group = MCPToolGroup("notes", http)
         try:
             return group.call("read_notes", {"joined_by": str(n)})
         finally:
             group.close()
 
-    with ThreadPoolExecutor(4) as pool:
+    with no_leaks(), ThreadPoolExecutor(4) as pool:
         assert len(list(pool.map(work, range(8)))) == 8
-    assert leaked_resources() == before

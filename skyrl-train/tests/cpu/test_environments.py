@@ -17,7 +17,7 @@ from skyrl_train.dataset.files import read_rows, write_jsonl
 from skyrl_train.entrypoints.main_generate import main
 from skyrl_train.models.tiny import tiny_qwen3
 
-MCP_SERVER = Path(__file__).parents[3] / "skyrl-gym/tests/tools/mcp_server.py"
+MCP_SERVER = Path(__file__).parents[3] / "skyrl-gym/tests/kit/gym_kit/mcp_server.py"
 TESTED_ELSEWHERE = {"openenv", "verifiers"}
 """Environments covered by their own tests: one needs a server, the other a package."""
 
