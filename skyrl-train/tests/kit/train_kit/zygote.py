@@ -49,8 +49,12 @@ from typing import Any, NoReturn
 PRELOADED = (
     "skyrl_train.entrypoints.experiment",
     "skyrl_train.entrypoints.main_sft",
+    "skyrl_train.report.page",
     "datasets",
+    "matplotlib.backends.backend_agg",
+    "pandas",
     "peft",
+    "pyarrow.dataset",
     "pyarrow.parquet",
     "torch.distributed.run",
 )
