@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from gym_kit.databases import write_database
+from gym_kit.processes import KIT
 
 from skyrl_gym.envs.registration import registry
 from skyrl_gym.worker_pool import PoolWorker
@@ -28,6 +29,13 @@ def database(tmp_path: Path) -> Path:
     goods = "(2, 'pen', 1.5), (1, 'ink', 4.0), (2, 'pen', 1.5), (3, CAST(x'ff' AS TEXT), NULL)"
     script = f"CREATE TABLE goods (id INTEGER, name TEXT, price REAL); INSERT INTO goods VALUES {goods}"
     return write_database(tmp_path / "sho?p" / "sho?p.sqlite", script)  # "?" is special in URIs
+
+
+@pytest.fixture
+def verifiers_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `verifiers_packages` of the kit importable, in this process and in its children."""
+    monkeypatch.syspath_prepend(KIT / "gym_kit" / "verifiers_packages")
+    monkeypatch.setenv("PYTHONPATH", str(KIT / "gym_kit" / "verifiers_packages"))
 
 
 @pytest.fixture

@@ -1,34 +1,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import threading
-from typing import Any
 
 import pytest
+from gym_kit.messages import call, message_text, user
+from gym_kit.processes import no_leaks, wait_for_no_tasks
+from gym_kit.verifiers_contract import VerifiersContract, make_env, make_row, play
 
-pytest.register_assert_rewrite("adapters.verifiers.contract")
+from skyrl_gym.adapters.verifiers import rows
+from skyrl_gym.adapters.verifiers.turn import VerifiersError
+from skyrl_gym.runtime.validation import validate_step_output
 
-from adapters.verifiers.contract import (  # noqa: E402
-    EXAMPLES,
-    VerifiersContract,
-    check_no_threads_left,
-    make_env,
-    make_row,
-    message_text,
-    play,
-    wait_for_no_tasks,
-)
-
-from skyrl_gym.adapters.verifiers import rows  # noqa: E402
-from skyrl_gym.adapters.verifiers.turn import VerifiersError  # noqa: E402
-from skyrl_gym.runtime.validation import validate_step_output  # noqa: E402
-
-
-def call(name: str, **arguments: Any) -> str:
-    """Format a call as a model writes it."""
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+pytestmark = pytest.mark.usefixtures("verifiers_packages")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,11 +22,6 @@ def no_progress_bars() -> None:
     import datasets
 
     datasets.disable_progress_bars()
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 class TestContract(VerifiersContract):
@@ -123,13 +103,13 @@ class TestGame:
     async def test_the_environment_may_rewrite_the_conversation(self) -> None:
         row = make_row("guessing-v0", 1, args={"fault": "forget"})
         output, _ = await play(row, "7", "8")
-        assert output["metadata"]["modified_chat_history"] == [{"role": "user", "content": "Guess my number."}]
+        assert output["metadata"]["modified_chat_history"] == user("Guess my number.")
         assert message_text(output) == "Wrong, and that was guess 2."
 
     async def test_environment_may_keep_a_single_message(self) -> None:
         output, _ = await play(make_row("guessing-v0", 1, args={"fault": "forget all"}), "7", "8")
         assert validate_step_output(output)["observations"] == []
-        history = [{"role": "user", "content": "Wrong, and that was guess 2."}]
+        history = user("Wrong, and that was guess 2.")
         assert output["metadata"]["modified_chat_history"] == history
 
     @pytest.mark.parametrize(
@@ -152,7 +132,7 @@ class TestGame:
 
     def test_failed_blocking_init_leaves_nothing_behind(self) -> None:
         row = make_row("guessing-v0", args={"fault": "setup"})
-        with check_no_threads_left(), pytest.raises(VerifiersError):
+        with no_leaks(), pytest.raises(VerifiersError):
             make_env(row).init(row["prompt"])
 
 

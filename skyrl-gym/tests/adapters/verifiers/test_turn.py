@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_gym.adapters.verifiers.turn import ChatTurn, chat_messages, next_turn, parse_reply
+
+TAGS = st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f"}', "\n", "\ud800", "\0"])
+REPLIES = st.lists(TAGS | st.text(max_size=5), max_size=12).map("".join)
+
+
+@settings(deadline=None, max_examples=50)  # the first import of verifiers takes seconds
+@given(REPLIES)
+def test_wire_format_round_trip(text: str) -> None:
+    """Otherwise environments would appear to rewrite every conversation."""
+    from verifiers.v1.dialects.chat import message_to_wire, parse_message
+
+    from skyrl_gym.adapters.verifiers.agent import to_answer
+
+    message = to_answer(parse_reply(text, has_tools=True), 1).message
+    assert parse_message(json.loads(json.dumps(message_to_wire(message)))) == message
+
+
+@given(REPLIES)
+def test_calls_are_parsed_only_if_there_are_tools(text: str) -> None:
+    reply = parse_reply(text, has_tools=False)
+    assert (reply.calls, reply.problem) == ((), None)
+    reply.text.encode()
+
+
+def test_tool_results_and_the_next_user_message_are_merged() -> None:
+    messages = [
+        {"role": "user", "content": "Go."},
+        {"role": "user", "content": "On."},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": '{"x": 1}'}]},
+        {"role": "tool", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]},
+        {"role": "tool", "content": "3"},
+        {"role": "user", "content": "Well?"},
+    ]
+    results = "<tool_response>\n1\n2\n</tool_response>\n<tool_response>\n3\n</tool_response>"
+    assert chat_messages(messages) == [
+        *messages[:2],
+        {"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'},
+        {"role": "user", "content": f"{results}\nWell?"},
+    ]
+
+
+def test_existing_thoughts_and_calls_are_kept() -> None:
+    call = "<tool_call>{}</tool_call>"
+    message = {"role": "assistant", "content": call, "reasoning_content": "hm", "tool_calls": [{"name": "f"}]}
+    assert chat_messages([message]) == [{"role": "assistant", "content": f"<think>\nhm\n</think>\n\n{call}"}]
+
+
+def test_next_turn_of_a_continued_or_rewritten_conversation() -> None:
+    before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    went_on = next_turn(before, [*before, {"role": "user", "content": "c"}], [])
+    assert went_on.observations() == [{"role": "user", "content": "c"}]
+    rewritten = next_turn(before, [{"role": "user", "content": "c"}], [])
+    assert rewritten == ChatTurn([{"role": "user", "content": "c"}], 0, [])
