@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripted_engine import ScriptedEngine, tokenizer
+from agent_kit.engines import TOKENIZER, ScriptedEngine
 
 from skyrl_agent import AgentConfig, AutoAgentRunner
 from skyrl_train.errors import ConfigError, DataError
@@ -52,7 +52,7 @@ def test_a_task_file_of_skyrl_agent_is_read(tmp_path: Path) -> None:
     training, validation = (cfg.generator.sampling(is_training=value) for value in (True, False))
     assert (training.temperature, training.top_p, training.max_new_tokens) == (0.8, 0.95, 4096)
     assert (validation.temperature, validation.top_p, validation.stop) == (0.6, 0.95, ("</function>",))
-    runner = AutoAgentRunner.from_task(cfg, ScriptedEngine(tokenizer(), []), tokenizer())
+    runner = AutoAgentRunner.from_task(cfg, ScriptedEngine(), TOKENIZER)
     assert runner.task.__name__ == "GeneralReactTask"
 
 
@@ -110,9 +110,9 @@ def test_agents_tasks_and_tools_that_do_not_exist_are_named(
 ) -> None:
     cfg = AgentConfig.model_validate({"task": "skyrl_agent.tasks.general_react.GeneralReactTask", **settings})
     with pytest.raises(error, match=message):
-        AutoAgentRunner.from_task(cfg, ScriptedEngine(tokenizer(), []), tokenizer())
+        AutoAgentRunner.from_task(cfg, ScriptedEngine(), TOKENIZER)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no task file"):
-        AutoAgentRunner.from_task(tmp_path / "none.yaml", None, tokenizer())
+        AutoAgentRunner.from_task(tmp_path / "none.yaml", None, TOKENIZER)

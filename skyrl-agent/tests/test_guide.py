@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_runs import TOKENIZER
+from agent_kit.engines import TOKENIZER, ScriptedEngine
 from pydantic import BaseModel
-from scripted_engine import ScriptedEngine
 
 from skyrl_agent import AgentConfig, AutoAgentRunner, BaseAgent, BaseTask
 from skyrl_agent.runner import RATIOS, agent_metrics
@@ -45,7 +44,7 @@ def test_the_task_file_of_the_guide_makes_a_runner(tmp_path: Path) -> None:
     (text,) = (code for language, code in BLOCKS if language == "yaml")
     path = tmp_path / "task.yaml"
     path.write_text(text)
-    runner = AutoAgentRunner.from_task(path, ScriptedEngine(TOKENIZER, []), TOKENIZER)
+    runner = AutoAgentRunner.from_task(path, ScriptedEngine(), TOKENIZER)
     assert runner.cfg.dispatcher.max_parallel_agents == 64
 
 
@@ -60,7 +59,7 @@ async def test_the_tool_the_task_and_the_agent_of_the_guide_play(monkeypatch: py
     for name in ("TwiceAgent", "CountTask"):
         monkeypatch.setitem(globals(), name, names[name])
     cfg = AgentConfig.model_validate({"agent_cls": f"{__name__}.TwiceAgent", "task": f"{__name__}.CountTask"})
-    runner = AutoAgentRunner.from_task(cfg, ScriptedEngine(TOKENIZER, ["4", "3"]), TOKENIZER)
+    runner = AutoAgentRunner.from_task(cfg, ScriptedEngine(["4", "3"]), TOKENIZER)
     output = await runner.run([{"word": "cat"}])
     await runner.close()
     assert output["traj_rewards"] == [1.0] * 8

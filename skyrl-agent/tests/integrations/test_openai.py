@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agent_runs import ROW
-from local_server import Request, serving
-from scripted_engine import call, tokenizer
+from agent_kit.engines import TOKENIZER, tool_call
+from agent_kit.trajectories import ROW
+from train_kit.http import Request, serving
 
 from skyrl_agent import AgentConfig, AutoAgentRunner
 from skyrl_train.errors import ConfigError
-
-TOKENIZER = tokenizer()
 
 
 def config(url: str, **settings: Any) -> AgentConfig:
@@ -34,7 +32,7 @@ def config(url: str, **settings: Any) -> AgentConfig:
 
 @pytest.mark.parametrize("returns_tokens", [True, False])
 async def test_the_server_continues_tokens(returns_tokens: bool) -> None:
-    replies = [call("finish"), call("finish", answer="Paris")]
+    replies = [tool_call("finish"), tool_call("finish", answer="Paris")]
 
     def answer(request: Request) -> tuple[int, Any]:
         assert request.path == "/v1/completions"

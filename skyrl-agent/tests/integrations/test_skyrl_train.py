@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from agent_runs import write_run, write_task
+from agent_kit.runs import write_run, write_task
 from typer.testing import CliRunner
 
 from skyrl_agent.cli import app

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from agent_runs import write_run, write_task
+from agent_kit.runs import write_run, write_task
 from tx_process import process
 
 from skyrl_agent.integrations.tinker import AgentTinkerOptions, AgentTinkerRun, main

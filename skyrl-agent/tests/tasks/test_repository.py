@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
-import threading
-import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import sleep, write_stand_in
-from scripted_engine import ScriptedEngine, call, tokenizer
+from agent_kit.containers import DockerStandIn
+from agent_kit.engines import ScriptedEngine, tool_call
+from agent_kit.processes import find_pids, unique_sleep, workspace_threads
+from agent_kit.trajectories import new_runner, play_row
+from train_kit.processes import wait_until
 
-from skyrl_agent import AgentConfig, AutoAgentRunner
 from skyrl_agent.tasks.repository import LocalRepositoryTask, RepositoryTask, parse_test_files
 from skyrl_agent.workspaces import WorkspaceError
 from skyrl_train.errors import DataError
-from skyrl_train.generators.base import BatchMetadata, play, rollout_requests
-from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
+from skyrl_train.types import Trajectory
 
-TOKENIZER = tokenizer()
-TOOLS = dict.fromkeys(("enable_bash_tool", "enable_editor", "enable_think", "enable_finish"), True)
-LOCAL = "skyrl_agent.tasks.repository.LocalRepositoryTask"
 TESTS = """from calc import add
 
 def test_add():
     assert add(2, 3) == 5
 """
-FIX = call("str_replace_editor", command="str_replace", path="calc.py", old_str="a - b", new_str="a + b")
+FIX = tool_call("str_replace_editor", command="str_replace", path="calc.py", old_str="a - b", new_str="a + b")
+SUBMIT = tool_call("submit")
+PATCH = """diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1,2 +1,2 @@
+ def add(a, b):
+-    return a - b
++    return a + b
+"""
 
 
 @pytest.fixture
 def row(tmp_path: Path) -> dict[str, Any]:
+    """A repository whose addition subtracts."""
     repository = tmp_path / "repository"
     repository.mkdir()
     (repository / "calc.py").write_text("def add(a, b):\n    return a - b\n", encoding="utf-8")
@@ -41,39 +47,35 @@ def row(tmp_path: Path) -> dict[str, Any]:
         "instance_id": "calc-1",
         "problem_statement": "add(2, 3) returns -1.",
         "repo_path": str(repository),
-        "test_command": f"{sys.executable} -m pytest -q -p no:cacheprovider tests",
+        "test_command": (f"PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {sys.executable} -m pytest -q -p no:cacheprovider tests"),
         "test_files": {"tests/test_calc.py": TESTS},
         "expected_output": "1 passed",
     }
 
 
 async def solve(
-    row: dict[str, Any], replies: Any, task: str = LOCAL, n_samples: int = 1, **settings: Any
+    row: dict[str, Any], replies: Any, n_samples: int = 1, **settings: Any
 ) -> tuple[list[Trajectory], ScriptedEngine]:
-    engine = ScriptedEngine(TOKENIZER, replies)
-    cfg = AgentConfig.model_validate(
-        {
-            "agent_cls": "skyrl_agent.agents.codeact.CodeActAgent",
-            "task": task,
-            "tools": TOOLS,
-            "generator": {"n_retries": 0, "max_response_length": 100_000, **settings},
-        }
+    """Let an agent with these replies work on the repository."""
+    engine = ScriptedEngine(replies)
+    tools = dict.fromkeys(("enable_bash_tool", "enable_editor", "enable_think", "enable_finish"), True)
+    runner = new_runner(
+        engine,
+        "skyrl_agent.tasks.repository.LocalRepositoryTask",
+        tools,
+        agent_cls="skyrl_agent.agents.codeact.CodeActAgent",
+        **{"n_retries": 0, "max_response_length": 100_000, **settings},
     )
-    runner = AutoAgentRunner.from_task(cfg, engine, TOKENIZER)
-    prompt = DrawnPrompt(0, PromptRow("0", [], None, row), 0)
-    requests = rollout_requests([prompt], n_samples, "")
-    trajectories = await play(runner, requests, cfg.generator.sampling(is_training=True), BatchMetadata(0, "train"))
-    await runner.close()
-    return trajectories, engine
+    return await play_row(runner, row, n_samples), engine
 
 
 def bash(command: str) -> str:
-    return call("execute_bash", command=command)
+    return tool_call("execute_bash", command=command)
 
 
 async def test_a_fix_is_rewarded(row: dict[str, Any]) -> None:
-    look = call("str_replace_editor", command="view", path="calc.py")
-    replies = [look, FIX, bash("git diff --stat; ls"), call("think", thought="done"), call("submit")]
+    look = tool_call("str_replace_editor", command="view", path="calc.py")
+    replies = [look, FIX, bash("git diff --stat; ls"), tool_call("think", thought="done"), SUBMIT]
     (trajectory,), engine = await solve(row, replies)
     assert trajectory.error is None
     assert trajectory.stop_reason == "FINISH_TOOL"
@@ -90,9 +92,9 @@ async def test_a_fix_is_rewarded(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("replies", "stop_reason", "empty", "applies"),
     [
-        ([call("submit")], "FINISH_TOOL", 1.0, 0.0),
-        ([bash("echo '# no fix' >>calc.py"), call("submit")], "FINISH_TOOL", 0.0, 1.0),
-        ([bash("rm -rf .git"), call("submit")], "FINISH_TOOL", 1.0, 0.0),
+        ([SUBMIT], "FINISH_TOOL", 1.0, 0.0),
+        ([bash("echo '# no fix' >>calc.py"), SUBMIT], "FINISH_TOOL", 0.0, 1.0),
+        ([bash("rm -rf .git"), SUBMIT], "FINISH_TOOL", 1.0, 0.0),
         ([bash("true")] * 4, "stuck_in_a_loop", 1.0, 0.0),
     ],
     ids=["empty", "wrong", "damaged", "loop"],
@@ -129,8 +131,8 @@ async def test_what_is_no_fix_is_not_rewarded(
 async def test_attacks_on_the_grader_are_not_rewarded(
     row: dict[str, Any], attack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalRepositoryTask, "test_timeout_s", 10.0)
-    (trajectory,), engine = await solve(row, [bash(attack), call("submit")])
+    monkeypatch.setattr(LocalRepositoryTask, "test_timeout_s", 3.0 if "sleep" in attack else 60.0)
+    (trajectory,), engine = await solve(row, [bash(attack), SUBMIT])
     assert "exit status 0" in engine.prompts()[1]
     assert trajectory.error is None
     assert trajectory.total_reward == 0.0
@@ -138,12 +140,12 @@ async def test_attacks_on_the_grader_are_not_rewarded(
 
 async def test_a_fix_that_also_touches_tests_and_settings_is_rewarded(row: dict[str, Any]) -> None:
     touch = "mkdir tests; echo 'def test_x(): assert False' >tests/test_x.py; echo 'broken(' >conftest.py"
-    (trajectory,), _ = await solve(row, [FIX, bash(touch), call("submit")])
+    (trajectory,), _ = await solve(row, [FIX, bash(touch), SUBMIT])
     assert trajectory.total_reward == 1.0
 
 
 async def test_a_setup_that_fails_makes_the_trajectory_invalid(row: dict[str, Any]) -> None:
-    (trajectory,), _ = await solve({**row, "setup": "echo no network; exit 7"}, [call("submit")])
+    (trajectory,), _ = await solve({**row, "setup": "echo no network; exit 7"}, [SUBMIT])
     assert not trajectory.is_valid
     assert trajectory.stop_reason == "error_initialization"
     assert "no network" in str(trajectory.error)
@@ -151,119 +153,96 @@ async def test_a_setup_that_fails_makes_the_trajectory_invalid(row: dict[str, An
 
 async def test_a_grader_that_fails_makes_the_trajectory_invalid(row: dict[str, Any], tmp_path: Path) -> None:
     setup = f"[ ! -e {tmp_path}/twice ]; s=$?; touch {tmp_path}/twice; exit $s"
-    (trajectory,), _ = await solve({**row, "setup": setup}, [FIX, call("submit")])
+    (trajectory,), _ = await solve({**row, "setup": setup}, [FIX, SUBMIT])
     assert not trajectory.is_valid
     assert trajectory.stop_reason == "error_evaluation"
 
 
 async def test_a_command_that_hangs_is_killed_and_the_agent_goes_on(row: dict[str, Any]) -> None:
-    hang = call("execute_bash", command=sleep(20), timeout="1")
-    (trajectory,), engine = await solve(row, [hang, FIX, call("submit")])
+    sleep = unique_sleep()
+    (trajectory,), engine = await solve(row, [tool_call("execute_bash", command=sleep, timeout="1"), FIX, SUBMIT])
     assert "was killed because it took longer than 1 seconds" in engine.prompts()[1]
     assert trajectory.total_reward == 1.0
-    assert _pids(sleep(20)) == []
+    assert not find_pids(sleep)
 
 
 async def test_a_call_that_hangs_ends_with_cmd_timeout(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl_agent.tools.workspace.TOOL_TIMEOUT_SHARE", 100.0)
-    replies = [FIX, bash(sleep(21)), call("submit")]
-    (trajectory,), _ = await solve(row, replies, tool_timeout=5.0)
+    sleep = unique_sleep()
+    (trajectory,), _ = await solve(row, [FIX, bash(sleep), SUBMIT], tool_timeout=5.0)
     assert trajectory.stop_reason == "cmd_timeout"
     assert trajectory.total_reward == 1.0  # the patch counts; the mask keeps it from training
-    assert sum(map(sum, (segment.loss_mask for segment in trajectory.segments))) == 0
-    assert _pids(sleep(21)) == []
-
-
-async def test_trajectories_at_the_same_time_work_in_different_folders(row: dict[str, Any]) -> None:
-    def script(prompt: str, turn: int) -> str:
-        return [bash("pwd; cat calc.py; sleep 0.5"), FIX, call("submit")][turn]
-
-    trajectories, engine = await solve(row, script, n_samples=3)
-    assert [t.total_reward for t in trajectories] == [1.0, 1.0, 1.0]
-    folders = {
-        p.partition("EXECUTION RESULT of [execute_bash]:\n")[2].partition("\n")[0] for p in engine.prompts()[3:6]
-    }
-    assert len(folders) == 3
-    assert not any(Path(folder).exists() for folder in folders)
-
-
-async def test_cancellation_ends_commands_and_removes_folders(row: dict[str, Any]) -> None:
-    task = asyncio.create_task(solve(row, [bash(f"pwd; setsid {sleep(22)} & {sleep(23)}")] * 2, n_samples=2))
-    while len(_pids(sleep(23))) < 2:
-        await asyncio.sleep(0.05)
-    folders = {Path(f"/proc/{pid}/cwd").resolve() for pid in _pids(sleep(23))}
-    assert len(folders) == 2
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert _pids(sleep(22)) == _pids(sleep(23)) == []
-    assert not any(folder.exists() for folder in folders)
-
-
-async def test_cancellation_of_the_tests_ends_them(row: dict[str, Any]) -> None:
-    grading = LocalRepositoryTask.evaluate_result(PATCH, {**row, "test_command": sleep(24)})
-    task = asyncio.create_task(grading)
-    while not _pids(sleep(24)):
-        await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert _pids(sleep(24)) == []
-
-
-async def test_cancellation_during_the_start_ends_it(row: dict[str, Any]) -> None:
-    start = LocalRepositoryTask.initialize_runtime({**row, "setup": sleep(25)})
-    task = asyncio.create_task(start)
-    while not _pids(sleep(25)):
-        await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert _pids(sleep(25)) == []
-    assert wait_for_threads()
-
-
-async def test_a_trajectory_that_is_cancelled_during_its_start_leaves_nothing(row: dict[str, Any]) -> None:
-    task = asyncio.create_task(solve({**row, "setup": "sleep 1.4"}, [call("submit")]))
-    while not (threads := [thread for thread in threading.enumerate() if thread.name == "workspace"]):
-        await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert wait_for_threads()
-    assert not threads[0].is_alive()
+    assert not any(trajectory.loss_mask)
+    assert not find_pids(sleep)
 
 
 async def test_a_start_that_takes_too_long_is_a_failure(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalRepositoryTask, "start_timeout_s", 1.0)
-    (trajectory,), _ = await solve({**row, "setup": sleep(26)}, [call("submit")])
+    sleep = unique_sleep()
+    (trajectory,), _ = await solve({**row, "setup": sleep}, [SUBMIT])
     assert trajectory.stop_reason == "error_initialization"
-    assert _pids(sleep(26)) == []
+    assert not find_pids(sleep)
 
 
-PATCH = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n" + (
-    "-    return a - b\n+    return a + b\n"
-)
+async def test_trajectories_at_the_same_time_work_in_different_folders(row: dict[str, Any], tmp_path: Path) -> None:
+    """Each waits until all three are there."""
+    meet = f"touch {tmp_path}/$$; until [ $(ls {tmp_path} | grep -c '^[0-9]*$') = 3 ]; do sleep 0.05; done"
+    trajectories, engine = await solve(row, [bash(f"pwd; cat calc.py; {meet}"), FIX, SUBMIT], n_samples=3)
+    assert [trajectory.total_reward for trajectory in trajectories] == [1.0, 1.0, 1.0]
+    outputs = [prompt.partition("EXECUTION RESULT of [execute_bash]:\n")[2] for prompt in engine.prompts()[3:6]]
+    folders = {output.partition("\n")[0] for output in outputs}
+    assert len(folders) == 3
+    assert not any(Path(folder).exists() for folder in folders)
+
+
+async def cancel_at(command: str, work: Coroutine[Any, Any, object], n_processes: int = 1) -> None:
+    """Cancel work once these processes run; none of them may remain."""
+    task = asyncio.create_task(work)
+    await asyncio.to_thread(wait_until, lambda: len(find_pids(command)) == n_processes)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not find_pids(command)
+
+
+async def test_cancellation_ends_commands_and_removes_folders(row: dict[str, Any], tmp_path: Path) -> None:
+    daemon, sleep = unique_sleep(), unique_sleep()
+    script = bash(f"pwd >>{tmp_path}/folders; setsid {daemon} & {sleep}")
+    await cancel_at(sleep, solve(row, [script] * 2, n_samples=2), 2)
+    assert not find_pids(daemon)
+    folders = set((tmp_path / "folders").read_text().split())
+    assert len(folders) == 2
+    assert not any(Path(folder).exists() for folder in folders)
+
+
+async def test_cancellation_of_the_tests_ends_them(row: dict[str, Any]) -> None:
+    sleep = unique_sleep()
+    await cancel_at(sleep, LocalRepositoryTask.evaluate_result(PATCH, {**row, "test_command": sleep}))
+
+
+async def test_cancellation_during_the_start_ends_it(row: dict[str, Any]) -> None:
+    sleep = unique_sleep()
+    await cancel_at(sleep, LocalRepositoryTask.initialize_runtime({**row, "setup": sleep}))
+    await cancel_at(sleep, solve({**row, "setup": sleep}, [SUBMIT]))
+    wait_until(lambda: not workspace_threads())
 
 
 @pytest.mark.parametrize(
     ("patch", "reward"), [(PATCH, 1.0), (PATCH.replace("a - b", "a * b"), 0.0), ("", 0.0), (None, 0.0), (7, 0.0)]
 )
-async def test_patches_are_graded_in_containers(row: dict[str, Any], tmp_path: Path, patch: Any, reward: float) -> None:
-    pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed: pip install './skyrl-agent[swe]'")
-
+async def test_patches_are_graded_in_containers(
+    row: dict[str, Any], docker: DockerStandIn, patch: Any, reward: float
+) -> None:
     class Task(RepositoryTask):
         cwd = "/testbed"
-        environment = {"executable": write_stand_in(tmp_path)}  # noqa: RUF012
+        environment = {"executable": docker.executable}  # noqa: RUF012
 
-    image = tmp_path / "image"
-    image.mkdir()
-    instance = {**row, "image": str(image)}
+    instance = {**row, "image": docker.image}
     Task.check_instance(instance, "")
     assert (await Task.evaluate_result(patch, instance))["reward"] == reward
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["docker", "image", "repository"]
+    assert docker.containers() == []
     if reward:
-        (tmp_path / "docker").unlink()
+        Path(docker.executable).unlink()
         with pytest.raises(WorkspaceError, match="did not start"):
             await Task.evaluate_result(patch, instance)
 
@@ -304,15 +283,3 @@ def test_test_files_may_be_json_and_may_have_the_paths_of_other_rows() -> None:
     assert parse_test_files({"test_files": '{"a": "x"}'}) == {"a": "x"}
     assert parse_test_files({"test_files": {"a": "x", "b": None}}) == {"a": "x"}
     assert parse_test_files({}) == {}
-
-
-def _pids(command: str) -> list[str]:
-    found = subprocess.run(["pgrep", "-fx", command], capture_output=True, text=True, check=False)
-    return found.stdout.split()
-
-
-def wait_for_threads(limit_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + limit_s
-    while any(thread.name == "workspace" for thread in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(thread.name == "workspace" for thread in threading.enumerate())

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import os
+import shutil
 import subprocess
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import build_podman_image, remove_podman_image, sleep, write_stand_in
+from agent_kit.containers import DockerStandIn, podman_image
+from agent_kit.processes import unique_sleep
 
 from skyrl_agent.tasks.swe_bench import (
     MARKERS,
@@ -26,31 +26,10 @@ from skyrl_agent.tasks.swe_bench import (
 from skyrl_agent.workspaces import WorkspaceError
 from skyrl_train.errors import DataError
 
-pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed: pip install './skyrl-agent[swe]'")
-pytest.importorskip("swebench", reason="swebench is not installed: pip install './skyrl-agent[swe]'")
+INSTALL = "pip install './skyrl-agent[swe]'"
+pytest.importorskip("swebench", reason=f"swebench is not installed: {INSTALL}")
+benchmark = pytest.importorskip("minisweagent.run.benchmarks.swebench", reason=f"mini-swe-agent is missing: {INSTALL}")
 
-VERSION = int(metadata.version("swebench").partition(".")[0])
-needs_4 = pytest.mark.skipif(VERSION != 4, reason="needs swebench 4, which knows repositories")
-needs_5 = pytest.mark.skipif(VERSION < 5, reason="needs swebench 5, which reads evaluation scripts from rows")
-
-TEST_PATCH = """diff --git a/test_requests.py b/test_requests.py
---- a/test_requests.py
-+++ b/test_requests.py
-@@ -1,1 +1,1 @@
--old
-+new
-"""
-ROW = {
-    "instance_id": "psf__requests-1963",
-    "repo": "psf/requests",
-    "base_commit": "110048f9837f8441ea536804115e80b69f400277",  # pragma: allowlist secret
-    "problem_statement": "resolve_redirects copies the original request",
-    "test_patch": TEST_PATCH,
-    "version": "2.3",
-    "environment_setup_commit": "110048f9837f8441ea536804115e80b69f400277",  # pragma: allowlist secret
-    "FAIL_TO_PASS": '["test_requests.py::RequestsTestCase::test_new"]',
-    "PASS_TO_PASS": ["test_requests.py::RequestsTestCase::test_old"],
-}
 SCRIPT = """#!/bin/bash
 set -uxo pipefail
 git status
@@ -79,7 +58,7 @@ check() {
 . tests/test_calc.sh
 exit $failed
 """
-CONTAINER_ROW = {
+ROW = {
     "instance_id": "calc__calc-1",
     "repo": "calc/calc",
     "base_commit": "HEAD",
@@ -95,24 +74,18 @@ FIX = (
     "diff --git a/add.sh b/add.sh\n--- a/add.sh\n+++ b/add.sh\n"
     "@@ -1 +1 @@\n-echo $(($1 * $2))\n+echo $(($1 + $2 - {off}))\n"
 )
-PODMAN_IMAGE = f"localhost/skyrl-agent-swe-bench:{os.getpid()}"
 
 
 def log(new: str = "PASSED", old: str = "PASSED", exit_code: int | None = None) -> str:
     lines = [
         f"+ : '{START}'",
         "============ test session starts ============",
-        f"{new} test_requests.py::RequestsTestCase::test_new",
-        f"{old} test_requests.py::RequestsTestCase::test_old",
+        f"{new} tests/test_calc.sh::test_new",
+        f"{old} tests/test_calc.sh::test_old",
         "============ 2 passed in 0.10s ============",
         f"+ : '{MARKERS[1]}'",
     ]
     return "\n".join(lines if exit_code is None else [*lines, f"{MARKERS[2]}: {exit_code}"]) + "\n"
-
-
-def spec() -> Any:
-    row = {**ROW, "eval_script": SCRIPT, "log_parser": "parse_log_pytest_options"} if VERSION >= 5 else ROW
-    return make_spec(row)
 
 
 @pytest.mark.parametrize(
@@ -122,41 +95,28 @@ def spec() -> Any:
         (log(new="FAILED"), False),
         (log(old="FAILED"), False),
         (log(new="ERROR"), False),
-        (log().replace("PASSED test_requests.py::RequestsTestCase::test_new\n", ""), False),
+        (log().replace("PASSED tests/test_calc.sh::test_new\n", ""), False),
         (log().replace("PASSED", "\x1b[32mPASSED"), False),
         (f"+ : '{START}'\n+ : '{MARKERS[1]}'\n", False),
-        (f"+ : '{START}'\nPASSED test_requests.py::RequestsTestCase::test_new\n", False),
+        (f"+ : '{START}'\nPASSED tests/test_calc.sh::test_new\n", False),
         (log() + ">>>>> Patch Apply Failed\n", False),
         (log().replace("starts", "\ufffd\ud800"), True),
     ],
     ids=["passed", "new", "old", "error", "missing", "colour", "nothing", "no end", "apply", "surrogate"],
 )
 def test_logs_are_graded_by_swebench(text: str, expected: bool) -> None:
-    assert is_resolved(spec(), text) is expected
+    assert is_resolved(make_spec(ROW), text) is expected
 
 
-@needs_5
 def test_a_log_that_contradicts_the_exit_status_of_the_tests_does_not_resolve() -> None:
-    assert is_resolved(spec(), log(exit_code=0))
-    assert not is_resolved(spec(), log(exit_code=1))
+    assert is_resolved(make_spec(ROW), log(exit_code=0))
+    assert not is_resolved(make_spec(ROW), log(exit_code=1))
 
 
-@needs_5
 def test_a_failure_of_the_machine_is_not_graded() -> None:
     text = f"+ : '{START}'\nOSError: [Errno 12] Cannot allocate memory\n+ : '{MARKERS[1]}'\n"
     with pytest.raises(WorkspaceError, match="infrastructure failure: out_of_memory"):
-        is_resolved(spec(), text)
-
-
-@needs_4
-def test_swebench_4_knows_how_to_test_its_repositories(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("requests.get", None)  # nothing is downloaded
-    script = make_spec(ROW).eval_script
-    assert "conda activate testbed" in script
-    assert f"git checkout {ROW['base_commit']} test_requests.py" in script
-    assert f"git apply -v - <<'EOF_114329324912'\n{TEST_PATCH}" in script
-    assert "pytest -rA" in script
-    assert script.count(START) == 1
+        is_resolved(make_spec(ROW), text)
 
 
 @pytest.mark.parametrize(
@@ -168,33 +128,20 @@ def test_swebench_4_knows_how_to_test_its_repositories(monkeypatch: pytest.Monke
         ({"log_parser": None}, "log_parser"),
         ({"log_parser": "parse_log_none"}, "parse_log_none"),
         ({"eval_script": None}, r"eval_script.*install swebench<5"),
-        ({}, None),
     ],
 )
-@needs_5
-def test_swebench_5_refuses_rows_without_the_columns_that_it_needs(change: dict[str, Any], problem: str | None) -> None:
-    row = {**CONTAINER_ROW, **change}
-    if problem is None:
-        SWEBenchTask.check_instance(row, "")
-    else:
-        with pytest.raises(DataError, match=problem):
-            SWEBenchTask.check_instance(row, "")
-
-
-@needs_4
-def test_swebench_4_refuses_repositories_that_it_does_not_know() -> None:
+def test_rows_without_the_columns_that_swebench_needs_are_refused(change: dict[str, Any], problem: str) -> None:
     SWEBenchTask.check_instance(ROW, "")
-    for change in ({"repo": "getmoto/moto"}, {"version": "77"}, {"FAIL_TO_PASS": None}):
-        with pytest.raises(DataError, match=r"swebench 4.* cannot grade psf__requests-1963"):
-            SWEBenchTask.check_instance({**ROW, **change}, "")
+    with pytest.raises(DataError, match=problem):
+        SWEBenchTask.check_instance(ROW | change, "")
 
 
 def test_the_image_is_that_of_the_row_or_of_swe_bench() -> None:
-    assert image_of(ROW) == "docker.io/swebench/sweb.eval.x86_64.psf_1776_requests-1963:latest"
-    assert image_of({**ROW, "docker_image": "mine:1", "image_name": None}) == "mine:1"
-    assert image_of({**ROW, "image": "theirs:2"}) == "theirs:2"
-    benchmarks = pytest.importorskip("minisweagent.run.benchmarks.swebench")
-    assert image_of(ROW) == benchmarks.get_swebench_docker_image_name(ROW)
+    row = {"instance_id": "psf__requests-1963"}
+    assert image_of(row) == "docker.io/swebench/sweb.eval.x86_64.psf_1776_requests-1963:latest"
+    assert image_of(row) == benchmark.get_swebench_docker_image_name(row)
+    assert image_of({**row, "docker_image": "mine:1", "image_name": None}) == "mine:1"
+    assert image_of({**row, "image": "theirs:2"}) == "theirs:2"
 
 
 def test_markers_without_the_nonce_do_not_count() -> None:
@@ -223,32 +170,29 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def podman_image(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[str]:
-    build_podman_image(PODMAN_IMAGE, tmp_path_factory.mktemp("image"), repository)
-    yield PODMAN_IMAGE
-    remove_podman_image(PODMAN_IMAGE)
+def podman(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[str]:
+    """An image of Podman with the repository."""
+    with podman_image(tmp_path_factory.mktemp("swe-bench"), repository) as name:
+        yield name
 
 
 class Task(SWEBenchTask):
-    test_timeout_s = 20.0
+    test_timeout_s = 60.0
 
 
 @pytest.fixture(params=["stand-in", "podman"])
-def row(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def row(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A row whose image has the repository."""
     if request.param == "podman":
-        monkeypatch.setattr(Task, "environment", {**SWEBenchTask.environment, "executable": "podman"}, raising=False)
-        return {**CONTAINER_ROW, "image": request.getfixturevalue("podman_image")}
-    image = tmp_path / "image"
-    image.mkdir()
-    (image / "testbed").symlink_to(request.getfixturevalue("repository"))
-    subprocess.run(["cp", "-rL", image / "testbed", image / "copy"], check=True)
-    (image / "testbed").unlink()
-    (image / "copy").rename(image / "testbed")
-    monkeypatch.setattr(Task, "environment", {"executable": write_stand_in(tmp_path)}, raising=False)
-    return {**CONTAINER_ROW, "image": str(image)}
+        image, settings = request.getfixturevalue("podman"), {**SWEBenchTask.environment, "executable": "podman"}
+    else:
+        docker: DockerStandIn = request.getfixturevalue("docker")
+        shutil.copytree(request.getfixturevalue("repository"), Path(docker.image, "testbed"))
+        image, settings = docker.image, {"executable": docker.executable}
+    monkeypatch.setattr(Task, "environment", settings, raising=False)
+    return {**ROW, "image": image}
 
 
-@needs_5
 async def test_an_agents_patch_is_collected_and_graded_in_another_container(row: dict[str, Any]) -> None:
     runtime = await Task.initialize_runtime(row)
     messages = Task.get_instruction(row, runtime)
@@ -285,26 +229,24 @@ ATTACKS = {
     "runner": replace_file("tests/run.sh", RUN, f"{FORGED}\n".replace("PASSED", "echo PASSED")),
     "diff": new_file("notes.txt", FORGED_LOG.replace("\n", "\r")),
     "setup": new_file("setup.sh", f"m='>>>>>'\ncat <<EOF\n{FORGED_LOG.replace('>>>>>', '$m')}EOF"),
-    "hangs": FIX.replace("echo $(($1 + $2 - {off}))", sleep(30)),
+    "hangs": FIX.replace("echo $(($1 + $2 - {off}))", unique_sleep()),
 }
 
 
-@needs_5
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_attacks_on_the_grader_are_not_rewarded(
     row: dict[str, Any], attack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Task, "test_timeout_s", 3.0)
+    monkeypatch.setattr(Task, "test_timeout_s", 3.0 if attack == "hangs" else 60.0)
     graded = await Task.evaluate_result(ATTACKS[attack], row)
     assert graded["reward"] == 0.0
     assert graded["patch_applies"] == float(attack not in ("empty", "text", "context"))
 
 
-@needs_5
 async def test_a_new_test_file_of_the_patch_does_not_replace_that_of_the_test_patch(row: dict[str, Any]) -> None:
     test_patch = new_file("checks/test_new.sh", "check test_new 2 3 5")
     script = SCRIPT.replace("git checkout HEAD tests/test_calc.sh\n", "")
-    script = script.replace(CONTAINER_ROW["test_patch"], test_patch).replace("bash tests/run.sh", "bash run_all.sh")
+    script = script.replace(ROW["test_patch"], test_patch).replace("bash tests/run.sh", "bash run_all.sh")
     run_all = RUN.replace(". tests/test_calc.sh", ". checks/test_new.sh; . tests/test_calc.sh")
     script = script.replace(f": '{START}'", f"cat >run_all.sh <<'EOF_2'\n{run_all}EOF_2\n: '{START}'")
     row = {**row, "test_patch": test_patch, "eval_script": script}
@@ -314,7 +256,6 @@ async def test_a_new_test_file_of_the_patch_does_not_replace_that_of_the_test_pa
     assert (await Task.evaluate_result(forged + fixed, row))["reward"] == 1.0
 
 
-@needs_5
 async def test_a_script_that_does_not_come_to_the_tests_is_a_failure(row: dict[str, Any]) -> None:
     script = SCRIPT.replace("git status", "exit 1")
     with pytest.raises(WorkspaceError, match="ended before the tests"):

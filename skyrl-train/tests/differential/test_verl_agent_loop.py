@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+from agent_kit.engines import TOKENIZER, ScriptedEngine, tool_call
 from omegaconf import OmegaConf
-from scripted_engine import ScriptedEngine, call, tokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigWrap
 from verl.workers.rollout.replica import TokenOutput
 
@@ -17,7 +17,6 @@ from skyrl_agent.integrations.verl import SkyRLAgentLoop
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 
-TOKENIZER = tokenizer()
 TASK = {
     "task": "skyrl_agent.tasks.general_react.GeneralReactTask",
     "tools": ["finish", "code_interpreter"],
@@ -35,7 +34,7 @@ class ServerManager:
     """verl's server manager, with scripted replies."""
 
     def __init__(self, replies: Any) -> None:
-        self.engine = ScriptedEngine(TOKENIZER, replies)
+        self.engine = ScriptedEngine(replies)
         self.sampling_params: list[dict[str, Any]] = []
 
     async def generate(
@@ -62,7 +61,7 @@ async def play(agent_loop: SkyRLAgentLoop, **row: Any) -> AgentLoopOutput:
 
 
 async def test_a_sample_is_a_trajectory_of_the_agent(tmp_path: Path) -> None:
-    replies = [call("code_interpreter", code="print(1)"), call("finish", answer="Paris")]
+    replies = [tool_call("code_interpreter", code="print(1)"), tool_call("finish", answer="Paris")]
     manager = ServerManager(replies)
     output = await play(loop(tmp_path, manager))
     assert (output.reward_score, output.num_turns) == (1.0, 4)
@@ -89,7 +88,7 @@ async def test_limits_hold_for_all_loops_that_verl_creates(tmp_path: Path) -> No
             n_now -= 1
             return await super().generate(*args, **kwargs)
 
-    manager = Slow([call("finish", answer="Paris")])
+    manager = Slow([tool_call("finish", answer="Paris")])
     loops = [loop(tmp_path, manager, dispatcher={"max_parallel_agents": 2}) for _ in range(6)]
     outputs = await asyncio.gather(*map(play, loops))
     assert [output.reward_score for output in outputs] == [1.0] * 6
@@ -97,14 +96,14 @@ async def test_limits_hold_for_all_loops_that_verl_creates(tmp_path: Path) -> No
 
 
 async def test_an_invalid_trajectory_is_masked(tmp_path: Path) -> None:
-    output = await play(loop(tmp_path, ServerManager([call("finish", answer="Paris")])), data_source="unknown")
+    output = await play(loop(tmp_path, ServerManager([tool_call("finish", answer="Paris")])), data_source="unknown")
     assert output.reward_score == 0.0
     assert not any(output.response_mask)
     assert output.extra_fields == {"stop_reason": "error_evaluation"}
 
 
 async def test_a_rewritten_history_is_refused(tmp_path: Path) -> None:
-    replies = [call("next_with_summary", summary="x"), call("finish", answer="Paris")]
+    replies = [tool_call("next_with_summary", summary="x"), tool_call("finish", answer="Paris")]
     settings = {"task": "skyrl_agent.tasks.memagent.MemAgentTask", "tools": ["finish", "next_with_summary"]}
     context = "Document 1: " + "a " * 9000
     with pytest.raises(EnvError, match="the agent rewrote its history, and verl takes one row"):

@@ -7,15 +7,13 @@ import random
 from pathlib import Path
 
 import pytest
-from scripted_engine import ScriptedEngine, call, tokenizer
+from agent_kit.engines import TOKENIZER, ScriptedEngine, tool_call
 
 from examples import learning, tiny_model
 from examples.learning import main
 from examples.memory_agent.learn import AGENT, NOTHING, RECIPE, MemoryExp, attempt, row, write_data
 from skyrl_agent import AutoAgentRunner
 from skyrl_train.dataset.files import read_rows
-
-TOKENIZER = tokenizer()
 
 
 @pytest.mark.parametrize("memory", [NOTHING, "3"])
@@ -26,8 +24,8 @@ async def test_attempts_show_what_the_agent_reads(memory: str) -> None:
     shown = {TOKENIZER.apply_chat_template(a, tokenize=False, add_generation_prompt=True) for a in attempts}
     changes = {"num_trajectories": 1, "max_response_length": 4096, "sampling_params": {}}  # of a tokenizer of bytes
     cfg = AGENT.model_copy(update={"generator": AGENT.generator.model_copy(update=changes)})
-    replies = [call("next_with_summary", summary=memory)] * 2 + [call("finish", answer=question["answer"])]
-    engine = ScriptedEngine(TOKENIZER, replies)
+    replies = [tool_call("next_with_summary", summary=memory)] * 2 + [tool_call("finish", answer=question["answer"])]
+    engine = ScriptedEngine(replies)
     runner = AutoAgentRunner.from_task(cfg, engine, TOKENIZER)
     output = await runner.run([question])
     await runner.close()

@@ -15,13 +15,11 @@ from skyrl_train.types import WeightSpan
 Script = Callable[[str, int], str]
 """Returns the reply to a prompt, the n-th of its session."""
 
-
-def tokenizer() -> PreTrainedTokenizerBase:
-    return train_tokenizer([DEFAULT_TEXT])
+TOKENIZER: PreTrainedTokenizerBase = train_tokenizer([DEFAULT_TEXT])
 
 
-def call(name: str, **arguments: str) -> str:
-    """Return a reply with a call of a tool."""
+def tool_call(name: str, **arguments: str) -> str:
+    """Return a reply that calls a tool."""
     parameters = "\n".join(f"<parameter={key}>{value}</parameter>" for key, value in arguments.items())
     return f"<function={name}>\n{parameters}\n</function>"
 
@@ -29,19 +27,16 @@ def call(name: str, **arguments: str) -> str:
 class ScriptedEngine:
     """Replies in turn, in every session: the n-th of a list, or what a function returns for the prompt's text."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, replies: Sequence[str] | Script, context_length: int = 1_000_000
-    ) -> None:
+    def __init__(self, replies: Sequence[str] | Script = (), context_length: int = 1_000_000) -> None:
         self.info = EngineInfo(context_length, context_length)
         self.requests: list[EngineRequest] = []
         self.n_ended = 0
-        self._tokenizer = tokenizer
         self._script: Script = replies if callable(replies) else lambda prompt, turn: replies[turn]
         self._turns: dict[str | None, int] = {}
 
     def prompts(self) -> list[str]:
         """Return the text of each prompt so far."""
-        return [str(self._tokenizer.decode(request.prompt_ids)) for request in self.requests]
+        return [str(TOKENIZER.decode(request.prompt_ids)) for request in self.requests]
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         await asyncio.sleep(0)
@@ -53,8 +48,8 @@ class ScriptedEngine:
     def _reply(self, request: EngineRequest) -> EngineResult:
         self.requests.append(replace(request, prompt_ids=list(request.prompt_ids)))  # the list grows
         turn = self._turns[request.session_id] = self._turns.get(request.session_id, -1) + 1
-        text = self._script(str(self._tokenizer.decode(request.prompt_ids)), turn)
-        token_ids = [*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id]
+        text = self._script(str(TOKENIZER.decode(request.prompt_ids)), turn)
+        token_ids = [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
         kept = token_ids[: request.sampling.max_new_tokens]
         return EngineResult(
             kept,

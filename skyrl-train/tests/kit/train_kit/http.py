@@ -1,4 +1,4 @@
-"""An HTTP server whose answers a test chooses, in place of services on the Internet."""
+"""HTTP servers in place of services on the Internet; the test chooses the answers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Request:
+    """A request that a server received, e.g. `Request("POST", "/v1/x", {"authorization": "Bearer k"}, {"n": 1})`."""
+
     method: str
     path: str
     headers: dict[str, str]
+    """Values by lower-case names."""
     body: Any
 
 
 Answer = Callable[[Request], tuple[int, Any]]
+"""Returns the status and the content of a response: text, or any JSON value."""
 
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[tuple[str, list[Request]]]:
-    """Yield the address of a server, and the requests that it gets."""
+    """Serve answers; yield the address, such as `http://127.0.0.1:8080`, and the list of requests so far."""
     requests: list[Request] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -32,8 +36,9 @@ def serving(answer: Answer) -> Iterator[tuple[str, list[Request]]]:
             length = int(self.headers.get("Content-Length", 0))
             body = json.loads(self.rfile.read(length)) if length else None
             headers = {name.lower(): value for name, value in self.headers.items()}
-            requests.append(Request(self.command, self.path, headers, body))
-            status, content = answer(requests[-1])
+            request = Request(self.command, self.path, headers, body)
+            requests.append(request)
+            status, content = answer(request)
             data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Type", "text/plain" if isinstance(content, str) else "application/json")
@@ -47,10 +52,10 @@ def serving(answer: Answer) -> Iterator[tuple[str, list[Request]]]:
             """Print nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", requests
+        yield f"http://127.0.0.1:{server.server_port}", requests
     finally:
         server.shutdown()
         server.server_close()
@@ -58,6 +63,6 @@ def serving(answer: Answer) -> Iterator[tuple[str, list[Request]]]:
 
 
 def chat_completion(text: str) -> dict[str, Any]:
-    """Return an answer in the format of OpenAI's chat API."""
+    """Return a response of OpenAI's chat API with one reply."""
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
     return {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}

@@ -1,0 +1,193 @@
+"""Limits of dispatchers, and runtimes that cancellations and failures must not leave open."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, ClassVar
+
+import pytest
+from agent_kit.engines import ScriptedEngine, tool_call
+from agent_kit.trajectories import ROW, new_runner
+
+from skyrl_agent import BaseTask
+from skyrl_train.errors import EngineError
+from skyrl_train.types import Message
+
+FINISH = [tool_call("finish", answer="Paris")]
+KINDS = ("async_pipeline", "async_batch", "async_fix_pool")
+
+
+class Phases(BaseTask):
+    """A task that counts how many trajectories are in each phase at once."""
+
+    n_now: ClassVar[dict[str, int]] = {}
+    n_max: ClassVar[dict[str, int]] = {}
+    envs: ClassVar[set[Any]] = set()
+
+    @classmethod
+    async def enter(cls, phase: str) -> None:
+        cls.n_now[phase] = cls.n_now.get(phase, 0) + 1
+        cls.n_max[phase] = max(cls.n_max.get(phase, 0), cls.n_now[phase])
+        await asyncio.sleep(0.01)
+        cls.n_now[phase] -= 1
+
+    @classmethod
+    async def initialize_runtime(cls, env: Any) -> Any:
+        await cls.enter("initialize")
+        cls.envs.add(env)
+        return env or "runtime"
+
+    @classmethod
+    def get_instruction(cls) -> list[Message]:
+        return [Message(role="user", content="Go")]
+
+    @classmethod
+    async def complete_runtime(cls) -> None:
+        await cls.enter("generate")
+
+    @classmethod
+    async def evaluate_result(cls) -> float:
+        await cls.enter("evaluate")
+        return 1.0
+
+
+class Runtimes(BaseTask):
+    """A task that counts its open runtimes, and takes a while in the phase `slow`."""
+
+    n_open: ClassVar[int] = 0
+    n_max: ClassVar[int] = 0
+    slow: ClassVar[str] = ""
+    reached: ClassVar[threading.Event] = threading.Event()
+    lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def wait(cls, phase: str) -> None:
+        if cls.slow == phase:
+            cls.reached.set()
+            threading.Event().wait(0.1)
+
+    @classmethod
+    def count(cls, n: int) -> None:
+        with cls.lock:
+            cls.n_open += n
+            cls.n_max = max(cls.n_max, cls.n_open)
+
+    @classmethod
+    def initialize_runtime(cls) -> str:
+        cls.wait("initialize")
+        cls.count(1)
+        return "runtime"
+
+    @classmethod
+    def get_instruction(cls, instance: Any) -> list[Message]:
+        if instance.get("fails"):
+            raise ValueError("no instruction")
+        return [Message(role="user", content="Go")]
+
+    @classmethod
+    def evaluate_result(cls) -> float:
+        cls.wait("evaluate")
+        return 1.0
+
+    @classmethod
+    def close_runtime(cls, runtime: Any) -> None:
+        cls.wait("close")
+        cls.count(-1)
+
+
+RUNTIMES = f"{__name__}.Runtimes"
+
+
+@pytest.fixture(autouse=True)
+def _reset_counts() -> None:
+    Phases.n_now, Phases.n_max, Phases.envs = {}, {}, set()
+    Runtimes.n_open, Runtimes.n_max, Runtimes.slow = 0, 0, ""
+    Runtimes.reached.clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_limits_hold_across_concurrent_calls(kind: str) -> None:
+    dispatcher: dict[str, Any] = {"type": kind, "max_parallel_agents": 4, "max_eval_parallel_agents": 2}
+    limit, envs = (3, {"a", "b", "c"}) if kind == "async_fix_pool" else (4, {None})
+    if kind == "async_fix_pool":
+        dispatcher["envs"] = tuple(envs)
+    agents = new_runner(FINISH, f"{__name__}.Phases", num_trajectories=8, dispatcher=dispatcher)
+    outputs = await asyncio.gather(agents.run([{}]), agents.run([{}]))
+    assert [output["traj_rewards"] for output in outputs] == [[1.0] * 8] * 2
+    assert Phases.n_max["initialize"] <= limit
+    assert Phases.n_max["generate"] <= limit
+    assert Phases.n_max["evaluate"] <= 2
+    assert Phases.envs == envs
+    await agents.close()
+
+
+@pytest.mark.parametrize("phase", ["initialize", "close", "evaluate"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_cancelled_run_leaves_no_runtime(phase: str, kind: str) -> None:
+    Runtimes.slow = phase
+    dispatcher: dict[str, Any] = {"type": kind, **({"envs": ("a", "b")} if kind == "async_fix_pool" else {})}
+    agents = new_runner(FINISH, RUNTIMES, num_trajectories=2, dispatcher=dispatcher)
+    running = asyncio.create_task(agents.run([{}]))
+    await asyncio.to_thread(Runtimes.reached.wait, 100)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await asyncio.sleep(0.2)  # for a runtime that starts after all
+    assert Runtimes.n_open == 0
+    await agents.close()
+
+
+async def test_runtimes_of_cancelled_generations_are_closed() -> None:
+    started = asyncio.Event()
+
+    class Hanging(ScriptedEngine):
+        async def generate(self, requests: Any) -> Any:
+            started.set()
+            await asyncio.sleep(3600)
+
+    agents = new_runner(Hanging(), RUNTIMES)
+    running = asyncio.create_task(agents.run([{}]))
+    await started.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (Runtimes.n_open, Runtimes.n_max > 0) == (0, True)
+    await agents.close()
+
+
+async def test_runtimes_count_until_they_are_closed() -> None:
+    Runtimes.slow = "close"
+    agents = new_runner(FINISH, RUNTIMES, num_trajectories=5, dispatcher={"max_parallel_agents": 1})
+    assert (await agents.run([{}]))["traj_rewards"] == [1.0] * 5
+    assert Runtimes.n_max == 2  # one that generates or closes, and one that waits
+    await agents.close()
+
+
+async def test_failed_trajectories_do_not_keep_their_runtimes_while_others_are_evaluated() -> None:
+    Runtimes.slow = "evaluate"
+    dispatcher = {"max_parallel_agents": 2, "max_eval_parallel_agents": 1}
+    agents = new_runner(FINISH, RUNTIMES, num_trajectories=1, n_retries=0, dispatcher=dispatcher)
+    output = await agents.run([{"fails": i % 2 == 1} for i in range(8)])
+    assert output["traj_rewards"] == [1.0, None] * 4
+    assert Runtimes.n_max <= 4
+    await agents.close()
+
+
+async def test_an_engine_that_cannot_end_a_session_occupies_no_environment() -> None:
+    class Stubborn(ScriptedEngine):
+        async def end_session(self, session_id: str) -> None:
+            raise EngineError("lost")
+
+    agents = new_runner(Stubborn(FINISH), RUNTIMES, dispatcher={"type": "async_fix_pool", "envs": ("a",)})
+    for _ in range(2):
+        assert (await agents.run([{}]))["traj_rewards"] == [1.0] * 8
+    assert Runtimes.n_open == 0
+    await agents.close()
+
+
+def test_a_runner_plays_in_several_event_loops() -> None:
+    agents = new_runner(FINISH, num_trajectories=4, dispatcher={"max_parallel_agents": 1})
+    for _ in range(2):
+        assert asyncio.run(agents.run([ROW]))["traj_rewards"] == [1.0] * 4
+    asyncio.run(agents.close())

@@ -1,0 +1,26 @@
+"""Services on the Internet that tools and graders call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from train_kit.http import Answer, Request, serving
+
+from skyrl_agent import judge
+
+
+@contextmanager
+def serving_openai(answer: Answer, **variables: str) -> Iterator[tuple[str, list[Request]]]:
+    """Serve OpenAI's API and other services, and point OpenAI's client at it.
+
+    The values of further variables may contain `{url}`. Yields the address and the requests so far.
+    """
+    with serving(answer) as (url, requests), pytest.MonkeyPatch.context() as environment:
+        variables = {"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "o", **variables}
+        for name, value in variables.items():
+            environment.setenv(name, value.format(url=url))
+        judge._client.cache_clear()
+        yield url, requests
+    judge._client.cache_clear()

@@ -1,0 +1,55 @@
+"""Documents that are read section by section."""
+
+from __future__ import annotations
+
+from agent_kit.engines import TOKENIZER, tool_call
+from agent_kit.trajectories import play_one
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_agent.tasks.memagent import MemAgentTask, split_sections
+
+
+@given(st.lists(st.text(alphabet="ab \n", max_size=40)), st.integers(5, 60))
+def test_sections_hold_the_whole_text_within_their_limit(texts: list[str], limit: int) -> None:
+    context = "".join(f"Document {i}:{text}" for i, text in enumerate(texts))
+    sections = split_sections(context, limit)
+    assert all(len(section) <= limit for section in sections)
+    assert "".join("".join(sections).split()) == "".join(context.split())
+
+
+class ShortSections(MemAgentTask):
+    """A memory task with one document in each section."""
+
+    max_section_chars = 31
+
+
+async def test_a_memory_agent_reads_on_and_each_section_is_a_row() -> None:
+    row = {
+        "prompt": [{"role": "user", "content": "Who lives in Rome?"}],
+        "context": "Document 1: Ada lives in Rome.\nDocument 2: Bob has a dog.\nDocument 3: The end.",
+        "data_source": "nq",
+        "answer": "Ada",
+    }
+    replies = [
+        tool_call("next_with_summary", summary="Ada: Rome"),
+        tool_call("next_with_summary", summary="Ada: Rome, still"),
+        tool_call("next_with_summary", summary="more"),
+        tool_call("finish", answer="Ada"),
+    ]
+    trajectory, engine = await play_one(
+        replies, row, task=f"{__name__}.ShortSections", tools=("finish", "next_with_summary")
+    )
+    first, second, third, last = engine.prompts()
+    assert "Document 1: Ada lives in Rome.\n\nMore sections follow." in first
+    assert "Your memory of earlier sections:\nAda: Rome\n" in second
+    assert "Document 1" not in second
+    assert "Your memory of earlier sections:\nAda: Rome, still\n" in third
+    assert "This is the last section. Finish with your answer." in third
+    assert "ERROR: This is the last section; finish with your answer." in last
+    assert [len(segment.turns) for segment in trajectory.segments] == [1, 1, 2]
+    assert [sum(segment.rewards) for segment in trajectory.segments] == [0.0, 0.0, 1.0]
+    for segment, reply in zip(trajectory.segments, replies, strict=False):
+        sampled = [token for token, mask in zip(segment.response_ids, segment.loss_mask, strict=True) if mask]
+        assert TOKENIZER.decode(sampled).startswith(reply)
+        assert "next_with_summary: Continue" in TOKENIZER.decode(segment.prompt_ids)

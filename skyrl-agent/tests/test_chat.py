@@ -1,0 +1,63 @@
+"""The messages of a trajectory, and the tokens that are sampled and trained on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from agent_kit.engines import TOKENIZER, ScriptedEngine, tool_call
+from agent_kit.trajectories import GENERAL, ROW, new_runner, play_one
+
+from skyrl_agent import AgentConfig, AutoAgentRunner, BaseAgent, Outcome
+from skyrl_train.errors import ConfigError
+
+FINISH = tool_call("finish", answer="Paris")
+
+
+async def test_a_turn_that_is_cut_off_at_its_own_limit_continues() -> None:
+    trajectory, _ = await play_one(["x" * 300, FINISH], sampling_params={"max_tokens": 100})
+    assert trajectory.total_reward == 1.0
+    assert trajectory.turns[0].end - trajectory.turns[0].start == 100
+
+
+class Impatient(BaseAgent):
+    """An agent that asks twice without a new message."""
+
+    async def run(self) -> Outcome:
+        await self.chat.generate()
+        await self.chat.generate()
+        return Outcome("FINISH")
+
+
+@pytest.mark.parametrize(("max_tokens", "is_valid"), [(100, False), (5, True)])
+async def test_a_second_reply_needs_a_message_unless_the_first_was_cut_off(max_tokens: int, is_valid: bool) -> None:
+    settings: dict[str, Any] = {"sampling_params": {"max_tokens": max_tokens}, "n_retries": 0, "num_trajectories": 1}
+    agents = new_runner(["hello there"] * 2, agent_cls=f"{__name__}.Impatient", tools=(), **settings)
+    output = await agents.run([ROW])
+    assert [reward is not None for reward in output["traj_rewards"]] == [is_valid]
+    await agents.close()
+
+
+async def test_thoughts_are_removed_from_the_history_and_trained_on() -> None:
+    replies = ["<think>I compute.</think>" + tool_call("code_interpreter", code="1"), FINISH]
+    trajectory, engine = await play_one(replies, remove_think_tokens=True)
+    assert len(trajectory.segments) == 2
+    assert "I compute" not in engine.prompts()[1]
+    first = trajectory.segments[0]
+    assert "I compute" in TOKENIZER.decode(first.response_ids)
+    assert all(first.loss_mask)
+    merged, engine = await play_one(replies, qwen3_acc_thinking=False)
+    assert len(merged.segments) == 1
+    assert "I compute" in engine.prompts()[1]
+
+
+def test_a_template_without_system_messages_is_named() -> None:
+    strict = copy.deepcopy(TOKENIZER)
+    strict.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system.') }}{% endif %}"
+        + str(TOKENIZER.chat_template)
+    )
+    cfg = AgentConfig.model_validate({"task": GENERAL, "tools": ("finish",)})
+    with pytest.raises(ConfigError, match="the chat template refuses the system message that describes the tools"):
+        AutoAgentRunner.from_task(cfg, ScriptedEngine(), strict)

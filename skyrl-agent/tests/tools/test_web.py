@@ -1,0 +1,67 @@
+"""Search engines and the browser, with local servers in place of the services."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from agent_kit.services import serving_openai
+from train_kit.http import Request, chat_completion
+
+from skyrl_agent.tools.base import create_tools
+from skyrl_gym.error import ToolFailure
+
+SERVICES = {
+    "SERPER_URL": "{url}/serper",
+    "GOOGLE_SEARCH_KEY": "s",
+    "YOUCOM_URL": "{url}/you",
+    "YOUCOM_API_KEY": "y",
+    "JINA_URL": "{url}",
+    "JINA_API_KEY": "j",
+    "LOCAL_SEARCH_URL": "{url}/retrieve",
+}
+
+
+def use(name: str, **params: str) -> str:
+    return str(create_tools([name])[name].call(params, agent=None, trajectory_id=""))  # type: ignore[arg-type]
+
+
+def answer(request: Request) -> tuple[int, Any]:
+    if request.path == "/serper":
+        assert request.headers["x-api-key"] == "s"
+        return 200, {"organic": [{"title": "France", "link": "http://x/fr", "snippet": "Its capital is Paris."}]}
+    if request.path.startswith("/you"):
+        assert request.headers["x-api-key"] == "y"
+        assert request.path == "/you?query=capital+of+France"
+        return 200, {"results": {"web": [{"title": "FR", "url": "http://y", "snippets": ["Paris", "a city"]}]}}
+    if request.path == "/retrieve":
+        return 200, {"result": [[{"document": {"contents": "Paris is in France."}, "score": 1.0}]]}
+    if request.path == "/v1/chat/completions":
+        assert "Goal: the capital" in request.body["messages"][0]["content"]
+        return 200, chat_completion("It is Paris.")
+    assert request.path == "/http://x/fr"
+    assert request.headers["authorization"] == "Bearer j"
+    return 200, "France is a country."
+
+
+def test_search_engines_and_the_browser(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving_openai(answer, **SERVICES):
+        assert use("search_engine", query="capital") == "[1] France\nhttp://x/fr\nIts capital is Paris."
+        assert use("youcom_search_engine", query="capital of France") == "[1] FR\nhttp://y\nParis\na city"
+        assert use("local_search", query="x") == use("faiss_search", query="x") == "Doc 1: Paris is in France.\n"
+        assert use("web_browser", url="http://x/fr", goal="the capital") == "France is a country."
+        monkeypatch.setenv("WEB_SUMMARY_MODEL", "m")
+        assert use("web_browser", url="http://x/fr", goal="the capital") == "It is Paris."
+
+
+def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOOGLE_SEARCH_KEY", raising=False)
+    with pytest.raises(ToolFailure, match="Serper needs the environment variable GOOGLE_SEARCH_KEY"):
+        use("search_engine", query="capital")
+
+
+def test_a_service_that_refuses_is_a_failure() -> None:
+    with serving_openai(lambda request: (403, {"message": "no credit"}), **SERVICES) as (_, requests):
+        with pytest.raises(ToolFailure, match=r"Serper answered with status 403: .*no credit"):
+            use("search_engine", query="x")
+        assert len(requests) == 1
