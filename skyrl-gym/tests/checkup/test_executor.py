@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+from gym_kit.processes import no_leaks, wait_until
 
-from skyrl_gym.checkup.executor import CallResult, EnvCall, Executor
+from skyrl_gym.checkup.executor import EnvCall, Executor
 
 
 def value_of(executor: Executor, function: Any, is_async: bool = False) -> Any:
@@ -23,14 +24,12 @@ async def current_loop() -> asyncio.AbstractEventLoop:
 
 
 def test_consecutive_calls_change_threads_and_avoid_the_main_one() -> None:
-    before = set(threading.enumerate())
-    with Executor(2, limit_s=10) as executor:
+    with no_leaks(), Executor(2, limit_s=10) as executor:
         threads = [value_of(executor, threading.current_thread) for _ in range(4)]
         awaited = value_of(executor, current_loop, is_async=True)
     assert threads[0] is threads[2] is not threads[1] is threads[3]
     assert threading.main_thread() not in threads
     assert awaited.is_closed()
-    assert set(threading.enumerate()) <= before
 
 
 def test_threads_have_no_event_loop_and_coroutines_share_one_that_runs_between_calls() -> None:
@@ -84,15 +83,11 @@ def test_concurrent_calls_interleave_between_two_lines() -> None:
 
 def test_only_the_first_lines_are_slowed_down() -> None:
     def count() -> int:
-        n_lines = 0
-        for _ in range(1_000_000):
-            n_lines += 1
-        return n_lines
+        return [n_lines := n for n in range(1_000_000)][-1] + n_lines
 
-    tracers = []
     with Executor(2, limit_s=100) as executor:  # a million slow lines would take longer
-        assert [result.value for result in executor.run([EnvCall(count)] * 2)] == [1_000_000] * 2
-        tracers = [result.value for result in executor.run([EnvCall(sys.gettrace)]) for _ in range(2)]
+        assert [result.value for result in executor.run([EnvCall(count)] * 2)] == [1_999_998] * 2
+        tracers = [value_of(executor, sys.gettrace) for _ in range(2)]
     assert tracers == [None, None]
 
 
@@ -109,12 +104,8 @@ def test_raised_error_is_the_result_and_later_calls_work(error: BaseException) -
         assert [result.error for result in results] == [error, error]
         assert value_of(executor, lambda: 3) == 3
         assert value_of(executor, current_loop, is_async=True)
-
-
-def test_call_is_timed() -> None:
-    with Executor(1, limit_s=10) as executor:
         (result,) = executor.run([EnvCall(lambda: time.sleep(0.05))])
-    assert result.seconds >= 0.05
+        assert result.seconds >= 0.05
 
 
 def hang_in_a_function(released: threading.Event) -> None:
@@ -192,11 +183,4 @@ def test_finished_call_keeps_nothing_alive() -> None:
 
     with Executor(1, limit_s=10) as executor:
         executor.run([EnvCall(Held)])
-        deadline = time.monotonic() + 60
-        while Held.is_alive and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert not Held.is_alive
-
-
-def test_result_is_empty_by_default() -> None:
-    assert CallResult() == CallResult(None, None, None, 0.0)
+        wait_until(lambda: not Held.is_alive)

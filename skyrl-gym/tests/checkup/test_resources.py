@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
-from worker_processes import is_running, wait_until
+from gym_kit.processes import is_running, kill, run_python, wait_until
 
 from skyrl_gym.checkup.resources import child_processes, count_resources
 
@@ -58,12 +57,12 @@ def test_child_processes_of_all_threads_are_listed() -> None:
     children = child_processes()
     released.set()
     thread.join()
-    started[0].kill()
-    started[0].wait()
     assert children - before == {started[0].pid}
+    kill(children - before)
+    started[0].wait()
 
 
 def test_stuck_process_exits_and_kills_its_children() -> None:
-    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
+    done = run_python(STUCK, is_checked=False)
     assert (done.returncode, done.stderr) == (3, "")
     wait_until(lambda: not is_running(int(done.stdout)))

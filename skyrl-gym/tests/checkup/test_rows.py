@@ -1,27 +1,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from gym_kit.messages import user
+from gym_kit.processes import run_python
 
 from skyrl_gym.checkup.rows import DEFAULT_MAX_TURNS, read_row, split_row
 
 ROWS: list[dict[str, Any]] = [
-    {"prompt": [{"role": "user", "content": "6 * 7?"}], "env_class": "multiply", "reward_spec": {"ground_truth": "42"}},
-    {
-        "prompt": [{"role": "user", "content": "Hi\u2028!"}],
-        "env_class": "talk",
-        "max_turns": 3,
-        "extra_info": {"n": [1]},
-    },
+    {"prompt": user("6 * 7?"), "env_class": "multiply", "reward_spec": {"ground_truth": "42"}},
+    {"prompt": user("Hi\u2028!"), "env_class": "talk", "max_turns": 3, "extra_info": {"n": [1]}},
 ]
-BEGIN = [{"role": "user", "content": "Begin."}]
 
 
 @pytest.fixture
@@ -71,7 +65,7 @@ def test_parquet_null_counts_as_missing(folder: Path) -> None:
     ],
 )
 def test_max_turns(row: dict[str, Any], max_turns: int) -> None:
-    assert split_row(row) == (BEGIN, row | {"max_turns": max_turns})
+    assert split_row(row) == (user("Begin."), row | {"max_turns": max_turns})
 
 
 @pytest.mark.parametrize(
@@ -107,24 +101,23 @@ def test_unusable_file_is_explained(tmp_path: Path, name: str, text: str, index:
         read_row(tmp_path / name, index)
 
 
-@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
-def test_missing_file_is_named(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"rows\.{kind} does not exist"):
-        read_row(tmp_path / f"rows.{kind}", 0)
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"rows\.parquet does not exist"):
+        read_row(tmp_path / "rows.parquet", 0)
 
 
 def test_missing_pyarrow_names_the_command_that_installs_it(folder: Path) -> None:
     program = (
-        "import pathlib, sys\n"
+        "import os, pathlib, sys\n"
+        "os.chdir(sys.argv[1])\n"
         "sys.modules['pyarrow'] = None\n"  # as where it is not installed
         "from skyrl_gym.checkup.rows import read_row\n"
         "try:\n    read_row(pathlib.Path('rows.parquet'), 0)\n"
         "except ImportError as error:\n    print(error)\n"
         "print(read_row(pathlib.Path('rows.json'), 0)['env_class'])\n"
     )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == (
-        "--data rows.parquet: reading .parquet needs pyarrow, which is not installed; run pip install pyarrow\n"
-        "multiply\n"
+    problem, env_class = run_python(program, str(folder)).stdout.splitlines()
+    assert problem == (
+        "--data rows.parquet: reading .parquet needs pyarrow, which is not installed; run pip install pyarrow"
     )
+    assert env_class == "multiply"
