@@ -7,9 +7,9 @@ from pathlib import Path
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")  # before JAX is imported
 
 import pytest
-from tx_postgresql import ABSENT, TEST_URL, postgresql, programs
-from tx_server import CHILD_ENVIRONMENT
-from tx_tiny_models import FAMILIES, new_model
+from tx_kit.databases import ABSENT, TEST_URL, postgresql, programs
+from tx_kit.models import FAMILIES, new_model
+from tx_kit.servers import CHILD_ENVIRONMENT
 
 
 @pytest.fixture(scope="session", autouse=True)

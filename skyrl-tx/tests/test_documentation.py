@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tx_process import process
-from tx_tiny_models import new_model, new_tokenizer
+from tx_kit.models import new_model, new_tokenizer
+from tx_kit.processes import process
 
 from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.torch.config import TorchConfig

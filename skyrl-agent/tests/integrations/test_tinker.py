@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from agent_kit.runs import write_run, write_task
-from tx_process import process
+from tx_kit.processes import process
 
 from skyrl_agent.integrations.tinker import AgentTinkerOptions, AgentTinkerRun, main
 from skyrl_train.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-from tx_tiny_models import VOCABULARY
+from tx_kit.models import VOCABULARY
 
 from tx.models import config
 from tx.models.adapters import adapter_of, load_adapter, named_factors, save_adapter

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
-from tx_tiny_models import LLAMA_ROPE
+from tx_kit.models import LLAMA_ROPE
 
 from tx.models.config import ModelError, config_of, inverse_frequencies, read_config
 

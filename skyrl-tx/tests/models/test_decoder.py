@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from tx_tiny_models import VOCABULARY
+from tx_kit.models import VOCABULARY
 
 from tx.models import attention, config
 from tx.models.checkpoints import load_params, named_tensors, params_of

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
-from tx_tiny_models import new_tokenizer
+from tx_kit.models import new_tokenizer
 
 from tx.run.examples import ExampleBuilder, read_rows
 from tx.tinker.types import Datum, UserError

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from tx_server import BASE_MODEL, CHILD_ENVIRONMENT, serving
+from tx_kit.servers import BASE_MODEL, CHILD_ENVIRONMENT, serving
 
 from tx.run import status
 

@@ -15,8 +15,8 @@ import pytest
 from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
-from tx_server import CHILD_ENVIRONMENT
-from tx_tiny_models import new_model, new_tokenizer
+from tx_kit.models import new_model, new_tokenizer
+from tx_kit.servers import CHILD_ENVIRONMENT
 
 from tx.run.train import TrainCommand, TrainConfig, main
 from tx.tinker.types import UserError

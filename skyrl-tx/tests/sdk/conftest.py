@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sdk.environments import ENVIRONMENTS, write_description
 from sdk.models import save
-from tx_process import process
+from tx_kit.processes import process
 
 collect_ignore = ["client"]  # runs in the environments of the SDKs
 

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 from sdk.models import reference
-from tx_tiny_models import SHAPE
+from tx_kit.models import SHAPE
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[2] / ".venv-tinker"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from tx_tiny_models import SPECIAL, new_model, new_tokenizer
+from tx_kit.models import SPECIAL, new_model, new_tokenizer
 
 SHARPNESS = 4
 """Scale of the weights, for distinct logits: a tied head has no adapter to sharpen them."""

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine as Database
-from tx_engine import write_model
-from tx_server import config_for
+from tx_kit.engines import write_model
+from tx_kit.servers import config_for
 
 from tx.tinker.store.database import open_database
 

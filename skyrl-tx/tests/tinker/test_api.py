@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tx_process import SECONDS, process
-from tx_server import BASE_MODEL, Running, serving
+from tx_kit.processes import SECONDS, process
+from tx_kit.servers import BASE_MODEL, Running, serving
 
 from tx.tinker.db_models import Kind, RequestStatus
 

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from tx_server import CHILD_ENVIRONMENT
+from tx_kit.servers import CHILD_ENVIRONMENT
 
 from tx.tinker.doorbell import POLL_SEC, Doorbell
 

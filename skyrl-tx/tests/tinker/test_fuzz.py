@@ -23,9 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import Engine as Database
 from sqlmodel import select
-from tx_fuzz import Post, Surface, fuzzed, n_requests, posts
-from tx_process import ServerProcess, process
-from tx_server import BASE_MODEL, config_for, new_model, new_sampler, new_session, until
+from tx_kit.fuzz import Post, Surface, fuzzed, n_requests, posts
+from tx_kit.processes import ServerProcess, process
+from tx_kit.servers import BASE_MODEL, config_for, new_model, new_sampler, new_session, until
 
 from tx.tinker.db_models import (
     Checkpoint,

@@ -15,9 +15,9 @@ import pytest
 import tinker
 from sqlmodel import select
 from tinker import types
-from tx_engine import VOCABULARY
-from tx_process import SECONDS, ServerProcess, process
-from tx_server import BASE_MODEL, config_for
+from tx_kit.engines import VOCABULARY
+from tx_kit.processes import SECONDS, ServerProcess, process
+from tx_kit.servers import BASE_MODEL, config_for
 
 from tx.tinker.db_models import Kind, Request, RequestStatus
 from tx.tinker.store.database import open_database, reading

@@ -11,8 +11,8 @@ import httpx
 import pytest
 import tinker
 from tinker import types
-from tx_engine import engine_for, new_backend, serving_with_engine
-from tx_server import BASE_MODEL, Running, new_model, new_sampler, new_session, result_of, serving, until
+from tx_kit.engines import engine_for, new_backend, serving_with_engine
+from tx_kit.servers import BASE_MODEL, Running, new_model, new_sampler, new_session, result_of, serving, until
 
 from tx.tinker.db_models import Kind, Model, RequestStatus
 from tx.tinker.server.cleaner import Cleaner

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinker import types
-from tx_engine import VOCABULARY, serving_with_engine
-from tx_server import BASE_MODEL, Running
+from tx_kit.engines import VOCABULARY, serving_with_engine
+from tx_kit.servers import BASE_MODEL, Running
 
 SECONDS = 120
 N_ADAPTERS = 8

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sdk.environments import SECONDS, run_client, write_description
 from sdk.models import save
-from tx_process import process
+from tx_kit.processes import process
 
 
 @pytest.mark.timeout(2 * SECONDS)  # includes the server's start

@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import pytest
 import tinker
-from tx_backends import STEP, learn, sample, some_data
-from tx_process import process
-from tx_tiny_models import new_model
+from tx_kit.backends import STEP, learn, sample, some_data
+from tx_kit.models import new_model
+from tx_kit.processes import process
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.jax.backend import JaxBackend

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerBase
-from tx_process import process
+from tx_kit.processes import process
 
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.rows import TaskRow

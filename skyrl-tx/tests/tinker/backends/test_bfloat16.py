@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from tx_backends import datum, learn
+from tx_kit.backends import datum, learn
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tx_backends import assert_close_tensors, assert_same, datum, learn, losses, run, sample, some_data, tensors_of
-from tx_tiny_models import new_model
+from tx_kit.backends import assert_close_tensors, assert_same, datum, learn, losses, run, sample, some_data, tensors_of
+from tx_kit.models import new_model
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend

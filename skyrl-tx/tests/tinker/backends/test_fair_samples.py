@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tx_backends import datum, request, sample
+from tx_kit.backends import datum, request, sample
 
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.jax.backend import JaxBackend

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tx_backend_contract import SamplingContract, TrainingContract
-from tx_backends import (
+from tx_kit.backend_contract import SamplingContract, TrainingContract
+from tx_kit.backends import (
     LORA,
     MIDDLE,
     WHOLE,
@@ -22,7 +22,7 @@ from tx_backends import (
     some_data,
     tensors_of,
 )
-from tx_tiny_models import VOCABULARY
+from tx_kit.models import VOCABULARY
 
 from tx.models import attention, config
 from tx.models.config import LoraConfig

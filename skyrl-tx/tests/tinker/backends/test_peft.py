@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
-from tx_backends import MIDDLE, assert_close_tensors, learn, run, some_data
+from tx_kit.backends import MIDDLE, assert_close_tensors, learn, run, some_data
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
-from tx_tiny_models import new_tokenizer
+from tx_kit.models import new_tokenizer
 
 from tx.tinker.backends.stop_strings import MAX_STOP_CHARACTERS, StopStringMatcher
 from tx.tinker.types import UserError

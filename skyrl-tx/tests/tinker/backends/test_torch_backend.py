@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from tx_backend_contract import SamplingContract, TrainingContract
-from tx_backends import LORA, STEP, Load, datum, learn, losses, request, sample, some_data
-from tx_tiny_models import SHAPE, VOCABULARY
+from tx_kit.backend_contract import SamplingContract, TrainingContract
+from tx_kit.backends import LORA, STEP, Load, datum, learn, losses, request, sample, some_data
+from tx_kit.models import SHAPE, VOCABULARY
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.factory import new_backend

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tx_vllm import answering_server
+from tx_kit.vllm import answering_server
 
 from tx.tinker.backends.vllm import MAX_CONNECTIONS, VllmSampler
 from tx.tinker.types import SampleRequest, SampleResult, SamplingParams, UserError

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import tinker
-from tx_server import BASE_MODEL, Running, serving
+from tx_kit.servers import BASE_MODEL, Running, serving
 
 
 @pytest.fixture(scope="module")

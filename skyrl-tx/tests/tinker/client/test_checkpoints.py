@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tinker
-from tx_server import BASE_MODEL, Running
+from tx_kit.servers import BASE_MODEL, Running
 
 
 @pytest.mark.filterwarnings("ignore:DEPRECATED")  # still used by older programs

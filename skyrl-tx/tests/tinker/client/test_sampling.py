@@ -8,7 +8,7 @@ import pytest
 import tinker
 from tinker import types
 from tx_client import PROMPT
-from tx_server import BASE_MODEL, Running
+from tx_kit.servers import BASE_MODEL, Running
 
 from tx.tinker.db_models import Kind
 from tx.tinker.wire.sample_job import SampleJob

@@ -10,7 +10,7 @@ import pytest
 import tinker
 from tinker import types
 from tx_client import ADAM
-from tx_server import BASE_MODEL, SECONDS, Running, until
+from tx_kit.servers import BASE_MODEL, SECONDS, Running, until
 
 from tx.tinker.db_models import Kind, Model, SessionStatus
 from tx.tinker.db_models import Session as ClientSession

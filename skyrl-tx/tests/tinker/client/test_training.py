@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tinker
 from tx_client import ADAM, weighted_datum
-from tx_server import Running
+from tx_kit.servers import Running
 
 from tx.tinker.db_models import Kind
 from tx.tinker.wire import codec

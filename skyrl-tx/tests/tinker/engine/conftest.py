@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tx_engine import Desk, new_backend
+from tx_kit.engines import Desk, new_backend
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from tx_engine import Desk
+from tx_kit.engines import Desk
 
 from tx.models.config import ModelError
 from tx.models.files import INDEX, SINGLE, fingerprint

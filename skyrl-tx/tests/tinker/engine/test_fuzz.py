@@ -19,10 +19,10 @@ import tinker
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker import types
-from tx_engine import CONTEXT, SETTINGS, VOCABULARY
-from tx_fuzz import EXAMPLES, FLOATS, PROTOBUF, fuzzed, n_requests, rarely
-from tx_process import ServerProcess, process
-from tx_server import BASE_MODEL, new_model, new_sampler, new_session
+from tx_kit.engines import CONTEXT, SETTINGS, VOCABULARY
+from tx_kit.fuzz import EXAMPLES, FLOATS, PROTOBUF, fuzzed, n_requests, rarely
+from tx_kit.processes import ServerProcess, process
+from tx_kit.servers import BASE_MODEL, new_model, new_sampler, new_session
 
 from tx.tinker.wire import tinker_pb2 as pb
 

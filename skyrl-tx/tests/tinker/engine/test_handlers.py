@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tx_engine import Desk
+from tx_kit.engines import Desk
 
 from tx.tinker.db_models import Checkpoint, Model, ModelStatus, SamplingSession
 from tx.tinker.store.checkpoint_files import checkpoint_folder

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tx_engine import CONTEXT, Desk, new_backend
+from tx_kit.engines import CONTEXT, Desk, new_backend
 
 from tx.tinker.backends.base import Save
 from tx.tinker.backends.jax.backend import JaxBackend

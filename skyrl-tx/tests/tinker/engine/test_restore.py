@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import event
-from tx_engine import SETTINGS, Desk, new_backend
+from tx_kit.engines import SETTINGS, Desk, new_backend
 
 from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.backends.jax.config import JaxConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tx_engine import Desk
+from tx_kit.engines import Desk
 
 from tx.tinker.engine import samplers as module
 from tx.tinker.store.checkpoint_files import checkpoint_folder, delete_folder, snapshot_folder

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tx_engine import Desk, new_backend
+from tx_kit.engines import Desk, new_backend
 
 from tx.tinker.backends.base import Done
 from tx.tinker.backends.jax.backend import JaxBackend

@@ -8,7 +8,7 @@ import sys
 import textwrap
 
 import pytest
-from tx_server import CHILD_ENVIRONMENT
+from tx_kit.servers import CHILD_ENVIRONMENT
 
 PROGRAM = textwrap.dedent("""
     import hashlib

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import tinker
 from tinker import types
-from tx_server import (
+from tx_kit.servers import (
     BASE_MODEL,
     Running,
     config_for,

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
-from tx_server import Running, result_of, serving
+from tx_kit.servers import Running, result_of, serving
 
 from tx.tinker.db_models import EngineState, now
 from tx.tinker.routes.monitoring import format_duration

@@ -12,7 +12,7 @@ import pytest
 import tinker
 from pydantic import SecretStr
 from tinker import types
-from tx_server import BASE_MODEL, Running, serving
+from tx_kit.servers import BASE_MODEL, Running, serving
 
 from tx.tinker.server.auth import KeyCheck
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 from sqlmodel import select
-from tx_server import config_for
+from tx_kit.servers import config_for
 
 from tx.tinker.db_models import (
     Checkpoint,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tx_server import BASE_MODEL, STATE, Running, serving, until
-from tx_vllm import answering_server
+from tx_kit.servers import BASE_MODEL, STATE, Running, serving, until
+from tx_kit.vllm import answering_server
 
 from tx.models import peft
 from tx.tinker.db_models import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import event
-from tx_server import BASE_MODEL, serving
+from tx_kit.servers import BASE_MODEL, serving
 
 from tx.tinker.server import service
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine as Database
-from tx_postgresql import database_url
-from tx_server import config_for
+from tx_kit.databases import database_url
+from tx_kit.servers import config_for
 
 from tx.tinker.db_models import Kind, Model, ModelStatus, Request, RequestStatus, Session, SessionStatus, now
 from tx.tinker.server.status import RequestCounts, Status, query_status

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tx_server import CHILD_ENVIRONMENT
+from tx_kit.servers import CHILD_ENVIRONMENT
 
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import STALLED, EngineState

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tx_server import CHILD_ENVIRONMENT
+from tx_kit.servers import CHILD_ENVIRONMENT
 
 from tx.tinker.config import TxConfig
 from tx.tinker.store.checkpoint_files import (

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine as Database
 from sqlmodel import select
-from tx_server import config_for
+from tx_kit.servers import config_for
 
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import Checkpoint, CheckpointKind, Model, ModelStatus, Session, SessionStatus

@@ -19,8 +19,8 @@ from alembic.migration import MigrationContext
 from sqlalchemy import BigInteger, Engine, Integer, text
 from sqlalchemy.exc import StatementError
 from sqlmodel import SQLModel, func, select
-from tx_postgresql import database_url
-from tx_server import CHILD_ENVIRONMENT
+from tx_kit.databases import database_url
+from tx_kit.servers import CHILD_ENVIRONMENT
 
 from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, Request, now
 from tx.tinker.db_models import Session as ClientSession

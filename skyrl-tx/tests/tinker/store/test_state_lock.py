@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tx_postgresql import database_url
-from tx_server import CHILD_ENVIRONMENT
+from tx_kit.databases import database_url
+from tx_kit.servers import CHILD_ENVIRONMENT
 
 from tx.tinker.config import TxConfig, arguments_of
 from tx.tinker.store.state_lock import StateLock, StateTakenError

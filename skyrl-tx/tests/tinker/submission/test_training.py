@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tx_server import BASE_MODEL, Running, serving
+from tx_kit.servers import BASE_MODEL, Running, serving
 
 
 @pytest.fixture(scope="module")

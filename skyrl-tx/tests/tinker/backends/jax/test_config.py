@@ -4,7 +4,7 @@ import logging
 
 import pytest
 from pydantic import ValidationError
-from tx_tiny_models import new_model
+from tx_kit.models import new_model
 
 from tx.models.config import config_of
 from tx.tinker.backends.config import MAX_CACHE_TOKENS

@@ -14,8 +14,9 @@ from pathlib import Path
 import httpx
 import psutil
 import tinker
-from tx_postgresql import url_for
-from tx_server import BASE_MODEL, CHILD_ENVIRONMENT
+
+from tx_kit.databases import url_for
+from tx_kit.servers import BASE_MODEL, CHILD_ENVIRONMENT
 
 SECONDS = 120
 """Timeout for operations that take a few seconds on an idle machine."""

@@ -14,7 +14,6 @@ from sqlmodel import Session
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from tx_server import BASE_MODEL, Running, config_for, serving
 
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.jax.backend import JaxBackend
@@ -33,6 +32,7 @@ from tx.tinker.submission.training import Submission
 from tx.tinker.wire import codec
 from tx.tinker.wire import requests as wire
 from tx.tinker.wire import tinker_pb2 as pb
+from tx_kit.servers import BASE_MODEL, Running, config_for, serving
 
 T = TypeVar("T")
 VOCABULARY, CONTEXT = 64, 128

@@ -14,7 +14,19 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
-from tx_backends import (
+
+from tx.models.config import LoraConfig
+from tx.tinker.backends.base import Backend
+from tx.tinker.types import (
+    AdamParams,
+    Datum,
+    Pass,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    UserError,
+)
+from tx_kit.backends import (
     LENGTHS,
     LORA,
     MIDDLE,
@@ -33,19 +45,7 @@ from tx_backends import (
     sample,
     some_data,
 )
-from tx_tiny_models import VOCABULARY
-
-from tx.models.config import LoraConfig
-from tx.tinker.backends.base import Backend
-from tx.tinker.types import (
-    AdamParams,
-    Datum,
-    Pass,
-    SampleRequest,
-    SampleResult,
-    SamplingParams,
-    UserError,
-)
+from tx_kit.models import VOCABULARY
 
 
 class _Models:

@@ -18,7 +18,6 @@ import numpy as np
 import tinker
 import uvicorn
 from sqlmodel import Session, col, select
-from tx_postgresql import url_for
 
 from tx.tinker.api import create_app
 from tx.tinker.config import TxConfig
@@ -44,6 +43,7 @@ from tx.tinker.wire import codec
 from tx.tinker.wire import requests as wire
 from tx.tinker.wire import responses as responses
 from tx.tinker.wire.sample_job import SampleJob
+from tx_kit.databases import url_for
 
 T = TypeVar("T")
 BASE_MODEL = "org/tiny"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file
-from tx_tiny_models import VOCABULARY
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend, Weights
@@ -21,6 +20,7 @@ from tx.tinker.types import (
     SampleResult,
     SamplingParams,
 )
+from tx_kit.models import VOCABULARY
 
 LORA = LoraConfig(rank=8, seed=3)
 WHOLE = LoraConfig(rank=0)
