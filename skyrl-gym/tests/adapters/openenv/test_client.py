@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from adapters.openenv.contract import check_no_leaks, wait_for_no_tasks
-from adapters.openenv.server import ProtocolServer
+from gym_kit.openenv_server import ProtocolServer
+from gym_kit.processes import no_leaks, wait_for_no_tasks, wait_until_async
 
 from skyrl_gym.adapters.openenv.client import (
     CapacityReached,
@@ -78,9 +78,7 @@ async def test_retries_on_a_full_server_back_off() -> None:
         waiting = asyncio.create_task(play(server.url))
         await asyncio.sleep(0.8)
         assert server.n_refused <= 8
-        async with asyncio.timeout(30):
-            while server.n_refused < 2:
-                await asyncio.sleep(0.01)
+        await wait_until_async(lambda: server.n_refused >= 2)
         server.n_open = 0
         await asyncio.wait_for(waiting, 30)
 
@@ -113,7 +111,7 @@ async def test_cancelled_waiter_takes_no_slot(server: ProtocolServer) -> None:
 
 async def test_cancellation_at_any_moment_leaves_nothing_behind(server: ProtocolServer) -> None:
     server.capacity = 4
-    with check_no_leaks():
+    with no_leaks():
         for step in range(40):
             tasks = [asyncio.create_task(play(server.url, pause_s=0)) for _ in range(3)]
             for _ in range(step):

@@ -8,19 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from adapters.openenv.contract import (
+from gym_kit.messages import call, message_text
+from gym_kit.openenv_contract import (
     ENTRY_POINT,
     PROMPT,
-    EchoServer,
     OpenEnvContract,
     OpenEnvToolContract,
-    call,
-    check_no_leaks,
+    episode,
     make_env,
-    message_text,
-    wait_for_no_tasks,
 )
-from adapters.openenv.server import Broken, Columns, Moves, Pairs, ProtocolServer, Tools
+from gym_kit.openenv_server import Broken, Columns, Moves, Pairs, ProtocolServer, Tools
+from gym_kit.processes import no_leaks, wait_for_no_tasks, wait_until_async
 from omegaconf import OmegaConf
 
 from skyrl_gym.adapters.openenv import OpenEnvEnv
@@ -41,17 +39,10 @@ def server() -> Iterator[ProtocolServer]:
         yield server
 
 
-async def start_env(server: EchoServer, extras: dict[str, Any] | None = None, **env_config: Any) -> OpenEnvEnv:
-    env = make_env(server, extras, **env_config)
-    await env.init_async(PROMPT)
-    return env
-
-
-async def wait_until_idle(server: ProtocolServer) -> None:
-    """Wait until the server has closed every environment."""
-    async with asyncio.timeout(30):
-        while server.n_open:
-            await asyncio.sleep(0.01)
+@pytest.fixture
+def tool_server() -> Iterator[ProtocolServer]:
+    with ProtocolServer(Tools) as server:
+        yield server
 
 
 class TestContract(OpenEnvContract):
@@ -60,11 +51,6 @@ class TestContract(OpenEnvContract):
 
 class TestToolContract(OpenEnvToolContract):
     """The contract of tools with our own server."""
-
-    @pytest.fixture
-    def tool_server(self) -> Iterator[ProtocolServer]:
-        with ProtocolServer(Tools) as server:
-            yield server
 
 
 class TestObservations:
@@ -76,73 +62,54 @@ class TestObservations:
         await env.close_async()
 
     async def test_observation_may_be_a_field_or_a_template(self, server: ProtocolServer) -> None:
-        env = await start_env(server, observation="echoed_message")
-        assert message_text(await env.step_async("hello")) == "hello"
-        await env.close_async()
-        env = await start_env(server, {"extra_info": {"env_config": {"observation": "You said {echoed_message}!"}}})
-        assert message_text(await env.step_async("hello")) == "You said hello!"
-        await env.close_async()
-
-    async def test_missing_field_is_named(self, server: ProtocolServer) -> None:
-        with pytest.raises(ValueError, match=r"names 'board'; the environment's observation has echoed_message, seed"):
-            await start_env(server, observation="{board}")
-        await wait_until_idle(server)
-
-    async def test_thoughts_are_not_sent(self, server: ProtocolServer) -> None:
-        env = await start_env(server, observation="echoed_message")
-        assert message_text(await env.step_async("<think>drop</think>\nhello")) == "hello"
-        assert message_text(await env.step_async("I say <action>bye</action>.")) == "bye"
-        await env.close_async()
+        async with episode(server, observation="echoed_message") as env:
+            assert message_text(await env.step_async("<think>drop</think>\nhello")) == "hello"  # thoughts are not sent
+            assert message_text(await env.step_async("I say <action>bye</action>.")) == "bye"
+        row = {"extra_info": {"env_config": {"observation": "You said {echoed_message}!"}}}
+        async with episode(server, row) as env:
+            assert message_text(await env.step_async("hello")) == "You said hello!"
+        message = r"names 'board'; the environment's observation has echoed_message, seed"
+        with pytest.raises(ValueError, match=message):
+            await episode(server, observation="{board}").__aenter__()
+        await wait_until_async(lambda: not server.n_open)
 
 
 class TestRewards:
     async def test_reward_of_a_step_is_that_of_the_server(self, server: ProtocolServer) -> None:
-        env = await start_env(server, {"max_turns": 3})
-        assert [(await env.step_async(text))["reward"] for text in ("hello", "silent", "silent")] == [0.5, 0.0, 0.0]
-        await env.close_async()
+        async with episode(server, {"max_turns": 3}) as env:
+            assert [(await env.step_async(text))["reward"] for text in ("hello", "silent", "silent")] == [0.5, 0.0, 0.0]
 
     async def test_episode_without_any_reward_has_missing_reward(self, server: ProtocolServer) -> None:
-        env = await start_env(server, {"max_turns": 2})
-        assert (await env.step_async("silent"))["reward"] == 0.0
-        output = await env.step_async("silent")
-        assert (output["reward"], output["done"], output["observations"]) == (None, True, [])
-        await env.close_async()
-        env = await start_env(server, {"max_turns": 1}, missing_reward=-1.0)
-        assert (await env.step_async("silent"))["reward"] == -1.0
-        await env.close_async()
+        async with episode(server, {"max_turns": 2}) as env:
+            assert (await env.step_async("silent"))["reward"] == 0.0
+            output = await env.step_async("silent")
+            assert (output["reward"], output["done"], output["observations"]) == (None, True, [])
+        async with episode(server, {"max_turns": 1}, missing_reward=-1.0) as env:
+            assert (await env.step_async("silent"))["reward"] == -1.0
 
     async def test_the_server_ends_the_episode(self, server: ProtocolServer) -> None:
-        env = await start_env(server, {"max_turns": 9})
-        output = await env.step_async("stop")
-        assert (output["reward"], output["done"], output["observations"]) == (0.4, True, [])
-        assert env.get_metrics() == {"steps": 1, "invalid_actions": 0, "actions": 1, "ended_by_env": 1}
-        with pytest.raises(RuntimeError, match="over"):
-            await env.step_async("hello")
-        await env.close_async()
+        async with episode(server, {"max_turns": 9}) as env:
+            output = await env.step_async("stop")
+            assert (output["reward"], output["done"], output["observations"]) == (0.4, True, [])
+            assert env.get_metrics() == {"steps": 1, "invalid_actions": 0, "actions": 1, "ended_by_env": 1}
+            with pytest.raises(RuntimeError, match="over"):
+                await env.step_async("hello")
 
     @pytest.mark.parametrize(("message", "said"), [("nan", "nan"), ("text", "much")])
     async def test_reward_must_be_a_finite_number(self, server: ProtocolServer, message: str, said: str) -> None:
-        env = await start_env(server)
-        with pytest.raises(ProtocolError, match=f"reward={said}"):
-            await env.step_async(message)
-        await env.close_async()
+        async with episode(server) as env:
+            with pytest.raises(ProtocolError, match=f"reward={said}"):
+                await env.step_async(message)
 
 
 class TestActions:
-    async def test_single_text_field_takes_the_reply(self, server: ProtocolServer) -> None:
-        env = make_env(server)
+    async def test_text_field_takes_the_reply_unless_it_is_empty(self, server: ProtocolServer) -> None:
+        env = make_env(server, {"max_turns": 2})
         prompt, _ = await env.init_async(PROMPT)
         assert "<action>" not in prompt[0]["content"]
-        await env.close_async()
-
-    async def test_empty_reply_is_an_invalid_action(self, server: ProtocolServer) -> None:
-        env = await start_env(server, {"max_turns": 2})
         output = await env.step_async("<think>never ends")
-        assert (message_text(output), output["reward"], output["done"]) == (
-            "Your reply contains no action.",
-            0.0,
-            False,
-        )
+        assert message_text(output) == "Your reply contains no action."
+        assert (output["reward"], output["done"]) == (0.0, False)
         assert (await env.step_async(""))["done"]
         assert env.get_metrics()["invalid_actions"] == 2
         await env.close_async()
@@ -161,123 +128,107 @@ class TestActions:
 
     async def test_choice(self) -> None:
         with ProtocolServer(Moves) as server:
-            env = await start_env(server)
-            assert "got: move: left" in message_text(await env.step_async("LEFT"))
-            assert 'move (one of "left", "right")' in message_text(await env.step_async("up"))
-            await env.close_async()
+            async with episode(server) as env:
+                assert "got: move: left" in message_text(await env.step_async("LEFT"))
+                assert 'move (one of "left", "right")' in message_text(await env.step_async("up"))
 
     async def test_several_fields_are_json(self) -> None:
         with ProtocolServer(Pairs) as server:
-            env = await start_env(server, action={"fixed": {"label": "fixed"}})
-            reply = 'Not {"x": 1} but\n```json\n{"x": 2.5, "label": "mine"}\n```'
-            assert message_text(await env.step_async(reply)) == "got:\nx: 2.5\nlabel: fixed"
-            assert "got:" in message_text(await env.step_async('<action>{"x": 1}</action>, where x is {1}'))
-            assert "must be a JSON object" in message_text(await env.step_async("x is 2"))
-            for depth in (500, 900, 940, 960, 980):
-                deep = '{"x":' * depth + "1" + "}" * depth
-                assert "nested too deeply" in message_text(await env.step_async(deep))
-            message = message_text(await env.step_async('{"x": "much"}'))
-            assert "VALIDATION_ERROR" in message
-            assert "x: Input should be a valid number" in message
-            assert "- label (string)\n- note (string, optional)" in message
-            assert env.get_metrics()["invalid_actions"] == 7
-            await env.close_async()
+            async with episode(server, action={"fixed": {"label": "fixed"}}) as env:
+                reply = 'Not {"x": 1} but\n```json\n{"x": 2.5, "label": "mine"}\n```'
+                assert message_text(await env.step_async(reply)) == "got:\nx: 2.5\nlabel: fixed"
+                assert "got:" in message_text(await env.step_async('<action>{"x": 1}</action>, where x is {1}'))
+                assert "must be a JSON object" in message_text(await env.step_async("x is 2"))
+                for depth in (500, 900, 940, 960, 980):
+                    deep = '{"x":' * depth + "1" + "}" * depth
+                    assert "nested too deeply" in message_text(await env.step_async(deep))
+                message = message_text(await env.step_async('{"x": "much"}'))
+                assert "VALIDATION_ERROR" in message
+                assert "x: Input should be a valid number" in message
+                assert "- label (string)\n- note (string, optional)" in message
+                assert env.get_metrics()["invalid_actions"] == 7
 
     async def test_schema_is_fetched_once(self, server: ProtocolServer) -> None:
         server.capacity = 30
-        envs = await asyncio.gather(*(start_env(server) for _ in range(20)))
+        envs = [make_env(server) for _ in range(20)]
+        await asyncio.gather(*(env.init_async(PROMPT) for env in envs))
         await asyncio.gather(*(env.close_async() for env in envs))
         assert server.n_schema_requests == 1
 
     async def test_missing_schema_needs_configuration(self) -> None:
         with ProtocolServer(has_schema=False) as server:
             with pytest.raises(ServerUnavailable, match=r"404.*action\.text_field"):
-                await start_env(server)
-            env = await start_env(server, action={"text_field": "message"}, observation="echoed_message")
-            assert message_text(await env.step_async("hello")) == "hello"
-            await env.close_async()
+                await episode(server).__aenter__()
+            async with episode(server, action={"text_field": "message"}, observation="echoed_message") as env:
+                assert message_text(await env.step_async("hello")) == "hello"
             assert server.n_schema_requests == 0
 
 
 class TestTools:
-    async def test_tools_are_called(self) -> None:
-        with ProtocolServer(Tools) as server:
-            env = make_env(server)
-            prompt, _ = await env.init_async(PROMPT)
-            assert [message["role"] for message in prompt] == ["system", "user"]
-            assert '"name": "echo_message"' in prompt[0]["content"]
-            said = message_text(await env.step_async(call("echo_message", "hello")))
-            assert said == "<tool_response>\nhello\n</tool_response>"
-            await env.close_async()
-
-    async def test_calls_of_a_reply_are_played_in_order_until_done(self) -> None:
-        with ProtocolServer(Tools) as server:
-            env = await start_env(server)
+    async def test_calls_of_a_reply_are_played_in_order_until_done(self, tool_server: ProtocolServer) -> None:
+        async with episode(tool_server) as env:
             messages = ("pay", "pay", "stop", "pay")
-            output = await env.step_async("".join(call("echo_message", message) for message in messages))
+            output = await env.step_async("".join(call("echo_message", message=message) for message in messages))
             assert (output["reward"], output["done"]) == (1.0, True)
             assert env.get_metrics()["actions"] == 3
-            await env.close_async()
 
-    async def test_mistakes_are_explained(self) -> None:
-        with ProtocolServer(Tools) as server:
-            env = await start_env(server)
-            assert message_text(await env.step_async("hello")) == "Your reply calls no tool."
-            assert "not valid JSON" in message_text(await env.step_async("<tool_call>{oops</tool_call>"))
-            assert "Error (tool_not_found): no fly" in message_text(await env.step_async(call("fly", "away")))
-            assert "Error: oops" in message_text(await env.step_async(call("echo_message", "oops")))
-            assert "more than 32 tool calls" in message_text(await env.step_async(call("echo_message", "again") * 33))
+    async def test_mistakes_are_explained(self, tool_server: ProtocolServer) -> None:
+        async with episode(tool_server) as env:
+            for reply, message in {
+                "hello": "Your reply calls no tool.",
+                "<tool_call>{oops</tool_call>": "not valid JSON",
+                call("fly", message="away"): "Error (tool_not_found): no fly",
+                call("echo_message", message="oops"): "Error: oops",
+                call("echo_message", message="again") * 33: "more than 32 tool calls",
+            }.items():
+                assert message in message_text(await env.step_async(reply))
             assert env.get_metrics()["invalid_actions"] == 3
-            await env.close_async()
-
-    async def test_plain_text_arguments_are_converted(self) -> None:
-        with ProtocolServer(Tools) as server:
-            env = await start_env(server)
-            plain = "<function=add><parameter=a>2</parameter><parameter=b>40</parameter></function>"
-            assert message_text(await env.step_async(plain)) == "<tool_response>\n42\n</tool_response>"
-            await env.close_async()
 
     @pytest.mark.parametrize("a", ["NaN", "-Infinity", "1e999", "[" * 600 + "]" * 600, '{"x":' * 950 + "1" + "}" * 950])
-    async def test_values_that_cannot_be_sent_are_explained(self, a: str) -> None:
-        with ProtocolServer(Tools) as server:
-            env = await start_env(server)
+    async def test_values_that_cannot_be_sent_are_explained(self, tool_server: ProtocolServer, a: str) -> None:
+        async with episode(tool_server) as env:
             reply = f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": 1}}}}</tool_call>'
             assert "not valid JSON" in message_text(await env.step_async(reply))
             assert env.get_metrics()["actions"] == 0
-            await env.close_async()
 
-    async def test_reply_without_a_call_may_end_the_episode(self) -> None:
-        with ProtocolServer(Tools) as server:
-            env = await start_env(server, no_tool_call="end")
-            await env.step_async(call("echo_message", "pay"))
+    async def test_reply_without_a_call_may_end_the_episode(self, tool_server: ProtocolServer) -> None:
+        async with episode(tool_server, no_tool_call="end") as env:
+            plain = "<function=add><parameter=a>2</parameter><parameter=b>40</parameter></function>"
+            assert message_text(await env.step_async(plain)) == "<tool_response>\n42\n</tool_response>"
+            await env.step_async(call("echo_message", message="pay"))
             output = await env.step_async("That is all.")
             assert (output["reward"], output["done"]) == (0.0, True)
-            await env.close_async()
 
 
 class TestFailures:
-    async def test_dropped_connection_is_never_reopened(self, server: ProtocolServer) -> None:
-        env = await start_env(server)
-        with pytest.raises(SessionLost, match="disconnected"):
-            await env.step_async("drop")
-        with pytest.raises(SessionLost, match="disconnected"):
-            await env.step_async("hello")
-        await env.close_async()
+    @pytest.mark.parametrize(
+        ("text", "error", "message"),
+        [
+            ("drop", SessionLost, "disconnected"),
+            ("hang", SessionLost, r"did not answer within message_timeout_s=0\.2"),
+            ("long", SessionLost, "raise max_message_bytes=50000"),
+            ("garbage", ProtocolError, "the server sent"),
+            ("other type", ProtocolError, "the server sent"),
+            ("no observation", ProtocolError, "the server sent"),
+        ],
+    )
+    async def test_broken_session_is_never_continued(
+        self, server: ProtocolServer, text: str, error: type[Exception], message: str
+    ) -> None:
+        timeout_s = 0.2 if text == "hang" else 60.0
+        async with episode(server, message_timeout_s=timeout_s, max_message_bytes=50_000) as env:
+            with pytest.raises(error, match=message):
+                await env.step_async(text)
+            with pytest.raises(SessionLost):
+                await env.step_async("hello")
         assert server.n_made == 1
-
-    async def test_late_reply_is_never_taken_for_the_next(self, server: ProtocolServer) -> None:
-        env = await start_env(server, message_timeout_s=0.2)
-        with pytest.raises(SessionLost, match=r"did not answer within message_timeout_s=0\.2"):
-            await env.step_async("hang")
-        with pytest.raises(SessionLost, match="did not answer"):
-            await env.step_async("hello")
-        await env.close_async()
         await wait_for_no_tasks()
 
     async def test_episodes_of_a_killed_server_fail_at_once(self) -> None:
-        with check_no_leaks():
+        with no_leaks():
             server = ProtocolServer(capacity=32).__enter__()
-            envs = await asyncio.gather(*(start_env(server) for _ in range(32)))
+            envs = [make_env(server) for _ in range(32)]
+            await asyncio.gather(*(env.init_async(PROMPT) for env in envs))
             steps = [asyncio.create_task(env.step_async("hang")) for env in envs[:16]]
             await asyncio.sleep(0.2)
             started = time.monotonic()
@@ -289,42 +240,24 @@ class TestFailures:
             await wait_for_no_tasks()
             await asyncio.get_running_loop().shutdown_default_executor()
 
-    @pytest.mark.parametrize("message", ["garbage", "other type", "no observation"])
-    async def test_unexpected_message_ends_the_session(self, server: ProtocolServer, message: str) -> None:
-        env = await start_env(server)
-        with pytest.raises(ProtocolError, match="the server sent"):
-            await env.step_async(message)
-        with pytest.raises(SessionLost, match="the server sent"):
-            await env.step_async("hello")
-        await env.close_async()
-
-    async def test_an_environment_that_raises_fails_the_rollout(self, server: ProtocolServer) -> None:
-        env = await start_env(server)
-        with pytest.raises(ExecutionFailed, match="EXECUTION_ERROR: division by zero"):
-            await env.step_async("crash")
-        await env.close_async()
-
-    async def test_execution_error_may_be_shown_to_the_model(self, server: ProtocolServer) -> None:
-        env = await start_env(server, execution_error="tell")
-        assert "division by zero" in message_text(await env.step_async("crash"))
-        assert "hello" in message_text(await env.step_async("hello"))
-        assert env.get_metrics()["invalid_actions"] == 1
-        await env.close_async()
+    async def test_execution_error_is_raised_or_shown_to_the_model(self, server: ProtocolServer) -> None:
+        async with episode(server) as env:
+            with pytest.raises(ExecutionFailed, match="EXECUTION_ERROR: division by zero"):
+                await env.step_async("crash")
+        async with episode(server, execution_error="tell") as env:
+            assert "division by zero" in message_text(await env.step_async("crash"))
+            assert "hello" in message_text(await env.step_async("hello"))
+            assert env.get_metrics()["invalid_actions"] == 1
 
     async def test_an_environment_that_cannot_be_made_or_reset(self, server: ProtocolServer) -> None:
         with ProtocolServer(Broken) as broken, pytest.raises(SessionRefused, match="FACTORY_ERROR: no memory"):
-            await start_env(broken)
+            await episode(broken).__aenter__()
         with pytest.raises(ExecutionFailed, match="cannot be reset"):
-            await start_env(server, reset={"greeting": "crash"})
+            await episode(server, reset={"greeting": "crash"}).__aenter__()
         with pytest.raises(ProtocolError, match="done=true"):
-            await start_env(server, reset={"done": True})
+            await episode(server, reset={"done": True}).__aenter__()
         assert server.n_made == 2
-
-    async def test_oversized_message_names_the_limit_to_raise(self, server: ProtocolServer) -> None:
-        env = await start_env(server, max_message_bytes=50_000)
-        with pytest.raises(SessionLost, match="raise max_message_bytes=50000"):
-            await env.step_async("long")
-        await env.close_async()
+        assert all(issubclass(error, OpenEnvError) for error in (ExecutionFailed, ProtocolError, SessionRefused))
 
     async def test_unreachable_server(self) -> None:
         with socket.socket() as taken:
@@ -335,42 +268,38 @@ class TestFailures:
             await env.close_async()
         await wait_for_no_tasks()
 
-    async def test_errors_share_a_base_class(self, server: ProtocolServer) -> None:
-        with pytest.raises(OpenEnvError):
-            await start_env(server, reset={"greeting": "crash"})
-
-    async def test_a_step_before_init(self, server: ProtocolServer) -> None:
+    async def test_wrong_order_of_calls_raises(self, server: ProtocolServer) -> None:
         env = make_env(server)
         with pytest.raises(RuntimeError, match="init"):
             env.step("hello")
         with pytest.raises(RuntimeError, match="init"):
             await env.step_async("hello")
-        env.close()
-
-    async def test_second_init_raises(self, server: ProtocolServer) -> None:
-        env = await start_env(server)
+        await env.init_async(PROMPT)
         with pytest.raises(RuntimeError, match="started"):
             await env.init_async(PROMPT)
         await env.close_async()
 
     def test_failed_blocking_init_leaves_nothing_behind(self, server: ProtocolServer) -> None:
-        with check_no_leaks():
+        with no_leaks():
             env = make_env(server, reset={"greeting": "crash"})
             with pytest.raises(ExecutionFailed):
                 env.init(PROMPT)
             env.close()
 
     async def test_async_session_can_be_closed_from_another_thread(self, server: ProtocolServer) -> None:
-        env = await start_env(server)
-        await asyncio.to_thread(env.close)
-        await wait_for_no_tasks()
-        await wait_until_idle(server)
+        async with episode(server) as env:
+            await asyncio.to_thread(env.close)
+            await wait_for_no_tasks()
+            await wait_until_async(lambda: not server.n_open)
 
     def test_session_can_be_closed_after_its_event_loop(self, server: ProtocolServer) -> None:
-        env = asyncio.run(start_env(server))
-        env.close()
-        env = asyncio.run(start_env(server))
-        asyncio.run(env.close_async())
+        for is_async in (False, True):
+            env = make_env(server)
+            asyncio.run(env.init_async(PROMPT))
+            if is_async:
+                asyncio.run(env.close_async())
+            else:
+                env.close()
 
 
 class TestSettings:

@@ -8,21 +8,19 @@ reward and ``{"echoed_message": str}``, and is never done.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import pytest
 
 import skyrl_gym
+from gym_kit.messages import call, message_text, user
+from gym_kit.processes import no_leaks, wait_for_no_tasks
 from skyrl_gym.adapters.openenv import OpenEnvEnv
 from skyrl_gym.adapters.openenv.client import InvalidMessage, OpenEnvSession, SessionLost
 
-PROMPT = [{"role": "user", "content": "Say something."}]
+PROMPT = user("Say something.")
 ENTRY_POINT = "skyrl_gym.adapters.openenv:OpenEnvEnv"
 
 
@@ -36,58 +34,31 @@ class ToolServer(Protocol):
     tool: str
 
 
-def open_descriptors() -> int:
-    """Return the number of open file descriptors of this process."""
-    return len(os.listdir("/dev/fd"))
-
-
-@contextmanager
-def check_no_leaks() -> Iterator[None]:
-    """Check that the block leaves no descriptors or threads behind, after a moment for servers in this process."""
-    descriptors, threads = open_descriptors(), threading.active_count()
-    yield
-    deadline = time.monotonic() + 30
-    while (open_descriptors(), threading.active_count()) > (descriptors, threads) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert open_descriptors() <= descriptors
-    assert threading.active_count() <= threads
-
-
-async def wait_for_no_tasks() -> None:
-    """Wait until this task is the only one of its event loop."""
-    async with asyncio.timeout(30):
-        while asyncio.all_tasks() != {asyncio.current_task()}:
-            await asyncio.sleep(0.01)
-
-
 def make_env(server: EchoServer, extras: dict[str, Any] | None = None, **env_config: Any) -> OpenEnvEnv:
     return OpenEnvEnv({"url": server.url, **env_config}, extras or {})
 
 
-async def play(env: OpenEnvEnv, n_turns: int) -> list[str]:
-    """Play `n_turns` messages; return the observations."""
-    replies = []
+@asynccontextmanager
+async def episode(
+    server: EchoServer | ToolServer, extras: dict[str, Any] | None = None, **env_config: Any
+) -> AsyncIterator[OpenEnvEnv]:
+    """Return an environment that has been started, and close it after the block."""
+    env = OpenEnvEnv({"url": server.url, **env_config}, extras or {})
     try:
         await env.init_async(PROMPT)
-        for turn in range(n_turns):
-            output = await env.step_async(f"message {turn}")
-            replies.append(output["observations"][0]["content"])
-            await asyncio.sleep(0)
+        yield env
     finally:
         await env.close_async()
+
+
+async def play(server: EchoServer, n_turns: int, **env_config: Any) -> list[str]:
+    """Play `n_turns` messages; return the observations."""
+    replies = []
+    async with episode(server, **env_config) as env:
+        for turn in range(n_turns):
+            replies.append(message_text(await env.step_async(f"message {turn}")))
+            await asyncio.sleep(0)
     return replies
-
-
-def message_text(output: Any) -> str:
-    """Return the text of a step's only observation."""
-    (message,) = output["observations"]
-    assert message["role"] == "user"
-    return message["content"]
-
-
-def call(tool: str, message: str) -> str:
-    """Format a reply that calls a tool."""
-    return f"<tool_call>{json.dumps({'name': tool, 'arguments': {'message': message}})}</tool_call>"
 
 
 class OpenEnvToolContract:
@@ -98,20 +69,18 @@ class OpenEnvToolContract:
     async def test_tools_are_listed_and_called(self, tool_server: ToolServer) -> None:
         env = OpenEnvEnv({"url": tool_server.url}, {})
         prompt, _ = await env.init_async(PROMPT)
-        assert prompt[0]["role"] == "system"
+        assert [message["role"] for message in prompt] == ["system", "user"]
         assert f'"name": "{tool_server.tool}"' in prompt[0]["content"]
-        assert "hello" in message_text(await env.step_async(call(tool_server.tool, "hello")))
-        two = call(tool_server.tool, "one") + call(tool_server.tool, "two")
+        assert "hello" in message_text(await env.step_async(call(tool_server.tool, message="hello")))
+        two = call(tool_server.tool, message="one") + call(tool_server.tool, message="two")
         assert message_text(await env.step_async(two)).count("<tool_response>") == 2
         assert env.get_metrics()["actions"] == 3
         await env.close_async()
 
     async def test_unknown_tool_is_explained(self, tool_server: ToolServer) -> None:
-        env = OpenEnvEnv({"url": tool_server.url}, {})
-        await env.init_async(PROMPT)
-        assert "Error" in message_text(await env.step_async(call("no_such_tool", "hello")))
-        assert "hello" in message_text(await env.step_async(call(tool_server.tool, "hello")))
-        await env.close_async()
+        async with episode(tool_server) as env:
+            assert "Error" in message_text(await env.step_async(call("no_such_tool", message="hello")))
+            assert "hello" in message_text(await env.step_async(call(tool_server.tool, message="hello")))
 
 
 class OpenEnvContract:
@@ -158,25 +127,23 @@ class OpenEnvContract:
             await session.reset()
 
     async def test_sessions_beyond_the_capacity_wait(self, server: EchoServer) -> None:
-        replies = await asyncio.gather(*(play(make_env(server), 2) for _ in range(server.capacity + 6)))
+        replies = await asyncio.gather(*(play(server, 2) for _ in range(server.capacity + 6)))
         assert all("message 1" in answers[1] for answers in replies)
 
     async def test_closed_session_frees_its_slot(self, server: EchoServer) -> None:
         for _ in range(3 * server.capacity):
-            await play(make_env(server, capacity_timeout_s=10), 1)
+            await play(server, 1, capacity_timeout_s=10)
 
     async def test_64_episodes_of_5_turns(self, server: EchoServer) -> None:
-        with check_no_leaks():
-            started = time.monotonic()
-            replies = await asyncio.gather(*(play(make_env(server), 5) for _ in range(64)))
-            assert time.monotonic() - started < 60
+        with no_leaks():
+            replies = await asyncio.gather(*(play(server, 5) for _ in range(64)))
             await wait_for_no_tasks()
             await asyncio.get_running_loop().shutdown_default_executor()
         for answers in replies:
             assert [f"message {turn}" in answer for turn, answer in enumerate(answers)] == [True] * 5
 
     def test_blocking_environment_needs_only_a_url(self, server: EchoServer) -> None:
-        with check_no_leaks():
+        with no_leaks():
             skyrl_gym.register(id="openenv", entry_point=ENTRY_POINT)
             with skyrl_gym.make("openenv", env_config={"url": server.url}, extras={"max_turns": 2}) as env:
                 prompt, _ = env.init(PROMPT)
@@ -188,7 +155,7 @@ class OpenEnvContract:
                 assert env.get_metrics()["steps"] == 2
 
     async def test_blocking_environment_works_inside_an_event_loop(self, server: EchoServer) -> None:
-        with check_no_leaks():
+        with no_leaks():
             env = make_env(server)
             env.init(PROMPT)
             assert "hello" in env.step("hello")["observations"][0]["content"]
@@ -196,14 +163,12 @@ class OpenEnvContract:
             env.close()
 
     async def test_a_cancelled_step_ends_the_session(self, server: EchoServer) -> None:
-        env = make_env(server)
-        await env.init_async(PROMPT)
-        task = asyncio.create_task(env.step_async("hello"))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        with pytest.raises(SessionLost, match="over"):
-            await env.step_async("hello")
-        await env.close_async()
+        async with episode(server) as env:
+            task = asyncio.create_task(env.step_async("hello"))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            with pytest.raises(SessionLost, match="over"):
+                await env.step_async("hello")
         await wait_for_no_tasks()

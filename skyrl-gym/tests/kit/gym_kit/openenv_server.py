@@ -13,6 +13,8 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
+from skyrl_gym.adapters.openenv import schema
+
 
 class Action(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -166,6 +168,7 @@ class ProtocolServer:
         return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> ProtocolServer:
+        schema._schemas.clear()  # another server may have had the same port
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
@@ -199,8 +202,8 @@ class ProtocolServer:
         if request.path != "/schema" or not self.has_schema:
             return connection.respond(404, "not found\n")
         self.n_schema_requests += 1
-        schema = self.environment.action.model_json_schema()
-        return connection.respond(200, json.dumps({"action": schema, "observation": {}}))
+        actions = self.environment.action.model_json_schema()
+        return connection.respond(200, json.dumps({"action": actions, "observation": {}}))
 
     async def _session(self, connection: ServerConnection) -> None:
         if self.n_open >= self.capacity:
