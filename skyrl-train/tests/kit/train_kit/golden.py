@@ -1,0 +1,37 @@
+"""Texts that the code prints, kept in files under `tests/golden`, so that tests list only the cases.
+
+A test compares all cases of a file at once. `pytest --update` rewrites the file, and the diff of the commit shows what
+changed:
+
+    trainer.train_batch_size=64 trainer.policy_mini_batch_size=48
+        trainer.policy_mini_batch_size=48 must divide trainer.train_batch_size=64; try 32 or 64
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import unified_diff
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "golden"
+
+
+def compare(name: str, cases: Mapping[str, Iterable[str]], config: pytest.Config) -> None:
+    """Fail if the lines of a case differ from those in `golden/<name>.txt`; with `--update`, write the file instead."""
+    file, text = FOLDER / f"{name}.txt", "\n".join(_format(case, lines) for case, lines in cases.items())
+    if config.getoption("--update"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    expected = file.read_text(encoding="utf-8") if file.exists() else ""
+    if text != expected:
+        diff = unified_diff(
+            expected.splitlines(), text.splitlines(), f"golden/{name}.txt", "this run", n=1, lineterm=""
+        )
+        pytest.fail("\n".join([*diff, "If the new text is right, run this test with --update."]), pytrace=False)
+
+
+def _format(case: str, lines: Iterable[str]) -> str:
+    """Return the name of a case and its indented lines."""
+    return "\n".join([case, *(f"    {line}" for text in lines for line in text.splitlines())]) + "\n"
