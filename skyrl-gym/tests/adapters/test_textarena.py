@@ -4,21 +4,26 @@ import asyncio
 import importlib.util
 import random
 import re
-import sys
-import time
-import types
 from typing import Any
 
 import numpy as np
 import pytest
+from gym_kit.messages import message_text, user
+from gym_kit.texts import linear_time, long_text
 from omegaconf import OmegaConf
 
 import skyrl_gym
 from skyrl_gym.adapters.textarena import TextArenaEnv
 
-PROMPT = [{"role": "user", "content": "Let us play."}]
+PROMPT = user("Let us play.")
 GUESS = {"env_id": "GuessTheNumber-v0"}
 TICTACTOE = {"env_id": "TicTacToe-v0", "num_players": 2}
+
+
+def start_env(env_config: dict[str, Any], **extras: Any) -> TextArenaEnv:
+    env = TextArenaEnv(env_config, extras)
+    env.init(PROMPT)
+    return env
 
 
 class FirstFreeCell:
@@ -34,20 +39,6 @@ class FirstFreeCell:
 def rule_breaker(seen: str) -> str:
     """Plays an illegal move."""
     return "[99]"
-
-
-def message_text(output: Any) -> str:
-    (message,) = output["observations"]
-    return message["content"]
-
-
-@pytest.fixture
-def opponent(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the entry point of this module's opponent."""
-    here = types.SimpleNamespace(FirstFreeCell=FirstFreeCell, rule_breaker=rule_breaker)
-    monkeypatch.setitem(sys.modules, "opponents_of_a_test", here)
-    FirstFreeCell.views.clear()
-    return "opponents_of_a_test:FirstFreeCell"
 
 
 def play_bisection(env: Any) -> list[Any]:
@@ -75,61 +66,44 @@ def test_a_number_is_guessed() -> None:
             env.step("[1]")
 
 
-def test_observations_show_only_new_text() -> None:
-    with TextArenaEnv(GUESS, {"seed": 1}) as env:
-        env.init(PROMPT)
-        assert message_text(env.step("[1]")) in (
-            "[GAME] The target number is higher.",
-            "[GAME] The target number is lower.",
-        )
-
-
 def test_game_decides_on_illegal_moves() -> None:
-    with TextArenaEnv(GUESS, {"seed": 1}) as env:
-        env.init(PROMPT)
+    with start_env(GUESS, seed=1) as env:
+        assert message_text(env.step("[1]")).startswith("[GAME] The target number is ")  # and no earlier text
         assert "attempted an invalid move" in message_text(env.step("I do not know"))
+        env.step("[2]")
+        env.step("[0]")
+        assert env.get_metrics() == {"steps": 4, "invalid_actions": 2, "finished": 0}
         output = env.step("")
         assert (output["done"], output["reward"]) == (True, 0.0)
-        assert env.get_metrics() == {"steps": 2, "invalid_actions": 2, "finished": 1}
+        assert env.get_metrics() == {"steps": 5, "invalid_actions": 3, "finished": 1}
 
 
 @pytest.mark.parametrize("env_config", [GUESS, TICTACTOE, {"env_id": "ConnectFour-v0", "num_players": 2}], ids=str)
-@pytest.mark.parametrize("reply", [f"[{'9' * 5000}]", "[1" * 10**6, "<answer>" * 125_000, "٣" * 10**4], ids=range(4))
+@pytest.mark.parametrize(
+    "reply", [f"[{'9' * 5000}]", long_text("[1"), long_text("<answer>"), "٣" * 10**4], ids=range(4)
+)
 def test_any_move_is_accepted_in_time(env_config: dict[str, Any], reply: str) -> None:
-    with TextArenaEnv(env_config, {"seed": 1}) as env:
-        env.init(PROMPT)
-        started = time.process_time()
+    with start_env(env_config, seed=1) as env, linear_time():
         env.step(reply)
-        assert time.process_time() - started < 5
         assert env.get_metrics()["invalid_actions"] == 1
 
 
 def test_end_of_a_long_reply_is_the_move() -> None:
-    with TextArenaEnv(TICTACTOE, {"seed": 1}) as env:
-        env.init(PROMPT)
+    with start_env(TICTACTOE, seed=1) as env:
         assert "in cell 4." in message_text(env.step("I wonder. " * 1000 + "[4]"))
         assert env.get_metrics()["invalid_actions"] == 0
 
 
-def test_a_legal_move_after_an_illegal_one() -> None:
-    with TextArenaEnv(GUESS, {"seed": 1}) as env:
-        env.init(PROMPT)
-        env.step("[0]")
-        env.step("[2]")
-        env.step("[0]")
-        assert env.get_metrics() == {"steps": 3, "invalid_actions": 2, "finished": 0}
+@pytest.mark.parametrize(("section", "reward"), [({}, None), ({"missing_reward": -1}, -1.0)])
+def test_unfinished_game_has_missing_reward(section: dict[str, Any], reward: float | None) -> None:
+    with start_env(GUESS | section, seed=1, max_turns=1) as env:
+        output = env.step("[1]")
+        assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
 
 
-def test_unfinished_game_has_missing_reward() -> None:
-    for env_config, reward in ((GUESS, None), ({**GUESS, "missing_reward": -1}, -1.0)):
-        with TextArenaEnv(env_config, {"seed": 1, "max_turns": 1}) as env:
-            env.init(PROMPT)
-            output = env.step("[1]")
-            assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
-
-
-def test_opponent_plays_the_other_seat(opponent: str) -> None:
-    with TextArenaEnv({**TICTACTOE, "opponents": opponent}, {}) as env:
+def test_opponent_plays_the_other_seat() -> None:
+    FirstFreeCell.views.clear()
+    with TextArenaEnv({**TICTACTOE, "opponents": f"{__name__}:FirstFreeCell"}, {}) as env:
         prompt, _ = env.init(PROMPT)
         assert "'[0]', '[1]'" in prompt[0]["content"]
         seen = message_text(env.step("<think>[4] is in the middle</think>I take [4]."))
@@ -146,8 +120,8 @@ def test_opponent_plays_the_other_seat(opponent: str) -> None:
         assert env.get_metrics() == {**metrics, "opponent_illegal": 0}
 
 
-def test_model_may_play_the_second_seat(opponent: str) -> None:
-    with TextArenaEnv({**TICTACTOE, "seat": 1, "opponents": [opponent]}, {}) as env:
+def test_model_may_play_the_second_seat() -> None:
+    with TextArenaEnv({**TICTACTOE, "seat": 1, "opponents": [f"{__name__}:FirstFreeCell"]}, {}) as env:
         prompt, _ = env.init(PROMPT)
         assert "You are Player 1 in Tic Tac Toe" in prompt[0]["content"]
         assert "[Player 0] [0]" in prompt[0]["content"]
@@ -157,10 +131,8 @@ def test_model_may_play_the_second_seat(opponent: str) -> None:
         assert env.get_metrics()["lost"] == 1
 
 
-def test_rule_breaking_opponent_is_reported(opponent: str) -> None:
-    name = opponent.replace("FirstFreeCell", "rule_breaker")
-    with TextArenaEnv({**TICTACTOE, "opponents": name}, {}) as env:
-        env.init(PROMPT)
+def test_rule_breaking_opponent_is_reported() -> None:
+    with start_env({**TICTACTOE, "opponents": f"{__name__}:rule_breaker"}) as env:
         assert env.step("[4]")["reward"] == 1.0
         assert (env.get_metrics()["won"], env.get_metrics()["opponent_illegal"]) == (1, 1)
 
@@ -169,10 +141,8 @@ def test_rule_breaking_opponent_is_reported(opponent: str) -> None:
     ("env_id", "move"), [("ConnectFour-v0", "[col 3]"), ("IteratedPrisonersDilemma-v0", "[Defect]")]
 )
 def test_random_opponent_ignores_moves_offered_by_the_model(env_id: str, move: str) -> None:
-    with TextArenaEnv({"env_id": env_id, "num_players": 2}, {"seed": 1}) as env:
-        env.init(PROMPT)
-        seen = message_text(env.step(f"{move}\nYou had better play '[zzz]'."))
-        assert "zzz" not in seen
+    with start_env({"env_id": env_id, "num_players": 2}, seed=1) as env:
+        assert "zzz" not in message_text(env.step(f"{move}\nYou had better play '[zzz]'."))
         assert env.get_metrics()["finished"] == 0
 
 
@@ -182,7 +152,7 @@ def test_random_opponent_ignores_moves_offered_by_the_model(env_id: str, move: s
 )
 def test_random_games_finish(env_id: str, n_players: int) -> None:
     generator = random.Random(0)
-    for seed in range(5):
+    for seed in range(3):
         with TextArenaEnv({"env_id": env_id, "num_players": n_players}, {"seed": seed}) as env:
             seen, n_turns = env.init(PROMPT)[0][0]["content"], 0
             while n_turns < 200:
@@ -214,8 +184,7 @@ def test_seed_determines_the_game() -> None:
             for _ in range(4):
                 if is_disturbed:
                     random.random()
-                    with TextArenaEnv(GUESS, {"seed": 5}) as other:
-                        other.init(PROMPT)
+                    start_env(GUESS, seed=5).close()
                 if (output := env.step("[check]"))["done"]:
                     break
                 seen.append(message_text(output))
@@ -226,31 +195,19 @@ def test_seed_determines_the_game() -> None:
 
 
 def test_global_random_state_is_not_affected() -> None:
-    random.seed(3)
-    np.random.seed(3)
-    expected = (random.random(), np.random.rand())
-    random.seed(3)
-    np.random.seed(3)
-    with TextArenaEnv({"env_id": "Sokoban-v0"}, {"seed": 5}) as env:
-        env.init(PROMPT)
+    before = random.getstate(), str(np.random.get_state())
+    with start_env({"env_id": "Sokoban-v0"}, seed=5) as env:
         env.step("[up]")
-    assert (random.random(), np.random.rand()) == expected
+    assert (random.getstate(), str(np.random.get_state())) == before
 
 
 async def test_games_in_threads_are_independent() -> None:
     def game(seed: int) -> list[Any]:
-        with TextArenaEnv(GUESS, {"seed": seed}) as env:
-            env.init(PROMPT)
+        with start_env(GUESS, seed=seed) as env:
             return [output["observations"] for output in play_bisection(env)]
 
-    alone = [game(seed) for seed in range(20)]
-    assert await asyncio.gather(*(asyncio.to_thread(game, seed) for seed in range(20))) == alone
-
-
-def test_random_opponent_without_offered_moves_raises() -> None:
-    env = TextArenaEnv({"env_id": "Breakthrough-v0-tiny", "num_players": 2, "seat": 1}, {"seed": 1})
-    with pytest.raises(ValueError, match="Breakthrough-v0-tiny offers no moves in quotes; set opponents"):
-        env.init(PROMPT)
+    alone = [game(seed) for seed in range(10)]
+    assert await asyncio.gather(*(asyncio.to_thread(game, seed) for seed in range(10))) == alone
 
 
 @pytest.mark.parametrize(
@@ -268,9 +225,16 @@ def test_invalid_config_raises(env_config: dict[str, Any], message: str) -> None
         TextArenaEnv(env_config, {})
 
 
-def test_invalid_number_of_players_raises() -> None:
-    with TextArenaEnv({"env_id": "TicTacToe-v0"}, {}) as env, pytest.raises(ValueError, match="num_players=1"):
-        env.init(PROMPT)
+@pytest.mark.parametrize(
+    ("env_config", "message"),
+    [
+        ({"env_id": "TicTacToe-v0"}, "num_players=1"),
+        ({"env_id": "Breakthrough-v0-tiny", "num_players": 2, "seat": 1}, "offers no moves in quotes; set opponents"),
+    ],
+)
+def test_unplayable_game_raises_in_init(env_config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        start_env(env_config, seed=1)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import sys
-import threading
-import types
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+from gym_kit.messages import call, message_text, user
+from gym_kit.processes import no_leaks
 
 import skyrl_gym
 from skyrl_gym.adapters.trl import TrlEnv
 
-PROMPT = [{"role": "user", "content": "Guess."}]
+PROMPT = user("Guess.")
 
 
 class Guess:
@@ -116,7 +115,7 @@ class Numpy(Narrow):
         return "there" if self.done else "on the way"
 
 
-class Opened:
+class Toolless:
     """Has no tools, and a resource to close."""
 
     n_open = 0
@@ -140,21 +139,8 @@ class Talkative(Narrow):
         return ["a list"]
 
 
-class Toolless:
-    def reset(self, **row: Any) -> None: ...
-
-    value = 3
-
-
-@pytest.fixture(autouse=True)
-def module(monkeypatch: pytest.MonkeyPatch) -> None:
-    classes = (Guess, Asynchronous, Narrow, Wrapped, Numpy, Opened, Odd, Talkative, Toolless)
-    here = types.SimpleNamespace(__file__="none", **{cls.__name__: cls for cls in classes})
-    monkeypatch.setitem(sys.modules, "factories_of_a_test", here)
-
-
 def make_env(name: str, extras: dict[str, Any] | None = None, **env_config: Any) -> TrlEnv:
-    return TrlEnv({"factory": f"factories_of_a_test:{name}", **env_config}, {"number": 7, **(extras or {})})
+    return TrlEnv({"factory": f"{__name__}:{name}", **env_config}, {"number": 7, **(extras or {})})
 
 
 def start_env(name: str, extras: dict[str, Any] | None = None, **env_config: Any) -> TrlEnv:
@@ -163,20 +149,10 @@ def start_env(name: str, extras: dict[str, Any] | None = None, **env_config: Any
     return env
 
 
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def message_text(output: Any) -> str:
-    (message,) = output["observations"]
-    assert message["role"] == "user"
-    return message["content"]
-
-
 def test_an_episode() -> None:
     skyrl_gym.register(id="trl", entry_point="skyrl_gym.adapters.trl:TrlEnv")
     row = {"number": 7, "greeting": "Between 1 and 10.", "data_source": "x", "max_turns": 5}
-    with skyrl_gym.make("trl", env_config={"factory": "factories_of_a_test:Guess"}, extras=row) as env:
+    with skyrl_gym.make("trl", env_config={"factory": f"{__name__}:Guess"}, extras=row) as env:
         prompt, _ = env.init(PROMPT)
         assert prompt[-1] == {"role": "user", "content": "Guess.\n\nBetween 1 and 10."}
         assert env._env.row == {"prompt": PROMPT, "number": 7, "greeting": "Between 1 and 10.", "data_source": "x"}
@@ -194,24 +170,21 @@ def test_the_system_prompt_lists_public_methods() -> None:
     env = make_env("Guess")
     system = env.init([{"role": "system", "content": "Be brief."}, *PROMPT])[0][0]["content"]
     assert system.startswith("Be brief.\n\n# Tools")
-    listed = [json.loads(line)["function"] for line in system.splitlines() if line.startswith('{"type"')]
-    assert [tool["name"] for tool in listed] == ["fail", "guess", "hint"]
-    assert listed[1]["description"] == "Guess the number."
-    assert listed[1]["parameters"]["properties"]["number"]["type"] == "integer"
-    assert listed[1]["parameters"]["properties"]["number"]["description"] == "between 1 and 10"
-    assert listed[1]["parameters"]["required"] == ["number"]
-
-
-def test_tools_may_be_described_elsewhere() -> None:
-    env = make_env("Guess", describe_tools=False)
-    assert env.init(PROMPT)[0] == PROMPT
+    fail, guess, hint = (json.loads(line)["function"] for line in system.splitlines() if line.startswith('{"type"'))
+    assert [tool["name"] for tool in (fail, guess, hint)] == ["fail", "guess", "hint"]
+    assert guess["description"] == "Guess the number."
+    assert guess["parameters"]["properties"]["number"]["type"] == "integer"
+    assert guess["parameters"]["properties"]["number"]["description"] == "between 1 and 10"
+    assert guess["parameters"]["required"] == ["number"]
+    assert make_env("Guess", describe_tools=False).init(PROMPT)[0] == PROMPT
 
 
 def test_reply_without_a_call_ends_the_episode() -> None:
     env = start_env("Guess")
     env.step(call("guess", number=1))
-    output = env.step("I give up.")
+    output = env.step(f"<think>{call('guess', number=7)}</think>I give up.")  # a call in thoughts is none
     assert (output["reward"], output["done"]) == (-0.1, True)
+    assert env.get_metrics()["tool_calls"] == 1
 
 
 def test_done_may_be_a_numpy_bool() -> None:
@@ -228,66 +201,51 @@ def test_last_turn_has_the_current_reward() -> None:
 
 
 def test_calls_of_a_reply_are_executed_in_order() -> None:
-    env = start_env("Guess")
-    seen = message_text(env.step(call("guess", number=1) + " and " + call("hint", kind="size")))
-    assert (
-        seen == "<tool_response>\nHigher.\n</tool_response>\n<tool_response>\neven: false\nkind: size\n</tool_response>"
-    )
+    seen = message_text(start_env("Guess").step(call("guess", number=1) + " and " + call("hint", kind="size")))
+    first, second = "<tool_response>\nHigher.\n</tool_response>", "even: false\nkind: size"
+    assert seen == f"{first}\n<tool_response>\n{second}\n</tool_response>"
 
 
 def test_mistakes_are_explained() -> None:
     env = start_env("Guess")
-    assert "there is no tool fly; the tools are fail, guess, hint." in message_text(env.step(call("fly")))
-    assert "there is no tool _secret" in message_text(env.step(call("_secret")))
-    assert "there is no tool reset" in message_text(env.step(call("reset", number=3)))
-    assert "there is no tool close" in message_text(env.step(call("close")))
-    assert "there is no tool answer" in message_text(env.step(call("answer")))
-    assert "arguments of guess are wrong" in message_text(env.step(call("guess", number="seven")))
-    assert "arguments of guess are wrong" in message_text(env.step(call("guess")))
-    assert "arguments of guess are wrong" in message_text(env.step(call("guess", number=3, self="me")))
-    assert "not valid JSON" in message_text(env.step("<tool_call>{oops</tool_call>"))
-    assert "more than 32 tool calls" in message_text(env.step(call("guess", number=1) * 33))
+    mistakes = {
+        call("fly"): "there is no tool fly; the tools are fail, guess, hint.",
+        call("_secret"): "there is no tool _secret",
+        call("reset", number=3): "there is no tool reset",
+        call("close"): "there is no tool close",
+        call("answer"): "there is no tool answer",
+        call("guess", number="seven"): "arguments of guess are wrong",
+        call("guess"): "arguments of guess are wrong",
+        call("guess", number=3, self="me"): "arguments of guess are wrong",
+        "<tool_call>{oops</tool_call>": "not valid JSON",
+        call("guess", number=1) * 33: "more than 32 tool calls",
+    }
+    for reply, message in mistakes.items():
+        assert message in message_text(env.step(reply))
     assert env._env.reward == 0.0
     assert env.get_metrics() == {"steps": 10, "tool_calls": 0, "failed_tool_calls": 0, "invalid_actions": 10}
 
 
-def test_calls_in_thoughts_or_tool_results_are_ignored() -> None:
+def test_tool_error_is_the_observation_unless_it_is_a_connection_error() -> None:
     env = start_env("Guess")
-    output = env.step(f"<think>{call('guess', number=7)}</think>I do not know.")
-    assert (output["reward"], output["done"]) == (0.0, True)
-    assert env.get_metrics()["tool_calls"] == 0
-
-
-def test_tool_error_is_the_observation() -> None:
-    env = start_env("Guess")
-    assert (
-        message_text(env.step(call("fail", how="value"))) == "<tool_response>\nError: failed: value\n</tool_response>"
-    )
+    error = message_text(env.step(call("fail", how="value")))
+    assert error == "<tool_response>\nError: failed: value\n</tool_response>"
     assert env.get_metrics()["failed_tool_calls"] == 1
-
-
-@pytest.mark.parametrize(("how", "error"), [("connection", ConnectionResetError), ("timeout", TimeoutError)])
-def test_connection_error_is_raised(how: str, error: type[Exception]) -> None:
-    env = start_env("Guess")
-    with pytest.raises(error, match="failed"):
-        env.step(call("fail", how=how))
+    for how, kind in (("connection", ConnectionResetError), ("timeout", TimeoutError)):
+        with pytest.raises(kind, match="failed"):
+            start_env("Guess").step(call("fail", how=how))
 
 
 def test_reset_gets_the_columns_it_names() -> None:
-    env = start_env("Narrow", {"data_source": "x"})
-    assert env.step("")["reward"] == 3.5
+    assert start_env("Narrow", {"data_source": "x"}).step("")["reward"] == 3.5
 
 
 def test_async_methods_share_a_loop() -> None:
-    n_threads = threading.active_count()
-    with make_env("Asynchronous", {"data_source": "x"}) as env:
-        env.init(PROMPT)
+    with no_leaks(), start_env("Asynchronous", {"data_source": "x"}) as env:
         assert "HELLO" in message_text(env.step(call("ask", question="hello")))
         assert env.step("bye")["reward"] is None
     env.close()
-    assert threading.active_count() == n_threads
-    with make_env("Asynchronous", missing_reward=0.0) as env:
-        env.init(PROMPT)
+    with start_env("Asynchronous", missing_reward=0.0) as env:
         assert env.step("bye")["reward"] == 0.0
 
 
@@ -307,18 +265,9 @@ def test_close_closes_once() -> None:
         env.step(call("guess", number=7))
 
 
-def test_unsupported_environment_is_closed() -> None:
-    with pytest.raises(ValueError, match="Opened has no tools"):
-        make_env("Opened")
-    assert Opened.n_open == 0
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("Odd", "reward of factories_of_a_test:Odd is 'much'"),
-        ("Talkative", r"reset of .*Talkative returned \['a list'\]"),
-    ],
+    [("Odd", "reward of .*:Odd is 'much'"), ("Talkative", r"reset of .*Talkative returned \['a list'\]")],
 )
 def test_return_values_are_validated(name: str, message: str) -> None:
     def play() -> None:
@@ -332,11 +281,12 @@ def test_return_values_are_validated(name: str, message: str) -> None:
     ("env_config", "message"),
     [
         ({}, r"trl\.factory is missing"),
-        ({"factory": "factories_of_a_test"}, "must be 'module:attribute'"),
-        ({"factory": "factories_of_a_test:Gues"}, "Did you mean 'Guess'"),
-        ({"factory": "factories_of_a_test:Toolless"}, "Toolless has no tools; add public methods besides reset"),
+        ({"factory": "json"}, "must be 'module:attribute'"),
+        ({"factory": f"{__name__}:Gues"}, "Did you mean 'Guess'"),
+        ({"factory": f"{__name__}:Toolless"}, "Toolless has no tools; add public methods besides reset"),
     ],
 )
 def test_invalid_config_raises(env_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrlEnv(env_config, {})
+    assert Toolless.n_open == 0
