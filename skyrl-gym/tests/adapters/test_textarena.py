@@ -69,13 +69,15 @@ def test_a_number_is_guessed() -> None:
 def test_game_decides_on_illegal_moves() -> None:
     with start_env(GUESS, seed=1) as env:
         assert message_text(env.step("[1]")).startswith("[GAME] The target number is ")  # and no earlier text
-        assert "attempted an invalid move" in message_text(env.step("I do not know"))
+        env.step("[0]")
         env.step("[2]")
         env.step("[0]")
         assert env.get_metrics() == {"steps": 4, "invalid_actions": 2, "finished": 0}
+    with start_env(GUESS, seed=1) as env:
+        assert "attempted an invalid move" in message_text(env.step("I do not know"))
         output = env.step("")
         assert (output["done"], output["reward"]) == (True, 0.0)
-        assert env.get_metrics() == {"steps": 5, "invalid_actions": 3, "finished": 1}
+        assert env.get_metrics() == {"steps": 2, "invalid_actions": 2, "finished": 1}
 
 
 @pytest.mark.parametrize("env_config", [GUESS, TICTACTOE, {"env_id": "ConnectFour-v0", "num_players": 2}], ids=str)
