@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from recipe_shell import Recipes
+from veritas_kit.recipes import VERITAS, Recipes
 
-VERITAS = Path(__file__).parents[1]
 PAGES = [VERITAS / "README.md", *sorted((VERITAS / "docs").glob("*.md"))]
 STARTS_RUN = re.compile(r"((?:bash|\.) train/scripts/[\w-]+\.sh|\./train/docker_run_verl\.sh|skyrl (?:train|verl)\b)")
 PLACEHOLDERS = ("<", "…", "http://", "https://", "wandb sync", "wandb artifact", "--tiny")

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import peft
 import pyarrow.parquet as pq
 import pytest
 import torch
-from recipe_shell import Recipes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from veritas_kit.recipes import VERITAS, Recipes
 
 from data_processing import convert_to_parquet, generate_dataset
 from skyrl_gym.envs.entry_point import load_from_file
@@ -30,7 +29,7 @@ from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.supervised import ConversationEncoder, SupervisedDataset
 from skyrl_train.entrypoints.cli import main as skyrl
 
-TOOLS = Path(__file__).parents[1] / "train/tools"
+TOOLS = VERITAS / "train/tools"
 MODEL = "train/models/org/other"
 
 
@@ -116,7 +115,7 @@ def test_t10_a_merge_changes_weights(recipes: Recipes, tmp_path: Path) -> None:
     peft.get_peft_model(model, config).save_pretrained(tmp_path / "merged/lora_adapter")
 
     def merge(target: str) -> int:
-        tool = [sys.executable, "train/tools/merge_adapter_into_base.py", "--base_model", MODEL]
+        tool = ["python", "train/tools/merge_adapter_into_base.py", "--base_model", MODEL]
         files = ["--adapter_model", str(tmp_path / "merged"), "--output_dir", str(tmp_path / target)]
         return recipes.shell([*tool, *files]).returncode
 

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from recipe_shell import Recipes
+from veritas_kit.recipes import Recipes
 
 SKYRL_TRAIN = Path(__file__).parents[3] / "skyrl-train"
 SGLANG = """
 import runpy, sys
 sys.path.insert(0, {root!r})
-runpy.run_path({root!r} + "/tests/cpu/inference_engines/sglang/sglang_server.py", run_name="__main__")
+runpy.run_path({root!r} + "/tests/kit/train_kit/sglang_server.py", run_name="__main__")
 """
 
 

@@ -6,20 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
-from recipe_shell import Recipes
+from train_kit.runs import Run
+from veritas_kit.recipes import Recipes
 
 
-def metrics(recipes: Recipes, run: str) -> list[dict[str, float]]:
-    """Return the steps of the newest run of this name, whose folder is dated."""
-    files = sorted(recipes.root.glob(f"train/outputs/20*-*-*/*-*-*/*/{run}*/metrics.jsonl"))
-    return [json.loads(line) for line in files[-1].read_text().splitlines()]
+def find_run(recipes: Recipes, name: str) -> Run:
+    """Return the newest run whose name begins so; its folder is dated."""
+    return Run(max(recipes.root.glob(f"train/outputs/20*-*-*/*-*-*/*/{name}*/metrics.jsonl")).parent)
 
 
 @pytest.mark.nightly
 def test_sourced_supervised_fine_tuning(recipes: Recipes) -> None:
     result = recipes.shell(["bash", "-c", ". train/scripts/lgc-v2-SFT-trainer.sh --tiny; echo status $?"])
     assert "status 0" in result.stdout, result.stderr
-    steps = metrics(recipes, "tiny-sft-")
+    steps = find_run(recipes, "tiny-sft-").metrics
     assert len(steps) == 10
     assert steps[-1]["val/loss"] < steps[4]["val/loss"]
     names = {"train/loss", "train/learning_rate", "train/epoch", "train/global_step", "train/throughput"}
@@ -34,7 +34,7 @@ def test_sourced_supervised_fine_tuning(recipes: Recipes) -> None:
 def test_grpo_on_puzzles(recipes: Recipes) -> None:
     result = recipes.run("lgc-v2-GRPO-trainer.sh", "--tiny")
     assert result.returncode == 0, result.stderr
-    steps = [step for step in metrics(recipes, "tiny-operation-") if step["step"] > 0]
+    steps = [step for step in find_run(recipes, "tiny-operation-").metrics if step["step"] > 0]
     assert [step["train/global_step"] for step in steps] == [1, 2]
     assert all(step["generate/n_invalid"] == 0 for step in steps)
     assert steps[-1]["policy/grad_norm"] > 0
@@ -50,7 +50,7 @@ def openspiel(recipes: Recipes) -> Path:
 
 
 def test_openspiel_trains_an_adapter(openspiel: Path, recipes: Recipes) -> None:
-    steps = metrics(recipes, "openspiel-1")
+    steps = find_run(recipes, "openspiel-1").metrics
     assert [step["train/global_step"] for step in steps if step["step"] > 0] == [1, 2, 3]
     assert 0 < steps[1]["policy/adapter_norm"] < steps[-1]["policy/adapter_norm"]
     assert steps[-1]["generate/n_invalid"] == 0
@@ -91,7 +91,7 @@ def test_a_run_from_an_adapter_starts_where_it_stopped(openspiel: Path, recipes:
     more = ["trainer.val_before_train=True", "trainer.total_training_steps=1"]
     result = recipes.run("openspiel-ppo-trainer.sh", "--tiny", *more, **variables)
     assert result.returncode == 0, result.stderr
-    before, after = metrics(recipes, "openspiel-1")[-1], metrics(recipes, "openspiel-2")[0]
+    before, after = find_run(recipes, "openspiel-1").metrics[-1], find_run(recipes, "openspiel-2").metrics[0]
     assert after["step"] == 0
     assert after["eval/all/avg_score"] == before["eval/all/avg_score"]
-    assert metrics(recipes, "openspiel-2")[1]["policy/adapter_norm"] > 0.9 * before["policy/adapter_norm"]
+    assert find_run(recipes, "openspiel-2").metrics[1]["policy/adapter_norm"] > 0.9 * before["policy/adapter_norm"]
