@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from gym_kit.databases import write_database
 from gym_kit.processes import KIT
+from gym_kit.servers import ModelServer, run_model_server
 
 from skyrl_gym.envs.registration import registry
 from skyrl_gym.worker_pool import PoolWorker
@@ -29,6 +30,19 @@ def database(tmp_path: Path) -> Path:
     goods = "(2, 'pen', 1.5), (1, 'ink', 4.0), (2, 'pen', 1.5), (3, CAST(x'ff' AS TEXT), NULL)"
     script = f"CREATE TABLE goods (id INTEGER, name TEXT, price REAL); INSERT INTO goods VALUES {goods}"
     return write_database(tmp_path / "sho?p" / "sho?p.sqlite", script)  # "?" is special in URIs
+
+
+@pytest.fixture(autouse=True)
+def clear_game_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignore the user's choice of OpenSpiel games."""
+    monkeypatch.delenv("GAME_TYPES", raising=False)
+
+
+@pytest.fixture
+def model_server() -> Iterator[ModelServer]:
+    """Run a server of chat completions on a free local port during the test."""
+    with run_model_server() as server:
+        yield server
 
 
 @pytest.fixture
