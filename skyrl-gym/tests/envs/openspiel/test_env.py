@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-import skyrl_gym
 from skyrl_gym.checkup.rules import Checkup
 from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES
 from skyrl_gym.envs.openspiel.env import OpenSpielEnv
@@ -42,21 +41,13 @@ def test_reward_of_a_legal_move_is_its_outcome() -> None:
     assert env.turns == env.max_turns == 1
 
 
-@pytest.mark.parametrize("reply", ["", "   ", "a", "I pass", "<think>a1", "\\boxed{}", "\x00", "\ud800"])
+@pytest.mark.parametrize("reply", ["", "I pass", "<think>a1", "\x00", "c3"])  # c3 is taken
 @pytest.mark.parametrize("mode", ["outcome", "legal"])
 def test_reply_without_a_legal_move_has_reward_0(reply: str, mode: str, capfd: pytest.CaptureFixture[str]) -> None:
     env = OpenSpielEnv({"reward_mode": mode}, extras())
     out = env.step(reply)
-    assert out["reward"] == 0.0
-    assert out["metadata"]["legal"] is False
-    assert out["metadata"]["action"] is None
+    assert (out["reward"], out["metadata"]["legal"], out["metadata"]["action"]) == (0.0, False, None)
     assert env.get_metrics()["legal"] == 0
-    assert capfd.readouterr() == ("", "")
-
-
-def test_move_to_a_taken_square_has_reward_0(capfd: pytest.CaptureFixture[str]) -> None:
-    env = OpenSpielEnv({"reward_mode": "legal"}, extras())
-    assert env.step("c3")["reward"] == 0.0  # the first random move of this task is action 12, c3
     assert capfd.readouterr() == ("", "")
 
 
@@ -68,17 +59,11 @@ def test_legal_move_has_reward_1_in_legal_mode() -> None:
     assert env.get_metrics() == {"legal": 1}
 
 
-def test_reward_is_deterministic() -> None:
-    move = TASKS.generate(2).legal.moves[0].text
-    rewards = {OpenSpielEnv({}, extras(2)).step(move)["reward"] for _ in range(5)}
-    assert len(rewards) == 1
-
-
 def test_row_with_only_a_task_id_has_the_same_reward() -> None:
     config = {"cases": list(TASKS.config.cases), "num_tasks_per_case": 5}
     move = TASKS.generate(3).legal.moves[0].text
-    by_id = OpenSpielEnv(config, {"extra_info": {"task_id": 3}}).step(move)["reward"]
-    assert by_id == OpenSpielEnv({}, extras(3)).step(move)["reward"]
+    rewards = {OpenSpielEnv({}, extras(3)).step(move)["reward"] for _ in range(5)}
+    assert rewards == {OpenSpielEnv(config, {"extra_info": {"task_id": 3}}).step(move)["reward"]}
 
 
 def test_every_case_can_be_played_and_scored() -> None:
@@ -104,9 +89,6 @@ def test_precedence_of_config_row_and_defaults() -> None:
 def test_invalid_config_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(config))):
         OpenSpielEnv(config, extras())
-
-
-def test_unknown_reward_mode_of_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="reward_mode='win' is unknown"):
         OpenSpielEnv({}, extras(0, reward_spec={"method": "win"}))
 
@@ -129,19 +111,6 @@ def test_long_answer_is_truncated_in_the_metadata() -> None:
     out = OpenSpielEnv({}, extras()).step("x" * 1_000_000)
     assert len(out["metadata"]["answer"]) == 200
     json.dumps(out["metadata"])
-
-
-def test_registry_makes_it() -> None:
-    skyrl_gym.register("one_move", "skyrl_gym.envs.openspiel.env:OpenSpielEnv")
-    (row,) = TASKS.rows([0])
-    with skyrl_gym.make("one_move", env_config={}, extras=extras()) as env:
-        prompt, facts = env.init(row["prompt"])
-        assert (prompt, facts) == (row["prompt"], {})
-        assert env.step("\\boxed{0}")["done"]
-    assert OpenSpielEnv.aggregate_metrics([{"legal": 1, "outcome": 0.5}, {"legal": 0, "outcome": 0.0}]) == {
-        "legal": 0.5,
-        "outcome": 0.25,
-    }
 
 
 @pytest.mark.parametrize("case", ["chess", "goofspiel(num_cards=8)", "hearts"])

@@ -55,11 +55,8 @@ def test_texts_and_numbers_are_distinct_in_every_case() -> None:
                 random_step(state, rng)
 
 
-def test_numbers_count_from_zero() -> None:
+def test_moves_count_from_zero_and_bids_have_their_value() -> None:
     assert [move.number for move in first_decision("hex(board_size=3)").moves] == list(range(9))
-
-
-def test_bid_is_numbered_by_its_value() -> None:
     state = load_game("goofspiel(num_cards=8,points_order=descending)").new_initial_state()
     state.apply_actions([2, 0])
     assert [(move.number, move.text) for move in legal_moves(state, 0).moves][:3] == [
