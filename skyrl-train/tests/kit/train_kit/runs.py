@@ -110,6 +110,13 @@ def small_run(
     ]
 
 
+def catch_run(folder: Path, *overrides: str, model: Path, data: Path, name: str = "test_run") -> list[str]:
+    """Return the overrides of a run of two steps on the games of the fixture `catch_data`, with evaluations."""
+    files = {"data": data / "train.parquet", "val_data": data / "validation.parquet"}
+    game = ["generator.max_turns=5", "generator.sampling_params.max_generate_length=1"]
+    return small_run(folder, *game, *overrides, model=model, **files, name=name)
+
+
 def supervised_run(folder: Path, *overrides: str, model: Path, data: Path, name: str = "test_run") -> list[str]:
     """Return the overrides of a run of 6 steps on the answers of `train_kit.datasets.write_answers`.
 
