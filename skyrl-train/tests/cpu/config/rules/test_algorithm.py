@@ -7,6 +7,7 @@ from train_kit.rules import (
     CORRECTION_SWITCHES,
     GAE,
     KL_IN_REWARD,
+    Cases,
     RuleContract,
     find_refusal,
     load,
