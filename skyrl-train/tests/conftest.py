@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from train_kit import runs
+from train_kit.models import load_on_cpu, save_tiny_model
+from train_kit.processes import forked_multiprocessing
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import skyrl_gym
 from examples.catch.catch_dataset import CatchDataset, write_dataset
 from examples.catch.main_catch import register_catch
-from examples.catch.players import conversation, random_player
-from skyrl_train.models.loading import load_model, load_tokenizer
-from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
+from skyrl_train.models.loading import load_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -26,12 +26,7 @@ def tiny_head_dim() -> int:
 @pytest.fixture(scope="session")
 def tiny_model_path(tiny_head_dim: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with a two-layer Qwen3 and its tokenizer."""
-    player = random_player(seed=0)
-    tokenizer = train_tokenizer(conversation(row, player) for row in CatchDataset(train_size=50).train_rows())
-    folder = tmp_path_factory.mktemp("tiny-model")
-    tokenizer.save_pretrained(folder)
-    tiny_qwen3(tokenizer, seed=0, head_dim=tiny_head_dim).save_pretrained(folder)
-    return folder
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-model"), head_dim=tiny_head_dim)
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +38,7 @@ def tiny_tokenizer(tiny_model_path: Path) -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="session")
 def tiny_model(tiny_model_path: Path) -> PreTrainedModel:
     """The model of `tiny_model_path`, shared by all tests; copy it before changing its weights."""
-    return load_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
+    return load_on_cpu(tiny_model_path)
 
 
 @pytest.fixture
@@ -65,15 +60,11 @@ def catch_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def catch_run(catch: None, catch_data: Path, tiny_model_path: Path, tmp_path: Path) -> list[str]:
     """Overrides for a run of two steps that writes `skyrl/test_run` in `tmp_path`."""
-    return [
-        f"data.train_data=['{catch_data}/train.parquet']",
-        f"data.val_data=['{catch_data}/validation.parquet']",
-        f"trainer.policy.model.path='{tiny_model_path}'",
-        f"trainer.output_dir='{tmp_path}'",
-        "trainer.run_name=test_run",
-        "trainer.train_batch_size=4",
-        "trainer.policy_mini_batch_size=4",
-        "trainer.logger=jsonl",
-        "generator.max_turns=5",
-        "generator.sampling_params.max_generate_length=1",
-    ]
+    return runs.catch_run(tmp_path, model=tiny_model_path, data=catch_data)
+
+
+@pytest.fixture(scope="module")
+def forked_processes() -> Iterator[None]:
+    """Start the processes of `multiprocessing` from the zygote, in 0.1 s instead of 6 s."""
+    with forked_multiprocessing():
+        yield

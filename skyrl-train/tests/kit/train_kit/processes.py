@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -11,8 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +119,27 @@ def wait_until(is_true: Callable[[], object], timeout_s: float = 200) -> None:
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@asynccontextmanager
+async def no_leaks(folder: Path | None = None) -> AsyncIterator[None]:
+    """Check that the block leaves no processes, threads, tasks, descriptors or files in `folder`, after a moment.
+
+    Threads of the event loop's default executor may stay.
+    """
+    resource_tracker.ensure_running()  # it lives as long as this process
+
+    def resources() -> list[set[Any]]:
+        threads = {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
+        counts = {("task", n) for n in range(len(asyncio.all_tasks()))}
+        counts |= {("descriptor", n) for n in range(psutil.Process().num_fds())}
+        files = set() if folder is None else set(folder.iterdir())
+        return [set(psutil.Process().children(recursive=True)), threads, counts, files]
+
+    before = resources()
+    yield
+    deadline = time.monotonic() + 20
+    while any(leaked := [now - earlier for now, earlier in zip(resources(), before, strict=True)]):
+        assert time.monotonic() < deadline, leaked
+        gc.collect()
+        await asyncio.sleep(0.05)
