@@ -16,20 +16,14 @@ class YesEnv(BaseTextEnv):
         )
 
 
-def test_new_episode_allows_one_turn() -> None:
+def test_defaults() -> None:
     env = BaseTextEnv()
     assert (env.turns, env.max_turns) == (0, 1)
-
-
-def test_init_returns_the_prompt_unchanged() -> None:
-    prompt, info = BaseTextEnv().init(PROMPT)
+    prompt, info = env.init(PROMPT)
     assert prompt is PROMPT
-    assert info == {}
-
-
-def test_step_must_be_implemented() -> None:
+    assert info == env.get_metrics() == {}
     with pytest.raises(NotImplementedError, match="BaseTextEnv must implement step"):
-        BaseTextEnv().step("yes")
+        env.step("yes")
 
 
 def test_subclass_needs_only_step() -> None:
@@ -44,10 +38,5 @@ def test_only_postprocessed_action_is_optional() -> None:
     assert BaseTextEnvStepOutput.__required_keys__ == {"observations", "reward", "done", "metadata"}
 
 
-def test_metrics_are_empty_and_averaged_by_default() -> None:
-    assert BaseTextEnv().get_metrics() == {}
+def test_metrics_are_averaged_by_default() -> None:
     assert BaseTextEnv.aggregate_metrics([{"steps": 1}, {"steps": 2}]) == {"steps": 1.5}
-
-
-def test_str_names_the_class() -> None:
-    assert str(YesEnv()) == "Env(YesEnv)"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gym_kit.databases import write_database
+from gym_kit.messages import message_text
+from gym_kit.processes import run_python
 
 import skyrl_gym
 from skyrl_gym.core import Env
@@ -46,15 +46,11 @@ SKYRL = {
 @pytest.fixture
 def rows(tmp_path: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Return a section and a row for each environment."""
-    file = tmp_path / "spider/database/shop/shop.sqlite"
-    file.parent.mkdir(parents=True)
-    sqlite3.connect(file).close()
-    sections: dict[str, dict[str, Any]] = {env_class: {} for env_class in SKYRL}
-    rows: dict[str, dict[str, Any]] = {env_class: dict(ROW) for env_class in SKYRL}
-    sections["text2sql"] = {"db_path": str(tmp_path)}
-    rows["text2sql"] = ROW | {"db_id": "shop", "data": "spider"}
-    rows["lcb"] = ROW | {"reward_spec": {"ground_truth": TESTS}}
-    return {env_class: (sections[env_class], rows[env_class]) for env_class in SKYRL}
+    write_database(tmp_path / "spider/database/shop/shop.sqlite", "")
+    rows: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {env_class: ({}, ROW) for env_class in SKYRL}
+    rows["text2sql"] = {"db_path": str(tmp_path)}, ROW | {"db_id": "shop", "data": "spider"}
+    rows["lcb"] = {}, ROW | {"reward_spec": {"ground_truth": TESTS}}
+    return rows
 
 
 @pytest.mark.parametrize("id", BUILT_IN)
@@ -69,8 +65,7 @@ def test_importing_the_package_registers_environments_without_importing_them() -
         "print(sorted(BUILT_IN) == sorted(skyrl_gym.registry))\n"
         "print([name for name in sys.modules if name.endswith('.env') or name.startswith('skyrl_gym.adapters')])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert result.stdout.splitlines() == ["True", "[]"]
+    assert run_python(code).stdout.splitlines() == ["True", "[]"]
 
 
 @pytest.mark.parametrize("env_class", SKYRL)
@@ -86,30 +81,25 @@ def test_constructor_has_skyrl_s_defaults(env_class: str, rows: dict[str, Any]) 
 
 @pytest.mark.parametrize("env_class", SKYRL)
 def test_overridden_get_reward_is_honored(env_class: str, rows: dict[str, Any]) -> None:
-    def get_reward(self: BaseTextEnv, action: str, done: bool = True) -> float:
-        return len(action) / 10
-
-    mine: Any = type("Mine", (SKYRL[env_class],), {"_get_reward": get_reward})
-    section, row = rows[env_class]
-    with mine(section, row | {"max_turns": 1}) as env:
-        output = env.step("abc")
-    assert (output["reward"], output["done"]) == (0.3, True)
-
-
-@pytest.mark.parametrize("env_class", SKYRL)
-def test_overridden_get_reward_may_extend_the_built_in_one(env_class: str, rows: dict[str, Any]) -> None:
     base: Any = SKYRL[env_class]
 
-    def get_reward(self: Any, *args: Any) -> float:
+    def replace(self: BaseTextEnv, action: str, done: bool = True) -> float:
+        return len(action) / 10
+
+    def extend(self: Any, *args: Any) -> float:
         return base._get_reward(self, *args) + 0.5  # type: ignore[no-any-return]
 
-    section, row = rows[env_class]
-    replies = []
-    for kind in (base, type("Mine", (base,), {"_get_reward": get_reward})):
+    def step(kind: Any) -> Any:
+        section, row = rows[env_class]
         with kind(section, row | {"max_turns": 1}) as env:
-            replies.append(env.step("no answer"))
-    assert replies[1]["reward"] == replies[0]["reward"] + 0.5
-    assert replies[1]["metadata"] == replies[0]["metadata"]
+            return env.step("no answer")
+
+    usual, replaced, extended = (
+        step(base),
+        *(step(type("Mine", (base,), {"_get_reward": method})) for method in (replace, extend)),
+    )
+    assert (replaced["reward"], replaced["done"]) == (0.9, True)
+    assert (extended["reward"], extended["metadata"]) == (usual["reward"] + 0.5, usual["metadata"])
 
 
 @pytest.mark.parametrize("env_class", ["gsm8k_multi_turn", "multiply", "search", "searchcode", "text2sql"])
@@ -136,8 +126,7 @@ def test_overridden_parse_action_of_tools_is_honored(
     mine: Any = type("Mine", (SKYRL[env_class],), {"_parse_action": lambda self, action: parsed})
     section, row = rows[env_class]
     with mine(section, row) as env:
-        output = env.step("<search>anything</search>")
-    assert observation in output["observations"][0]["content"]
+        assert observation in message_text(env.step("<search>anything</search>"))
 
 
 @pytest.mark.parametrize("env_class", ["gsm8k_multi_turn", "multiply"])

@@ -72,11 +72,9 @@ def test_max_turns(row: dict[str, Any], max_turns: int) -> None:
     assert read_max_turns(row, 5) == max_turns
 
 
-@pytest.mark.parametrize(
-    ("max_turns", "message"), [(0, "must be at least 1"), (2.0, "must be a whole number, got float")]
-)
+@pytest.mark.parametrize(("max_turns", "message"), [(0, "at least 1"), (2.0, "a whole number, got float")])
 def test_invalid_max_turns_is_refused(max_turns: object, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"max_turns={max_turns}.*{message}"):
+    with pytest.raises(ValueError, match=rf"max_turns={max_turns}.*must be {message}"):
         read_max_turns({"max_turns": max_turns}, 5)
 
 
@@ -96,12 +94,9 @@ class Settings:
 def test_settings_are_read_from_the_section(config: Any) -> None:
     assert parse_settings("mine", config({"topk": 5}), Settings) == Settings(5)
     assert parse_settings("mine", None, Settings) == Settings()
-
-
-@pytest.mark.parametrize(("name", "hint"), [("top_k", r"did you mean topk\?"), ("zzz", "the keys are: topk, url")])
-def test_unknown_setting_names_the_closest_or_all(name: str, hint: str) -> None:
-    with pytest.raises(ValueError, match=rf"environment\.skyrl_gym\.mine\.{name} is unknown; {hint}"):
-        parse_settings("mine", {name: 1}, Settings)
+    for name, hint in (("top_k", r"did you mean topk\?"), ("zzz", "the keys are: topk, url")):
+        with pytest.raises(ValueError, match=rf"environment\.skyrl_gym\.mine\.{name} is unknown; {hint}"):
+            parse_settings("mine", config({name: 1}), Settings)
 
 
 def test_rows_are_converted_to_python() -> None:
@@ -111,9 +106,11 @@ def test_rows_are_converted_to_python() -> None:
     assert to_python({"kind": np.ndarray}) == {"kind": np.ndarray}  # other objects are kept
 
 
-@pytest.mark.parametrize("facts", [{"task_id": 3, "seat": None}, json.dumps({"task_id": 3, "seat": None})])
-def test_extra_info_may_be_json(facts: Any) -> None:
-    assert read_extra_info({"extra_info": facts}) == {"task_id": 3}
+def test_extra_info_may_be_json() -> None:
+    facts = {"task_id": 3, "seat": None}
+    assert (
+        read_extra_info({"extra_info": facts}) == read_extra_info({"extra_info": json.dumps(facts)}) == {"task_id": 3}
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from gym_kit.messages import call, message_text, user
 
 from skyrl_gym.envs.tool_env import ToolEnv
 from skyrl_gym.error import ToolFailure
@@ -15,6 +14,7 @@ class Shelf(ToolGroup):
     def __init__(self) -> None:
         super().__init__("Shelf")
         self.n_taken = 0
+        self.is_closed = False
 
     @tool
     def take(self, n: int = 1) -> str:
@@ -36,6 +36,9 @@ class Shelf(ToolGroup):
         """Do harm."""
         raise ToolFailure("the fire brigade is busy")
 
+    def close(self) -> None:
+        self.is_closed = True
+
 
 class CountEnv(ToolEnv):
     """Asks for the number of books taken."""
@@ -48,16 +51,12 @@ class CountEnv(ToolEnv):
         return float(answer == str(self.shelf.n_taken)) if answer else None
 
 
-def call(**arguments: Any) -> str:
-    return f'<tool_call>{{"name": "take", "arguments": {arguments}}}</tool_call>'.replace("'", '"')
-
-
 def test_tools_are_described_in_the_system_message() -> None:
-    prompt, _ = CountEnv().init([{"role": "user", "content": "Count."}])
+    prompt, _ = CountEnv().init(user("Count."))
     assert [message["role"] for message in prompt] == ["system", "user"]
     assert prompt[0]["content"].startswith("# Tools")
     assert '{"type": "function", "function": {"name": "burn", "description": "Do harm."' in prompt[0]["content"]
-    given = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Count."}]
+    given = [{"role": "system", "content": "Be kind."}, *user("Count.")]
     prompt, _ = CountEnv().init(given)
     assert prompt[0]["content"].startswith("Be kind.\n\n# Tools")
     assert given[0]["content"] == "Be kind."
@@ -65,39 +64,55 @@ def test_tools_are_described_in_the_system_message() -> None:
 
 def test_several_calls_and_an_answer() -> None:
     env = CountEnv()
-    first = env.step("Two and one." + call(n=2) + "<function=take><parameter=n>1</parameter></function>")
-    (message,) = first["observations"]
-    assert message["role"] == "user"
-    assert message["content"].startswith("<tool_response>\n2 taken")
-    assert "<tool_response>\n3 taken" in message["content"]
+    first = env.step("Two and one." + call("take", n=2) + "<function=take><parameter=n>1</parameter></function>")
+    assert message_text(first).startswith("<tool_response>\n2 taken")
+    assert "<tool_response>\n3 taken" in message_text(first)
     assert first["metadata"]["tool_calls"] == [
         {"name": "take", "arguments": {"n": 2}},
         {"name": "take", "arguments": {"n": "1"}},
     ]
-    last = env.step("<think>3?" + call(n=9) + "</think> 3 ")
+    last = env.step("<think>3?" + call("take", n=9) + "</think> 3 ")
     assert (last["reward"], last["done"], last["metadata"]) == (1.0, True, {"answer": "3"})
     assert env.get_metrics() == {"steps": 2, "tool_calls": 2, "tool_errors": 0}
+
+
+def raw_call(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (call(n="many"), "Error: The arguments of take are wrong: n: Input should be a valid integer"),
-        (call(m=1), "Error: The arguments of take are wrong: m: Extra inputs are not permitted"),
-        ('<tool_call>{"name": "give"}</tool_call>', "Error: There is no tool 'give'. Tools: burn, split, take."),
-        ('<tool_call>{"name": "close"}</tool_call>', "Error: There is no tool 'close'."),
-        (call(n=5) + "<tool_call>{</tool_call>", "Error: The tool call is not valid JSON"),
+        (call("take", n="many"), "The arguments of take are wrong: n: Input should be a valid integer"),
+        (call("take", m=1), "The arguments of take are wrong: m: Extra inputs are not permitted"),
+        ('<tool_call>{"name": "give"}</tool_call>', "There is no tool 'give'. Tools: burn, split, take."),
+        ('<tool_call>{"name": "close"}</tool_call>', "There is no tool 'close'."),
+        (call("take", n=5) + "<tool_call>{</tool_call>", "The tool call is not valid JSON"),
+        (call("take", n=1) * 33, "more than 32 tool calls"),
+        (call("split", n=0), "division by zero"),
+        (raw_call("take", '{"n": ' + "[" * 600 + "]" * 600 + "}"), ""),
+        (raw_call("take", '{"n": NaN}'), ""),
+        (raw_call("take", '{"n": 1e999}'), ""),
+        (raw_call("take", '{"n": ' + "9" * 4000 + "1.5}"), ""),
+        (raw_call("take", '{"\\ud83d": 1}'), ""),
+        (raw_call("\\ud83d", "3"), ""),
+        (raw_call("\\ud83d", "{}"), ""),
+        (raw_call("take\\u0000", '{"self": 1}'), ""),
     ],
+    ids=range(15),
 )
 def test_wrong_call_is_explained_and_not_executed(reply: str, message: str) -> None:
     env = CountEnv()
     output = env.step(reply)
-    assert output["observations"][0]["content"].startswith(f"<tool_response>\n{message}")
+    text = message_text(output)
+    assert text.startswith("<tool_response>\nError: ")
+    assert message in text
+    text.encode("utf-8")
     assert (output["reward"], output["done"], env.shelf.n_taken) == (0.0, False, 0)
     assert env.get_metrics()["tool_errors"] == 1
 
 
-@pytest.mark.parametrize("reply", [call(n=1), "<tool_call>{</tool_call>"])
+@pytest.mark.parametrize("reply", [call("take", n=1), "<tool_call>{</tool_call>"])
 def test_calls_of_the_last_turn_are_not_executed(reply: str) -> None:
     env = CountEnv(max_turns=1)
     output = env.step(reply)
@@ -105,24 +120,15 @@ def test_calls_of_the_last_turn_are_not_executed(reply: str) -> None:
     assert env.shelf.n_taken == 0  # the model would never read the result
 
 
-def test_tool_error_is_the_observation() -> None:
-    env = CountEnv()
-    output = env.step('<tool_call>{"name": "split", "arguments": {"n": 0}}</tool_call>')
-    assert output["observations"][0]["content"] == "<tool_response>\nError: division by zero\n</tool_response>"
-    assert env.get_metrics()["tool_errors"] == 1
-
-
-def test_too_many_calls_are_not_executed() -> None:
-    env = CountEnv()
-    output = env.step(call(n=1) * 33)
-    assert "more than 32 tool calls" in output["observations"][0]["content"]
-    assert env.shelf.n_taken == 0
+def test_tool_failure_is_raised() -> None:
+    with pytest.raises(ToolFailure, match="fire brigade"):
+        CountEnv().step(call("burn"))
 
 
 def test_every_group_is_closed() -> None:
     class Stuck(Shelf):
         def close(self) -> None:
-            self.n_taken = -1
+            super().close()
             raise OSError("stuck")
 
     first, second = Stuck(), Stuck()
@@ -130,7 +136,8 @@ def test_every_group_is_closed() -> None:
     env.init_tool_groups([first, Prefixed(second, "other")])
     with pytest.raises(OSError, match="stuck"):
         env.close()
-    assert (first.n_taken, second.n_taken) == (-1, -1)
+    assert first.is_closed
+    assert second.is_closed
 
 
 class Shelves(ToolEnv):
@@ -140,15 +147,8 @@ class Shelves(ToolEnv):
         return 0.0
 
 
-class ClosableShelf(Shelf):
-    is_closed = False
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
 def test_duplicate_tool_names_are_refused() -> None:
-    one, other = ClosableShelf(), ClosableShelf()
+    one, other = Shelf(), Shelf()
     message = r"'Shelf' and 'Shelf' both have a tool 'burn'; use skyrl_gym\.tools\.Prefixed\(group, 'Shelf'\)"
     with pytest.raises(ValueError, match=message):
         Shelves([one, other], 4)
@@ -157,17 +157,14 @@ def test_duplicate_tool_names_are_refused() -> None:
 
 
 def test_prefix_distinguishes_tools() -> None:
-    one, other = ClosableShelf(), ClosableShelf()
+    one, other = Shelf(), Shelf()
     with Shelves([one, Prefixed(other, "attic")], 4) as env:
         prompt, _ = env.init([])
         assert '"name": "take"' in prompt[0]["content"]
         assert '"name": "attic_take"' in prompt[0]["content"]
-        env.step(call(n=1) + call(n=2).replace("take", "attic_take"))
+        env.step(call("take", n=1) + call("attic_take", n=2))
         assert (one.n_taken, other.n_taken) == (1, 2)
-        message = env.step(call(n="many").replace("take", "attic_take"))["observations"][0]["content"]
-        assert "n: Input should be a valid integer" in message
-    assert one.is_closed
-    assert other.is_closed
+        assert "n: Input should be a valid integer" in message_text(env.step(call("attic_take", n="many")))
 
 
 def test_groups_may_have_the_same_name() -> None:
@@ -178,32 +175,4 @@ def test_groups_may_have_the_same_name() -> None:
             return "clean"
 
     with Shelves([Shelf(), More("Shelf")], 4) as env:
-        message = env.step('<tool_call>{"name": "dust"}</tool_call>')["observations"][0]["content"]
-        assert message == "<tool_response>\nclean\n</tool_response>"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        '{"name": "take", "arguments": {"n": ' + "[" * 600 + "]" * 600 + "}}",
-        '{"name": "take", "arguments": {"n": NaN}}',
-        '{"name": "take", "arguments": {"n": 1e999}}',
-        '{"name": "take", "arguments": {"n": ' + "9" * 4000 + "1.5}}",
-        '{"name": "take", "arguments": {"\\ud83d": 1}}',
-        '{"name": "\\ud83d", "arguments": 3}',
-        '{"name": "\\ud83d"}',
-        '{"name": "take\\u0000", "arguments": {"self": 1}}',
-    ],
-    ids=range(8),
-)
-def test_no_call_raises(body: str) -> None:
-    env = CountEnv()
-    message = env.step(f"<tool_call>{body}</tool_call>")["observations"][0]["content"]
-    assert message.startswith("<tool_response>\nError: ")
-    message.encode("utf-8")
-    assert env.shelf.n_taken == 0
-
-
-def test_tool_failure_is_raised() -> None:
-    with pytest.raises(ToolFailure, match="fire brigade"):
-        CountEnv().step('<tool_call>{"name": "burn"}</tool_call>')
+        assert message_text(env.step(call("dust"))) == "<tool_response>\nclean\n</tool_response>"

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import pytest
+from gym_kit.messages import message_text
+from gym_kit.texts import linear_time, long_text
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_gym.envs.multiply.env import MultiplyEnv
-
-MEGABYTE = 1 << 20
 
 
 def new(truth: object = "84", **extras: Any) -> MultiplyEnv:
@@ -34,6 +33,7 @@ def new(truth: object = "84", **extras: Any) -> MultiplyEnv:
 def test_one_turn_is_right_or_wrong(reply: str, reward: float, parsed: str | None) -> None:
     step = new(max_turns=1).step(reply)
     assert step == {"observations": [], "reward": reward, "done": True, "metadata": {"parsed_answer": parsed}}
+    assert new(84, max_turns=1).step(reply) == step  # the ground truth may be a number
 
 
 def test_model_may_correct_a_wrong_answer() -> None:
@@ -41,11 +41,12 @@ def test_model_may_correct_a_wrong_answer() -> None:
     first, second, third = env.step("84"), env.step(r"\boxed{85}"), env.step(r"\boxed{84}")
     assert [step["reward"] for step in (first, second, third)] == [0.0, 0.0, 1.0]
     assert [step["done"] for step in (first, second, third)] == [False, False, True]
-    (no_box,), (wrong,) = first["observations"], second["observations"]
-    assert no_box == {"role": "user", "content": r"There is no answer in a box. Put your final answer in \boxed{}."}
-    assert wrong["content"].startswith("The answer in the box is wrong. Try again.")
+    assert message_text(first) == r"There is no answer in a box. Put your final answer in \boxed{}."
+    assert message_text(second).startswith("The answer in the box is wrong. Try again.")
     assert third["observations"] == []
     assert env.get_metrics() == {"steps": 3, "correct": 1}
+    with pytest.raises(RuntimeError, match="ended after turn 3"):
+        env.step(r"\boxed{84}")
 
 
 @pytest.mark.parametrize(("last", "reward"), [(r"\boxed{85}", 0.5), ("85", 0.0), (r"\boxed{84}", 1.0)])
@@ -62,17 +63,6 @@ def test_max_turns_defaults_to_five() -> None:
     assert [env.step(r"\boxed{85}")["reward"] for _ in range(5)] == [0, 0, 0, 0, 0.5]
     with pytest.raises(RuntimeError, match="ended after turn 5"):
         env.step(r"\boxed{84}")
-
-
-def test_step_after_the_right_answer_raises() -> None:
-    env = new()
-    env.step(r"\boxed{84}")
-    with pytest.raises(RuntimeError, match="ended after turn 1"):
-        env.step(r"\boxed{84}")
-
-
-def test_ground_truth_may_be_a_number() -> None:
-    assert new(84).step(r"\boxed{84}")["reward"] == 1.0
 
 
 def test_ground_truth_and_a_positive_max_turns_are_required() -> None:
@@ -92,7 +82,5 @@ def test_box_matches_that_of_the_tutorial(reply: str) -> None:
 
 @pytest.mark.parametrize("unit", [r"\boxed{", r"\boxed{}", "{", "}", "\\"])
 def test_parsing_is_linear(unit: str) -> None:
-    env, reply = new(max_turns=1), unit * (MEGABYTE // len(unit))
-    began = time.process_time()
-    env.step(reply)
-    assert time.process_time() - began < 5
+    with linear_time():
+        new(max_turns=1).step(long_text(unit))
