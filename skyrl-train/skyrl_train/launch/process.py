@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -82,7 +84,9 @@ class ProcessRank(ConnectedRank):
 
     def _describe_end(self) -> str:
         self._process.join(timeout=5)
-        return f"(process {self._process.pid}) ended with exit status {self._process.exitcode}"
+        status = self._process.exitcode
+        name = f" ({signal.strsignal(-status)})" if status is not None and status < 0 else ""
+        return f"(process {self._process.pid}) ended with exit status {status}{name}"
 
     async def close(self) -> None:
         """End the process; one that hangs in a collective is killed."""
@@ -110,4 +114,5 @@ def start_ranks(n_ranks: int) -> list[ProcessRank]:
 
 
 def _serve(connection: Connection, world: World, address: str, n_threads: int) -> None:
+    faulthandler.enable()  # writes the Python stack of a crash in native code to standard error
     RankHost(world, address, n_threads).serve(connection)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from trajectories import make_segment, make_trajectory
+from train_kit.trajectories import make_segment, make_trajectory
+from train_kit.workers import SingleRankGroup, config, policy_objective
 from transformers import PreTrainedModel
-from workers.worker_batches import SingleRankGroup, config, policy_objective
 
 from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.algorithms.objectives import ValueObjective
@@ -27,7 +27,7 @@ COEFFICIENT = 0.5
 
 def learner(model: PreTrainedModel, **algorithm: Any) -> Learner:
     cfg = config(algorithm={"kl_loss_coef": COEFFICIENT, **algorithm}).trainer
-    policy = SingleRankGroup("policy", model, None, cfg, policy_objective(cfg))
+    policy = SingleRankGroup("policy", model, cfg, policy_objective(cfg))
     return Learner(cfg, advantage_estimator(cfg.algorithm.advantage_estimator), policy=policy.group)
 
 
@@ -149,8 +149,8 @@ async def test_a_critic_of_large_negative_returns_has_not_diverged(
     """Values have the scale of rewards; only the mean of log-probs has a limit."""
     cfg = config().trainer
     value_model = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
-    critic = SingleRankGroup("critic", value_model, None, cfg, ValueObjective(None))
-    policy = SingleRankGroup("policy", copy.deepcopy(tiny_model), None, cfg, policy_objective(cfg))
+    critic = SingleRankGroup("critic", value_model, cfg, ValueObjective(None))
+    policy = SingleRankGroup("policy", copy.deepcopy(tiny_model), cfg, policy_objective(cfg))
     trained = Learner(cfg, advantage_estimator("gae"), policy=policy.group, critic=critic.group)
     batch = build_training_batch([two_rows("0", i, 0.0, -500.0) for i in range(4)], 0)
     batch, _ = trained.advantages(await trained.score(batch))

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.rank_groups import load_group, save, single_rank, spec
+from train_kit.batches import off_policy_batch
+from train_kit.ranks import load_group, save, single_rank, spec
+from train_kit.workers import config, policy_objective
 from transformers import PreTrainedModel
-from workers.worker_batches import config, off_policy_batch, policy_objective
 
 from skyrl_train.config.policy import FSDPConfig, MegatronConfig
 from skyrl_train.distributed import FSDP2Strategy, SingleStrategy
@@ -60,7 +61,7 @@ async def test_updates_and_checkpoints_equal_those_of_a_cpu(
     model = {"lora": {"rank": lora_rank, "alpha": 8, "init_method": "gaussian"}} if lora_rank else {}
     cfg = config(bf16=bf16, policy={"model": model, "optimizer_config": {"lr": 1e-3}}).trainer
     objective = policy_objective(cfg)
-    on_cpu = replace(spec("policy", path, cfg, 1.0), bf16=False)
+    on_cpu = replace(spec("policy", path, cfg, max_grad_norm=1.0), bf16=False)
     on_gpu = replace(
         on_cpu,
         bf16=bf16,
@@ -71,7 +72,7 @@ async def test_updates_and_checkpoints_equal_those_of_a_cpu(
     expected = await load_group([single_rank()], on_cpu, objective)
     group = await load_group([LocalRank(ThreadPoolExecutor(1), make_strategy(name))], on_gpu, objective)
     atol, rel = (0.1, 0.1) if bf16 else (2e-4, 2e-3)
-    batches = [off_policy_batch(tiny_model, n_tokens, seed) for seed in range(3)]
+    batches = [off_policy_batch(tiny_model, seed, n_tokens=n_tokens) for seed in range(3)]
     for batch in batches[:2]:
         scores = await group.score(batch)
         for key, values in (await expected.score(batch)).items():

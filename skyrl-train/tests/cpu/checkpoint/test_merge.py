@@ -16,7 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from small_models import ROUTER_BIAS, SMALL, new_biased_router
+from train_kit.batches import random_batch
+from train_kit.models import ROUTER_BIAS, SMALL, save_biased_router
+from train_kit.workers import SingleRankGroup, complete, config, make_worker
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -28,7 +30,6 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
 )
-from workers.worker_batches import SingleRankGroup, as_batch, complete, config, make_worker, random_trajectories
 
 from skyrl_train.algorithms.objectives import RewardObjective, ValueObjective
 from skyrl_train.checkpoint import model_folder
@@ -162,9 +163,9 @@ def trained(
     folder: Path, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **section: Any
 ) -> SingleRankGroup:
     """Train a policy for two steps and save it as `folder/policy`."""
-    worker = make_worker(policy, tokenizer, policy={"optimizer_config": {"lr": 1e-2}, **section})
+    worker = make_worker(policy, tokenizer=tokenizer, policy={"optimizer_config": {"lr": 1e-2}, **section})
     for seed in range(2):
-        worker.update(as_batch(random_trajectories(2, 3, 60, seed), config()))
+        worker.update(random_batch(seed, n_tokens=60))
     worker.save(folder / "policy")
     return worker
 
@@ -216,7 +217,7 @@ def test_the_adapter_of_a_mixture_of_experts_is_merged_into_the_base_that_was_tr
 def test_buffers_are_exported_and_merged(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, lora: dict[str, Any], dtype: str
 ) -> None:
-    base = new_biased_router(tmp_path / "base")
+    base = save_biased_router(tmp_path / "base")
     model = load_model(str(base), dtype=getattr(torch, dtype), device=torch.device("cpu"))
     worker = trained(tmp_path / "step", model, tiny_tokenizer, model={"path": str(base), "lora": lora})
     complete(worker.group.export(tmp_path / "export"))
@@ -228,7 +229,7 @@ def test_buffers_are_exported_and_merged(
 
 
 def test_the_average_of_routers_with_a_bias(tmp_path: Path) -> None:
-    sources = [new_biased_router(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    sources = [save_biased_router(tmp_path / str(seed), seed=seed) for seed in range(2)]
     average_models([str(source) for source in sources], tmp_path / "mean")
     biases = [load_file(tmp_path / name / "model.safetensors")[ROUTER_BIAS] for name in ("0", "1", "mean")]
     torch.testing.assert_close(biases[2], (biases[0] + biases[1]) / 2)
@@ -266,7 +267,7 @@ def test_the_average_of_mixtures_of_experts(tmp_path: Path) -> None:
 def test_the_critic_of_a_checkpoint(tmp_path: Path, tiny_model_path: Path) -> None:
     critic = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
     torch.nn.init.normal_(critic.get_parameter("score.weight"))
-    SingleRankGroup("critic", critic, None, config().trainer, ValueObjective(0.2)).save(tmp_path / "step/critic")
+    SingleRankGroup("critic", critic, config().trainer, ValueObjective(0.2)).save(tmp_path / "step/critic")
     merge_checkpoint(tmp_path / "step", tmp_path / "merged", role="critic")
     merged = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), logits(critic))
@@ -276,7 +277,7 @@ def test_the_reward_model_of_a_checkpoint(tmp_path: Path, tiny_model_path: Path)
     cpu, key = torch.device("cpu"), "trainer.policy.model.path"
     model = load_reward_model(str(tiny_model_path), dtype=torch.float32, device=cpu, key=key, pad_token_id=0)
     torch.nn.init.normal_(model.get_parameter("score.weight"))
-    SingleRankGroup("reward", model, None, config().trainer, RewardObjective()).save(tmp_path / "step/reward")
+    SingleRankGroup("reward", model, config().trainer, RewardObjective()).save(tmp_path / "step/reward")
     merge_checkpoint(tmp_path / "step", tmp_path / "merged", role="reward")
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     assert (merged.config.num_labels, merged.config.pad_token_id) == (1, 0)
@@ -290,11 +291,11 @@ def trained_head(
     cpu, section = torch.device("cpu"), {"model": {"path": str(base), "lora": {"rank": 4, **lora}}}
     if role == "critic":
         model = load_value_model(str(base), dtype=torch.float32, device=cpu)
-        group = SingleRankGroup(role, model, tokenizer, config(critic=section).trainer, ValueObjective(0.2))
+        group = SingleRankGroup(role, model, config(critic=section).trainer, ValueObjective(0.2), tokenizer)
     else:
         pad = tokenizer.pad_token_id
         model = load_reward_model(str(base), dtype=torch.float32, device=cpu, key="path", pad_token_id=pad)
-        group = SingleRankGroup(role, model, tokenizer, config(policy=section).trainer, RewardObjective())
+        group = SingleRankGroup(role, model, config(policy=section).trainer, RewardObjective(), tokenizer)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -400,7 +401,7 @@ def test_a_checkpoint_of_an_untrained_model_is_refused(
     """Weights that were only rounded when the run started are untrained."""
     base, section = new_model(tmp_path / "base"), {"model": {"path": str(tmp_path / "base")}}
     model = load_model(str(base), dtype=getattr(torch, dtype), device=torch.device("cpu"))
-    make_worker(model, tiny_tokenizer, policy=section).save(tmp_path / "step/policy")
+    make_worker(model, tokenizer=tiny_tokenizer, policy=section).save(tmp_path / "step/policy")
     command = ["merge", "checkpoint", str(tmp_path / "step")]
     assert main([*command, str(tmp_path / "merged")]) == 1
     assert f"has the weights of {base}, which its run started from" in capsys.readouterr().err
@@ -422,11 +423,11 @@ def test_an_untrained_head_is_no_change(tmp_path: Path, tiny_model_path: Path, r
         model = load_value_model(str(tiny_model_path), dtype=torch.float32, device=cpu)
     else:
         model = load_reward_model(str(tiny_model_path), dtype=torch.float32, device=cpu, key="path", pad_token_id=0)
-    SingleRankGroup(role, model, None, config().trainer, None).save(tmp_path / "step" / role)
+    SingleRankGroup(role, model, config().trainer, None).save(tmp_path / "step" / role)
     with pytest.raises(CheckpointError, match="nothing was trained"):
         merge_checkpoint(tmp_path / "step" / role, tmp_path / "merged")
     torch.nn.init.ones_(model.get_parameter("score.weight"))
-    SingleRankGroup(role, model, None, config().trainer, None).save(tmp_path / "next" / role)
+    SingleRankGroup(role, model, config().trainer, None).save(tmp_path / "next" / role)
     assert merge_checkpoint(tmp_path / "next" / role, tmp_path / "merged").n_changed == 1
 
 
@@ -463,7 +464,7 @@ def test_a_merge_takes_little_more_memory_than_the_model(tmp_path: Path, kind: s
         model.save_pretrained(tmp_path / "base")
         model.config.name_or_path = str(tmp_path / "base")  # which is compared with the checkpoint
         torch.nn.init.normal_(model.get_parameter("model.norm.weight"))
-        SingleRankGroup("ref", model, None, config().trainer, None).save(tmp_path / "step/policy")
+        SingleRankGroup("ref", model, config().trainer, None).save(tmp_path / "step/policy")
         call = f"merge.merge_checkpoint(Path({str(tmp_path / 'step')!r}), {target})"
     else:
         for name in ("one", "other"):

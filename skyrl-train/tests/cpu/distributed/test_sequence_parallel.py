@@ -12,19 +12,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from distributed.rank_groups import compare, load_group, save, single_rank, spec
 from models.test_prefix_sharing import CONFIGS, SIZES, make_model
 from safetensors.torch import load_file
+from train_kit.batches import as_batch, off_policy_batch, random_trajectories, score_off_policy
+from train_kit.oracle import OracleRow, OracleTrajectory
+from train_kit.ranks import compare, load_group, save, single_rank, spec
+from train_kit.workers import config, policy_objective
 from transformers import Lfm2Config, PreTrainedModel, Qwen3Config
-from workers.oracle import OracleRow, OracleTrajectory
-from workers.worker_batches import (
-    as_batch,
-    config,
-    off_policy_batch,
-    policy_objective,
-    random_trajectories,
-    score_off_policy,
-)
 
 from skyrl_train.algorithms.objectives import CrossEntropyObjective, Objective, ValueObjective
 from skyrl_train.config.policy import FSDPConfig
@@ -73,7 +67,7 @@ def make_batches(policy: PreTrainedModel) -> list[TrainingBatch]:
     """
     rng = random.Random(0)
     rollouts = [
-        random_trajectories(4, 4, N_TOKENS, seed=1),
+        random_trajectories(4, 4, seed=1, n_tokens=N_TOKENS),
         [OracleTrajectory(f"p{i // 2}", step_wise_rows(1 + i % 4, rng)) for i in range(6)],
         [OracleTrajectory(f"p{i // 2}", [row(5, 301 if i == 1 else 4, rng)]) for i in range(4)],
         [OracleTrajectory(f"p{i // 2}", [row(1, 1, rng)]) for i in range(6)],
@@ -144,7 +138,7 @@ async def test_gradients_of_every_architecture(ranks: list[ProcessRank], tmp_pat
     """Models with two key and value heads copy them for four ranks."""
     make_model(CONFIGS[name]).save_pretrained(tmp_path / "model")
     model = load_model(str(tmp_path / "model"), dtype=torch.float32, device=torch.device("cpu"))
-    batch = off_policy_batch(model, 40, seed=3)
+    batch = off_policy_batch(model, 3, n_tokens=40)
     cfg = config(micro_train_batch_size_per_gpu=3).trainer
     divided = replace(spec("policy", tmp_path / "model", cfg), sequence_parallel_size=len(ranks))
     await compare(ranks, divided, policy_objective(cfg), batch, tmp_path, 2e-5)
@@ -170,7 +164,7 @@ async def test_blocks_exchange_heads_in_bfloat16(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel
 ) -> None:
     whole = replace(spec("policy", tiny_model_path, config().trainer), fsdp=FSDPConfig(param_dtype="bfloat16"))
-    batch, objective = off_policy_batch(tiny_model, N_TOKENS, seed=4), policy_objective(config().trainer)
+    batch, objective = off_policy_batch(tiny_model, 4, n_tokens=N_TOKENS), policy_objective(config().trainer)
     results = []
     for size in (1, 2):
         group = await load_group(ranks, replace(whole, sequence_parallel_size=size), objective)
@@ -186,7 +180,7 @@ async def test_the_reference_is_divided_on_its_own(
     """Policy and reference share processes, but not the size of their groups."""
     policy = spec("policy", tiny_model_path, config().trainer)
     ref = replace(policy, role="ref", optimizer=None, sequence_parallel_size=2)
-    batch = off_policy_batch(tiny_model, N_TOKENS, seed=5)
+    batch = off_policy_batch(tiny_model, 5, n_tokens=N_TOKENS)
     groups = [
         WorkerGroup(policy, [rank.share() for rank in ranks], policy_objective(config().trainer)),
         WorkerGroup(ref, [rank.share() for rank in ranks]),

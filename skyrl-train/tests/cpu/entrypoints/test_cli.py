@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from small_models import SMALL
+from train_kit.models import SMALL
 from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, LlamaConfig, PreTrainedConfig
 
 from skyrl_train.config import SkyRLConfig, load_config

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from distributed.rank_groups import spec
 from launch.sysfs import MAX_CORE, write_sysfs
 from torch.distributed import distributed_c10d
-from workers.worker_batches import config
+from train_kit.ranks import spec
+from train_kit.workers import config
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed import FSDP2Strategy

@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from small_models import SMALL
+from train_kit.models import SMALL
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from skyrl_train.config.policy import LoraConfig

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from workers.worker_batches import SingleRankGroup, as_batch, config, gradients, largest_difference, random_trajectories
+from train_kit.batches import fill_in_values, random_batch
+from train_kit.workers import SingleRankGroup, config, gradients, largest_difference
+from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import ValueObjective
 from skyrl_train.errors import CheckpointError
@@ -27,18 +28,14 @@ def value_model(tiny_model_path: Path) -> PreTrainedModel:
     return model
 
 
-def make_critic(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **trainer: Any) -> SingleRankGroup:
+def make_critic(model: PreTrainedModel, **trainer: Any) -> SingleRankGroup:
     trainer = {"algorithm": {"value_clip": VALUE_CLIP}, **trainer}
     cfg = config(**trainer).trainer
-    return SingleRankGroup("critic", model, tokenizer, cfg, ValueObjective(cfg.algorithm.value_clip))
+    return SingleRankGroup("critic", model, cfg, ValueObjective(cfg.algorithm.value_clip))
 
 
-def make_batch(n_tokens: int, seed: int = 0) -> TrainingBatch:
-    batch = as_batch(random_trajectories(3, 4, n_tokens, seed), config())
-    generator = torch.Generator().manual_seed(seed)
-    batch.values = torch.randn(batch.loss_mask.shape, generator=generator) * batch.loss_mask
-    batch.returns = torch.randn(batch.loss_mask.shape, generator=generator) * batch.loss_mask
-    return batch
+def make_batch(seed: int = 0) -> TrainingBatch:
+    return fill_in_values(random_batch(seed, n_prompts=3, n_samples=4), seed)
 
 
 def naive_loss(model: PreTrainedModel, batch: TrainingBatch) -> torch.Tensor:
@@ -61,11 +58,9 @@ def naive_loss(model: PreTrainedModel, batch: TrainingBatch) -> torch.Tensor:
     return torch.stack(rows).mean()
 
 
-def test_value_loss_and_gradient_equal_those_of_a_naive_loop(
-    value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    batch = make_batch(len(tiny_tokenizer))
-    worker = make_critic(value_model, tiny_tokenizer)
+def test_value_loss_and_gradient_equal_those_of_a_naive_loop(value_model: PreTrainedModel) -> None:
+    batch = make_batch()
+    worker = make_critic(value_model)
     ours = gradients(worker, batch)
     value_model.zero_grad()
     loss = naive_loss(value_model, batch)
@@ -77,11 +72,9 @@ def test_value_loss_and_gradient_equal_those_of_a_naive_loop(
     assert 0 < metrics["critic/values_clipfrac"] < 1
 
 
-def test_scored_values_equal_the_values_in_the_loss(
-    value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    batch = make_batch(len(tiny_tokenizer))
-    worker = make_critic(value_model, tiny_tokenizer, micro_forward_batch_size_per_gpu=5)
+def test_scored_values_equal_the_values_in_the_loss(value_model: PreTrainedModel) -> None:
+    batch = make_batch()
+    worker = make_critic(value_model, micro_forward_batch_size_per_gpu=5)
     batch.values = worker.score(batch)["values"]
     assert (batch.values[batch.loss_mask == 0] == 0).all()
     assert batch.values[batch.loss_mask > 0].std() > 0.1
@@ -92,21 +85,17 @@ def test_scored_values_equal_the_values_in_the_loss(
     assert worker.forward_backward(batch) == {}
 
 
-def test_micro_batches_do_not_matter(value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    batch = make_batch(len(tiny_tokenizer), seed=3)
-    whole, *parts = (
-        gradients(make_critic(value_model, tiny_tokenizer, micro_train_batch_size_per_gpu=n), batch) for n in (12, 5, 1)
-    )
+def test_micro_batches_do_not_matter(value_model: PreTrainedModel) -> None:
+    batch = make_batch(3)
+    whole, *parts = (gradients(make_critic(value_model, micro_train_batch_size_per_gpu=n), batch) for n in (12, 5, 1))
     for part in parts:
         assert largest_difference(whole, part) < 1e-5
 
 
-def test_the_critic_learns_its_targets(value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    batch = make_batch(len(tiny_tokenizer), seed=4)
+def test_the_critic_learns_its_targets(value_model: PreTrainedModel) -> None:
+    batch = make_batch(4)
     optimizer = {"lr": 3e-3, "weight_decay": 0.0}
-    worker = make_critic(
-        value_model, tiny_tokenizer, algorithm={"value_clip": None}, critic={"optimizer_config": optimizer}
-    )
+    worker = make_critic(value_model, algorithm={"value_clip": None}, critic={"optimizer_config": optimizer})
     first = worker.update(batch)["critic/critic_loss"]
     for _ in range(60):
         last = worker.update(batch)
@@ -114,17 +103,15 @@ def test_the_critic_learns_its_targets(value_model: PreTrainedModel, tiny_tokeni
     assert last["critic/critic_lr"] == 3e-3
 
 
-def test_save_and_load_continue_bit_for_bit(
-    value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    batches = [make_batch(len(tiny_tokenizer), seed) for seed in range(4)]
-    first = make_critic(value_model, tiny_tokenizer)
+def test_save_and_load_continue_bit_for_bit(value_model: PreTrainedModel, tmp_path: Path) -> None:
+    batches = [make_batch(seed) for seed in range(4)]
+    first = make_critic(value_model)
     for batch in batches[:2]:
         first.update(batch)
     first.save(tmp_path / "critic")
     other = copy.deepcopy(value_model)
     torch.nn.init.zeros_(other.score.weight)
-    second = make_critic(other, tiny_tokenizer)
+    second = make_critic(other)
     second.load(tmp_path / "critic")
     for batch in batches[2:]:
         assert first.update(batch) == second.update(batch)

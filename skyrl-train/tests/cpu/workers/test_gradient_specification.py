@@ -1,11 +1,10 @@
-"""The gradients of the trainer, from rollouts on, against the specification in `oracle.py`.
+"""The gradients of the trainer, from rollouts on, against the specification in `train_kit.oracle`.
 
 Models are in float64; log-probs and losses are in float32, so gradients agree up to 1e-5 of the largest entry.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -14,28 +13,14 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from small_models import SMALL
+from train_kit.batches import as_trajectories
+from train_kit.cases import pairwise_table
+from train_kit.models import SMALL, perturbed
+from train_kit.oracle import OracleRow, OracleTrajectory, OracleUpdate, Settings, update
+from train_kit.oracle.rollouts import random_rollouts
+from train_kit.oracle.scores import Gradient, OracleScores, score_row
+from train_kit.workers import TEMPERATURE, SingleRankGroup, complete, config, policy_objective
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel, Qwen3Config
-from workers.oracle import (
-    OracleRow,
-    OracleScores,
-    OracleTrajectory,
-    Settings,
-    Update,
-    gradient,
-    score_row,
-    update,
-    value_row,
-)
-from workers.worker_batches import (
-    TEMPERATURE,
-    SingleRankGroup,
-    as_trajectories,
-    complete,
-    config,
-    perturbed,
-    policy_objective,
-)
 
 from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.algorithms.objectives import ValueObjective
@@ -44,7 +29,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.algorithm import KLEstimator, LossReduction
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.learner import Learner
-from skyrl_train.types import Metrics, TrainingBatch
+from skyrl_train.types import TrainingBatch
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
 
@@ -52,46 +37,10 @@ EXACT = 1e-5
 REDUCTIONS = get_args(LossReduction)
 FLOAT_METRICS = {"rel": 1e-4, "abs": 1e-5}
 
+on_one_and_several_rows = pytest.mark.parametrize("several_rows", [False, True], ids=["one row", "several rows"])
 
-def random_rollouts(several_rows: bool, seed: int = 0) -> list[OracleTrajectory]:
-    """Generate four prompts of up to four rollouts of one to three turns, with one row per turn or one row in all.
 
-    The first prompt has one masked trajectory and one masked row of another trajectory; the rewards of the second
-    prompt are equal; the third prompt has one rollout.
-    """
-    rng = random.Random(seed)
-
-    def ids(low: int, high: int) -> list[int]:
-        return [rng.randrange(3, SMALL["vocab_size"]) for _ in range(rng.randint(low, high))]
-
-    rollouts = []
-    for prompt, n_samples in enumerate((4, 2, 1, 3)):
-        prompt_ids = ids(2, 6)
-        for sample in range(n_samples):
-            rows: list[OracleRow] = []
-            for turn in range(rng.randint(1, 3)):
-                reply, observation = ids(1, 4), ids(1, 4)
-                rewards = [rng.choice([-0.5, 0.0, 0.5]) for _ in reply]
-                rewards[-1] += rng.choice([-1.0, 0.0, 1.0])
-                sampled = [not (prompt == 0 and (sample == 0 or (sample, turn) == (1, 0)))] * len(reply)
-                if prompt == 1:
-                    rewards = [0.0] * len(reply)
-                if rows and not several_rows:
-                    last = rows.pop()
-                    gap = len(observation)
-                    rows.append(
-                        OracleRow(
-                            prompt_ids,
-                            last.response_ids + observation + reply,
-                            last.was_sampled + [False] * gap + sampled,
-                            last.rewards + [0.0] * gap + rewards,
-                        )
-                    )
-                else:
-                    rows.append(OracleRow(prompt_ids + (observation if rows else []), reply, sampled, rewards))
-            components = {"answer": rng.choice([0.0, 1.0]), "format": rng.choice([0.0, 0.25, 0.5])}
-            rollouts.append(OracleTrajectory(f"p{prompt}", rows, rng.choice([-0.5, 0.25]), components))
-    return rollouts
+# -- models and rollouts
 
 
 @dataclass(frozen=True)
@@ -109,28 +58,27 @@ class Models:
 @cache
 def models() -> Models:
     """Return tiny Qwen3 models in float64 that are a few updates apart."""
-    cfg = Qwen3Config(**SMALL, tie_word_embeddings=True, num_labels=1)
+    cfg = Qwen3Config(**SMALL | {"num_hidden_layers": 1}, tie_word_embeddings=True, num_labels=1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         policy = AutoModelForCausalLM.from_config(cfg).double().eval()
         critic = AutoModelForTokenClassification.from_config(cfg).double().eval()
-    old, engine, ref = (perturbed(policy, 0.01, seed) for seed in (1, 2, 3))
-    return Models(policy, old, engine, ref, critic, perturbed(critic, 0.01, seed=4))
+    old, engine, ref = (perturbed(policy, 0.014, seed) for seed in (1, 2, 3))
+    return Models(policy, old, engine, ref, critic, perturbed(critic, 0.014, seed=4))
 
 
 @cache
 def specified(several_rows: bool) -> tuple[list[OracleTrajectory], OracleScores]:
     """Return rollouts with rollout log-probs, and their scores by the specification."""
     m = models()
-    rollouts = [replace(t, rows=[_with_logprobs(row) for row in t.rows]) for t in random_rollouts(several_rows)]
-    new = [[score_row(m.policy, row, TEMPERATURE) for row in t.rows] for t in rollouts]
-    values = [[value_row(m.critic, row) for row in t.rows] for t in rollouts]
-    with torch.no_grad():
-        old, ref = (
-            [[score_row(model, row, TEMPERATURE) for row in t.rows] for t in rollouts] for model in (m.old, m.ref)
-        )
-        old_values = [[value_row(m.old_critic, row) for row in t.rows] for t in rollouts]
-    return rollouts, OracleScores(new, old, ref, values, old_values)
+    rollouts = [
+        replace(t, rows=[_with_logprobs(row) for row in t.rows])
+        for t in random_rollouts(several_rows, SMALL["vocab_size"])
+    ]
+    scores = OracleScores(
+        rollouts, TEMPERATURE, policy=m.policy, old=m.old, ref=m.ref, critic=m.critic, old_critic=m.old_critic
+    )
+    return rollouts, scores
 
 
 @torch.no_grad()
@@ -139,12 +87,15 @@ def _with_logprobs(row: OracleRow) -> OracleRow:
     return replace(row, logprobs=[next(scores) if sampled else 0.0 for sampled in row.was_sampled])
 
 
+# -- the trainer
+
+
 def configured(s: Settings, **trainer: Any) -> SkyRLConfig:
     """Return the configuration with these settings."""
     algorithm = {name: value for name, value in asdict(s).items() if name not in ("tis_ratio_type", "tis_cap")}
-    correction = {"tis_ratio_type": s.tis_ratio_type}
+    correction: dict[str, Any] = {"tis_ratio_type": s.tis_ratio_type}
     if s.tis_ratio_type is not None:
-        correction[f"{s.tis_ratio_type}_tis_ratio_clip_high"] = s.tis_cap  # type: ignore[assignment]
+        correction[f"{s.tis_ratio_type}_tis_ratio_clip_high"] = s.tis_cap
     whole = {"clip_cov": {"clip_ratio": 1.0}, "off_policy_correction": correction}
     ref = {"model": {"path": "reference"}}  # never loaded; distillation requires a path other than the policy's
     return config(algorithm=algorithm | whole, update_epochs_per_batch=2, ref=ref, **trainer)
@@ -168,26 +119,31 @@ class PartRank:
 
 @dataclass(frozen=True)
 class TrainerResult:
-    """Results of the trainer: the scored batch, gradients by parameter name, and metrics."""
+    """Gradients of the trainer by parameter name, and metrics."""
 
-    batch: TrainingBatch
-    policy: dict[str, torch.Tensor]
-    critic: dict[str, torch.Tensor]
+    policy: Gradient
+    critic: Gradient
     metrics: dict[str, float]
     critic_metrics: dict[str, float]
 
 
+@cache
+def frozen_groups() -> dict[str, WorkerGroup]:
+    """Return the models as of the start of the update, which score the batch."""
+    m, cfg = models(), config().trainer
+    groups = {
+        "policy": SingleRankGroup("policy", m.old, cfg, policy_objective(cfg)),
+        "critic": SingleRankGroup("critic", m.old_critic, cfg, ValueObjective(None)),
+        "ref": SingleRankGroup("ref", m.ref, cfg, None),
+    }
+    return {name: worker.group for name, worker in groups.items()}
+
+
 def scored_batch(rollouts: Sequence[OracleTrajectory], cfg: SkyRLConfig) -> TrainingBatch:
     """Return the batch with advantages, as the learner computes it before the update."""
-    m, trainer = models(), cfg.trainer
-    policy = SingleRankGroup(
-        "policy", m.old, None, trainer, policy_objective(trainer, trainer.algorithm.policy_loss_type)
-    )
-    critic = SingleRankGroup("critic", m.old_critic, None, trainer, ValueObjective(trainer.algorithm.value_clip))
-    ref = SingleRankGroup("ref", m.ref, None, trainer, None)
-    estimator = advantage_estimator(trainer.algorithm.advantage_estimator)
-    learner = Learner(trainer, estimator, policy=policy.group, critic=critic.group, ref=ref.group)
-    batch = build_training_batch(as_trajectories(list(rollouts)), pad_token_id=0)
+    estimator = advantage_estimator(cfg.trainer.algorithm.advantage_estimator)
+    learner = Learner(cfg.trainer, estimator, **frozen_groups())
+    batch = build_training_batch(as_trajectories(rollouts), pad_token_id=0)
     return learner.advantages(complete(learner.score(batch)))[0]
 
 
@@ -195,23 +151,20 @@ def run_trainer(rollouts: Sequence[OracleTrajectory], cfg: SkyRLConfig, n_ranks:
     """Return the results of one mini-batch split over `n_ranks`."""
     m, trainer = models(), cfg.trainer
     batch = scored_batch(rollouts, cfg)
-    policy = SingleRankGroup(
-        "policy", m.policy, None, trainer, policy_objective(trainer, trainer.algorithm.policy_loss_type)
+    policy = policy_objective(trainer, trainer.algorithm.policy_loss_type)
+    workers = (
+        SingleRankGroup("policy", m.policy, trainer, policy),
+        SingleRankGroup("critic", m.critic, trainer, ValueObjective(trainer.algorithm.value_clip)),
     )
-    critic = SingleRankGroup("critic", m.critic, None, trainer, ValueObjective(trainer.algorithm.value_clip))
-    results = []
-    for worker in (policy, critic):
+    gradients, metrics = [], []
+    for worker in workers:
         ranks = [PartRank(worker.rank) for _ in range(n_ranks)]
         group = WorkerGroup(worker.group._spec, ranks, worker.group._objective)
         worker.model.zero_grad()
-        metrics: Metrics = complete(group.forward_backward(batch))
-        by_name = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in worker.model.named_parameters()
-        }
-        results.append((by_name, metrics.numbers()))
-    (policy_gradient, policy_metrics), (critic_gradient, critic_metrics) = results
-    return TrainerResult(batch, policy_gradient, critic_gradient, policy_metrics, critic_metrics)
+        metrics.append(complete(group.forward_backward(batch)).numbers())
+        parameters = worker.model.named_parameters()
+        gradients.append({name: p.new_zeros(p.shape) if p.grad is None else p.grad.clone() for name, p in parameters})
+    return TrainerResult(*gradients, *metrics)
 
 
 def assert_same_gradient(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -223,10 +176,10 @@ def assert_same_gradient(actual: Mapping[str, torch.Tensor], expected: Mapping[s
         )
 
 
-def assert_same_update(actual: TrainerResult, expected: Update) -> None:
+def assert_same_update(actual: TrainerResult, expected: OracleUpdate, scored: OracleScores) -> None:
     """Compare gradients and logged losses."""
-    assert_same_gradient(actual.policy, gradient(models().policy, expected.final))
-    assert_same_gradient(actual.critic, gradient(models().critic, expected.critic))
+    assert_same_gradient(actual.policy, scored.policy.gradient(expected.final))
+    assert_same_gradient(actual.critic, scored.critic.gradient(expected.critic))
     losses = {
         "policy_loss": expected.policy,
         "final_loss": expected.final,
@@ -241,7 +194,7 @@ def assert_same_update(actual: TrainerResult, expected: Update) -> None:
 # -- advantages
 
 
-@pytest.mark.parametrize("several_rows", [False, True], ids=["one row", "several rows"])
+@on_one_and_several_rows
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.list_available())
 def test_advantages_and_returns_equal_the_specification(name: str, several_rows: bool) -> None:
     rollouts, scored = specified(several_rows)
@@ -252,8 +205,7 @@ def test_advantages_and_returns_equal_the_specification(name: str, several_rows:
         assert batch.advantages is not None
         assert batch.returns is not None
         is_trained = batch.loss_mask > 0
-        pairs = ((batch.advantages, expected.advantages), (batch.returns, expected.returns))
-        for actual, values in pairs:
+        for actual, values in ((batch.advantages, expected.advantages), (batch.returns, expected.returns)):
             assert not actual[~is_trained].any()
             flat = torch.tensor([x for row in values for x in row])
             assert flat.abs().max() > 0.01
@@ -269,10 +221,9 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "loss_reduction": REDUCTIONS,
     "several_rows": [False, True],
     "micro_batches": [
-        {"micro_train_batch_size_per_gpu": 1},
-        {"micro_train_batch_size_per_gpu": 3},
+        {"micro_train_batch_size_per_gpu": 5},
         {"micro_train_batch_size_per_gpu": 64},
-        {"max_tokens_per_microbatch": 40},
+        {"max_tokens_per_microbatch": 60},
     ],
     "kl": [
         {"use_kl_loss": False},
@@ -292,27 +243,15 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     ],
 }
 
-
-def pairwise_table(dimensions: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Return cases in which any two values of different dimensions occur together at least once, chosen greedily."""
-    rng = random.Random(seed)
-    sizes = {name: len(values) for name, values in dimensions.items()}
-    missing = {
-        ((left, i), (right, j))
-        for left, right in combinations(dimensions, 2)
-        for i in range(sizes[left])
-        for j in range(sizes[right])
-    }
-    cases = []
-    while missing:
-        required = dict(min(missing, key=str))
-        candidates = [
-            {name: required.get(name, rng.randrange(size)) for name, size in sizes.items()} for _ in range(30)
-        ]
-        best = max(candidates, key=lambda case: len(missing & set(combinations(case.items(), 2))))
-        missing -= set(combinations(best.items(), 2))
-        cases.append({name: dimensions[name][index] for name, index in best.items()})
-    return cases
+ALL_DIMENSIONS = DIMENSIONS | {
+    "advantage_estimator": ADVANTAGE_ESTIMATORS.list_available(),
+    "micro_batches": [{"micro_train_batch_size_per_gpu": n} for n in (1, 2, 3, 64)],
+    "kl": [*DIMENSIONS["kl"], *({"kl_estimator_type": name} for name in get_args(KLEstimator))],
+}
+CASES = [
+    *pairwise_table(DIMENSIONS),
+    *(pytest.param(case, marks=pytest.mark.nightly) for case in pairwise_table(ALL_DIMENSIONS, seed=1)),
+]
 
 
 def test_a_pairwise_table_contains_every_pair() -> None:
@@ -324,27 +263,33 @@ def test_a_pairwise_table_contains_every_pair() -> None:
     assert len(cases) < 18
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 4, 16])
-@pytest.mark.parametrize("loss", ["regular", "kl_cov"])
-@pytest.mark.parametrize("several_rows", [False, True], ids=["one row", "several rows"])
-def test_gradient_and_metrics_do_not_depend_on_the_number_of_ranks(loss: str, several_rows: bool, n_ranks: int) -> None:
+def format_case(case: dict[str, Any]) -> str:
+    return "-".join(map(str, case.values()))
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairwise_table({"n_ranks": [1, 2, 4, 16], "loss": ["regular", "kl_cov"], "several_rows": [False, True]}),
+    ids=format_case,
+)
+def test_gradient_and_metrics_do_not_depend_on_the_number_of_ranks(case: dict[str, Any]) -> None:
     """With ten trajectories some of 16 ranks have no row; the others have one or several micro-batches."""
-    s = Settings(policy_loss_type=loss, use_entropy_loss=True, top_entropy_quantile=0.5, tis_ratio_type="token")
-    rollouts, scored = specified(several_rows)
-    expected = update(rollouts, scored, s)
+    s = Settings(policy_loss_type=case["loss"], use_entropy_loss=True, top_entropy_quantile=0.5, tis_ratio_type="token")
+    rollouts, scored = specified(case["several_rows"])
     whole = run_trainer(rollouts, configured(s, micro_train_batch_size_per_gpu=64))
-    divided = run_trainer(rollouts, configured(s, micro_train_batch_size_per_gpu=2), n_ranks)
-    assert_same_update(divided, expected)
+    divided = run_trainer(rollouts, configured(s, micro_train_batch_size_per_gpu=2), case["n_ranks"])
+    assert_same_update(divided, update(rollouts, scored, s), scored)
     assert divided.metrics == pytest.approx(whole.metrics, **FLOAT_METRICS)
     assert divided.critic_metrics == pytest.approx(whole.critic_metrics, **FLOAT_METRICS)
 
 
-@pytest.mark.parametrize("case", pairwise_table(DIMENSIONS), ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", CASES, ids=format_case)
 def test_gradients_equal_the_specification(case: dict[str, Any]) -> None:
     named = {key: case[key] for key in ("policy_loss_type", "advantage_estimator", "loss_reduction")}
     s = Settings(**named, **case["kl"], **case["terms"])
     rollouts, scored = specified(case["several_rows"])
-    assert_same_update(run_trainer(rollouts, configured(s, **case["micro_batches"])), update(rollouts, scored, s))
+    actual = run_trainer(rollouts, configured(s, **case["micro_batches"]))
+    assert_same_update(actual, update(rollouts, scored, s), scored)
 
 
 @pytest.mark.parametrize("corrected", [False, True], ids=["plain", "bias correction"])
@@ -352,7 +297,7 @@ def test_gradients_equal_the_specification(case: dict[str, Any]) -> None:
 def test_gradients_of_kl_losses_equal_the_specification(name: str, corrected: bool) -> None:
     s = Settings(kl_estimator_type=name, use_bias_correction_kl=corrected, kl_loss_coef=1.0)
     rollouts, scored = specified(several_rows=True)
-    assert_same_update(run_trainer(rollouts, configured(s)), update(rollouts, scored, s))
+    assert_same_update(run_trainer(rollouts, configured(s)), update(rollouts, scored, s), scored)
 
 
 # -- the specification itself
@@ -379,7 +324,20 @@ def test_gradients_of_kl_losses_equal_the_specification(name: str, corrected: bo
 def test_every_setting_changes_the_specified_gradient(change: dict[str, Any]) -> None:
     """Without this, the comparison could not detect a setting that the trainer ignores."""
     rollouts, scored = specified(several_rows=True)
-    policy = models().policy
-    plain, changed = (gradient(policy, update(rollouts, scored, s).final) for s in (Settings(), Settings(**change)))
+    plain, changed = (
+        scored.policy.gradient(update(rollouts, scored, s).final) for s in (Settings(), Settings(**change))
+    )
     largest = max(values.abs().max().item() for values in plain.values())
     assert max((plain[name] - changed[name]).abs().max().item() for name in plain) > 100 * EXACT * largest
+
+
+def test_gradients_of_the_specification_are_those_of_its_models() -> None:
+    """The specification differentiates losses through a Jacobian: compare it with one pass through the policy."""
+    rollouts, scored = specified(several_rows=True)
+    scores = [score_row(models().policy, row, TEMPERATURE) for t in rollouts for row in t.rows]
+    loss, same_loss = (
+        sum((row.logprobs.square() + row.entropies.cos()).sum() for row in rows) for rows in (scores, scored.new)
+    )
+    names, parameters = zip(*models().policy.named_parameters(), strict=True)
+    expected = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+    assert_same_gradient(scored.policy.gradient(same_loss), expected)

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from distributed.rank_groups import load_group, spec
+from train_kit.ranks import load_group, spec
+from train_kit.workers import config, policy_objective
 from transformers import PreTrainedModel
-from workers.worker_batches import config, policy_objective
 
 from skyrl_train.errors import EngineLostError, WorkerError
 from skyrl_train.launch.process import ProcessRank

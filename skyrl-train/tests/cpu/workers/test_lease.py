@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from train_kit.batches import random_batch
+from train_kit.workers import SingleRankGroup, config, policy_objective
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from workers.worker_batches import SingleRankGroup, as_batch, config, policy_objective, random_trajectories
 
 from skyrl_train.algorithms.objectives import Objective, ValueObjective
 from skyrl_train.errors import EngineError, SyncError
@@ -86,7 +87,7 @@ class Run:
 
 
 def as_group(role: Role, model: PreTrainedModel, objective: Objective | None) -> SingleRankGroup:
-    return SingleRankGroup(role, model, None, config().trainer, objective)
+    return SingleRankGroup(role, model, config().trainer, objective)
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ async def run(
 
 
 def batch(seed: int = 0) -> TrainingBatch:
-    rows = as_batch(random_trajectories(2, 3, 400, seed), config())
+    rows = random_batch(seed)
     rows.values = torch.zeros_like(rows.loss_mask)
     return rows
 

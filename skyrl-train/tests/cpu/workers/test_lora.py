@@ -10,46 +10,32 @@ import peft
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from workers.worker_batches import (
-    SingleRankGroup,
-    as_batch,
-    complete,
-    config,
-    gradients,
-    make_worker,
-    perturbed,
-    random_trajectories,
-)
+from train_kit.batches import random_batch
+from train_kit.models import perturbed
+from train_kit.workers import SingleRankGroup, complete, config, gradients, make_worker
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.errors import CheckpointError
 from skyrl_train.learner import Learner
 from skyrl_train.models.lora import trained_parameters
-from skyrl_train.types import TrainingBatch
 
 OPTIMIZER = {"lr": 1e-2, "scheduler": "linear", "num_warmup_steps": 2}
 
 
-def lora_worker(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **lora: Any) -> SingleRankGroup:
+def lora_worker(model: PreTrainedModel, **lora: Any) -> SingleRankGroup:
     section = {"model": {"lora": {"rank": 4, **lora}}, "optimizer_config": OPTIMIZER}
-    return make_worker(model, tokenizer, policy=section)
+    return make_worker(model, policy=section)
 
 
-def batch(tokenizer: PreTrainedTokenizerBase, seed: int) -> TrainingBatch:
-    return as_batch(random_trajectories(2, 3, len(tokenizer), seed), config())
-
-
-def test_an_update_changes_the_adapter_like_adamw_and_nothing_else(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_an_update_changes_the_adapter_like_adamw_and_nothing_else(policy: PreTrainedModel) -> None:
     before = {name: p.clone() for name, p in policy.named_parameters()}
-    worker = lora_worker(policy, tiny_tokenizer)
+    worker = lora_worker(policy)
     trained = trained_parameters(policy)
     mirror = {name: p.detach().clone() for name, p in trained.items()}
     optimizer = torch.optim.AdamW(mirror.values(), weight_decay=0.01)
     for step, seed in enumerate(range(3)):
-        gradient = gradients(worker, batch(tiny_tokenizer, seed))
+        gradient = gradients(worker, random_batch(seed))
         assert gradient.keys() == trained.keys()
         norm = torch.stack([g.norm() for g in gradient.values()]).norm().item()
         for name, p in mirror.items():
@@ -67,50 +53,48 @@ def test_an_update_changes_the_adapter_like_adamw_and_nothing_else(
             assert torch.equal(p, before[name.replace(".base_layer.", ".")]), name
 
 
-def test_the_reference_is_bitwise_the_base(
-    policy: PreTrainedModel, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    worker = lora_worker(policy, tiny_tokenizer)
+def test_the_reference_is_bitwise_the_base(policy: PreTrainedModel, tiny_model: PreTrainedModel) -> None:
+    worker = lora_worker(policy)
     cfg = config().trainer
     learner = Learner(cfg, advantage_estimator("grpo"), policy=worker.group, ref=worker.group)
-    rows = batch(tiny_tokenizer, 0)
-    expected = SingleRankGroup("ref", copy.deepcopy(tiny_model), None, cfg, None).score(rows)["logprobs"]
+    rows = random_batch(0)
+    expected = SingleRankGroup("ref", copy.deepcopy(tiny_model), cfg, None).score(rows)["logprobs"]
     assert torch.equal(complete(learner.score(rows)).ref_logprobs, expected)  # before the first update
     for seed in range(3):
-        worker.update(batch(tiny_tokenizer, seed))
+        worker.update(random_batch(seed))
     assert torch.equal(complete(learner.score(rows)).ref_logprobs, expected)
     assert (worker.score(rows)["logprobs"] - expected).abs().max() > 1e-3
 
 
 def test_save_and_load_continue_bit_for_bit(
-    policy: PreTrainedModel, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    policy: PreTrainedModel, tiny_model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    first = lora_worker(policy, tiny_tokenizer)
+    first = lora_worker(policy)
     for seed in range(2):
-        first.update(batch(tiny_tokenizer, seed))
+        first.update(random_batch(seed))
     first.save(tmp_path / "policy")
     names = FileSystemReader(tmp_path / "policy").read_metadata().state_dict_metadata
     assert all(".lora_" in name for name in names if name.startswith("model."))
-    second = lora_worker(copy.deepcopy(tiny_model), tiny_tokenizer)
+    second = lora_worker(copy.deepcopy(tiny_model))
     second.load(tmp_path / "policy")
     for seed in range(2, 4):
-        assert first.update(batch(tiny_tokenizer, seed)) == second.update(batch(tiny_tokenizer, seed))
+        assert first.update(random_batch(seed)) == second.update(random_batch(seed))
     for name, tensor in first.model.state_dict().items():
         assert torch.equal(tensor, second.model.state_dict()[name]), name
 
 
 def test_a_checkpoint_holds_the_adapter_in_the_format_of_peft(
-    policy: PreTrainedModel, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    policy: PreTrainedModel, tiny_model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    worker = lora_worker(policy, tiny_tokenizer)
+    worker = lora_worker(policy)
     for seed in range(2):
-        worker.update(batch(tiny_tokenizer, seed))
+        worker.update(random_batch(seed))
     worker.save(tmp_path / "policy")
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(tiny_model), str(tmp_path / "policy/lora_adapter"))
     tokens = torch.arange(3, 13)[None]
     assert torch.equal(theirs(input_ids=tokens).logits, policy(input_ids=tokens).logits)
     size = sum(file.stat().st_size for file in (tmp_path / "policy").glob("*.distcp"))
-    full = make_worker(copy.deepcopy(tiny_model), tiny_tokenizer)
+    full = make_worker(copy.deepcopy(tiny_model))
     assert complete(worker.group.checkpoint_bytes()) < complete(full.group.checkpoint_bytes()) / 10 < size
 
 
@@ -127,30 +111,29 @@ def test_a_checkpoint_holds_the_adapter_in_the_format_of_peft(
 def test_a_checkpoint_of_another_adapter_or_base_is_refused(
     policy: PreTrainedModel,
     tiny_model: PreTrainedModel,
-    tiny_tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
     changes: dict[str, Any],
     fault: str,
 ) -> None:
     make = make_worker if "saved_full" in changes else lora_worker
-    worker = make(policy, tiny_tokenizer)
-    worker.update(batch(tiny_tokenizer, 0))
+    worker = make(policy)
+    worker.update(random_batch(0))
     worker.save(tmp_path / "policy")
     model = perturbed(tiny_model, 1e-3, seed=1) if "base" in changes else copy.deepcopy(tiny_model)
     if "loaded_full" in changes:
-        other = make_worker(model, tiny_tokenizer)
+        other = make_worker(model)
     else:
         lora = {key: value for key, value in changes.items() if key in ("rank", "target_modules")}
-        other = lora_worker(model, tiny_tokenizer, **lora)
+        other = lora_worker(model, **lora)
     with pytest.raises(CheckpointError, match=rf"cannot resume the policy from .*{fault}"):
         other.load(tmp_path / "policy")
 
 
 def test_a_checkpoint_without_the_checksum_of_its_base_is_resumed_with_a_warning(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    policy: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = lora_worker(policy, tiny_tokenizer)
-    worker.update(batch(tiny_tokenizer, 0))
+    worker = lora_worker(policy)
+    worker.update(random_batch(0))
     worker.save(tmp_path / "policy")
     (tmp_path / "policy/base_checksum.txt").unlink()
     worker.load(tmp_path / "policy")
@@ -161,13 +144,12 @@ def test_a_checkpoint_without_the_checksum_of_its_base_is_resumed_with_a_warning
 def test_an_export_is_the_adapter_or_the_merged_model(
     policy: PreTrainedModel,
     tiny_model: PreTrainedModel,
-    tiny_tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
     is_merged: bool,
 ) -> None:
-    worker = lora_worker(policy, tiny_tokenizer, merge_on_export=is_merged)
+    worker = lora_worker(policy, merge_on_export=is_merged)
     for seed in range(2):
-        worker.update(batch(tiny_tokenizer, seed))
+        worker.update(random_batch(seed))
     complete(worker.group.export(tmp_path))
     tokens = torch.arange(3, 13)[None]
     expected = policy(input_ids=tokens).logits
@@ -175,7 +157,6 @@ def test_an_export_is_the_adapter_or_the_merged_model(
     adapter = tmp_path / "lora_adapter" if is_merged else tmp_path
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(tiny_model), str(adapter))
     assert torch.equal(theirs(input_ids=tokens).logits, expected)
-    assert (tmp_path / "tokenizer.json").exists()
     if is_merged:
         merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
         torch.testing.assert_close(merged(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)

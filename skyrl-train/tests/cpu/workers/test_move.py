@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from workers.worker_batches import SingleRankGroup, as_batch, complete, config, make_worker, random_trajectories
+from train_kit.batches import random_batch
+from train_kit.workers import SingleRankGroup, complete, make_worker
+from transformers import PreTrainedModel
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.types import TrainingBatch
 from skyrl_train.workers.worker import NEEDED_PARTS, Worker
 
 LORA = {"model": {"lora": {"rank": 4}}}
-
-
-def batch(tokenizer: PreTrainedTokenizerBase, seed: int) -> TrainingBatch:
-    return as_batch(random_trajectories(2, 3, len(tokenizer), seed), config())
 
 
 def memory(worker: SingleRankGroup) -> dict[str, int]:
@@ -35,14 +31,14 @@ def memory(worker: SingleRankGroup) -> dict[str, int]:
 
 @pytest.mark.parametrize("section", [{}, LORA])
 def test_training_with_moves_is_training_without(
-    section: dict[str, Any], policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    section: dict[str, Any], policy: PreTrainedModel, tmp_path: Path
 ) -> None:
     policy.config.tie_word_embeddings = True
     policy.tie_weights()
-    stationary = make_worker(copy.deepcopy(policy), tiny_tokenizer, policy=section)
-    moved = make_worker(policy, tiny_tokenizer, policy=section)
+    stationary = make_worker(copy.deepcopy(policy), policy=section)
+    moved = make_worker(policy, policy=section)
     for seed in range(3):
-        rows = batch(tiny_tokenizer, seed)
+        rows = random_batch(seed)
         complete(moved.group.move("cpu", "optimizer"))
         scores = [worker.score(rows)["logprobs"] for worker in (stationary, moved)]
         assert torch.equal(*scores)
@@ -60,9 +56,9 @@ def test_training_with_moves_is_training_without(
     assert contents[0] == contents[1]
 
 
-def test_parts_move_separately(policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    worker = make_worker(policy, tiny_tokenizer)
-    worker.update(batch(tiny_tokenizer, 0))
+def test_parts_move_separately(policy: PreTrainedModel) -> None:
+    worker = make_worker(policy)
+    worker.update(random_batch(0))
     full = memory(worker)
     assert full["optimizer"] > full["weights"]
     for to, part, expected in (
@@ -77,11 +73,9 @@ def test_parts_move_separately(policy: PreTrainedModel, tiny_tokenizer: PreTrain
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer"])
-def test_a_call_that_needs_a_part_in_host_memory_is_an_error(
-    part: str, policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    worker = make_worker(policy, tiny_tokenizer)
-    worker.update(batch(tiny_tokenizer, 0))
+def test_a_call_that_needs_a_part_in_host_memory_is_an_error(part: str, policy: PreTrainedModel) -> None:
+    worker = make_worker(policy)
+    worker.update(random_batch(0))
     complete(worker.group.move("cpu", part))  # type: ignore[arg-type]
     for method, needed in NEEDED_PARTS.items():
         function = getattr(worker.rank.worker, method)

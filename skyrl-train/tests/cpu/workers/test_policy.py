@@ -9,26 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from workers.worker_batches import (
-    as_batch,
-    complete,
-    config,
-    gradients,
-    largest_difference,
-    make_worker,
-    perturbed,
-    random_trajectories,
-)
+from train_kit.batches import random_batch
+from train_kit.models import perturbed
+from train_kit.workers import complete, gradients, largest_difference, make_worker
+from transformers import PreTrainedModel
 
 from skyrl_train.errors import CheckpointError
 
 
-def test_gradient_checkpointing_recomputes_activations_and_keeps_gradients(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    batch = as_batch(random_trajectories(2, 3, len(tiny_tokenizer), seed=5), config())
-    plain = gradients(make_worker(policy, tiny_tokenizer), batch)
+def test_gradient_checkpointing_recomputes_activations_and_keeps_gradients(policy: PreTrainedModel) -> None:
+    batch = random_batch(5)
+    plain = gradients(make_worker(policy), batch)
     n_forward_passes = 0
 
     def count(*_: object) -> None:
@@ -36,18 +27,16 @@ def test_gradient_checkpointing_recomputes_activations_and_keeps_gradients(
         n_forward_passes += 1
 
     policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    worker = make_worker(policy, tiny_tokenizer)
+    worker = make_worker(policy)
     policy.base_model.layers[0].mlp.register_forward_pre_hook(count)
     assert largest_difference(gradients(worker, batch), plain) < 1e-7
     assert n_forward_passes == 2, "activations were not recomputed"
     assert not any(module.training for module in policy.modules())
 
 
-def test_an_update_with_a_nan_or_infinite_gradient_is_skipped_and_counted(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    worker = make_worker(policy, tiny_tokenizer)
-    batch = as_batch(random_trajectories(1, 2, len(tiny_tokenizer), seed=6), config())
+def test_an_update_with_a_nan_or_infinite_gradient_is_skipped_and_counted(policy: PreTrainedModel) -> None:
+    worker = make_worker(policy)
+    batch = random_batch(6, n_prompts=1, n_samples=2)
     before = copy.deepcopy(policy.state_dict())
     assert batch.advantages is not None
     batch.advantages[0, 0] = float("inf")
@@ -59,11 +48,9 @@ def test_an_update_with_a_nan_or_infinite_gradient_is_skipped_and_counted(
     assert any(not torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
 
 
-def test_a_batch_without_trained_tokens_changes_nothing(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    batch = as_batch(random_trajectories(1, 2, len(tiny_tokenizer), seed=6), config())
-    worker = make_worker(policy, tiny_tokenizer)
+def test_a_batch_without_trained_tokens_changes_nothing(policy: PreTrainedModel) -> None:
+    batch = random_batch(6, n_prompts=1, n_samples=2)
+    worker = make_worker(policy)
     worker.update(batch)  # creates momentum
     before = copy.deepcopy(policy.state_dict())
     batch.loss_mask.zero_()
@@ -73,16 +60,14 @@ def test_a_batch_without_trained_tokens_changes_nothing(
     assert all(torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
 
 
-def test_save_and_load_continue_bit_for_bit(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_save_and_load_continue_bit_for_bit(policy: PreTrainedModel, tmp_path: Path) -> None:
     schedule = {"policy": {"optimizer_config": {"scheduler": "linear", "lr": 1e-3, "num_warmup_steps": 2}}}
-    batches = [as_batch(random_trajectories(2, 3, len(tiny_tokenizer), seed), config()) for seed in range(4)]
-    first = make_worker(policy, tiny_tokenizer, **schedule)
+    batches = [random_batch(seed) for seed in range(4)]
+    first = make_worker(policy, **schedule)
     for batch in batches[:2]:
         first.update(batch)
     first.save(tmp_path / "policy")
-    second = make_worker(perturbed(policy, 0.1, seed=9), tiny_tokenizer, **schedule)
+    second = make_worker(perturbed(policy, 0.1, seed=9), **schedule)
     second.load(tmp_path / "policy")
     for batch in batches[2:]:
         assert first.update(batch) == second.update(batch)
@@ -90,12 +75,10 @@ def test_save_and_load_continue_bit_for_bit(
         assert torch.equal(tensor, second.model.state_dict()[name]), name
 
 
-def test_a_checkpoint_of_bfloat16_weights_resumes_in_float32(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_bfloat16_weights_resumes_in_float32(policy: PreTrainedModel, tmp_path: Path) -> None:
     """Earlier versions trained weights in bfloat16 and saved them and their moments so."""
-    batch = as_batch(random_trajectories(2, 3, len(tiny_tokenizer), seed=5), config())
-    worker = make_worker(policy, tiny_tokenizer)
+    batch = random_batch(5)
+    worker = make_worker(policy)
     worker.update(batch)
     state = worker.rank.worker._strategy.copy(worker.rank.worker._state)
     rounded = {
@@ -117,15 +100,15 @@ def test_a_checkpoint_of_bfloat16_weights_resumes_in_float32(
 
 
 def test_a_run_that_has_not_learned_yet_resumes_with_the_learning_rate_of_its_schedule(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    policy: PreTrainedModel, tmp_path: Path
 ) -> None:
     schedule = {"policy": {"optimizer_config": {"scheduler": "linear", "lr": 1e-3, "num_warmup_steps": 4}}}
-    batch = as_batch(random_trajectories(2, 3, len(tiny_tokenizer), seed=1), config())
-    first = make_worker(policy, tiny_tokenizer, **schedule)
+    batch = random_batch(1)
+    first = make_worker(policy, **schedule)
     for _ in range(2):  # without a gradient, only the schedule advances
         first.update(replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)))
     first.save(tmp_path / "policy")
-    second = make_worker(perturbed(policy, 0.1, seed=9), tiny_tokenizer, **schedule)
+    second = make_worker(perturbed(policy, 0.1, seed=9), **schedule)
     second.load(tmp_path / "policy")
     assert first.update(batch)["policy/policy_lr"] == second.update(batch)["policy/policy_lr"] == 5e-4
     for name, tensor in first.model.state_dict().items():
@@ -133,10 +116,8 @@ def test_a_run_that_has_not_learned_yet_resumes_with_the_learning_rate_of_its_sc
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "schedule.pt", ".metadata"])
-def test_loading_an_incomplete_folder_names_the_file(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, name: str
-) -> None:
-    worker = make_worker(policy, tiny_tokenizer)
+def test_loading_an_incomplete_folder_names_the_file(policy: PreTrainedModel, tmp_path: Path, name: str) -> None:
+    worker = make_worker(policy)
     worker.save(tmp_path / "policy")
     (tmp_path / "policy" / name).unlink()
     with pytest.raises(CheckpointError, match=rf"cannot resume the policy from .*{name}"):
@@ -144,12 +125,10 @@ def test_loading_an_incomplete_folder_names_the_file(
 
 
 @pytest.mark.parametrize("max_tokens", [12, 4096])
-def test_a_probe_returns_mean_and_gradient_norm_and_changes_nothing(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> None:
-    batches = [as_batch(random_trajectories(2, 3, len(tiny_tokenizer), seed), config()) for seed in range(2)]
-    worker = make_worker(policy, tiny_tokenizer, max_tokens_per_microbatch=max_tokens)
-    undisturbed = make_worker(copy.deepcopy(policy), tiny_tokenizer, max_tokens_per_microbatch=max_tokens)
+def test_a_probe_returns_mean_and_gradient_norm_and_changes_nothing(policy: PreTrainedModel, max_tokens: int) -> None:
+    batches = [random_batch(seed) for seed in range(2)]
+    worker = make_worker(policy, max_tokens_per_microbatch=max_tokens)
+    undisturbed = make_worker(copy.deepcopy(policy), max_tokens_per_microbatch=max_tokens)
     assert worker.update(batches[0]) == undisturbed.update(batches[0])
 
     total = worker.rank.worker.module.score(batches[0])[0].sum()
@@ -163,10 +142,8 @@ def test_a_probe_returns_mean_and_gradient_norm_and_changes_nothing(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_nan_or_infinite_weights_are_found(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, value: float
-) -> None:
-    worker = make_worker(policy, tiny_tokenizer)
+def test_nan_or_infinite_weights_are_found(policy: PreTrainedModel, value: float) -> None:
+    worker = make_worker(policy)
     assert complete(worker.group.is_finite())
     with torch.no_grad():
         policy.base_model.layers[1].mlp.up_proj.weight[3, 4] = value
@@ -174,10 +151,10 @@ def test_nan_or_infinite_weights_are_found(
 
 
 def test_updates_that_are_skipped_in_a_row_are_warned_of_once(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+    policy: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = make_worker(policy, tiny_tokenizer)
-    batch = as_batch(random_trajectories(1, 2, len(tiny_tokenizer), seed=6), config())
+    worker = make_worker(policy)
+    batch = random_batch(6, n_prompts=1, n_samples=2)
     assert batch.advantages is not None
     for advantage in (float("inf"), float("inf"), 1.0, float("inf")):
         batch.advantages[0, 0] = advantage
@@ -185,20 +162,18 @@ def test_updates_that_are_skipped_in_a_row_are_warned_of_once(
     assert caplog.text.count("updates are skipped until it is finite") == 2
 
 
-def test_a_frozen_parameter_has_neither_gradient_nor_moments(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_a_frozen_parameter_has_neither_gradient_nor_moments(policy: PreTrainedModel, tmp_path: Path) -> None:
     """This is the case of adapters on a frozen base model."""
     policy.requires_grad_(False)
     for layer in policy.base_model.layers:
         layer.self_attn.q_proj.requires_grad_(True)
-    batch = as_batch(random_trajectories(2, 3, len(tiny_tokenizer), seed=8), config())
-    worker = make_worker(policy, tiny_tokenizer)
+    batch = random_batch(8)
+    worker = make_worker(policy)
     before = copy.deepcopy(policy.state_dict())
     assert worker.update(batch)["policy/grad_norm"] > 0
     changed = {name for name, tensor in policy.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if "q_proj" in name}
     worker.save(tmp_path / "policy")
-    resumed = make_worker(copy.deepcopy(policy), tiny_tokenizer)
+    resumed = make_worker(copy.deepcopy(policy))
     resumed.load(tmp_path / "policy")
     assert resumed.update(batch) == worker.update(batch)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from trajectories import make_trajectory
+from train_kit.trajectories import make_trajectory
+from train_kit.workers import score_tokens
 from transformers import PreTrainedModel
-from workers.worker_batches import score_tokens
 
 from skyrl_train.config import load_config
 from skyrl_train.dataset.batch import build_training_batch

@@ -108,6 +108,7 @@ class Zygote:
 
     def __init__(self, folder: Path, preloaded: tuple[str, ...] = PRELOADED) -> None:
         address = f"\0skyrl-zygote-{os.getpid()}-{folder}"[:100]  # in the abstract namespace: no file to remove
+        self._address = address
         self.python = folder / "python"
         """The shim; use it like `sys.executable`."""
         self.python.write_text(SHIM.replace("ADDRESS", address.replace("\0", "\\0")))
@@ -123,6 +124,14 @@ class Zygote:
         """Start the processes of `multiprocessing` in this process through the zygote."""
         resource_tracker.ensure_running()  # a real one, since it ends after the zygote
         multiprocessing.set_executable(str(self.python))
+
+    def preload(self, module: str) -> None:
+        """Import another module in the zygote, for the programs that start after it."""
+        request = json.dumps([["--import", module], "", {}, [], False]).encode()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self._address)
+            connection.sendall(len(request).to_bytes(8, "big") + request)
+            assert connection.recv(1), f"the zygote could not import {module}; its messages are above"
 
     def close(self) -> None:
         """Kill all programs, and end the zygote."""
@@ -239,6 +248,12 @@ class _Server:
             received.frombytes(payload)
         with shim.makefile("rb") as reader:
             arguments, cwd, environment, targets, leads_session = json.loads(reader.read(int.from_bytes(size, "big")))
+        if arguments[0] == "--import":
+            importlib.import_module(arguments[1])
+            gc.freeze()
+            shim.sendall(b"1")
+            shim.close()
+            return None
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import PreTrainedModel
-from workers.worker_batches import SingleRankGroup, config
+from train_kit.workers import SingleRankGroup, config
 
 from skyrl_train.algorithms.objectives import PreferenceObjective
 from skyrl_train.types import TrainingBatch
@@ -51,7 +51,7 @@ def test_loss_and_gradient_are_those_of_the_formula(tiny_model: PreTrainedModel,
     expected.backward()
 
     cfg = config(**split, algorithm={"temperature": 1.0}).trainer
-    worker = SingleRankGroup("policy", copy.deepcopy(tiny_model), None, cfg, PreferenceObjective(BETA))
+    worker = SingleRankGroup("policy", copy.deepcopy(tiny_model), cfg, PreferenceObjective(BETA))
     metrics = worker.forward_backward(batch)
     assert metrics["policy/loss"] == pytest.approx(expected.item(), abs=1e-6)
     for (name, ours), theirs in zip(worker.model.named_parameters(), naive.parameters(), strict=True):
@@ -62,7 +62,7 @@ def test_loss_and_gradient_are_those_of_the_formula(tiny_model: PreTrainedModel,
 def test_the_loss_reaches_its_optimum_on_two_answers(tiny_model: PreTrainedModel) -> None:
     """A is preferred 3 times of 4: the optimum is σ(margin) = 3/4, with the entropy of that coin as loss."""
     cfg = config(policy={"optimizer_config": {"lr": 3e-3}}, algorithm={"temperature": 1.0}).trainer
-    worker = SingleRankGroup("policy", copy.deepcopy(tiny_model), None, cfg, PreferenceObjective(BETA))
+    worker = SingleRankGroup("policy", copy.deepcopy(tiny_model), cfg, PreferenceObjective(BETA))
     batch = pairs((A, B), (A, B), (A, B), (B, A))
     reference = copy.deepcopy(tiny_model)
     with torch.no_grad():

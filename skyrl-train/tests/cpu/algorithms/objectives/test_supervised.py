@@ -6,7 +6,7 @@ import copy
 
 import torch
 from transformers import PreTrainedModel
-from workers.worker_batches import TEMPERATURE, SingleRankGroup, config, largest_difference, rounding_tolerance
+from train_kit.workers import TEMPERATURE, SingleRankGroup, config, largest_difference, rounding_tolerance
 
 from skyrl_train.algorithms.objectives import CrossEntropyObjective
 from skyrl_train.types import TrainingBatch
@@ -40,9 +40,7 @@ def test_the_gradient_is_that_of_the_mean_cross_entropy_over_answer_tokens(tiny_
     expected.backward()
 
     for split in ({}, {"micro_train_batch_size_per_gpu": 1}):
-        worker = SingleRankGroup(
-            "policy", copy.deepcopy(tiny_model), None, config(**split).trainer, CrossEntropyObjective()
-        )
+        worker = SingleRankGroup("policy", copy.deepcopy(tiny_model), config(**split).trainer, CrossEntropyObjective())
         metrics = worker.forward_backward(supervised_batch())
         torch.testing.assert_close(torch.tensor(metrics["policy/loss"]), expected.detach())
         ours = {name: p.grad for name, p in worker.model.named_parameters() if p.grad is not None}
@@ -52,7 +50,7 @@ def test_the_gradient_is_that_of_the_mean_cross_entropy_over_answer_tokens(tiny_
 
 def test_it_learns_the_answers(tiny_model: PreTrainedModel) -> None:
     cfg = config(policy={"optimizer_config": {"lr": 1e-2}}).trainer
-    worker = SingleRankGroup("policy", copy.deepcopy(tiny_model), None, cfg, CrossEntropyObjective())
+    worker = SingleRankGroup("policy", copy.deepcopy(tiny_model), cfg, CrossEntropyObjective())
     batch = supervised_batch()
     first = worker.update(batch)["policy/loss"]
     for _ in range(20):

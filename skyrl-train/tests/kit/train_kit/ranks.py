@@ -1,0 +1,200 @@
+"""Groups of rank processes, and one rank in this process to compare them with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.objectives import Objective
+from skyrl_train.config.policy import FSDPConfig
+from skyrl_train.config.trainer import TrainerConfig
+from skyrl_train.distributed import SingleStrategy
+from skyrl_train.launch import process
+from skyrl_train.launch.process import ProcessRank
+from skyrl_train.launch.specs import model_spec, optimizer_spec
+from skyrl_train.models.loading import load_model, load_reward_model, load_value_model
+from skyrl_train.types import TrainingBatch
+from skyrl_train.types.specs import ModelSpec, Role, World, lora_spec
+from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.ranks import LocalRank, Rank
+from train_kit.models import CPU
+from train_kit.processes import forked_multiprocessing, zygote
+from train_kit.workers import complete, config, largest_difference, policy_objective
+
+BETAS = (0.9, 0.999)
+EXACT = 1e-6
+
+# -- processes
+
+
+def start_ranks(n_ranks: int, *preloaded: str) -> list[ProcessRank]:
+    """Start ranks as the product does, but from a zygote that has imported these modules, too."""
+    with forked_multiprocessing():
+        if "TEST_REAL_PYTHON" not in os.environ:
+            for module in preloaded:
+                zygote().preload(module)
+        return process.start_ranks(n_ranks)
+
+
+@asynccontextmanager
+async def new_ranks(n_ranks: int, *preloaded: str) -> AsyncIterator[list[ProcessRank]]:
+    """Start ranks for one test, which may kill them."""
+    ranks = start_ranks(n_ranks, *preloaded)
+    try:
+        yield ranks
+    finally:
+        await close(ranks)
+
+
+async def close(ranks: Sequence[ProcessRank]) -> None:
+    for rank in ranks:
+        await rank.close()
+
+
+class SharedRanks:
+    """Groups of ranks that several tests use, one for each number of ranks."""
+
+    def __init__(self, *preloaded: str) -> None:
+        """Start ranks, when a test asks for them, from a zygote that has imported the modules `preloaded`."""
+        self._preloaded = preloaded
+        self._groups: dict[int, list[ProcessRank]] = {}
+
+    @contextmanager
+    def borrow(self, n_ranks: int) -> Iterator[list[ProcessRank]]:
+        """Lend a group to a test, and discard it if a rank has ended or hangs: the next test gets a new one."""
+        if n_ranks not in self._groups:
+            self._groups[n_ranks] = start_ranks(n_ranks, *self._preloaded)
+        yield self._groups[n_ranks]
+        if not all(_is_usable(rank) for rank in self._groups[n_ranks]):
+            self._close(n_ranks)
+
+    def close(self) -> None:
+        for n_ranks in list(self._groups):
+            self._close(n_ranks)
+
+    def _close(self, n_ranks: int) -> None:
+        complete(close(self._groups.pop(n_ranks)))
+
+
+def _is_usable(rank: ProcessRank) -> bool:
+    with suppress(TimeoutError):
+        rank._thread.submit(int).result(timeout=10)  # runs after the last call
+        return rank._process.is_alive()
+    return False
+
+
+# -- models
+
+
+def spec(role: Role, path: Path, cfg: TrainerConfig, *, max_grad_norm: float = 1e9, **loading: Any) -> ModelSpec:
+    """Return the spec of a model in float32; its gradient is not clipped by default."""
+    load = {"critic": load_value_model, "reward": load_reward_model}.get(role, load_model)
+    section = cfg.critic if role == "critic" else cfg.policy
+    optimizer = optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", 10)
+    return model_spec(
+        role,
+        partial(load, str(path), **{"dtype": torch.float32, "device": CPU} | loading),
+        save_no_tokenizer,
+        cfg,
+        cfg.algorithm.temperature,
+        replace(optimizer, max_grad_norm=max_grad_norm, betas=BETAS),
+        lora_spec(section.model, f"trainer.{role}.model.lora", cfg.seed),
+    )
+
+
+def save_no_tokenizer(folder: str) -> None:
+    """Do nothing; there is no tokenizer to save."""
+
+
+def single_rank() -> LocalRank:
+    return LocalRank(ThreadPoolExecutor(1), SingleStrategy(World()))
+
+
+async def load_group(ranks: Sequence[Rank], spec: ModelSpec, objective: Objective | None = None) -> WorkerGroup:
+    """Load a model on ranks; a single one computes whole rows."""
+    if len(ranks) == 1:
+        spec = replace(spec, sequence_parallel_size=1)
+    group = WorkerGroup(spec, ranks, objective)
+    await group.load()
+    return group
+
+
+async def load_policy(
+    ranks: Sequence[Rank],
+    path: Path,
+    *,
+    max_grad_norm: float = 1e9,
+    loading: Mapping[str, Any] | None = None,
+    fsdp: FSDPConfig | None = None,
+    **trainer: Any,
+) -> WorkerGroup:
+    """Load a policy that minimizes the loss of PPO on ranks; `trainer` overrides the configuration."""
+    cfg = config(**trainer).trainer
+    policy = spec("policy", path, cfg, max_grad_norm=max_grad_norm, **(loading or {}))
+    return await load_group(ranks, replace(policy, fsdp=fsdp or policy.fsdp), policy_objective(cfg))
+
+
+async def save(group: WorkerGroup, folder: Path) -> Path:
+    await (await group.save(folder))
+    return folder
+
+
+async def train_with_moves(group: WorkerGroup, batches: Sequence[TrainingBatch]) -> list[dict[str, float]]:
+    """Return the metrics of an update on each batch, with the model in host memory in between, even with gradients."""
+    metrics = []
+    for batch in batches:
+        await group.move("cpu")
+        await group.move("device", "weights")
+        await group.score(batch)
+        await group.move("device")
+        loss = await group.forward_backward(batch)
+        assert await group.move("cpu") >= 2 * 4 * (await group.count_parameters())[0], "weights or gradients stayed"
+        await group.move("device")
+        metrics.append(loss.merge(await group.optim_step()).numbers())
+    return metrics
+
+
+async def first_gradient(
+    group: WorkerGroup, spec: ModelSpec, objective: Objective, folder: Path
+) -> dict[str, torch.Tensor]:
+    """Return the gradient of a group's first optimizer step, recovered from the moments in its checkpoint."""
+    rank = single_rank()
+    await (await load_group([rank], spec, objective)).load_state(await save(group, folder))
+    optimizer = rank.worker._state.optimizer
+    assert optimizer is not None
+    names = {id(parameter): name for name, parameter in rank.worker.module.named_parameters()}
+    return {names[id(parameter)]: state["exp_avg"] / (1 - BETAS[0]) for parameter, state in optimizer.state.items()}
+
+
+async def compare(
+    ranks: Sequence[ProcessRank],
+    spec: ModelSpec,
+    objective: Objective,
+    batch: TrainingBatch,
+    folder: Path,
+    tolerance: float = EXACT,
+) -> None:
+    """Assert that an optimizer step on `ranks` has the gradient and metrics of a step in this process.
+
+    Both groups are saved after the step, in `folder/single` and `folder/divided`.
+    """
+    gradients, metrics = [], []
+    for name, group_ranks in (("single", [single_rank()]), ("divided", ranks)):
+        torch.manual_seed(0)  # clip_cov chooses tokens at random
+        group = await load_group(group_ranks, spec, objective)
+        metrics.append((await group.update(batch)).numbers())
+        gradients.append(await first_gradient(group, spec, objective, folder / name))
+    largest = max(values.abs().max().item() for values in gradients[0].values())
+    assert largest > 1e-4
+    difference = largest_difference(*gradients)
+    assert difference < tolerance * max(1.0, largest), f"gradients differ by {difference:.2g} of {largest:.2g}"
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-5)
