@@ -1,15 +1,11 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from skyrl_gym.envs.lcb.env import LCBEnv
-from skyrl_gym.envs.lcb.grading import extract_code, is_same_output, parse_tests
 
 SUMS = [{"input": f"{n}\n{n + 1}\n", "output": f"{2 * n + 1}\n", "testtype": "stdin"} for n in range(3)]
 CALLS = [
@@ -33,25 +29,26 @@ def fenced(code: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("code", "reward", "failure"),
+    ("code", "failure"),
     [
-        (RIGHT, 1.0, None),
-        ("if __name__ == '__main__':\n    " + RIGHT, 1.0, None),
-        ("import sys\nprint(sum(map(int, sys.stdin)))", 1.0, None),
-        ("import threading\ndef main(): " + RIGHT + "\nthreading.Thread(target=main).start()", 1.0, None),
-        (RIGHT + "\nexit()", 1.0, None),
-        ("print(1)", 0.0, "wrong"),
-        ("print(int(input()) + int(input())); 1 / 0", 0.0, "error"),
-        ("", 0.0, "wrong"),
-        ("def", 0.0, "error"),
-        ("while True: pass", 0.0, "time"),
-        ("x = bytearray(1 << 33)", 0.0, "error"),
-        ("while True: print(1)", 0.0, "output"),
-        ("import os; os._exit(0)", 0.0, "wrong"),
+        (RIGHT, None),
+        ("if __name__ == '__main__':\n    " + RIGHT, None),
+        ("import threading\ndef main(): " + RIGHT + "\nthreading.Thread(target=main).start()", None),
+        (RIGHT + "\nexit()", None),
+        ("print(1)", "wrong"),
+        ("print(int(input()) + int(input())); 1 / 0", "error"),
+        ("", "wrong"),
+        ("def", "error"),
+        ("while True: pass", "time"),
+        ("import time; time.sleep(60)", "time"),
+        ("x = bytearray(1 << 33)", "error"),
+        ("while True: print(1)", "output"),
+        ("import os; os._exit(0)", "wrong"),
     ],
 )
-def test_stdin_programs(code: str, reward: float, failure: str | None) -> None:
-    assert play(fenced(code), timeout=1.0)[:2] == (reward, failure)
+def test_stdin_programs(code: str, failure: str | None) -> None:
+    timeout = {"time": 0.3}.get(str(failure), 5.0)
+    assert play(fenced(code), timeout=timeout)[:2] == (float(failure is None), failure)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +88,9 @@ def test_settings_are_validated_in_the_constructor(settings: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("print(pow(3, 60))", 3**60),
-        ("print(pow(5, 117, 19))", pow(5, 117, 19)),
+        ("print(pow(3, 60), pow(5, 117, 19))", f"{3**60} {pow(5, 117, 19)}"),
         ("print(abs(-2), sum([1, 2]), round(1.5), max(3, 4))", "2 3 2 4"),
         ("print(bisect.bisect_left([1, 2, 3], 2), bisect_right([1, 2], 2))", "1 2"),
-        ("print(int(np.array([1, 2]).sum()))", 3),
         ("x = [[1]]; y = deepcopy(x); y[0][0] = 2; print(x, copy.copy(x))", "[[1]] [[1]]"),
         ("print(gcd(12, 18), math.gcd(12, 18), isqrt(17), inf > 1, ceil(1.2))", "6 6 4 True 2"),
         ("print(Counter('aab').most_common(1), defaultdict(int)[3], collections.deque([1]).pop())", "[('a', 2)] 0 1"),
@@ -105,16 +100,15 @@ def test_settings_are_validated_in_the_constructor(settings: dict[str, Any], mes
             "print(random.Random(0) is not None, string.digits, json.loads('[1]'), mean([1, 3]))",
             "True 0123456789 [1] 2",
         ),
-        ("def f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(20000))", 20000),
-        ("print(4); sys.exit(1)", 4),
-        ("print(4); exit('done')", 4),
+        ("def f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(20000))", "20000"),
+        ("print(4); exit('done')", "4"),
         ("print('7' * (1 << 20) + '8')", "7" * (1 << 20) + "8"),
-        ("print('y\\n' * (3 << 20))", "y\n" * (3 << 20)),
+        ("print('y\\n' * (1 << 20))", "y\n" * (1 << 20)),
     ],
-    ids=lambda value: str(value)[:30],
+    ids=lambda value: value[:30],
 )
-def test_right_programs(code: str, expected: object) -> None:
-    assert play(fenced(code), [{"input": "", "output": str(expected), "testtype": "stdin"}])[:2] == (1.0, None)
+def test_right_programs(code: str, expected: str) -> None:
+    assert play(fenced(code), [{"input": "", "output": expected, "testtype": "stdin"}])[:2] == (1.0, None)
 
 
 def test_failing_program_is_wrong_whatever_it_printed() -> None:
@@ -134,86 +128,10 @@ def test_metrics() -> None:
     half = "n = int(input())\nprint(n + int(input()) if n < 2 else 0)"
     assert play(fenced(half))[2] == {"passed_tests": 2 / 3, "has_code": True, "met_limit": False}
     assert play("no program")[2] == {"passed_tests": 0.0, "has_code": False, "met_limit": False}
-    assert play(fenced("while True: pass"), timeout=0.3)[2]["met_limit"]
+    assert play(fenced("while True: pass"), timeout=0.2)[2]["met_limit"]
 
 
 def test_total_time_is_limited() -> None:
-    slow = f"import time\nwhile time.process_time() < 0.4: pass\n{RIGHT}"
-    assert play(fenced(slow), total_timeout=0.5)[:2] == (0.0, "time")
+    slow = f"import time\nwhile time.process_time() < 0.2: pass\n{RIGHT}"
+    assert play(fenced(slow), total_timeout=0.25)[:2] == (0.0, "time")
     assert play(fenced(slow), total_timeout=60)[:2] == (1.0, None)
-
-
-def test_sleeping_program_is_ended() -> None:
-    assert play(fenced("import time; time.sleep(60)"), timeout=0.2)[:2] == (0.0, "time")
-
-
-@pytest.mark.parametrize(
-    ("reply", "code"),
-    [
-        ("```\na\n```", "a\n"),
-        ("```python\na\n```\n```py\nb\n```", "b\n"),
-        ("```python\na\n```\n```py\nb", "a\n"),
-        ("```python\nprint(1)```", "print(1)"),
-        ("```a```", None),
-        ("a", None),
-        ("", None),
-        ("```", None),
-        ("```\n```", ""),
-    ],
-)
-def test_last_code_block_is_extracted(reply: str, code: str | None) -> None:
-    assert extract_code(reply) == code
-
-
-@given(st.lists(st.sampled_from(["```", "\n", "x", "`", "python"])).map("".join) | st.text())
-def test_extracted_code_is_part_of_the_reply(reply: str) -> None:
-    code = extract_code(reply)
-    assert code is None or code in reply
-
-
-@pytest.mark.parametrize("piece", ["```", "```\n", "`", "```x", "\n```python"])
-def test_extraction_is_linear(piece: str) -> None:
-    started = time.process_time()
-    extract_code(piece * (1_000_000 // len(piece)))
-    assert time.process_time() - started < 5
-
-
-@pytest.mark.parametrize(
-    ("found", "expected", "same"),
-    [
-        ("1\n2\n", "1\n2", True),
-        (" 1 \n2", "1\n2", True),
-        ("1.0 2", "1 2.00", True),
-        ("1e3", "1000", True),
-        ("1 2", "1\n2", False),
-        ("1", "1\n1", False),
-        ("yes", "YES", False),
-        ("nan", "nan", True),
-        ("sNaN", "4", False),
-        ("4", "sNaN", False),
-        ("٤", "4", False),
-        ("1_0", "10", False),
-        ("", "", True),
-        ("9" * 100_000, "8" * 100_000, False),
-    ],
-)
-def test_outputs_are_compared_by_line_and_number(found: str, expected: str, same: bool) -> None:
-    assert is_same_output(found, expected) is same
-
-
-@pytest.mark.parametrize(
-    "ground_truth",
-    [
-        "",
-        "[",
-        "{}",
-        "[]",
-        '[{"input": "x"}]',
-        '[{"input": "", "output": "", "testtype": "gui"}]',
-        [3],
-        json.dumps([CALLS[0] | {"metadata": None}]),
-    ],
-)
-def test_invalid_tests_raise(ground_truth: Any) -> None:
-    with pytest.raises(ValueError, match="tests"):
-        parse_tests(ground_truth)
