@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gym_kit.corpora import LINES
+
+from skyrl_gym.retrieval.corpus import read_corpus
+from skyrl_gym.retrieval.index import VectorIndex, WordIndex
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Any:
+    (tmp_path / "corpus.jsonl").write_text(LINES, encoding="utf-8")
+    return read_corpus(tmp_path / "corpus.jsonl")
+
+
+class LetterEncoder:
+    """Encodes a text by its letter counts."""
+
+    def encode(self, sentences: list[str], *, normalize_embeddings: bool, **_: Any) -> np.ndarray:
+        vectors = np.array([[text.lower().count(chr(97 + i)) for i in range(26)] for text in sentences], dtype=float)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if normalize_embeddings else vectors
+
+
+def test_vector_index_finds_the_closest_document(documents: Any) -> None:
+    index = VectorIndex(documents, LetterEncoder(), query_prefix="", document_prefix="")
+    (hits,) = index.search([documents[1]["contents"].upper()], 2)
+    assert hits[0].document == documents[1]
+    assert hits[0].score == pytest.approx(1.0)
+    assert hits[0].score > hits[1].score
+
+
+def test_word_index_sorts_by_score(documents: Any) -> None:
+    (hits,) = WordIndex(documents).search(["tallest volcano in Italy, not a river"], 10)
+    assert [hit.document["id"] for hit in hits] == ["etna", "3"]
