@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from gym_kit.processes import run_python
 
 import skyrl_gym
 
@@ -16,16 +15,12 @@ HEAVY = ("torch", "ray", "numpy", "pandas", "transformers")
 
 def test_importing_skyrl_gym_loads_only_the_standard_library() -> None:
     code = f"import sys, skyrl_gym, skyrl_gym.envs.base_text_env; print([m for m in {HEAVY} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert result.stdout.strip() == "[]"
+    assert run_python(code).stdout.strip() == "[]"
 
 
-def test_every_exported_name_exists() -> None:
+def test_exported_names_and_the_mark_of_types_exist() -> None:
     assert all(hasattr(skyrl_gym, name) for name in skyrl_gym.__all__)
     assert all(hasattr(skyrl_gym.envs, name) for name in skyrl_gym.envs.__all__)
-
-
-def test_package_is_marked_as_typed() -> None:
     assert (files("skyrl_gym") / "py.typed").is_file()
 
 

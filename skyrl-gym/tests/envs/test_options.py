@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from skyrl_gym.envs.options import (
-    finite_number,
-    one_of,
-    reject_unknown,
-    row_options,
-    set_options,
-)
+from skyrl_gym.envs.options import finite_number, one_of, reject_unknown, row_options, set_options
 from skyrl_gym.envs.row import whole_number
 
 
@@ -34,15 +28,15 @@ def test_unknown_option_names_the_closest_one() -> None:
 
 def test_numbers_are_validated() -> None:
     assert whole_number(np.int64(4), "n", 1) == 4
+    assert finite_number(2, "x") == 2.0
     for value in (True, 1.0, "3", None):
         with pytest.raises(ValueError, match=r"n=.* must be a whole number"):
             whole_number(value, "n")
-    with pytest.raises(ValueError, match="n=0 must be at least 1"):
-        whole_number(0, "n", 1)
-    assert finite_number(2, "x") == 2.0
     for value in (float("nan"), float("inf"), True, "1"):
         with pytest.raises(ValueError, match=r"x=.* must be a finite number"):
             finite_number(value, "x")
+    with pytest.raises(ValueError, match="n=0 must be at least 1"):
+        whole_number(0, "n", 1)
     with pytest.raises(ValueError, match=r"x=-1 must be at least 0"):
         finite_number(-1, "x", 0.0)
 

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from gym_kit.messages import user
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,11 +26,8 @@ def test_any_text_can_be_encoded_and_clean_text_is_unchanged(text: str) -> None:
         assert cleaned == text
 
 
-def test_halves_of_a_pair_are_joined() -> None:
+def test_halves_of_a_pair_are_joined_and_strings_are_cleaned_at_every_depth() -> None:
     assert clean_text("a\ud83d\ude00b\ude00") == "a😀b?"
-
-
-def test_strings_are_cleaned_at_every_depth() -> None:
     assert clean_strings({HALF: [{"a": (HALF, 1, None)}]}) == {"?": [{"a": ("?", 1, None)}]}
 
 
@@ -62,8 +60,8 @@ def test_an_error_without_a_text_is_described() -> None:
 
 
 def test_text_of_an_environment_is_cleaned_where_it_enters() -> None:
-    message = {"role": "user", "content": HALF}
-    assert validate_prompt(([message], {})) == [{"role": "user", "content": "?"}]
+    (message,) = user(HALF)
+    assert validate_prompt(([message], {})) == user("?")
     output: EnvStepOutput[Any] = {
         "observations": [message],
         "reward": 1.0,
@@ -71,9 +69,9 @@ def test_text_of_an_environment_is_cleaned_where_it_enters() -> None:
         "metadata": {"modified_chat_history": [message], "reward_components": {HALF: 1.0}, "own": HALF},
     }
     cleaned = validate_step_output(output)
-    assert cleaned["observations"] == [{"role": "user", "content": "?"}]
+    assert cleaned["observations"] == user("?")
     assert cleaned["metadata"] == {
-        "modified_chat_history": [{"role": "user", "content": "?"}],
+        "modified_chat_history": user("?"),
         "reward_components": {"?": 1.0},
         "own": HALF,  # training does not read it
     }

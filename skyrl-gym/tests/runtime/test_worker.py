@@ -9,14 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-from worker_processes import is_running, wait_until
+from gym_kit.processes import is_running, run_python, wait_until
 
 from skyrl_gym.core import Env
 from skyrl_gym.runtime.env_config import EnvConfig
@@ -49,8 +47,7 @@ class Endless:
 
 def test_worker_with_a_hanging_environment_ends_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text(ENDLESS_ENV)
-    command = [sys.executable, "-c", PARENT_PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_python(PARENT_PROGRAM, str(tmp_path), is_checked=False)
     assert done.returncode == 9, done.stderr
     wait_until(lambda: not is_running(int(done.stdout)))
 
@@ -92,14 +89,10 @@ def make_worker() -> EnvWorker:
     return worker
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, __name__, types.SimpleNamespace(AsyncEnv=AsyncEnv))
-
-
 def test_coroutines_share_an_event_loop_until_close() -> None:
     worker = make_worker()
     env: Any = worker._env
+    assert (env.env_config.topk, env.env_config.inner.a) == (3, 1)  # sections have attributes
     assert worker.call("init", [["Go"]]) == ["Go"]
     assert worker.call("step", ["on"])["action"] == "on"
     worker.call("close", [])
@@ -108,23 +101,10 @@ def test_coroutines_share_an_event_loop_until_close() -> None:
     assert env.events == ["closed", "task ended"]
 
 
-def test_env_config_sections_have_attributes() -> None:
-    env: Any = make_worker()._env
-    assert (env.env_config.topk, env.env_config.inner.a) == (3, 1)
-
-
 def test_worker_imports_no_heavy_modules() -> None:
-    heavy = (
-        "pydantic",
-        "numpy",
-        "argparse",
-        "concurrent.futures.thread",
-        "skyrl_gym.runtime.validation",
-        "skyrl_gym.checkup",
-    )
+    heavy = ("pydantic", "numpy", "argparse", "concurrent.futures.thread", "skyrl_gym.runtime.validation")
     code = f"import sys, skyrl_gym.runtime.worker; print([name for name in {heavy} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert result.stdout == "[]\n"
+    assert run_python(code).stdout == "[]\n"
 
 
 def test_socket_protocol() -> None:
