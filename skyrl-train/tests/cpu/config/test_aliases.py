@@ -15,6 +15,9 @@ from skyrl_train.config.base import as_section, value_at
 from skyrl_train.config.problems import FIELDS
 from skyrl_train.errors import ConfigError
 
+NAMED = {"trainer": {"run_name": "run"}}
+DEFAULTS = load_config(NAMED)
+
 
 def put(tree: dict[str, Any], key: str, value: object) -> dict[str, Any]:
     *parents, name = key.split(".")
@@ -25,95 +28,93 @@ def put(tree: dict[str, Any], key: str, value: object) -> dict[str, Any]:
     return tree
 
 
-@pytest.mark.parametrize("old", ALIASES)
-def test_an_alias_names_an_existing_key_and_shadows_none(old: str) -> None:
-    assert as_section(FIELDS[ALIASES[old].key].annotation) is None
-    assert old not in FIELDS
+def test_an_alias_names_an_existing_key_and_shadows_none() -> None:
+    for old, alias in ALIASES.items():
+        for key in (alias.key, *alias.also):
+            assert as_section(FIELDS[key].annotation) is None, key
+        assert old not in FIELDS
 
 
-@pytest.mark.parametrize("old", ALIASES)
-def test_every_mapped_value_is_accepted(old: str) -> None:
-    for value, new in ALIASES[old].values.items():
-        tree = (
-            {"trainer": {"algorithm": {"use_kl_in_reward": True, "use_kl_loss": False}}} if ALIASES[old].only_if else {}
-        )
-        cfg = load_config(put(tree, old, value))
-        default = value_at(load_config(), ALIASES[old].key)
-        assert value_at(cfg, ALIASES[old].key) == (default if new is None else new)
+def test_every_mapped_value_is_accepted() -> None:
+    with_kl = {"trainer": {"algorithm": {"use_kl_in_reward": True, "use_kl_loss": False}}}
+    for old, alias in ALIASES.items():
+        for value, new in alias.values.items():
+            cfg = load_config(put(deepcopy(with_kl) if alias.only_if else {}, old, value))
+            assert value_at(cfg, alias.key) == (value_at(DEFAULTS, alias.key) if new is None else new), old
 
 
 def test_the_alias_tables_are_disjoint() -> None:
     assert not SKYRL.keys() & VERL.keys()
 
 
-@pytest.mark.parametrize(
-    ("old", "value", "new", "new_value"),
-    [
-        ("data.train_files", "train/parquet/train.parquet", "data.train_data", ["train/parquet/train.parquet"]),
-        ("actor_rollout_ref.rollout.n", 8, "generator.n_samples_per_prompt", 8),
-        (
-            "actor_rollout_ref.actor.loss_agg_mode",
-            "seq-mean-token-mean",
-            "trainer.algorithm.loss_reduction",
-            "sequence_mean",
-        ),
-        ("actor_rollout_ref.actor.kl_loss_type", "low_var_kl", "trainer.algorithm.kl_estimator_type", "k3"),
-        ("actor_rollout_ref.actor.kl_loss_type", "abs", "trainer.algorithm.kl_estimator_type", "abs"),
-        ("algorithm.adv_estimator", "grpo", "trainer.algorithm.advantage_estimator", "grpo"),
-        ("trainer.test_freq", 50, "trainer.eval_interval", 50),
-        ("trainer.max_actor_ckpt_to_keep", None, "trainer.max_ckpts_to_keep", -1),
-        ("generator.inference_engine.num_engines", 1, "generator.num_inference_engines", 1),
-        ("trainer.algorithm.use_abs_kl", True, "trainer.algorithm.kl_estimator_type", "abs"),
-        ("trainer.algorithm.use_abs_kl", False, "trainer.algorithm.kl_estimator_type", "k3"),
-        ("trainer.algorithm.use_tis", True, "trainer.algorithm.off_policy_correction.tis_ratio_type", "token"),
-        ("trainer.algorithm.use_tis", False, "trainer.algorithm.off_policy_correction.tis_ratio_type", None),
-        (
-            "trainer.algorithm.tis_imp_ratio_cap",
-            4,
-            "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
-            4.0,
-        ),
-        (
-            "trainer.algorithm.tis_imp_ratio_cap",
-            -1,
-            "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
-            2.0,
-        ),
-        (
-            "algorithm.adv_estimator",
-            "reinforce_plus_plus_baseline",
-            "trainer.algorithm.advantage_estimator",
-            "reinforce++-baseline",
-        ),
-        ("algorithm.adv_estimator", "grpo_passk", "trainer.algorithm.advantage_estimator", "grpo_passk"),
-        ("algorithm.gamma", 0.99, "trainer.algorithm.gamma", 0.99),
-        ("algorithm.lam", 0.95, "trainer.algorithm.lambd", 0.95),
-        ("algorithm.filter_groups.enable", True, "trainer.algorithm.dynamic_sampling.type", "filter"),
-        (
-            "algorithm.filter_groups.max_num_gen_batches",
-            0,
-            "trainer.algorithm.dynamic_sampling.max_sample_batches",
-            -1,
-        ),
-        ("actor_rollout_ref.actor.clip_ratio_c", 10.0, "trainer.algorithm.clip_ratio_c", 10.0),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla", "trainer.algorithm.policy_loss_type", "dual_clip"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", "gspo", "trainer.algorithm.policy_loss_type", "gspo"),
-        ("actor_rollout_ref.actor.entropy_coeff", 0.001, "trainer.algorithm.entropy_loss_coef", 0.001),
-        ("actor_rollout_ref.actor.entropy_coeff", 0.001, "trainer.algorithm.use_entropy_loss", True),
-        ("actor_rollout_ref.actor.entropy_coeff", 0, "trainer.algorithm.use_entropy_loss", False),
-        ("actor_rollout_ref.actor.loss_agg_mode", "token-sum", "trainer.algorithm.loss_reduction", "token_sum"),
-        ("actor_rollout_ref.actor.kl_loss_type", "low_var_kl+", "trainer.algorithm.kl_estimator_type", "k3+"),
-        ("critic.model.path", "tiny", "trainer.critic.model.path", "tiny"),
-        ("critic.optim.lr", 1e-5, "trainer.critic.optimizer_config.lr", 1e-5),
-        ("critic.grad_clip", 0.5, "trainer.critic.optimizer_config.max_grad_norm", 0.5),
-        ("critic.ppo_mini_batch_size", 64, "trainer.critic_mini_batch_size", 64),
-        ("critic.cliprange_value", 0.5, "trainer.algorithm.value_clip", 0.5),
-    ],
-)
-@pytest.mark.parametrize("source", ["empty", "all defaults"])
-def test_other_spellings_are_read(old: str, value: object, new: str, new_value: object, source: str) -> None:
-    tree: Any = {} if source == "empty" else OmegaConf.to_container(get_default_config())
-    assert value_at(load_config(put(tree, old, value)), new) == new_value
+SPELLINGS: list[tuple[str, object, str, object]] = [
+    ("data.train_files", "train/parquet/train.parquet", "data.train_data", ["train/parquet/train.parquet"]),
+    ("actor_rollout_ref.rollout.n", 8, "generator.n_samples_per_prompt", 8),
+    (
+        "actor_rollout_ref.actor.loss_agg_mode",
+        "seq-mean-token-mean",
+        "trainer.algorithm.loss_reduction",
+        "sequence_mean",
+    ),
+    ("actor_rollout_ref.actor.kl_loss_type", "low_var_kl", "trainer.algorithm.kl_estimator_type", "k3"),
+    ("actor_rollout_ref.actor.kl_loss_type", "abs", "trainer.algorithm.kl_estimator_type", "abs"),
+    ("algorithm.adv_estimator", "grpo", "trainer.algorithm.advantage_estimator", "grpo"),
+    ("trainer.test_freq", 50, "trainer.eval_interval", 50),
+    ("trainer.max_actor_ckpt_to_keep", None, "trainer.max_ckpts_to_keep", -1),
+    ("generator.inference_engine.num_engines", 1, "generator.num_inference_engines", 1),
+    ("trainer.algorithm.use_abs_kl", True, "trainer.algorithm.kl_estimator_type", "abs"),
+    ("trainer.algorithm.use_abs_kl", False, "trainer.algorithm.kl_estimator_type", "k3"),
+    ("trainer.algorithm.use_tis", True, "trainer.algorithm.off_policy_correction.tis_ratio_type", "token"),
+    ("trainer.algorithm.use_tis", False, "trainer.algorithm.off_policy_correction.tis_ratio_type", None),
+    (
+        "trainer.algorithm.tis_imp_ratio_cap",
+        4,
+        "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
+        4.0,
+    ),
+    (
+        "trainer.algorithm.tis_imp_ratio_cap",
+        -1,
+        "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
+        2.0,
+    ),
+    (
+        "algorithm.adv_estimator",
+        "reinforce_plus_plus_baseline",
+        "trainer.algorithm.advantage_estimator",
+        "reinforce++-baseline",
+    ),
+    ("algorithm.adv_estimator", "grpo_passk", "trainer.algorithm.advantage_estimator", "grpo_passk"),
+    ("algorithm.gamma", 0.99, "trainer.algorithm.gamma", 0.99),
+    ("algorithm.lam", 0.95, "trainer.algorithm.lambd", 0.95),
+    ("algorithm.filter_groups.enable", True, "trainer.algorithm.dynamic_sampling.type", "filter"),
+    (
+        "algorithm.filter_groups.max_num_gen_batches",
+        0,
+        "trainer.algorithm.dynamic_sampling.max_sample_batches",
+        -1,
+    ),
+    ("actor_rollout_ref.actor.clip_ratio_c", 10.0, "trainer.algorithm.clip_ratio_c", 10.0),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla", "trainer.algorithm.policy_loss_type", "dual_clip"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode", "gspo", "trainer.algorithm.policy_loss_type", "gspo"),
+    ("actor_rollout_ref.actor.entropy_coeff", 0.001, "trainer.algorithm.entropy_loss_coef", 0.001),
+    ("actor_rollout_ref.actor.entropy_coeff", 0.001, "trainer.algorithm.use_entropy_loss", True),
+    ("actor_rollout_ref.actor.entropy_coeff", 0, "trainer.algorithm.use_entropy_loss", False),
+    ("actor_rollout_ref.actor.loss_agg_mode", "token-sum", "trainer.algorithm.loss_reduction", "token_sum"),
+    ("actor_rollout_ref.actor.kl_loss_type", "low_var_kl+", "trainer.algorithm.kl_estimator_type", "k3+"),
+    ("critic.model.path", "tiny", "trainer.critic.model.path", "tiny"),
+    ("critic.optim.lr", 1e-5, "trainer.critic.optimizer_config.lr", 1e-5),
+    ("critic.grad_clip", 0.5, "trainer.critic.optimizer_config.max_grad_norm", 0.5),
+    ("critic.ppo_mini_batch_size", 64, "trainer.critic_mini_batch_size", 64),
+    ("critic.cliprange_value", 0.5, "trainer.algorithm.value_clip", 0.5),
+]
+
+
+@pytest.mark.parametrize("has_defaults", [False, True])
+def test_other_spellings_are_read(has_defaults: bool) -> None:
+    source: Any = OmegaConf.to_container(get_default_config()) if has_defaults else {}
+    for old, value, new, new_value in SPELLINGS:
+        assert value_at(load_config(put(deepcopy(source), old, value)), new) == new_value, old
 
 
 def test_each_alias_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -133,23 +134,19 @@ VERL_KL_KEYS = [
 ]
 
 
-@pytest.mark.parametrize("switch", ["algorithm.use_kl_in_reward", "trainer.algorithm.use_kl_in_reward"])
-@pytest.mark.parametrize(("old", "value", "new", "new_value"), VERL_KL_KEYS)
-def test_kl_keys_of_verl_are_read_with_kl_in_the_reward(
-    old: str, value: object, new: str, new_value: object, switch: str
-) -> None:
-    tree = put(put(put({}, switch, True), "trainer.algorithm.use_kl_loss", False), old, value)
-    assert value_at(load_config(tree), new) == new_value
+def test_kl_keys_of_verl_are_read_with_kl_in_the_reward() -> None:
+    for switch in ("algorithm.use_kl_in_reward", "trainer.algorithm.use_kl_in_reward"):
+        for old, value, new, new_value in VERL_KL_KEYS:
+            tree = put(put(put({}, switch, True), "trainer.algorithm.use_kl_loss", False), old, value)
+            assert value_at(load_config(tree), new) == new_value, old
 
 
-@pytest.mark.parametrize(("old", "value", "new", "new_value"), VERL_KL_KEYS)
-def test_without_kl_in_the_reward_kl_keys_of_verl_are_ignored_with_a_warning(
-    old: str, value: object, new: str, new_value: object, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
+def test_without_kl_in_the_reward_kl_keys_of_verl_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for old, value, new, new_value in VERL_KL_KEYS:
+        caplog.clear()
         cfg = load_config(put(put({}, old, value), "actor_rollout_ref.actor.use_kl_loss", True))
-    assert value_at(cfg, new) == value_at(load_config(), new) != new_value
-    assert caplog.records[0].message == f"{old}={value} is not read: trainer.algorithm.use_kl_in_reward is not true"
+        assert value_at(cfg, new) == value_at(DEFAULTS, new) != new_value
+        assert caplog.messages[0] == f"{old}={value} is not read: trainer.algorithm.use_kl_in_reward is not true"
 
 
 def test_the_weight_of_the_kl_loss_is_independent_of_the_weight_of_the_penalty() -> None:
@@ -157,25 +154,22 @@ def test_the_weight_of_the_kl_loss_is_independent_of_the_weight_of_the_penalty()
     assert load_config(tree).trainer.algorithm.kl_loss_coef == 0.001
 
 
-@pytest.mark.parametrize("key", SKYRL_WITHOUT_EFFECT)
-def test_a_key_without_effect_is_accepted_with_a_warning(key: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert key not in FIELDS | ALIASES
-    with caplog.at_level(logging.WARNING):
-        named = put({}, "trainer.run_name", "run")
-        assert load_config(put(deepcopy(named), key, "x")) == load_config(named)
-    assert [record.message for record in caplog.records] == [f"{key}=x has no effect: {SKYRL_WITHOUT_EFFECT[key]}"]
+def test_a_key_without_effect_is_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for key, reason in SKYRL_WITHOUT_EFFECT.items():
+        assert key not in FIELDS | ALIASES
+        caplog.clear()
+        assert load_config(put(deepcopy(NAMED), key, "x")) == DEFAULTS
+        assert caplog.messages == [f"{key}=x has no effect: {reason}"]
 
 
-@pytest.mark.parametrize("key", UNSUPPORTED)
-def test_a_key_for_what_does_not_exist_is_refused_unless_it_asks_for_nothing(key: str) -> None:
-    accepted, reason = UNSUPPORTED[key]
-    assert key not in FIELDS | ALIASES | SKYRL_WITHOUT_EFFECT
-    named = put({}, "trainer.run_name", "run")
-    for value in accepted:
-        assert load_config(put(deepcopy(named), key, value)) == load_config(named)
-    with pytest.raises(ConfigError) as caught:
-        load_config(put(deepcopy(named), key, "x"))
-    assert str(caught.value) == f"{key}=x: {reason}; remove the key"
+def test_a_key_for_what_does_not_exist_is_refused_unless_it_asks_for_nothing() -> None:
+    for key, (accepted, reason) in UNSUPPORTED.items():
+        assert key not in FIELDS | ALIASES | SKYRL_WITHOUT_EFFECT
+        for value in accepted:
+            assert load_config(put(deepcopy(NAMED), key, value)) == DEFAULTS
+        with pytest.raises(ConfigError) as caught:
+            load_config(put(deepcopy(NAMED), key, "x"))
+        assert str(caught.value) == f"{key}=x: {reason}; remove the key"
 
 
 DEFAULTS_OF_SKYRL = {
@@ -193,16 +187,10 @@ DEFAULTS_OF_SKYRL = {
     [("generator", "inference_engine_expert_parallel_size"), ("generator.inference_engine", "expert_parallel_size")],
 )
 def test_the_defaults_of_skyrl_for_engines_are_accepted(section: str, experts: str) -> None:
-    named = put({}, "trainer.run_name", "run")
-    tree = deepcopy(named)
+    tree = deepcopy(NAMED)
     for name, value in {**DEFAULTS_OF_SKYRL, experts: 1}.items():
         put(tree, f"{section}.{name}", value)
-    assert load_config(tree) == load_config(named)
-
-
-@pytest.mark.parametrize("key", sorted({key for alias in ALIASES.values() for key in alias.also}))
-def test_also_names_existing_keys(key: str) -> None:
-    assert as_section(FIELDS[key].annotation) is None
+    assert load_config(tree) == DEFAULTS
 
 
 def test_a_switch_is_read_before_the_keys_that_depend_on_it() -> None:

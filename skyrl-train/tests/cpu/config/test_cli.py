@@ -65,11 +65,14 @@ def test_overrides_are_applied() -> None:
     remaining = OVERRIDES
     while remaining:  # a command line sets each section once
         argv, later = {}, []
-        for override, key, value in remaining:
-            section = ".".join(key.split(".")[:3])
-            (later if section in argv else argv.setdefault(section, [])).append((override, key, value))
-        cfg = parse_cli([override for ((override, _, _),) in argv.values()])
-        for ((override, key, value),) in argv.values():
+        for case in remaining:
+            section = ".".join(case[1].split(".")[:3])
+            if section in argv:
+                later.append(case)
+            else:
+                argv[section] = case
+        cfg = parse_cli([override for override, _, _ in argv.values()])
+        for override, key, value in argv.values():
             assert value_at(cfg, key) == value, override
         remaining = later
 
