@@ -13,8 +13,8 @@ from veritas_kit.recipes import Recipes
 SKYRL_TRAIN = Path(__file__).parents[3] / "skyrl-train"
 SGLANG = """
 import runpy, sys
-sys.path.insert(0, {root!r})
-runpy.run_path({root!r} + "/tests/kit/train_kit/sglang_server.py", run_name="__main__")
+sys.path[:0] = [{root!r}, {root!r} + "/tests/kit"]
+runpy.run_module("train_kit.sglang_server", run_name="__main__")
 """
 
 

@@ -84,9 +84,9 @@ def test_an_empty_setting_of_the_dotenv_file_counts_as_unset(mark: str, recipes:
 def test_any_value_is_an_option_of_hydra(recipes: Recipes) -> None:
     values = ["7", "1e-5", "null", "", "lr=6e-5", "hex,go", "/home/jürgen/x", "/data/run (2)/", "it's", '"a"', "[a]"]
     values += ["a\\", "a\\\\", "a\\b", "\\'", "x\\\\'y\\", "${x}", "\\${x}'", "a ${oc.env:HOME}\\\\", "~/x", "a  b#c"]
-    texts = recipes.call('for v; do format_option trainer.run_name "$v"; printf "\\0"; done', *values)
-    for value, text in zip(values, texts, strict=True):
-        assert compose_config(rewrite_overrides([text])).trainer.run_name == value, text
+    code = 'i=0; for v; do format_option "+data.custom_cls.config.k$i" "$v"; i=$((i + 1)); printf "\\0"; done'
+    composed = compose_config(rewrite_overrides(recipes.call(code, *values)))
+    assert [composed.data.custom_cls.config[f"k{i}"] for i in range(len(values))] == values
 
 
 def test_runs_of_the_same_second_have_different_names_and_folders(recipes: Recipes) -> None:

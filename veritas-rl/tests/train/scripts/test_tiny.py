@@ -41,20 +41,32 @@ def test_grpo_on_puzzles(recipes: Recipes) -> None:
     assert list(recipes.root.glob("train/artifacts/RL/checkpoints/tiny-operation-*-batch_size-8/global_step_2/policy"))
 
 
+SMALLER = [
+    "trainer.total_training_steps=2",
+    "trainer.save_freq=2",
+    "trainer.test_freq=2",
+    "trainer.logger=console",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.rollout.n=4",
+    "+data.custom_cls.config.num_val_tasks=16",
+]
+"""Overrides that shorten the tiny run of OpenSpiel, of which `tests/recipes/` runs the whole."""
+
+
 @pytest.fixture(scope="module")
 def openspiel(recipes: Recipes) -> Path:
     """The checkpoints of a tiny run."""
-    result = recipes.run("openspiel-ppo-trainer.sh", "--tiny", WANDB_EXP="openspiel-1")
+    result = recipes.run("openspiel-ppo-trainer.sh", "--tiny", *SMALLER, WANDB_EXP="openspiel-1")
     assert result.returncode == 0, result.stderr
     return recipes.root / "train/artifacts/RL/checkpoints/openspiel-1"
 
 
 def test_openspiel_trains_an_adapter(openspiel: Path, recipes: Recipes) -> None:
     steps = find_run(recipes, "openspiel-1").metrics
-    assert [step["train/global_step"] for step in steps if step["step"] > 0] == [1, 2, 3]
+    assert [step["train/global_step"] for step in steps if step["step"] > 0] == [1, 2]
     assert 0 < steps[1]["policy/adapter_norm"] < steps[-1]["policy/adapter_norm"]
     assert steps[-1]["generate/n_invalid"] == 0
-    assert (openspiel / "global_step_3/policy/lora_adapter/adapter_config.json").is_file()
+    assert (openspiel / "global_step_2/policy/lora_adapter/adapter_config.json").is_file()
 
 
 def test_the_adapter_is_merged(openspiel: Path, recipes: Recipes) -> None:
@@ -86,9 +98,9 @@ def test_the_tiny_form_of_a_merge_trains_first(recipes: Recipes) -> None:
 
 
 def test_a_run_from_an_adapter_starts_where_it_stopped(openspiel: Path, recipes: Recipes) -> None:
-    adapter = openspiel / "global_step_3/policy/lora_adapter"
+    adapter = openspiel / "global_step_2/policy/lora_adapter"
     variables = {"LORA_ADAPTER_PATH": str(adapter), "WANDB_EXP": "openspiel-2"}
-    more = ["trainer.val_before_train=True", "trainer.total_training_steps=1"]
+    more = [*SMALLER, "trainer.val_before_train=True", "trainer.total_training_steps=1"]
     result = recipes.run("openspiel-ppo-trainer.sh", "--tiny", *more, **variables)
     assert result.returncode == 0, result.stderr
     before, after = find_run(recipes, "openspiel-1").metrics[-1], find_run(recipes, "openspiel-2").metrics[0]

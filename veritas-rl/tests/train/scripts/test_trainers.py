@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM
-from veritas_kit.recipes import VERITAS, Recipes, read_config, write_tool
+from veritas_kit.recipes import MODELS, VERITAS, Recipes, read_config, write_tool
 
 TRAIN = VERITAS / "train"
 SFT, GRPO, RL_GRPO, OPENSPIEL = TRAINERS = (
@@ -54,11 +54,18 @@ def test_outputs_are_ignored_by_git() -> None:
 
 
 @pytest.mark.parametrize("script", TRAINERS)
-def test_the_full_form_passes_the_checks_before_a_run(script: str, recipes: Recipes) -> None:
+def test_the_full_form_passes_the_checks_before_a_run(script: str, recipes: Recipes, tmp_path: Path) -> None:
+    """OpenSpiel starts from an adapter, which keeps its rank, alpha and modules."""
+    variables = {"HF_TOKEN": "x"}
+    if script == OPENSPIEL:
+        model = AutoModelForCausalLM.from_pretrained(recipes.root / "train/models" / MODELS[0])
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
+        peft.get_peft_model(model, config).save_pretrained(tmp_path)
+        variables["LORA_ADAPTER_PATH"] = str(tmp_path)
     before = set(recipes.root.rglob("*"))
-    result = recipes.run(script, "--dry-run", HF_TOKEN="x")
+    result = recipes.run(script, "--dry-run", **variables)
     assert result.returncode == 0, result.stderr
-    assert "models/rhuanmatias/trained-top-sn120 · " in result.stdout
+    assert f"models/{MODELS[0]} · " in result.stdout
     assert set(recipes.root.rglob("*")) == before, "a dry run leaves no files"
 
 
@@ -104,44 +111,39 @@ def test_the_defaults_of_openspiel_are_those_of_the_recipe(recipes: Recipes) -> 
     assert set(recipes.root.rglob("*")) == before, "a configuration that is printed leaves no files"
 
 
-@pytest.mark.parametrize("value", ["0", "false"])
-def test_t09_without_lora_the_learning_rate_is_that_of_full_fine_tuning(value: str, recipes: Recipes) -> None:
-    cfg = recipes.config(OPENSPIEL, ENABLE_LORA=value)
+def test_the_defaults_of_grpo_train_all_weights(recipes: Recipes) -> None:
+    cfg = recipes.config(GRPO)
     assert (cfg["trainer.policy.model.lora.rank"], cfg["trainer.policy.optimizer_config.lr"]) == (0, 6e-6)
 
 
-@pytest.mark.parametrize(("script", "full_rate", "lora_rate"), [(SFT, 2e-6, 2e-5), (GRPO, 6e-6, 6e-5)])
-def test_all_recipes_train_adapters(
-    script: str, full_rate: float, lora_rate: float, recipes: Recipes, tmp_path: Path
-) -> None:
-    """By default, the recipes of the puzzles train all weights."""
-    lora, rate = "trainer.policy.model.lora", "trainer.policy.optimizer_config.lr"
-    cfg = recipes.config(script, gpu_count="4")
-    assert (cfg[f"{lora}.rank"], cfg[rate]) == (0, full_rate)
-    assert cfg["trainer.placement.policy_num_gpus_per_node"] == 4
-    expected = {f"{lora}.rank": 32, f"{lora}.alpha": 32, f"{lora}.target_modules": "all-linear", rate: lora_rate}
-    assert expected.items() <= recipes.config(script, ENABLE_LORA="1").items()
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (tmp_path / name).touch()
-    cfg = recipes.config(script, LORA_ADAPTER_PATH=str(tmp_path))
-    assert (cfg[f"{lora}.lora_path"], cfg[rate]) == (str(tmp_path), lora_rate)
+@pytest.mark.parametrize(("script", "rate"), [(SFT, 2e-5), (GRPO, 6e-5)])
+def test_all_recipes_train_adapters(script: str, rate: float, recipes: Recipes) -> None:
+    cfg = recipes.config(script, ENABLE_LORA="1", gpu_count="4")
+    expected = {
+        "trainer.policy.model.lora.rank": 32,
+        "trainer.policy.model.lora.alpha": 32,
+        "trainer.policy.model.lora.target_modules": "all-linear",
+        "trainer.policy.optimizer_config.lr": rate,
+        "trainer.placement.policy_num_gpus_per_node": 4,
+    }
+    assert expected.items() <= cfg.items()
 
 
-def test_an_adapter_keeps_its_rank_alpha_and_modules(recipes: Recipes, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(recipes.root / "train/models/org/other")
-    peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])).save_pretrained(tmp_path)
-    variables = {"AGENT_MODEL_REPO_ID": "org/other", "LORA_ADAPTER_PATH": str(tmp_path)}
-    result = recipes.run(OPENSPIEL, "--dry-run", **variables)
-    assert result.returncode == 0, result.stderr
+def test_t09_without_lora_the_learning_rate_is_that_of_full_fine_tuning(recipes: Recipes, tmp_path: Path) -> None:
+    """Without gpu_count, the recipe uses all visible GPUs."""
+    tools = write_tool(tmp_path / "gpus", "nvidia-smi", "echo 'GPU 0: H100'", "echo 'GPU 1: H100'")
+    cfg = recipes.config(OPENSPIEL, tools=tools, ENABLE_LORA="false")
+    assert (cfg["trainer.policy.model.lora.rank"], cfg["trainer.policy.optimizer_config.lr"]) == (0, 6e-6)
+    assert (cfg["trainer.placement.policy_num_gpus_per_node"], cfg["generator.num_inference_engines"]) == (2, 2)
 
 
 def test_supervised_fine_tuning_needs_no_validation_rows(recipes: Recipes, parquet: Path, tmp_path: Path) -> None:
     """As after `convert_to_parquet --val-ratio 0`."""
     shutil.copy(parquet / "train.parquet", tmp_path)
-    result = recipes.run(SFT, "--dry-run", dataset_path=str(tmp_path))
+    result = recipes.run(SFT, "--print-config", dataset_path=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert f"{tmp_path}/val.parquet does not exist: there is no validation loss" in result.stderr
-    assert "val data" not in result.stdout
+    assert read_config(result.stdout)["data.val_data"] == []
 
 
 def test_variables_and_overrides_are_read(recipes: Recipes) -> None:
@@ -179,12 +181,6 @@ def test_variables_and_overrides_are_read(recipes: Recipes) -> None:
     assert expected.items() <= cfg.items()
 
 
-def test_reinforcement_learning_uses_all_visible_gpus(recipes: Recipes, tmp_path: Path) -> None:
-    tools = write_tool(tmp_path / "gpus", "nvidia-smi", "echo 'GPU 0: H100'", "echo 'GPU 1: H100'")
-    cfg = recipes.config(OPENSPIEL, tools=tools)
-    assert (cfg["trainer.placement.policy_num_gpus_per_node"], cfg["generator.num_inference_engines"]) == (2, 2)
-
-
 def test_a_sourced_script_reads_variables_that_are_not_exported(recipes: Recipes) -> None:
     lines = "WANDB_PROJECT=mine\nENABLE_LORA=0\ncd train\n. scripts/openspiel-ppo-trainer.sh --print-config"
     cfg = read_config(recipes.shell(["bash", "-c", lines]).stdout)
@@ -198,8 +194,10 @@ def test_a_model_may_be_a_folder_below_home_with_a_slash_at_its_end(recipes: Rec
     assert cfg["trainer.run_name"].startswith("other-20")
 
 
-@pytest.mark.parametrize("script", [SFT, RL_GRPO, OPENSPIEL])
-def test_recipes_run_in_any_folder_and_with_any_name(script: str, recipes: Recipes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("script", "rate"), [(SFT, 2e-5), (GRPO, 6e-5), (OPENSPIEL, 6e-5)])
+def test_recipes_run_in_any_folder_with_any_name_from_any_adapter(
+    script: str, rate: float, recipes: Recipes, tmp_path: Path
+) -> None:
     root, adapter = tmp_path / "jürgen's run (2), lr=1", tmp_path / "a [b]"
     root.symlink_to(recipes.root)
     adapter.mkdir()
@@ -214,15 +212,15 @@ def test_recipes_run_in_any_folder_and_with_any_name(script: str, recipes: Recip
     assert cfg["trainer.ckpt_path"].startswith(f"{root}/train/artifacts/")
     assert cfg["trainer.output_dir"].startswith(f"{root}/train/outputs/20")
     assert cfg["trainer.policy.model.lora.lora_path"] == str(adapter)
+    assert cfg["trainer.policy.optimizer_config.lr"] == rate
 
 
-@pytest.mark.parametrize("script", [SFT, RL_GRPO])
-def test_wandb_is_offline_without_a_key(script: str, recipes: Recipes) -> None:
-    result = recipes.run(script, "--print-config", WANDB_DIR="train/artifacts/wandb/mine")
+def test_wandb_is_offline_without_a_key(recipes: Recipes) -> None:
+    result = recipes.run(SFT, "--print-config", WANDB_DIR="train/artifacts/wandb/mine")
     assert "WANDB_API_KEY is not set" in result.stderr
     assert f"W&B logs to {recipes.root}/train/artifacts/wandb/mine;" in result.stderr
     assert "add WANDB_API_KEY=<key>" in result.stderr
-    result = recipes.run(script, "--print-config", WANDB_API_KEY="0" * 40)
+    result = recipes.run(RL_GRPO, "--print-config", WANDB_API_KEY="0" * 40)
     assert (result.returncode, "WANDB_API_KEY" in result.stderr) == (0, False)
 
 
@@ -231,15 +229,12 @@ def test_wandb_is_offline_without_a_key(script: str, recipes: Recipes) -> None:
     [
         (OPENSPIEL, {"AGENT_MODEL_REPO_ID": "org/none"}, "HF_TOKEN is not set"),
         (OPENSPIEL, {"ENABLE_LORA": "maybe"}, "ENABLE_LORA=maybe must be 1 or 0"),
-        (OPENSPIEL, {"LORA_ADAPTER_PATH": "/none"}, "there is no such folder"),
         (OPENSPIEL, {"LORA_ADAPTER_PATH": "train"}, "no adapter_config.json"),
         (OPENSPIEL, {"LORA_ADAPTER_PATH": "x", "ENABLE_LORA": "0"}, "merge it first"),
-        (OPENSPIEL, {"ROLLOUT_BACKEND": "tgi"}, "generator.backend=tgi must be one of"),
-        (OPENSPIEL, {"FSDP_STRATEGY": "ddp"}, "trainer.strategy=ddp must be one of fsdp2, fsdp, megatron"),
-        (GRPO, {"LORA_ADAPTER_PATH": "/none"}, "there is no such folder"),
+        (OPENSPIEL, {"ROLLOUT_BACKEND": "tgi", "FSDP_STRATEGY": "ddp"}, "generator.backend=tgi must be one of"),
         (GRPO, {"LORA_ADAPTER_PATH": "x", "ENABLE_LORA": "0"}, "merge it first"),
         (GRPO, {"ROLLOUT_BACKEND": "sglang"}, "start it with EXTRAS=ray,wandb,sglang"),
-        (SFT, {"LORA_ADAPTER_PATH": "/none"}, "there is no such folder"),
+        (SFT, {"LORA_ADAPTER_PATH": "x", "ENABLE_LORA": "0"}, "merge it first"),
         (SFT, {"dataset_path": "train/none"}, "train/none/train.parquet does not exist"),
         (SFT, {"AGENT_MODEL_REPO_ID": "/none/model"}, "AGENT_MODEL_REPO_ID=/none/model is not a folder; use one, or a"),
         (SFT, {"AGENT_MODEL_REPO_ID": "~/none"}, "AGENT_MODEL_REPO_ID=~/none is not a folder"),
