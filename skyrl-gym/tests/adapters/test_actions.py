@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
-import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
+from gym_kit.messages import call
+from gym_kit.texts import JSON_VALUES, linear_time, long_text
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_gym.adapters.actions import (
@@ -18,12 +20,7 @@ from skyrl_gym.adapters.actions import (
 )
 from skyrl_gym.tools.calls import MAX_CALLS
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+CALL = call("add", a=1)
 PROSE = st.text(st.characters(blacklist_characters="{}[]<>"))
 
 
@@ -70,15 +67,20 @@ def test_no_whole_number(text: str) -> None:
         parse_whole_number(text)
 
 
+@settings(max_examples=50)
 @given(
-    st.dictionaries(st.text(), VALUES), PROSE, PROSE, st.sampled_from(["{}", "```json\n{}\n```", "<action>{}</action>"])
+    st.dictionaries(st.text(max_size=9), JSON_VALUES, max_size=3),
+    PROSE,
+    PROSE,
+    st.sampled_from(["{}", "```json\n{}\n```", "<action>{}</action>"]),
 )
 def test_json_object_is_found_in_prose(value: dict[str, Any], before: str, after: str, frame: str) -> None:
     text = before + frame.replace("{}", json.dumps(value)) + after
     assert parse_json_object(text) == value
 
 
-@given(st.lists(VALUES), PROSE, PROSE)
+@settings(max_examples=50)
+@given(st.lists(JSON_VALUES, max_size=3), PROSE, PROSE)
 def test_json_array_is_found_in_prose(value: list[Any], before: str, after: str) -> None:
     assert parse_json_array(before + json.dumps(value) + after) == value
 
@@ -86,10 +88,8 @@ def test_json_array_is_found_in_prose(value: list[Any], before: str, after: str)
 @given(st.text())
 def test_any_text_is_parsed_or_raises_action_error(text: str) -> None:
     for read in (extract_action, parse_whole_number, parse_json_object, parse_json_array, parse_calls):
-        try:
+        with suppress(ActionError):
             read(text)
-        except ActionError as error:
-            assert str(error)  # noqa: PT017, any text may hold an action by chance
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,7 @@ def test_invalid_json_object(text: str) -> None:
 
 def test_last_outermost_object_counts() -> None:
     assert parse_json_object('{"x": 1} then {"y": {"z": 2}} and {broken') == {"y": {"z": 2}}
+    assert parse_json_object('the set {a, b} and { so {"x": 1}') == {"x": 1}  # braces in prose hide nothing
 
 
 @pytest.mark.parametrize("depth", [65, 500, 980, 5000])
@@ -113,38 +114,17 @@ def test_deeply_nested_value_is_refused(depth: int) -> None:
         parse_json_array("[" * depth + "]" * depth)
 
 
-def test_calls_are_limited() -> None:
+def test_calls_are_limited_and_valid() -> None:
     assert len(parse_calls(CALL * MAX_CALLS)) == MAX_CALLS
     with pytest.raises(ActionError, match=f"more than {MAX_CALLS} tool calls"):
         parse_calls(CALL * (MAX_CALLS + 1))
-
-
-def test_malformed_call_raises() -> None:
     with pytest.raises(ActionError, match="not valid JSON"):
         parse_calls(CALL + "<tool_call>{</tool_call>")
 
 
-def test_braces_in_prose_do_not_hide_an_action() -> None:
-    assert parse_json_object("the set {a, b} and {" + ' so {"x": 1}') == {"x": 1}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{" * 10**6,
-        CALL * 18_000,
-        '{"a":' * 200_000,
-        '{"' + "a" * 10**6,
-        "[" * 10**6,
-        '{"a": 1' * 150_000,
-        "<action>" * 125_000,
-    ],
-)
+@pytest.mark.parametrize("unit", ["{", CALL, '{"a":', "[", '{"a": 1', "<action>", "a"])
 @pytest.mark.parametrize("read", [extract_action, parse_whole_number, parse_json_object, parse_json_array, parse_calls])
-def test_parsing_is_linear(text: str, read: Any) -> None:
-    started = time.process_time()
-    try:
+def test_parsing_is_linear(unit: str, read: Any) -> None:
+    text = ('{"' if unit == "a" else "") + long_text(unit)
+    with linear_time(), suppress(ActionError):
         read(text)
-    except ActionError as error:
-        assert len(str(error)) < 500  # noqa: PT017, some of these are something else's action
-    assert time.process_time() - started < 5

@@ -5,13 +5,13 @@ Each YAML file has the answers to one grader, in groups: the ground truth, the s
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from gym_kit.databases import write_database
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,26 +47,24 @@ def workers_end_with_this_module() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("shop") / "shop.sqlite"
-    with sqlite3.connect(file) as connection:
-        connection.executescript(
-            "CREATE TABLE goods (name TEXT, price REAL); CREATE TABLE shops (town TEXT);"
-            "INSERT INTO goods VALUES ('pen', 1.5), ('pen', 1.5), ('ink', 4.0), ('tack', 0.1);"
-            "INSERT INTO shops VALUES ('Bern'), ('Rome');"
-        )
-    connection.close()
-    return file
+    return write_database(
+        tmp_path_factory.mktemp("shop") / "shop.sqlite",
+        "CREATE TABLE goods (name TEXT, price REAL); CREATE TABLE shops (town TEXT);"
+        "INSERT INTO goods VALUES ('pen', 1.5), ('pen', 1.5), ('ink', 4.0), ('tack', 0.1);"
+        "INSERT INTO shops VALUES ('Bern'), ('Rome');",
+    )
 
 
-def cases() -> list[Any]:
-    return [
-        pytest.param(
-            file.stem, group["gold"], answer, group["score"], id=f"{file.stem}-{answer!r:.60}-{group['gold']!r:.20}"
-        )
-        for file in sorted(FOLDER.glob("*.yaml"))
-        for group in yaml.safe_load(file.read_text(encoding="utf-8"))
-        for answer in group["answers"]
-    ]
+GROUPS = [
+    (file.stem, group)
+    for file in sorted(FOLDER.glob("*.yaml"))
+    for group in yaml.safe_load(file.read_text(encoding="utf-8"))
+]
+CASES = [
+    pytest.param(grader, group["gold"], answer, group["score"], id=f"{grader}-{answer!r:.60}-{group['gold']!r:.20}")
+    for grader, group in GROUPS
+    for answer in group["answers"]
+]
 
 
 def play(env: BaseTextEnv, replies: Any) -> float:
@@ -95,14 +93,6 @@ def score_mcp(name: str, reply: str, gold: list[str]) -> float | None:
     return _reward(name, extras)(strip_thoughts(reply).strip(), extras)
 
 
-def score_lcb(code: str, _: str) -> float:
-    return play(LCBEnv({"timeout": 5.0}, row(SUMS)), f"```python\n{code}\n```")
-
-
-def score_lcb_reply(reply: str, output: str) -> float:
-    return play(LCBEnv(None, row([{"input": "", "output": output}])), reply)
-
-
 HEX = legal_moves(load_game("hex(board_size=11)").new_initial_state(), 0)
 POKER_STATE = opening(load_game("leduc_poker"), 1, 4)
 POKER = legal_moves(POKER_STATE, POKER_STATE.current_player())
@@ -113,8 +103,8 @@ SCORES: dict[str, Score] = {
     "gsm8k_flexible": lambda reply, gold: play(GSM8kEnv({"grader": "flexible"}, row(gold)), reply),
     "gsm8k_multi_turn": lambda replies, gold: play(GSM8kMultiTurnEnv(None, row(gold) | {"max_turns": 5}), replies),
     "gsm8k_strict": lambda reply, gold: play(GSM8kEnv(None, row(gold)), reply),
-    "lcb": score_lcb,
-    "lcb_reply": score_lcb_reply,
+    "lcb": lambda code, _: play(LCBEnv({"timeout": 5.0}, row(SUMS)), f"```python\n{code}\n```"),
+    "lcb_reply": lambda reply, output: play(LCBEnv(None, row([{"input": "", "output": output}])), reply),
     "math_reply": lambda reply, gold: play(GSM8kEnv({"grader": "math_verify"}, row(gold)), reply),
     "math_verify": lambda answer, gold: float(maths.verify(answer, gold).is_correct),
     "mcp_contains": lambda reply, gold: score_mcp("contains", reply, gold),
@@ -127,7 +117,7 @@ SCORES: dict[str, Score] = {
 }
 
 
-@pytest.mark.parametrize(("grader", "gold", "answer", "score"), cases())
+@pytest.mark.parametrize(("grader", "gold", "answer", "score"), CASES)
 def test_score(grader: str, gold: Any, answer: Any, score: float, shop: Path) -> None:
     if grader == "text2sql":
         assert compute_score(f"<think>x</think><solution>{answer}</solution>", gold, shop) == score
@@ -161,7 +151,7 @@ def score_of(grader: str, reply: str, shop: Path) -> float:
 
 
 @pytest.mark.parametrize("grader", ATTEMPTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     attempts=st.lists(st.sampled_from(["42", "41", "4", "2"]), min_size=1, max_size=4),
     texts=st.lists(st.text(alphabet="abc ,.\n", max_size=20), min_size=5, max_size=5),
@@ -177,7 +167,7 @@ def test_more_attempts_and_more_text_never_raise_the_score(
 
 
 @pytest.mark.parametrize("grader", sorted(ATTEMPTS.keys() - {"gsm8k_flexible"}))  # reads the last of any numbers
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     wrong=st.lists(st.sampled_from(["41", "7", "100"]), min_size=1, max_size=3),
     place=st.integers(0, 3),
@@ -208,6 +198,5 @@ def test_list_of_answers_is_not_a_mention(items: list[str], separator: str) -> N
 
 
 def test_every_group_has_a_reason() -> None:
-    groups = [group for file in FOLDER.glob("*.yaml") for group in yaml.safe_load(file.read_text(encoding="utf-8"))]
-    assert all(group["reason"] and group["answers"] and group["score"] in (-1, 0, 0.2, 1) for group in groups)
-    assert len(cases()) >= 500
+    assert all(group["reason"] and group["answers"] and group["score"] in (-1, 0, 0.2, 1) for _, group in GROUPS)
+    assert len(CASES) >= 500

@@ -24,11 +24,8 @@ def task() -> Task:
 def whole_file_diff(task: Task, new: str) -> str:
     """Return a diff that replaces the file."""
     removed = "".join(f"-{line}\n" for line in task.facts["file"].splitlines())
-    return (
-        f"```diff\n--- a/{PATH}\n+++ b/{PATH}\n@@ -1 +1 @@\n{removed}"
-        + "".join(f"+{n}\n" for n in new.splitlines())
-        + "```"
-    )
+    added = "".join(f"+{line}\n" for line in new.splitlines())
+    return f"```diff\n--- a/{PATH}\n+++ b/{PATH}\n@@ -1 +1 @@\n{removed}{added}```"
 
 
 def test_the_repair_passes_and_no_repair_does_not(task: Task) -> None:
@@ -109,8 +106,5 @@ def test_mutants_differ_in_one_place() -> None:
 @pytest.mark.parametrize("name", ["moving_average", "rotate_matrix", "run_lengths"])
 def test_the_list_of_bugs_is_complete(name: str) -> None:
     assert tuple(find_bugs(name)) == BUGS[name]
-
-
-def test_every_function_has_bugs() -> None:
     assert BUGS.keys() == SUBJECTS.keys()
     assert all(BUGS.values())

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import json
-import time
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
+from gym_kit.messages import call
+from gym_kit.texts import JSON_VALUES, linear_time, long_text
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
@@ -16,11 +16,6 @@ JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Mount Fuji"
 PLAIN_CALL = "<function=search>\n<parameter=query>\nMount Fuji\n</parameter>\n</function>"
 
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,10}", fullmatch=True)
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
-    max_leaves=6,
-)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +82,13 @@ def test_malformed_call_is_explained(body: str, message: str) -> None:
         parse_tool_calls(f"{JSON_CALL}<tool_call>{body}</tool_call>")
 
 
-@given(st.lists(st.tuples(names, st.dictionaries(names, values, max_size=3)), max_size=3))
+@settings(max_examples=50)
+@given(st.lists(st.tuples(names, st.dictionaries(names, JSON_VALUES, max_size=3)), max_size=3))
 def test_round_trip(calls: list[tuple[str, dict[str, Any]]]) -> None:
-    written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
-    if any("</tool_call>" in call for call in written):
-        return
-    text = "\n".join(f"<tool_call>{call}</tool_call>" for call in written)
-    assert parse_tool_calls(text) == [ToolCall(name, arguments) for name, arguments in calls]
+    written = [call(name, **arguments) for name, arguments in calls if name not in arguments]
+    assert parse_tool_calls("\n".join(written)) == [
+        ToolCall(name, arguments) for name, arguments in calls if name not in arguments
+    ]
 
 
 @given(
@@ -106,13 +101,11 @@ def test_any_text_can_be_parsed_or_raises_tool_call_error(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", ["<tool_call>", "<function=f>", "<parameter=p>", "<think>", "</think>", "<function=f><parameter=p>"]
+    "unit", ["<tool_call>", "<function=f>", "<parameter=p>", "<think>", "</think>", "<function=f><parameter=p>"]
 )
-def test_parsing_is_linear(piece: str) -> None:
-    started = time.process_time()
-    with suppress(ToolCallError):
-        parse_tool_calls(piece * (1_000_000 // len(piece)))
-    assert time.process_time() - started < 5
+def test_parsing_is_linear(unit: str) -> None:
+    with linear_time(), suppress(ToolCallError):
+        parse_tool_calls(long_text(unit))
 
 
 def test_thoughts() -> None:
