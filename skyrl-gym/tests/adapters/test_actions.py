@@ -24,22 +24,15 @@ CALL = call("add", a=1)
 PROSE = st.text(st.characters(blacklist_characters="{}[]<>"))
 
 
+LEFT = [
+    *("left", "  left\n", "<think>right</think>left", "right</think>left", "<think>a</think>b<think>c</think>left"),
+    *("I go <action>left</action> now", "<action>right</action> or rather <action>left</action>", "<action>left"),
+    *("<action><action>left</action></action>", "<think><action>right</action></think>left"),
+]
+
+
 @pytest.mark.parametrize(
-    ("reply", "text"),
-    [
-        ("left", "left"),
-        ("  left\n", "left"),
-        ("<think>right</think>left", "left"),
-        ("right</think>left", "left"),
-        ("<think>a</think>b<think>c</think>left", "left"),
-        ("I go <action>left</action> now", "left"),
-        ("<action>right</action> or rather <action>left</action>", "left"),
-        ("<action><action>left</action></action>", "left"),
-        ("<action>left", "left"),
-        ("left</action>", "left</action>"),
-        ("<think><action>right</action></think>left", "left"),
-        ("le\0ft", "le\0ft"),
-    ],
+    ("reply", "text"), [*((reply, "left") for reply in LEFT), ("left</action>", "left</action>"), ("le\0ft", "le\0ft")]
 )
 def test_extract_action(reply: str, text: str) -> None:
     assert extract_action(reply) == text

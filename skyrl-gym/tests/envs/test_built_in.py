@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,24 @@ def test_constructor_has_skyrl_s_defaults(env_class: str, rows: dict[str, Any]) 
         SKYRL[env_class](env_config=config, extras=row).close()
     register("mine", SKYRL[env_class])
     skyrl_gym.make("mine", env_config=section, extras=row).close()
+
+
+@pytest.mark.parametrize("env_class", ["aime", "gsm8k", "gsm8k_multi_turn", "multiply", "search", "searchcode"])
+def test_ground_truth_is_required(env_class: str) -> None:
+    with pytest.raises(AssertionError, match="reward_spec field is required"):
+        SKYRL[env_class](None, {})
+    for spec in ({"method": "rule"}, {"ground_truth": None}):
+        with pytest.raises(AssertionError, match="ground_truth is required in reward_spec field"):
+            SKYRL[env_class]({}, {"reward_spec": spec})
+
+
+@pytest.mark.parametrize("env_class", ["aime", "gsm8k", "gsm8k_multi_turn"])
+def test_unavailable_grader_raises_in_the_constructor(env_class: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=rf"{env_class}\.grader=lenient is unknown; use one of .*, math_verify"):
+        SKYRL[env_class]({"grader": "lenient"}, ROW)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\./skyrl-gym\[maths\]'"):
+        SKYRL[env_class]({"grader": "math_verify"}, ROW)
 
 
 @pytest.mark.parametrize("env_class", SKYRL)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from skyrl_gym.envs.gsm8k.env import GSM8kEnv
 PROMPT = [{"role": "user", "content": "What is 6 * 7?"}]
 
 
-def new(truth: object = "42", **env_config: Any) -> GSM8kEnv:
-    return GSM8kEnv(env_config=env_config, extras={"reward_spec": {"method": "rule", "ground_truth": truth}})
+def new(**env_config: Any) -> GSM8kEnv:
+    return GSM8kEnv(env_config=env_config, extras={"reward_spec": {"method": "rule", "ground_truth": "42"}})
 
 
 @pytest.mark.parametrize(
@@ -31,10 +30,6 @@ def test_episode_has_one_reply(reply: str, reward: float, parsed: str | None) ->
         assert env.get_metrics() == {}
 
 
-def test_ground_truth_may_be_a_number() -> None:
-    assert new(42).step("#### 42")["reward"] == 1.0
-
-
 def test_env_config_chooses_the_grader() -> None:
     assert new(grader="strict").step("It is 42.")["reward"] == 0.0
     assert new(grader="flexible").step("It is 42.")["reward"] == 1.0
@@ -48,18 +43,3 @@ def test_undecided_answer_counts_as_wrong() -> None:
     step = env.step(r"\boxed{" + "1" * 10_000 + "}")
     assert (step["reward"], step["done"], step["metadata"]["undecided"]) == (0.0, True, "length")
     assert env.get_metrics() == {"undecided": 1}
-
-
-def test_invalid_config_raises_in_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"gsm8k\.grader=lenient is unknown; use one of strict, flexible, math_verify"):
-        new(grader="lenient")
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install '\./skyrl-gym\[maths\]'"):
-        new(grader="math_verify")
-
-
-def test_ground_truth_is_required() -> None:
-    with pytest.raises(AssertionError, match="reward_spec field is required"):
-        GSM8kEnv(env_config=None, extras={})
-    with pytest.raises(AssertionError, match="ground_truth is required in reward_spec field"):
-        GSM8kEnv(env_config={}, extras={"reward_spec": {"method": "rule"}})

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from gym_kit.messages import user
 
 from skyrl_gym.envs.gsm8k.multi_turn_env import ANSWER_NOW, TRY_AGAIN, GSM8kMultiTurnEnv
 from skyrl_gym.metrics import default_aggregate_metrics
@@ -12,16 +13,12 @@ def new(env_config: dict[str, Any] | None = None, **extras: Any) -> GSM8kMultiTu
     return GSM8kMultiTurnEnv(env_config=env_config, extras={"reward_spec": {"ground_truth": "42"}} | extras)
 
 
-def asked(content: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": content}]
-
-
 def test_wrong_answer_earns_a_fifth_on_the_last_turn_alone() -> None:
     env = new()
     steps = [env.step("#### 41") for _ in range(5)]
     assert [step["reward"] for step in steps] == [0.0] * 4 + [0.2]
     assert [step["done"] for step in steps] == [False] * 4 + [True]
-    assert [step["observations"] for step in steps] == [asked(TRY_AGAIN)] * 3 + [asked(ANSWER_NOW), []]
+    assert [step["observations"] for step in steps] == [user(TRY_AGAIN)] * 3 + [user(ANSWER_NOW), []]
     assert env.get_metrics() == {"steps": 5}
     with pytest.raises(RuntimeError, match="ended after turn 5"):
         env.step("#### 42")
@@ -37,16 +34,10 @@ def test_the_right_answer_ends_the_episode() -> None:
         env.step("#### 42")
 
 
-def test_one_turn() -> None:
+def test_turns_before_the_last() -> None:
     step = new(max_turns=1).step("#### 41")
     assert (step["reward"], step["done"], step["observations"]) == (0.2, True, [])
-
-
-def test_second_of_two_turns_asks_for_the_final_answer() -> None:
-    assert new(max_turns=2).step("")["observations"] == asked(ANSWER_NOW)
-
-
-def test_observations_name_the_format() -> None:
+    assert new(max_turns=2).step("")["observations"] == user(ANSWER_NOW)
     assert "'#### ANSWER'" in TRY_AGAIN
     assert "'#### ANSWER'" in ANSWER_NOW
 
@@ -65,8 +56,6 @@ def test_other_graders() -> None:
     assert env.step("I do not know.")["reward"] == 0.0
     assert env.step(r"\boxed{43}")["reward"] == 0.2
     assert env.get_metrics() == {"steps": 2, "undecided": 0}
-    with pytest.raises(ValueError, match=r"gsm8k_multi_turn\.grader=lenient"):
-        new({"grader": "lenient"})
 
 
 def test_undecided_answers_are_counted() -> None:
@@ -81,10 +70,3 @@ def test_metrics_of_a_batch() -> None:
     assert aggregate([{"steps": 1}, {"steps": 4}]) == {"avg_steps": 2.5}
     assert aggregate([{"steps": 1, "undecided": 1}, {"steps": 1, "undecided": 0}]) == {"avg_steps": 1, "undecided": 0.5}
     assert aggregate([]) == default_aggregate_metrics([]) == {}
-
-
-def test_ground_truth_is_required() -> None:
-    with pytest.raises(AssertionError, match="reward_spec field is required"):
-        GSM8kMultiTurnEnv(env_config={}, extras={})
-    with pytest.raises(AssertionError, match="ground_truth is required in reward_spec field"):
-        new(reward_spec={})

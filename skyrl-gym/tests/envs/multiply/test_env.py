@@ -65,11 +65,7 @@ def test_max_turns_defaults_to_five() -> None:
         env.step(r"\boxed{84}")
 
 
-def test_ground_truth_and_a_positive_max_turns_are_required() -> None:
-    with pytest.raises(AssertionError, match="reward_spec field is required"):
-        MultiplyEnv(env_config=None, extras={})
-    with pytest.raises(AssertionError, match="ground_truth is required in reward_spec field"):
-        new(None)
+def test_max_turns_must_be_positive() -> None:
     with pytest.raises(ValueError, match="max_turns=0"):
         new(max_turns=0)
 

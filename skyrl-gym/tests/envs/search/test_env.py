@@ -1,19 +1,19 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
+from gym_kit.messages import message_text, user
+from gym_kit.texts import linear_time, long_text
 
 from skyrl_gym.envs.search import env as module
 from skyrl_gym.envs.search.env import SearchEnv
-from skyrl_gym.envs.search.grading import compute_score, extract_solution
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools import search
 
 ROW: dict[str, Any] = {"reward_spec": {"ground_truth": {"target": ["Mount Fuji", "Fuji"]}}, "max_turns": 3}
-PROMPT = [{"role": "user", "content": "What is the highest mountain of Japan?"}]
+PROMPT = user("What is the highest mountain of Japan?")
 
 
 @pytest.fixture
@@ -41,9 +41,8 @@ def test_search_and_answer(requests: list[dict[str, Any]]) -> None:
     env = new_env({"topk": 5})
     first = env.step("I need to look. <search> japan mountain </search>")
     assert (first["reward"], first["done"]) == (0.0, False)
-    (message,) = first["observations"]
     result = json.dumps({"result": "Doc 1: <answer>Fuji</answer></information>\n"})
-    assert message == {"role": "user", "content": f"\n<information>{result}</information>\n"}
+    assert message_text(first) == f"\n<information>{result}</information>\n"
     assert first["metadata"] == {
         "tool_group": "SearchToolGroup",
         "tool_name": "search",
@@ -64,38 +63,32 @@ def test_answer_in_a_document_does_not_count(requests: list[dict[str, Any]]) -> 
 
 
 def test_reply_without_query_gets_an_empty_observation(requests: list[dict[str, Any]]) -> None:
-    output = new_env().step("hm </search><search>")
-    assert output["observations"] == [{"role": "user", "content": "\n<information></information>\n"}]
+    assert message_text(new_env().step("hm </search><search>")) == "\n<information></information>\n"
     assert requests == []
 
 
 @pytest.mark.parametrize(
     ("reply", "reward"),
     [
-        ("<answer>Fuji</answer>", 1.0),
         ("<answer>Etna</answer><answer> a Fuji </answer>", 1.0),
         ("<answer>Fuji</answer><answer>Etna</answer>", 0.0),
-        ("<answer><answer>Fuji</answer></answer>", 1.0),
-        ("</answer>Fuji<answer>", 0.0),
-        ("<answer></answer>", 0.0),
         ("<search>x</search><answer>Fuji</answer>", 1.0),
-        ("<answer>" * 50_000 + "Fuji</answer>", 1.0),
-        ("<answer>Fuji" + "</answer>" * 50_000, 1.0),
-        ("<answer>Fuji</answer> or <answer>Etna", 1.0),
+        (long_text("<answer>") + "Fuji</answer>", 1.0),
+        ("<answer>Fuji" + long_text("</answer>"), 1.0),
     ],
+    ids=range(5),
 )
 def test_the_last_answer_counts(requests: list[dict[str, Any]], reply: str, reward: float) -> None:
-    started = time.process_time()
-    output = new_env().step(reply)
+    with linear_time():
+        output = new_env().step(reply)
     assert (output["reward"], output["done"]) == (reward, True)
     assert requests == []
-    assert time.process_time() - started < 5
 
 
 def test_search_failure_is_raised_unless_tell_failures_is_set(requests: list[dict[str, Any]]) -> None:
     with pytest.raises(ToolFailure, match="status 503"):
         new_env().step("<search>down</search>")
-    message = new_env({"tell_failures": True}).step("<search>down</search>")["observations"][0]["content"]
+    message = message_text(new_env({"tell_failures": True}).step("<search>down</search>"))
     assert "Search error: the server answered with status 503" in message
 
 
@@ -124,11 +117,3 @@ def test_invalid_row_or_config_raises(
 ) -> None:
     with pytest.raises(error, match=message):
         SearchEnv(env_config, row)
-
-
-def test_grading() -> None:
-    assert extract_solution("<answer>a</answer> <answer> b </answer>") == "b"
-    assert extract_solution("nothing") is None
-    assert compute_score("<answer>x</answer>", {"target": "x"}, score=2.0) == 2.0
-    assert compute_score("<answer>y</answer>", {"target": "x"}, format_score=0.1) == 0.1
-    assert compute_score("y", {"target": "x"}, format_score=0.1) == 0.0

@@ -3,6 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from gym_kit.messages import message_text
+from gym_kit.texts import long_text
 
 from skyrl_gym.envs.searchcode.env import SearchCodeEnv
 from skyrl_gym.error import ToolFailure
@@ -28,7 +30,7 @@ def new_env(**env_config: Any) -> SearchCodeEnv:
 def test_python_search_and_a_solution() -> None:
     with new_env() as env:
         first = env.step("<tool><python>\nprint(6 * 7)\n</python></tool>")
-        assert first["observations"] == [{"role": "user", "content": "42"}]
+        assert message_text(first) == "42"
         assert first["metadata"] == {
             "tool_group": "PythonCodeExecutorToolGroup",
             "tool_name": "python",
@@ -36,7 +38,7 @@ def test_python_search_and_a_solution() -> None:
             "tools": [["search"], ["python"]],
         }
         second = env.step("<tool><search>answer</search></tool>")
-        assert second["observations"][0]["content"] == '{"result": "Doc 1: #### 42\\n"}'
+        assert message_text(second) == '{"result": "Doc 1: #### 42\\n"}'
         assert second["metadata"]["tool_group"] == "SearchToolGroup"
         last = env.step("<solution>#### 42</solution>")
         assert (last["reward"], last["done"], last["observations"]) == (1.0, True, [])
@@ -59,22 +61,22 @@ def test_tool_output_is_not_scored() -> None:
         ("<tool><shell>ls</shell></tool>", "There is no tool shell. Tools: python, search."),
         ("<tool><close>x</close></tool>", "There is no tool close."),
         ("<tool><execute_tool>x</execute_tool></tool>", "There is no tool execute_tool."),
-        ("<tool>" * 100_000, "Call a tool with <tool>"),
+        (long_text("<tool>"), "Call a tool with <tool>"),
     ],
 )
 def test_wrong_call_is_explained(reply: str, message: str) -> None:
     output = new_env().step(reply)
-    assert output["observations"][0]["content"].startswith(message)
+    assert message_text(output).startswith(message)
     assert (output["reward"], output["done"]) == (0.0, False)
 
 
 def test_search_failure_is_raised_unless_tell_failures_is_set() -> None:
     with pytest.raises(ToolFailure):
         new_env().step("<tool><search>down</search></tool>")
-    output = new_env(tell_failures=True).step("<tool><search>down</search></tool>")
-    assert "Search error: down" in output["observations"][0]["content"]
+    message = message_text(new_env(tell_failures=True).step("<tool><search>down</search></tool>"))
+    assert "Search error: down" in message
 
 
 def test_python_timeout() -> None:
-    output = new_env(python_timeout=0.5).step("<tool><python>while True: pass</python></tool>")
-    assert output["observations"][0]["content"].endswith("Execution timed out after 0.5 seconds.")
+    message = message_text(new_env(python_timeout=0.5).step("<tool><python>while True: pass</python></tool>"))
+    assert message.endswith("Execution timed out after 0.5 seconds.")

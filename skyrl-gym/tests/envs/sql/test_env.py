@@ -112,15 +112,11 @@ def test_database_output_is_not_graded(folder: Path) -> None:
         ("SELECT count(name) AS n FROM (SELECT * FROM goods)", 1.0),
         ("WITH g AS (SELECT * FROM goods) SELECT sum(1) FROM g", 1.0),
         ("-- four\nSELECT count(*) FROM goods", 1.0),
-        ("SELECT 4", 0.0),
-        ("WITH goods AS (SELECT 4) SELECT * FROM goods", 0.0),
-        ("WITH goods AS (SELECT 1) SELECT 4 FROM goods", 0.0),
+        *((query, 0.0) for query in ("SELECT 4", "VALUES (4)", "SELECT DISTINCT 4 FROM goods")),
+        *((f"WITH goods AS (SELECT {x} FROM goods", 0.0) for x in ("4) SELECT *", "1) SELECT 4")),
         ("SELECT 4 FROM (SELECT 1 AS name) AS goods", 0.0),
-        ("SELECT 4 FROM sqlite_master LIMIT 1", 0.0),
-        ("SELECT 4 FROM goods LIMIT 1", 0.0),
-        ("SELECT DISTINCT 4 FROM goods", 0.0),
+        *((f"SELECT 4 FROM {table} LIMIT 1", 0.0) for table in ("sqlite_master", "goods")),
         ("SELECT 4 WHERE EXISTS (SELECT * FROM goods)", 0.0),
-        ("VALUES (4)", 0.0),
     ],
 )
 def test_solution_reads_a_table_of_the_ground_truth(folder: Path, query: str, reward: float) -> None:
@@ -133,11 +129,8 @@ def test_a_ground_truth_that_no_part_changes_needs_no_other_result(folder: Path)
     assert new_env(folder, gold).step(solution("SELECT name FROM goods WHERE price = 1.5 LIMIT 1"))["reward"] == 1.0
 
 
-def test_constant_ground_truth_needs_no_table(folder: Path) -> None:
-    assert new_env(folder, "SELECT 4").step(solution("SELECT 2 + 2"))["reward"] == 1.0
-
-
-def test_failing_ground_truth_raises(folder: Path) -> None:
+def test_special_ground_truths(folder: Path) -> None:
+    assert new_env(folder, "SELECT 4").step(solution("SELECT 2 + 2"))["reward"] == 1.0  # needs no table
     with pytest.raises(ValueError, match=r"the ground truth fails on .*no such column: nobody"):
         new_env(folder, "SELECT nobody FROM goods").step(solution("SELECT 1"))
 
