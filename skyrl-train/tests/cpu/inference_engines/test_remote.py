@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 import os
 import pickle
 import signal
@@ -12,22 +11,28 @@ import socket
 import struct
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from train_kit.engine_contract import EngineContract
-from train_kit.engines import EngineKit, Listener, assert_same, start
-from train_kit.weight_sync import sync_weights
+from train_kit.engine_contract import (
+    CacheContract,
+    CallContract,
+    ControlContract,
+    EndingContract,
+    SamplingContract,
+    WeightContract,
+)
+from train_kit.engines import LIMITS, EngineKit, Listener, assert_same, make_engine, start
+from train_kit.processes import no_leaks, python
+from train_kit.weight_sync import SYNC_TIMEOUT_S, sync_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError, EngineError, EngineLostError
@@ -44,7 +49,7 @@ MakeEngine = Callable[[], InferenceEngine]
 
 @pytest.fixture(scope="module", autouse=True)
 def temporary_folder() -> Iterator[Path]:
-    """A private folder for temporary files, so that concurrent tests do not appear in `Leftovers`."""
+    """A private folder for temporary files, so that those of concurrent tests are no leaks."""
     with tempfile.TemporaryDirectory(prefix="skyrl-") as folder, pytest.MonkeyPatch.context() as patches:
         patches.setenv("TMPDIR", folder)
         patches.setattr(tempfile, "tempdir", folder)
@@ -52,17 +57,11 @@ def temporary_folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def engine_process(temporary_folder: Path) -> Iterator[ServerProcess]:
+def engine_process(temporary_folder: Path, forked_processes: None) -> Iterator[ServerProcess]:
     """An engine process shared by the tests of this module; each connection has its own engine."""
     process = ServerProcess(n_threads=1)
     yield process
     process.close()
-
-
-def make_engine(path: Path, max_num_seqs: int = 32, max_num_batched_tokens: int = 1024, **options: Any) -> MakeEngine:
-    """Return a picklable function that creates an engine of the model at `path`."""
-    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    return partial(load_engine, str(path), **{"dtype": torch.float32, "max_cache_bytes": 1 << 28, **limits, **options})
 
 
 @pytest.fixture
@@ -90,8 +89,13 @@ def engine_kit(
     return EngineKit(new_engine, model, tiny_tokenizer, tolerance=1e-5, cache_block_size=1, transport="auto")
 
 
-class TestRemoteContract(EngineContract):
-    """The engine contract over a Unix socket."""
+class TestRemoteContract(ControlContract):
+    """The engine contract over a Unix socket; `test_client.py` runs other parts over two sockets."""
+
+
+@pytest.mark.nightly
+class TestRestOfTheRemoteContract(SamplingContract, CallContract, EndingContract, CacheContract, WeightContract):
+    """Parts that `test_client.py` covers, or that a socket cannot break."""
 
 
 @dataclass(frozen=True)
@@ -132,64 +136,42 @@ def request(n_new: int, seed: int = 0, n_prompt: int = 10, **sampling: Any) -> E
     return EngineRequest(list(range(5, 5 + n_prompt)), SamplingParams(n_new, ignore_eos=True, **sampling), seed)
 
 
-class Leftovers:
-    """Processes, threads and file descriptors of this process, and temporary folders of engine processes."""
-
-    def __init__(self) -> None:
-        resource_tracker.ensure_running()  # it lives as long as this process
-        self._before = self._now()
-
-    @staticmethod
-    def _now() -> tuple[Any, ...]:
-        this = psutil.Process()
-        threads = {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
-        folders = set(Path(tempfile.gettempdir()).glob("skyrl-engine-*"))
-        return set(this.children(recursive=True)), threads, folders, this.num_fds()
-
-    async def check(self) -> None:
-        """Fail if anything is left after two seconds; threads that are ending may take a moment."""
-        for _ in range(20):
-            gc.collect()
-            if self._now() == self._before:
-                return
-            await asyncio.sleep(0.1)
-        assert self._now() == self._before
-
-
 # -- crashes
 
 
 async def test_calls_to_a_killed_process_fail_at_once_and_another_engine_samples_the_same_tokens(
-    new_engine: Callable[..., RemoteEngine], tiny_model_path: Path, tiny_model: PreTrainedModel
+    new_engine: Callable[..., RemoteEngine],
+    tiny_model_path: Path,
+    tiny_model: PreTrainedModel,
+    tmp_path: Path,
+    temporary_folder: Path,
 ) -> None:
-    other_engine = new_engine()
-    # stores keep a pipe open for the lifetime of the process
-    await sync_weights(other_engine, tiny_model.named_parameters, 0, "gloo")
-    leftovers = Leftovers()
-    process = await asyncio.to_thread(ServerProcess, "127.0.0.1:0", n_threads=1)
-    engine = await asyncio.to_thread(process.connect, make_engine(tiny_model_path, max_num_seqs=3), is_owner=True)
-    long = request(400)
-    listener = Listener(engine, long)
-    calls = [start(engine, request(400, seed=1), method) for method in ("generate", "generate", "stream", "stream")]
-    await listener.wait_for(20)
-    os.kill(process.pid, signal.SIGSTOP)  # so the next call is also waiting
-    sync = asyncio.create_task(sync_weights(engine, tiny_model.named_parameters, 1, "gloo"))
-    await asyncio.sleep(0.2)
-    os.kill(process.pid, signal.SIGKILL)
-    killed_at = time.monotonic()
-    outcomes: list[Any] = await asyncio.gather(listener.task, *calls, sync, return_exceptions=True)
-    assert time.monotonic() - killed_at < 3
-    assert [type(outcome) for outcome in outcomes] == [EngineLostError] * 6
-    ended = f"engine process {process.pid} ended with exit status -9"
-    assert all(ended in str(outcome) for outcome in outcomes)
-    for call in (engine.generate([long]), engine.pause(), Listener(engine, long).result()):
-        with pytest.raises(EngineError, match=ended):
-            await call
-    received = listener.token_ids
-    await engine.close()
-    with pytest.raises(EngineError, match="the engine is closed"):
-        await engine.generate([long])
-    await leftovers.check()
+    other_engine, pid_file = new_engine(), tmp_path / "pid"
+    await sync_weights(other_engine, tiny_model.named_parameters, 0, "gloo")  # its store keeps a pipe open
+    async with no_leaks(temporary_folder):
+        process = await asyncio.to_thread(ServerProcess, "127.0.0.1:0", n_threads=1)
+        make = make_engine(tiny_model_path, pid_file, max_num_seqs=3)
+        engine, long = await asyncio.to_thread(process.connect, make, is_owner=True), request(400)
+        listener = Listener(engine, long)
+        calls = [start(engine, request(400, seed=1), method) for method in ("generate", "generate", "stream", "stream")]
+        await listener.wait_for(20)
+        pid = int(pid_file.read_text())
+        os.kill(pid, signal.SIGSTOP)  # so the next call is also waiting
+        sync = asyncio.create_task(sync_weights(engine, tiny_model.named_parameters, 1, "gloo"))
+        await asyncio.sleep(0.2)
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(SYNC_TIMEOUT_S / 2):
+            outcomes: list[Any] = await asyncio.gather(listener.task, *calls, sync, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [EngineLostError] * 6
+        ended = f"engine process {process.pid} ended with exit status -9"
+        assert all(ended in str(outcome) for outcome in outcomes)
+        for call in (engine.generate([long]), engine.pause(), Listener(engine, long).result()):
+            with pytest.raises(EngineError, match=ended):
+                await call
+        received = listener.token_ids
+        await engine.close()
+        with pytest.raises(EngineError, match="the engine is closed"):
+            await engine.generate([long])
     (result,) = await other_engine.generate([long])
     assert 20 <= len(received) < 400
     assert result.token_ids[: len(received)] == received
@@ -204,7 +186,7 @@ async def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path, temporar
     script = tmp_path / "driver.py"
     script.write_text(code, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    driver = await asyncio.create_subprocess_exec(sys.executable, script, env=env, stdout=asyncio.subprocess.PIPE)
+    driver = await asyncio.create_subprocess_exec(python(), script, env=env, stdout=asyncio.subprocess.PIPE)
     assert driver.stdout is not None
     process = psutil.Process(int(await driver.stdout.readline()))
     driver.kill()
@@ -217,8 +199,14 @@ async def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path, temporar
 # -- start and end
 
 
+@pytest.fixture
+async def without_leaks(temporary_folder: Path, forked_processes: None) -> AsyncIterator[None]:
+    async with no_leaks(temporary_folder):
+        yield
+
+
+@pytest.mark.usefixtures("without_leaks")
 async def test_a_started_engine_ends_without_leaks(tiny_model_path: Path) -> None:
-    leftovers = Leftovers()
     engine = await start_engine(make_engine(tiny_model_path), n_threads=1)
     assert len((await engine.generate([request(5)]))[0].token_ids) == 5
     listener = Listener(engine, request(400))
@@ -226,31 +214,28 @@ async def test_a_started_engine_ends_without_leaks(tiny_model_path: Path) -> Non
     await asyncio.gather(engine.close(), engine.close())
     with pytest.raises(EngineError, match="closed while requests were waiting"):
         await listener.result()
-    await leftovers.check()
 
 
+@pytest.mark.usefixtures("without_leaks")
 async def test_a_failed_start_raises_its_error_and_leaks_nothing() -> None:
-    leftovers = Leftovers()
     with pytest.raises(ValueError, match="could not convert string to float: 'no model'"):
         await start_engine(partial(float, "no model"))  # type: ignore[arg-type]
-    await leftovers.check()
 
 
+@pytest.mark.usefixtures("without_leaks")
 async def test_a_cancelled_start_leaks_nothing(tiny_model_path: Path) -> None:
-    leftovers = Leftovers()
     starting = asyncio.create_task(start_engine(make_engine(tiny_model_path)))
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.2)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    await leftovers.check()
 
 
 async def test_an_engine_that_cannot_start_leaves_its_process_usable(
-    engine_process: ServerProcess, new_engine: Callable[..., RemoteEngine]
+    engine_process: ServerProcess, new_engine: Callable[..., RemoteEngine], tiny_model_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="cannot load the model"):
-        new_engine(dtype=torch.int8)
+        engine_process.connect(partial(load_engine, str(tiny_model_path), dtype=torch.int8, **LIMITS))
     with pytest.raises(ConfigError, match=r"cannot load the model from .*/nowhere"):
         engine_process.connect(make_engine(Path("/nowhere")))
     with pytest.raises(TypeError, match="surprise"):

@@ -109,11 +109,11 @@ class SamplingContract:
 
     async def test_sampled_tokens_depend_on_the_seed_alone(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
-        requests = [engine_kit.request(5 + 3 * i, 16, seed=i) for i in range(4)]
-        batched = await engine.generate([*requests, requests[1], replace(requests[1], seed=99)])
-        assert_same(batched[4], batched[1], engine_kit.tolerance)
-        assert batched[5].token_ids != batched[1].token_ids
-        for request, expected in zip(requests, batched, strict=False):
+        requests = [engine_kit.request(5 + 3 * i, 8, seed=i) for i in range(3)]
+        *batched, same, other = await engine.generate([*requests, requests[1], replace(requests[1], seed=99)])
+        assert_same(same, batched[1], engine_kit.tolerance)
+        assert other.token_ids != batched[1].token_ids
+        for request, expected in zip(requests, batched, strict=True):
             (single,) = await engine.generate([request])
             assert_same(single, expected, engine_kit.tolerance)
 
@@ -134,7 +134,7 @@ class CallContract:
 
     async def test_simultaneous_calls(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
-        requests = [[engine_kit.request(10 + i, 12, seed=10 * i + j) for j in range(3)] for i in range(4)]
+        requests = [[engine_kit.request(10 + i, 8, seed=10 * i + j) for j in range(3)] for i in range(3)]
         batched = await asyncio.gather(*(engine.generate(group) for group in requests))
         for group, results in zip(requests, batched, strict=True):
             for result, expected in zip(results, await engine.generate(group), strict=True):
@@ -200,7 +200,7 @@ class CallContract:
                     await chunks.aclose()
 
         engine = engine_kit.new()
-        kept = engine_kit.request(10, 40, ignore_eos=True)
+        kept = engine_kit.request(10, 16, ignore_eos=True)
         (expected,) = await engine.generate([kept])
         others = [start(engine, kept, method) for method in ("generate", "stream")]
         consumers = [asyncio.create_task(consume(engine.stream(engine_kit.request(n, **LONG)))) for n in (5, 6)]
@@ -266,7 +266,7 @@ class CacheContract:
     ) -> None:
         engine = engine_kit.new()
         turns = [
-            engine_kit.request(100, 20, seed=seed, session=session, temperature=0.8, ignore_eos=True)
+            engine_kit.request(100, 10, seed=seed, session=session, temperature=0.8, ignore_eos=True)
             for seed, session in enumerate(["a", "b", None])
         ]
         for n_turn in range(3):
@@ -342,7 +342,7 @@ class WeightContract:
         engine, before = engine_kit.new(), copy.deepcopy(engine_kit.model)
         request = engine_kit.request(70, 60, ignore_eos=True)
         listener = Listener(engine, request)
-        await listener.wait_for(10)
+        await listener.wait_for(5)
         await engine.pause()
         n_before = await listener.settle()
         engine_kit.add_noise()
@@ -377,8 +377,8 @@ class ControlContract:
 
     async def test_an_aborted_session_returns_its_tokens_so_far(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
-        kept, aborted = engine_kit.request(10, 30, session="kept"), engine_kit.request(11, session="game", **LONG)
-        expected = await engine.generate([kept, replace(aborted, sampling=SamplingParams(100, ignore_eos=True))])
+        kept, aborted = engine_kit.request(10, 20, session="kept"), engine_kit.request(11, session="game", **LONG)
+        expected = await engine.generate([kept, replace(aborted, sampling=SamplingParams(60, ignore_eos=True))])
         listeners = [Listener(engine, kept), Listener(engine, aborted)]
         await listeners[1].wait_for(5)
         await engine.abort("game")
@@ -387,7 +387,7 @@ class ControlContract:
         assert_same(result, expected[0], engine_kit.tolerance)
         assert cut.stop_reason == "abort"
         n = len(cut.token_ids)
-        assert 3 < n < 100
+        assert 3 < n < 60
         assert cut.token_ids == listeners[1].token_ids == expected[1].token_ids[:n]
         assert cut.logprobs == pytest.approx(expected[1].logprobs[:n], abs=2 * engine_kit.tolerance)
 
@@ -410,10 +410,10 @@ class ControlContract:
 
     async def test_a_paused_engine_keeps_its_requests_and_continues_them(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
-        request = engine_kit.request(10, 60, ignore_eos=True)
+        request = engine_kit.request(10, 50, ignore_eos=True)
         (expected,) = await engine.generate([request])
         listener = Listener(engine, request)
-        await listener.wait_for(5)
+        await listener.wait_for(2)
         await engine.pause()
         with pytest.raises(EngineError, match="paused already"):
             await engine.pause()
@@ -431,7 +431,7 @@ class ControlContract:
     @pytest.mark.parametrize("method", ["generate", "stream"])
     async def test_a_cancelled_call_stops_without_affecting_others(self, engine_kit: EngineKit, method: str) -> None:
         engine = engine_kit.new(max_num_seqs=2)
-        kept = engine_kit.request(10, 40, ignore_eos=True)
+        kept = engine_kit.request(10, 16, ignore_eos=True)
         (expected,) = await engine.generate([kept])
         running = start(engine, engine_kit.request(11, **LONG), method)
         clock = Listener(engine, engine_kit.request(13, **LONG))  # one token a step

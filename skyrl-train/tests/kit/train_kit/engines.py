@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
+import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -34,18 +36,36 @@ from skyrl_train.inference_engines.base import (
     SamplingParams,
     TokenChunk,
 )
-from skyrl_train.inference_engines.hf import HFEngine, load_engine
+from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.weight_sync.base import Transport
+from train_kit.models import load_on_cpu
 from train_kit.weight_sync import sync_weights
 
 LIMITS = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 28}
 """Options of an embedded engine with room for every test."""
 
 
-def make_engine(path: Path, **options: Any) -> Callable[[], InferenceEngine]:
-    """Return a picklable function that loads the model at `path` into an embedded engine."""
-    return partial(load_engine, str(path), **{"dtype": torch.float32, **LIMITS, **options})
+def make_engine(path: Path, pid_file: Path | None = None, **limits: Any) -> Callable[[], HFEngine]:
+    """Return a picklable function that creates an embedded engine of the model at `path`, in float32.
+
+    It writes the id of its process to `pid_file`: processes started from the zygote have another one than their shim.
+    """
+    return partial(_make_engine, path, pid_file, **limits)
+
+
+def _make_engine(path: Path, pid_file: Path | None, **limits: Any) -> HFEngine:
+    if pid_file is not None:
+        pid_file.write_text(str(os.getpid()))
+    model, tokenizer = _load(path)
+    return HFEngine(copy.deepcopy(model), tokenizer, owns_model=True, **{**LIMITS, **limits})
+
+
+@functools.cache
+def _load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model once in each process: connections to an engine process have engines of their own."""
+    return load_on_cpu(path), load_tokenizer(str(path))
 
 
 @dataclass(frozen=True)
@@ -229,10 +249,10 @@ def start(engine: InferenceEngine, request: EngineRequest, method: str) -> async
 
 
 class RecordedEngine(HFEngine):
-    """The engine, with a record of its requests and results."""
+    """The embedded engine, with a record of its requests and results."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **limits: Any) -> None:
+        super().__init__(model, tokenizer, **{**LIMITS, **limits})
         self.exchanges: list[tuple[EngineRequest, EngineResult]] = []
         self.ended: list[str] = []
 

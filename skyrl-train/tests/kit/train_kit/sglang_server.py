@@ -26,10 +26,9 @@ from safetensors.torch import load_file
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams, TokenChunk
-from skyrl_train.inference_engines.hf import HFEngine
-from skyrl_train.models.loading import load_model, load_tokenizer
 from skyrl_train.weight_sync import SyncPlan, send
 from skyrl_train.weight_sync.sync import free_port
+from train_kit.engines import make_engine
 
 
 class SGLangServer:
@@ -41,9 +40,8 @@ class SGLangServer:
         self._cached: list[list[int]] = []  # sequences whose keys and values a server would keep
         self._running: set[str] = set()  # names of requests
         self._is_incremental = is_incremental
-        self._model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
-        limits = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 28, **options}
-        self._engine = HFEngine(self._model, load_tokenizer(str(path)), **limits)
+        self._engine = make_engine(path, **options)()
+        self._model = self._engine._model
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(self._app(), port=int(self.address.rpartition(":")[2]), log_level="warning", lifespan="off")
         )
