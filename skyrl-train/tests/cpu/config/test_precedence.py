@@ -10,84 +10,51 @@ import pytest
 from skyrl_train.config import compose_config, load_config, parse_cli
 from skyrl_train.config.base import value_at
 from skyrl_train.config.precedence import apply_aliases
+from skyrl_train.config.problems import show
 from skyrl_train.errors import ConfigError
 
 ALGORITHM = "trainer.algorithm"
 ACTOR = "actor_rollout_ref.actor"
+OPTIM, SCHEDULER = f"{ACTOR}.optim", "trainer.policy.optimizer_config.scheduler"
+TEMPLATE = "generator.chat_template_kwargs"
+COEF = "algorithm.kl_ctrl.kl_coef"
 KL = f"algorithm.use_kl_in_reward=true {ACTOR}.use_kl_loss=false"
+KL_OFF_IN_VERL = f"{ACTOR}.use_kl_loss=true algorithm.use_kl_in_reward=false"
+KL_ON = f"{ALGORITHM}.use_kl_loss=false {ALGORITHM}.use_kl_in_reward=true"
 
 
-@pytest.mark.parametrize(
-    ("command", "key", "value"),
-    [
-        ("trainer.total_epochs=10 trainer.epochs=1", "trainer.epochs", 1),  # the default
-        ("trainer.epochs=1 trainer.total_epochs=10", "trainer.epochs", 10),
-        ("trainer.total_epochs=10 trainer.epochs=3", "trainer.epochs", 3),
-        ("trainer.epochs=3 trainer.total_epochs=10 trainer.epochs=2", "trainer.epochs", 2),
-        ("trainer.total_epochs=10 trainer={epochs:1}", "trainer.epochs", 1),
-        ("trainer.total_epochs=10 ~trainer.epochs", "trainer.epochs", 1),
-        ("~trainer.epochs trainer.total_epochs=10", "trainer.epochs", 10),
-        ("trainer.total_epochs=10 ~trainer", "trainer.epochs", 1),
-        ("trainer.total_epochs=10 ~trainer.total_epochs", "trainer.epochs", 1),
-        (
-            f"{ACTOR}.optim.warmup_style=cosine {ACTOR}.optim.lr_scheduler_type=constant",
-            "trainer.policy.optimizer_config.scheduler",
-            "constant_with_warmup",
-        ),
-        (
-            f"{ACTOR}.optim.lr_scheduler_type=constant {ACTOR}.optim.warmup_style=cosine",
-            "trainer.policy.optimizer_config.scheduler",
-            "cosine",
-        ),
-        (
-            f"{ACTOR}.optim.lr_scheduler_type=cosine {ACTOR}.optim.warmup_style=cosine",
-            "trainer.policy.optimizer_config.scheduler",
-            "cosine",
-        ),
-        (f"{ACTOR}.clip_ratio=0.3 {ALGORITHM}.eps_clip_high=0.2", f"{ALGORITHM}.eps_clip_high", 0.2),
-        (f"{ACTOR}.clip_ratio=0.3 {ALGORITHM}.eps_clip_high=0.2", f"{ALGORITHM}.eps_clip_low", 0.3),
-        (f"{ACTOR}.clip_ratio_high=0.28 {ACTOR}.clip_ratio=0.3", f"{ALGORITHM}.eps_clip_high", 0.28),
-        (f"{ACTOR}.clip_ratio=0.2 {ACTOR}.clip_ratio_high=0.28", f"{ALGORITHM}.eps_clip_high", 0.28),
-        (
-            f"{ACTOR}.clip_ratio_high=0.28 {ALGORITHM}.eps_clip_high=0.25 {ACTOR}.clip_ratio=0.3",
-            f"{ALGORITHM}.eps_clip_high",
-            0.25,
-        ),
-        (
-            f"{ALGORITHM}.eps_clip_high=0.25 {ACTOR}.clip_ratio_high=0.28 {ACTOR}.clip_ratio=0.3",
-            f"{ALGORITHM}.eps_clip_high",
-            0.28,
-        ),
-        (
-            f"{KL} algorithm.kl_ctrl.kl_coef=0.1 {ACTOR}.kl_loss_coef=0.2 {ALGORITHM}.kl_loss_coef=0.3",
-            f"{ALGORITHM}.kl_loss_coef",
-            0.3,
-        ),
-        (
-            f"{ACTOR}.use_kl_loss=true {ALGORITHM}.use_kl_loss=false algorithm.use_kl_in_reward=false "
-            f"{ALGORITHM}.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.1",
-            f"{ALGORITHM}.kl_loss_coef",
-            0.1,
-        ),
-        (
-            "data.apply_chat_template_kwargs.a=1 generator.chat_template_kwargs={b:2,a:3}",
-            "generator.chat_template_kwargs",
-            {"a": 3, "b": 2},
-        ),
-        (
-            "generator.chat_template_kwargs={b:2,a:3} data.apply_chat_template_kwargs.a=1",
-            "generator.chat_template_kwargs",
-            {"a": 1, "b": 2},
-        ),
-        (
-            "generator.chat_template_kwargs.a=1 data.apply_chat_template_kwargs={}",
-            "generator.chat_template_kwargs",
-            {"a": 1},
-        ),
-    ],
-)
-def test_the_last_spelling_on_a_command_line_wins(command: str, key: str, value: object) -> None:
-    assert value_at(parse_cli(command.split(" ")), key) == value
+LAST_WINS = f"""
+trainer.total_epochs=10 trainer.epochs=1 → trainer.epochs=1
+trainer.epochs=1 trainer.total_epochs=10 → trainer.epochs=10
+trainer.total_epochs=10 trainer.epochs=3 → trainer.epochs=3
+trainer.epochs=3 trainer.total_epochs=10 trainer.epochs=2 → trainer.epochs=2
+trainer.total_epochs=10 trainer={{epochs:1}} → trainer.epochs=1
+trainer.total_epochs=10 ~trainer.epochs → trainer.epochs=1
+~trainer.epochs trainer.total_epochs=10 → trainer.epochs=10
+trainer.total_epochs=10 ~trainer → trainer.epochs=1
+trainer.total_epochs=10 ~trainer.total_epochs → trainer.epochs=1
+{OPTIM}.warmup_style=cosine {OPTIM}.lr_scheduler_type=constant → {SCHEDULER}=constant_with_warmup
+{OPTIM}.lr_scheduler_type=constant {OPTIM}.warmup_style=cosine → {SCHEDULER}=cosine
+{OPTIM}.lr_scheduler_type=cosine {OPTIM}.warmup_style=cosine → {SCHEDULER}=cosine
+{ACTOR}.clip_ratio=0.3 {ALGORITHM}.eps_clip_high=0.2 → {ALGORITHM}.eps_clip_high=0.2
+{ACTOR}.clip_ratio=0.3 {ALGORITHM}.eps_clip_high=0.2 → {ALGORITHM}.eps_clip_low=0.3
+{ACTOR}.clip_ratio_high=0.28 {ACTOR}.clip_ratio=0.3 → {ALGORITHM}.eps_clip_high=0.28
+{ACTOR}.clip_ratio=0.2 {ACTOR}.clip_ratio_high=0.28 → {ALGORITHM}.eps_clip_high=0.28
+{ACTOR}.clip_ratio_high=0.28 {ALGORITHM}.eps_clip_high=0.25 {ACTOR}.clip_ratio=0.3 → {ALGORITHM}.eps_clip_high=0.25
+{ALGORITHM}.eps_clip_high=0.25 {ACTOR}.clip_ratio_high=0.28 {ACTOR}.clip_ratio=0.3 → {ALGORITHM}.eps_clip_high=0.28
+{KL} {COEF}=0.1 {ACTOR}.kl_loss_coef=0.2 {ALGORITHM}.kl_loss_coef=0.3 → {ALGORITHM}.kl_loss_coef=0.3
+{KL_OFF_IN_VERL} {KL_ON} {COEF}=0.1 → {ALGORITHM}.kl_loss_coef=0.1
+data.apply_chat_template_kwargs.a=1 {TEMPLATE}={{b:2,a:3}} → {TEMPLATE}={{b:2,a:3}}
+{TEMPLATE}={{b:2,a:3}} data.apply_chat_template_kwargs.a=1 → {TEMPLATE}={{b:2,a:1}}
+{TEMPLATE}.a=1 data.apply_chat_template_kwargs={{}} → {TEMPLATE}={{a:1}}
+"""
+
+
+@pytest.mark.parametrize("case", LAST_WINS.strip().splitlines())
+def test_the_last_spelling_on_a_command_line_wins(case: str) -> None:
+    command, _, expected = case.partition(" → ")
+    key = expected.partition("=")[0]
+    assert f"{key}={show(value_at(parse_cli(command.split()), key))}" == expected
 
 
 @pytest.mark.parametrize("option", ["trainer.epochs=1", "trainer.total_epochs=1"])
