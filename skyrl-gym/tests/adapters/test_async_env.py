@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from gym_kit.messages import user
+from gym_kit.processes import no_leaks
 
 from skyrl_gym.adapters.async_env import AsyncEnv
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 
-PROMPT: ConversationType = [{"role": "user", "content": "Begin."}]
+PROMPT = user("Begin.")
 
 
 class RecordingEnv(AsyncEnv):
@@ -38,10 +40,9 @@ class RecordingEnv(AsyncEnv):
 
 
 @pytest.fixture(autouse=True)
-def check_no_threads_left() -> Any:
-    before = threading.active_count()
-    yield
-    assert threading.active_count() == before
+def check_no_threads_left() -> Iterator[None]:
+    with no_leaks():
+        yield
 
 
 def test_blocking_methods_share_a_loop() -> None:
@@ -58,6 +59,8 @@ def test_blocking_methods_share_a_loop() -> None:
 
 def test_failed_blocking_init_leaves_nothing_behind() -> None:
     env = RecordingEnv(fails=True)
+    with pytest.raises(RuntimeError, match="call init before step"):
+        env.step("hello")
     with pytest.raises(ConnectionError, match="nobody there"):
         env.init(PROMPT)
     assert [name for name, _ in env.entries] == ["init", "release"]
@@ -78,8 +81,3 @@ async def test_blocking_episode_may_be_closed_by_close_async() -> None:
     await env.close_async()
     assert [name for name, _ in env.entries] == ["init", "release"]
     assert env.entries[1][1] is not asyncio.get_running_loop()
-
-
-def test_step_before_init_raises() -> None:
-    with pytest.raises(RuntimeError, match="call init before step"):
-        RecordingEnv().step("hello")

@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+from gym_kit.games import ScriptedModel
 from gym_kit.messages import message_text
 from gym_kit.servers import ModelServer
 from omegaconf import OmegaConf
@@ -100,10 +101,10 @@ def test_reward_of_a_finished_game_is_its_scaled_return() -> None:
 
 def test_observations_show_the_others_moves_and_the_legal_moves() -> None:
     env = new_game(seat=0)
-    (message,) = env.step("x(1,1)")["observations"]
-    assert message["content"].startswith("Player 1 played o(")
-    assert "x(1,1)" not in message["content"].partition("Legal actions:")[2]
-    assert message["content"].count("\n0: x(") == 1
+    text = message_text(env.step("x(1,1)"))
+    assert text.startswith("Player 1 played o(")
+    assert "x(1,1)" not in text.partition("Legal actions:")[2]
+    assert text.count("\n0: x(") == 1
 
 
 @pytest.mark.parametrize(
@@ -187,13 +188,10 @@ def test_unfinished_game_is_scored_by_random_games(trainer: int | None, configur
 
 def test_no_retry_after_the_last_turn() -> None:
     env = new_game(seat=0, max_turns=2, n_retries=5)
-    assert "1 more try" in env.step("z9")["observations"][0]["content"]
+    assert "1 more try" in message_text(env.step("z9"))
     last = env.step("z9")
     assert (last["reward"], last["done"]) == (0.0, True)
-
-
-def test_default_turn_limit_fits_the_longest_game() -> None:
-    assert new_game(seat=0, n_retries=1).max_turns == 18
+    assert new_game(seat=0, n_retries=1).max_turns == 18  # fits the longest game
 
 
 def test_game_that_ends_before_the_seats_turn_is_restarted_and_then_refused() -> None:
@@ -283,27 +281,23 @@ def test_unreachable_opponent_raises(model_server: ModelServer) -> None:
 
 
 def test_language_model_may_be_a_function() -> None:
-    asked: list[ConversationType] = []
-
-    def model(messages: ConversationType) -> str:
-        asked.append(messages)
-        return "nonsense"
-
-    row = make_row()
+    model, row = ScriptedModel("nonsense"), make_row()
     env = OpenSpielGameEnv({"opponent": "policy", "seat": 1, "n_retries": 1}, row, language_model=model)
     env.init(row["prompt"])
-    assert len(asked) == 2
+    assert len(model.asked) == 2
     play_at_random(env)
-    assert env.get_metrics()["opponent_illegal"] == len(asked)
-    asked.clear()
-    row = make_row(0, cases=["hearts"], max_random_steps=0)
+    assert env.get_metrics()["opponent_illegal"] == len(model.asked)
+
+
+def test_every_opponent_has_a_separate_conversation() -> None:
+    model, row = ScriptedModel("0"), make_row(0, cases=["hearts"], max_random_steps=0)
     env = OpenSpielGameEnv({"opponent": "policy", "seat": 0, "max_turns": 4}, row, language_model=model)
     env.init(row["prompt"])
     play_at_random(env)
-    for messages in asked:  # every opponent has a separate conversation
+    for messages in model.asked:
         lines = [line for message in messages for line in message["content"].splitlines()]
         assert len({line for line in lines if "You are player" in line}) == 1
-    assert len({messages[0]["content"] for messages in asked}) == 3
+    assert len({messages[0]["content"] for messages in model.asked}) == 3
 
 
 @pytest.mark.parametrize(("case", "opponent"), [("chess", "random"), ("backgammon", "mcts"), ("leduc_poker", "mcts")])

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from gym_kit.games import ScriptedModel, position
+from gym_kit.messages import user
 
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel import prompts
@@ -21,15 +22,12 @@ def make_turn(state: State, events: tuple[str, ...] = ()) -> MatchTurn:
     return MatchTurn(state, player, legal_moves(state, player), events)
 
 
-def tic_tac_toe(*actions: int) -> State:
-    state = load_game("tic_tac_toe").new_initial_state()
-    for action in actions:
-        state.apply_action(action)
-    return state
+def tic_tac_toe(*actions: int) -> MatchTurn:
+    return make_turn(position("tic_tac_toe", *actions))
 
 
 def test_random_opponent_plays_uniformly() -> None:
-    turn, rng = make_turn(tic_tac_toe(0, 1, 2, 4)), random.Random(0)
+    turn, rng = tic_tac_toe(0, 1, 2, 4), random.Random(0)
     counts = Counter(RandomOpponent().choose(turn, rng) for _ in range(1000))
     assert set(counts) == {3, 5, 6, 7, 8}
     assert all(150 < count < 250 for count in counts.values())
@@ -39,8 +37,8 @@ def test_search_finds_a_win_and_prevents_a_loss() -> None:
     game = load_game("tic_tac_toe")
     opponent = MctsOpponent(game, MctsConfig(n_simulations=200))
     for seed in range(5):
-        assert opponent.choose(make_turn(tic_tac_toe(0, 3, 1, 4)), random.Random(seed)) == 2  # x completes the row
-        assert opponent.choose(make_turn(tic_tac_toe(0, 8, 1)), random.Random(seed)) == 2  # o stops it
+        assert opponent.choose(tic_tac_toe(0, 3, 1, 4), random.Random(seed)) == 2  # x completes the row
+        assert opponent.choose(tic_tac_toe(0, 8, 1), random.Random(seed)) == 2  # o stops it
 
 
 def test_search_is_deterministic_and_does_not_modify_the_state() -> None:
@@ -58,9 +56,7 @@ def test_search_does_not_use_hidden_cards() -> None:
     game = load_game("leduc_poker")
     choices = []
     for hidden in (0, 1, 2, 4):
-        state = game.new_initial_state()
-        for action in (3, hidden):  # the own card, the other's
-            state.apply_action(action)
+        state = position("leduc_poker", 3, hidden)  # the own card, the other's
         opponent = MctsOpponent(game, MctsConfig(n_simulations=50, n_worlds=5))
         choices.append([opponent.choose(make_turn(state), random.Random(seed)) for seed in range(10)])
     assert choices == choices[:1] * 4
@@ -110,54 +106,42 @@ def test_invalid_search_options_are_refused(options: dict[str, Any], message: st
         MctsConfig.from_options(options)
 
 
-def scripted(*replies: str) -> tuple[Callable[[ConversationType], str], list[ConversationType]]:
-    """Return a model that gives these replies, and a list of its conversations."""
-    asked: list[ConversationType] = []
-    left = list(replies)
-
-    def model(messages: ConversationType) -> str:
-        asked.append(messages)
-        return left.pop(0)
-
-    return model, asked
-
-
 def test_policy_reads_the_prompts_of_its_seat() -> None:
-    model, asked = scripted("<think>centre</think>\\boxed{o(1,1)}", "I take \\boxed{o(2,2)}.")
+    model = ScriptedModel("<think>centre</think>\\boxed{o(1,1)}", "I take \\boxed{o(2,2)}.")
     opponent = PolicyOpponent(model, max_listed_moves=100, n_retries=0)
-    state = tic_tac_toe(0)
+    state = position("tic_tac_toe", 0)
     first = make_turn(state, ("Player 0 played x(0,0).",))
     assert opponent.choose(first, random.Random(0)) == 4
     introduction = prompts.format_introduction(state.get_game())
     decision = prompts.format_decision(state, 1, first.legal, 100, first.events)
     assert "You are player 1." in decision
-    assert asked[0] == [{"role": "user", "content": f"{introduction}\n\n{decision}"}]
-    second = make_turn(tic_tac_toe(0, 4, 1))
+    assert model.asked[0] == user(f"{introduction}\n\n{decision}")
+    second = tic_tac_toe(0, 4, 1)
     assert opponent.choose(second, random.Random(0)) == 8
-    assert [message["role"] for message in asked[1]] == ["user", "assistant", "user"]
-    assert asked[1][1]["content"] == "<think>centre</think>\\boxed{o(1,1)}"
-    assert asked[1][2]["content"] == prompts.format_decision(second.state, 1, second.legal, 100)
+    assert [message["role"] for message in model.asked[1]] == ["user", "assistant", "user"]
+    assert model.asked[1][1]["content"] == "<think>centre</think>\\boxed{o(1,1)}"
+    assert model.asked[1][2]["content"] == prompts.format_decision(second.state, 1, second.legal, 100)
 
 
 def test_policy_may_correct_an_illegal_answer() -> None:
-    model, asked = scripted("e9", "b9", "\\boxed{o(1,1)}")
+    model = ScriptedModel("e9", "b9", "\\boxed{o(1,1)}")
     opponent = PolicyOpponent(model, 100, n_retries=2)
-    assert opponent.choose(make_turn(tic_tac_toe(0)), random.Random(0)) == 4
+    assert opponent.choose(tic_tac_toe(0), random.Random(0)) == 4
     assert opponent.n_illegal == 2
-    assert asked[2][2] == {"role": "user", "content": prompts.format_illegal_answer(2)}
-    assert asked[2][4] == {"role": "user", "content": prompts.format_illegal_answer(1)}
+    assert [model.asked[2][2]] == user(prompts.format_illegal_answer(2))
+    assert [model.asked[2][4]] == user(prompts.format_illegal_answer(1))
 
 
 def test_random_move_is_played_and_reported_after_illegal_answers() -> None:
-    model, asked = scripted("", "", "\\boxed{0}")
+    model = ScriptedModel("", "", "\\boxed{0}")
     opponent = PolicyOpponent(model, 100, n_retries=1)
-    turn = make_turn(tic_tac_toe(0))
+    turn = tic_tac_toe(0)
     drawn = opponent.choose(turn, random.Random(7))
     assert drawn == random.Random(7).choice(turn.legal.moves).action
     text = next(move.text for move in turn.legal.moves if move.action == drawn)
-    opponent.choose(make_turn(tic_tac_toe(0, drawn, 8 if drawn != 8 else 7)), random.Random(0))
-    assert asked[2][-1]["content"].startswith(prompts.format_random_move(text))
-    assert [message["role"] for message in asked[2]] == ["user", "assistant", "user", "assistant", "user"]
+    opponent.choose(tic_tac_toe(0, drawn, 8 if drawn != 8 else 7), random.Random(0))
+    assert model.asked[2][-1]["content"].startswith(prompts.format_random_move(text))
+    assert [message["role"] for message in model.asked[2]] == ["user", "assistant", "user", "assistant", "user"]
     assert opponent.n_illegal == 2
 
 
@@ -166,21 +150,22 @@ def test_errors_of_the_policy_are_propagated() -> None:
         raise ConnectionError("gone")
 
     with pytest.raises(ConnectionError, match="gone"):
-        PolicyOpponent(broken, 100, 3).choose(make_turn(tic_tac_toe()), random.Random(0))
+        PolicyOpponent(broken, 100, 3).choose(tic_tac_toe(), random.Random(0))
     silent = PolicyOpponent(lambda messages: None, 100, 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must return its reply as text, got None"):
-        silent.choose(make_turn(tic_tac_toe()), random.Random(0))
+        silent.choose(tic_tac_toe(), random.Random(0))
 
 
 def test_model_cannot_modify_its_conversation() -> None:
+    seen: list[str] = []
+
     def meddling(messages: ConversationType) -> str:
+        seen.append(str(messages[0]["content"]))
         messages[0]["content"] = "changed"
         messages.clear()
         return "0"
 
     opponent = PolicyOpponent(meddling, 100, 0)
-    opponent.choose(make_turn(tic_tac_toe()), random.Random(0))
-    model, asked = scripted("0")
-    opponent._model = model
-    opponent.choose(make_turn(tic_tac_toe(0, 1)), random.Random(0))
-    assert asked[0][0]["content"].startswith("Game: tic_tac_toe")
+    for actions in ((), (0, 1)):
+        opponent.choose(tic_tac_toe(*actions), random.Random(0))
+    assert seen[1].startswith("Game: tic_tac_toe")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from gym_kit.games import position
 
 from skyrl_gym.envs.openspiel import prompts
 from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, State, load_game
@@ -8,12 +9,12 @@ from skyrl_gym.envs.openspiel.moves import legal_moves
 from skyrl_gym.envs.openspiel.states import opening
 
 
-def position(case: str, seed: int = 0, n_random_steps: int = 0) -> State:
-    return opening(load_game(case), seed, n_random_steps)
+def opening_of(case: str, seed: int = 0) -> State:
+    return opening(load_game(case), seed, 0)
 
 
 def test_decision_shows_player_position_moves_and_format() -> None:
-    state = position("hex(board_size=3)")
+    state = opening_of("hex(board_size=3)")
     text = prompts.format_decision(state, 0, legal_moves(state, 0), 100, ("Player 1 played b2.",))
     assert text == (
         "Player 1 played b2.\n\n"
@@ -27,20 +28,13 @@ def test_introduction_names_the_case_and_its_rules() -> None:
     assert text.splitlines()[0] == "Game: hex(board_size=3)"
     assert "connects the top row with the bottom row" in text
     assert prompts.format_introduction(load_game("matrix_pd")) == "Game: matrix_pd"
-
-
-def test_every_available_case_has_rules() -> None:
     assert {case.split("(")[0] for case in AVAILABLE_CASES} <= set(prompts.RULES)
 
 
 def test_long_move_list_is_truncated() -> None:
-    legal = legal_moves(position("hex(board_size=11)"), 0)
-    lines = prompts.format_moves(legal, 3).splitlines()
-    assert lines == [
-        "Legal actions:",
-        "0: a1",
-        "1: b1",
-        "2: c1",
+    legal = legal_moves(opening_of("hex(board_size=11)"), 0)
+    assert prompts.format_moves(legal, 3).splitlines() == [
+        *("Legal actions:", "0: a1", "1: b1", "2: c1"),
         "... (121 in all; the others are legal too, by their text)",
     ]
     assert len(prompts.format_moves(legal, 121).splitlines()) == 122
@@ -51,38 +45,25 @@ def test_long_move_list_is_truncated() -> None:
 )
 def test_hidden_information_is_not_shown(case: str) -> None:
     """Two deals that look the same to a player have the same text, which is not the full state."""
-    for seed in range(5):
-        state = position(case, seed)
-        player = state.current_player()
-        assert prompts.format_observation(state, player) != str(state).strip("\n")
+    for seed in range(3):
+        state = opening_of(case, seed)
+        assert prompts.format_observation(state, state.current_player()) != str(state).strip("\n")
 
 
 def test_opponents_hand_is_not_shown() -> None:
-    state = load_game("leduc_poker").new_initial_state()
-    for card in (5, 2):
-        state.apply_action(card)
-    other = load_game("leduc_poker").new_initial_state()
-    for card in (5, 0):
-        other.apply_action(card)
+    state, other = position("leduc_poker", 5, 2), position("leduc_poker", 5, 0)
     assert prompts.format_observation(state, 0) == prompts.format_observation(other, 0)
     assert prompts.format_observation(state, 1) != prompts.format_observation(other, 1)
 
 
 def test_observation_is_preferred_where_it_is_readable() -> None:
-    assert "Dealer: Cards: ??" in prompts.format_observation(position("blackjack"), 0)
-    assert "State of player's ships" in prompts.format_observation(position("battleship"), 0)
+    assert "Dealer: Cards: ??" in prompts.format_observation(opening_of("blackjack"), 0)
+    assert "State of player's ships" in prompts.format_observation(opening_of("battleship"), 0)
 
 
 def test_no_observation_writes_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    for case in (
-        *AVAILABLE_CASES,
-        "hearts",
-        "phantom_ttt",
-        "matrix_pd",
-        "2048",
-        "goofspiel(imp_info=True,num_cards=4)",
-    ):
-        state = position(case)
-        for player in range(state.num_players()):
-            assert prompts.format_observation(state, player)
+    more = ("hearts", "phantom_ttt", "matrix_pd", "2048", "goofspiel(imp_info=True,num_cards=4)")
+    for case in (*AVAILABLE_CASES, *more):
+        state = opening_of(case)
+        assert all(prompts.format_observation(state, player) for player in range(state.num_players()))
     assert capfd.readouterr() == ("", "")

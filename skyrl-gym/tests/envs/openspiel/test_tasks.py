@@ -8,6 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from gym_kit.games import position
+from gym_kit.messages import user
 
 from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, load_game
 from skyrl_gym.envs.openspiel.states import opening, serialize
@@ -26,15 +28,11 @@ def test_task_id_determines_case_and_seed() -> None:
         assert task.state.history() == opening(load_game(case), 10 + task_id % 3, 4).history()
 
 
-def test_task_ids_wrap_around() -> None:
-    tasks = OpenSpielTasks(TWO_CASES)
-    assert tasks.generate(-1).facts == tasks.generate(5).facts
-    assert tasks.generate(7).facts == tasks.generate(1).facts
-
-
 def test_recorded_positions_are_reproduced() -> None:
     tasks = OpenSpielTasks({"cases": ["hex(board_size=5)"], "num_tasks_per_case": 43, "max_random_steps": 4})
     assert [tasks.generate(k).state.history() for k in (0, 1, 42)] == [[12, 14, 1, 9], [4, 19, 2, 10], [20, 3, 0, 10]]
+    assert tasks.generate(-1).facts == tasks.generate(42).facts  # ids wrap around
+    assert tasks.generate(44).facts == tasks.generate(1).facts
 
 
 def test_every_case_has_a_hundred_different_tasks_by_default() -> None:
@@ -65,19 +63,15 @@ def test_task_is_restored_from_its_facts() -> None:
 def test_row_of_a_task() -> None:
     tasks = OpenSpielTasks(TWO_CASES | {"reward_mode": "legal"})
     (row,) = tasks.rows([4])
-    assert row["prompt"] == [{"role": "user", "content": tasks.generate(4).prompt}]
+    assert row["prompt"] == user(tasks.generate(4).prompt)
     assert (row["env_class"], row["data_source"]) == ("openspiel", "openspiel_leduc_poker")
     assert row["reward_spec"] == {"method": "legal", "ground_truth": ""}
     assert row["extra_info"]["env"] == "openspiel"
     assert row["extra_info"]["legal_actions"][0].keys() == {"id", "text"}
-
-
-def test_prompt_of_a_game_row_is_the_introduction() -> None:
-    (row,) = OpenSpielTasks(TWO_CASES).game_rows([0])
+    (row,) = OpenSpielTasks(TWO_CASES).game_rows([0])  # its prompt is the introduction
     assert row["env_class"] == "openspiel_game"
-    (message,) = row["prompt"]
-    assert message["content"].startswith("Game: hex(board_size=5)\n")
-    assert "Legal actions" not in message["content"]
+    assert row["prompt"][0]["content"].startswith("Game: hex(board_size=5)\n")
+    assert "Legal actions" not in row["prompt"][0]["content"]
 
 
 def test_rows_survive_parquet(tmp_path: Path) -> None:
@@ -112,15 +106,10 @@ def test_inconsistent_row_is_refused(change: dict[str, Any], message: str) -> No
 
 
 def test_finished_games_and_chance_events_are_refused() -> None:
-    game = load_game("leduc_poker")
-    state = game.new_initial_state()
-    with pytest.raises(ValueError, match="is not a decision of a player"):
-        read_task({"serialized_game_and_state": serialize(game, state)}, TaskConfig())
-    for action in (0, 1, 2, 0):  # two cards, a raise, a fold
-        state.apply_action(action)
-    assert state.is_terminal()
-    with pytest.raises(ValueError, match="is not a decision of a player"):
-        read_task({"serialized_game_and_state": serialize(game, state)}, TaskConfig())
+    for actions in ((), (0, 1, 2, 0)):  # no cards yet; two cards, a raise, a fold
+        state = position("leduc_poker", *actions)
+        with pytest.raises(ValueError, match="is not a decision of a player"):
+            read_task({"serialized_game_and_state": serialize(state.get_game(), state)}, TaskConfig())
 
 
 @pytest.mark.parametrize(
@@ -140,14 +129,11 @@ def test_invalid_config_is_refused(options: dict[str, Any], message: str) -> Non
         OpenSpielTasks(options)
 
 
-def test_option_alias_is_accepted() -> None:
-    assert TaskConfig.from_options({"num_tasks_per_game": 7}).num_tasks_per_case == 7
-
-
 def test_game_types_default_to_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GAME_TYPES", "chess, checkers")
     assert TaskConfig.from_options({}).cases == ("chess", "checkers")
     assert TaskConfig.from_options({"game_types": ["othello"]}).cases == ("othello",)
+    assert TaskConfig.from_options({"num_tasks_per_game": 7}).num_tasks_per_case == 7  # an alias
 
 
 def test_identical_tasks_are_reported(caplog: pytest.LogCaptureFixture) -> None:
