@@ -49,11 +49,8 @@ def test_aliases_name_keys_that_exist() -> None:
 
 
 OPTIMIZER, LORA = "trainer.policy.optimizer_config", "trainer.policy.model.lora"
-GPUS, FSDP, MEGATRON = (
-    "trainer.placement.policy_num_gpus_per_node",
-    "trainer.policy.fsdp_config",
-    "trainer.policy.megatron_config",
-)
+FSDP, SIZES = "trainer.policy.fsdp_config", "trainer.policy.megatron_config"
+GPUS = "trainer.placement.policy_num_gpus_per_node"
 WRONG = [
     "data.train_data=[]",
     f"{OPTIMIZER}.num_warmup_steps=3 {OPTIMIZER}.warmup_ratio=0.1",
