@@ -35,12 +35,12 @@ def test_consecutive_calls_change_threads_and_avoid_the_main_one() -> None:
 def test_threads_have_no_event_loop_and_coroutines_share_one_that_runs_between_calls() -> None:
     ended = threading.Event()
 
-    async def leave_a_task() -> asyncio.Task[None]:
-        return asyncio.create_task(later())
-
     async def later() -> None:
         await asyncio.sleep(0.001)
         ended.set()
+
+    async def leave_a_task() -> asyncio.Task[None]:
+        return asyncio.create_task(later())
 
     with Executor(2, limit_s=10) as executor:
         (result,) = executor.run([EnvCall(asyncio.get_event_loop)])
@@ -108,45 +108,34 @@ def test_raised_error_is_the_result_and_later_calls_work(error: BaseException) -
         assert result.seconds >= 0.05
 
 
-def hang_in_a_function(released: threading.Event) -> None:
-    released.wait()
-
-
-async def hang_async() -> None:
-    await anext(numbers())
-
-
-async def numbers() -> Any:
-    await asyncio.Event().wait()
-    yield 1
-
-
-def test_hanging_call_is_reported_with_its_stack() -> None:
+def test_hanging_calls_are_reported_with_their_stacks_and_coroutines_are_cancelled() -> None:
     released = threading.Event()
-    with Executor(2, limit_s=0.1) as executor:
-        hanging, done = executor.run([EnvCall(lambda: hang_in_a_function(released)), EnvCall(lambda: 3)])
-        assert executor.is_stuck
-        assert done.value == 3
-        lines = (hanging.hangs_at or "").split("\n")
-        assert "test_executor.py, line" in lines[0]
-        assert lines[1].endswith("in hang_in_a_function: released.wait()")
-        assert lines[-1].startswith("  threading.py, line")
-        released.set()
-
-
-def test_hanging_coroutine_is_cancelled_at_the_end() -> None:
     ends: list[str] = []
 
-    async def hang() -> None:
+    def hang() -> None:
+        released.wait()
+
+    async def numbers() -> Any:
+        await asyncio.Event().wait()
+        yield 1
+
+    async def hang_async() -> None:
         try:
-            await hang_async()
+            await anext(numbers())
         finally:
             ends.append("cancelled")
 
-    with Executor(1, limit_s=0.1) as executor:
-        (result,) = executor.run([EnvCall(hang, is_async=True)])
-    assert "in hang: await hang_async()\n" in (result.hangs_at or "")
-    assert "in hang_async: await anext(numbers())" in (result.hangs_at or "")
+    with Executor(2, limit_s=0.1) as executor:
+        calls = [EnvCall(hang), EnvCall(hang_async, is_async=True), EnvCall(lambda: 3)]
+        in_thread, in_loop, done = executor.run(calls)
+        assert executor.is_stuck
+        assert done.value == 3
+        lines = (in_thread.hangs_at or "").split("\n")
+        assert "test_executor.py, line" in lines[0]
+        assert lines[0].endswith("in hang: released.wait()")
+        assert lines[-1].startswith("  threading.py, line")
+        assert "in hang_async: await anext(numbers())" in (in_loop.hangs_at or "")
+        released.set()
     assert ends == ["cancelled"]
 
 

@@ -18,41 +18,32 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
+MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+SCHEMA = pa.schema(
+    [
+        ("prompt", pa.list_(MESSAGE)),
+        ("env_class", pa.string()),
+        ("reward_spec", pa.struct([("ground_truth", pa.string())])),
+        ("max_turns", pa.int64()),
+        ("extra_info", pa.struct([("n", pa.list_(pa.int64()))])),
+    ]
+)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    pq.write_table(pa.Table.from_pylist(ROWS, schema=schema()), tmp_path / "rows.parquet")
+    pq.write_table(pa.Table.from_pylist(ROWS, schema=SCHEMA), tmp_path / "rows.parquet")
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     (tmp_path / "rows.jsonl").write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS))
     return tmp_path
 
 
-def schema() -> pa.Schema:
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    return pa.schema(
-        [
-            ("prompt", pa.list_(message)),
-            ("env_class", pa.string()),
-            ("reward_spec", pa.struct([("ground_truth", pa.string())])),
-            ("max_turns", pa.int64()),
-            ("extra_info", pa.struct([("n", pa.list_(pa.int64()))])),
-        ]
-    )
-
-
-@pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
-def test_row_is_the_same_in_every_file_format(folder: Path, kind: str, index: int) -> None:
-    row = read_row(folder / f"rows.{kind}", index)
-    assert {name: value for name, value in row.items() if value is not None} == ROWS[index]
-    assert set(row) - set(ROWS[index]) == (set(schema().names) - set(ROWS[index]) if kind == "parquet" else set())
-
-
-def test_parquet_null_counts_as_missing(folder: Path) -> None:
-    row = read_row(folder / "rows.parquet", 0)
-    assert row["max_turns"] is None
-    prompt, extras = split_row(row)
-    assert prompt == ROWS[0]["prompt"]
-    assert extras == {"reward_spec": {"ground_truth": "42"}, "max_turns": DEFAULT_MAX_TURNS, "extra_info": None}
+def test_row_is_the_same_in_every_file_format(folder: Path, kind: str) -> None:
+    for index, expected in enumerate(ROWS):
+        row = read_row(folder / f"rows.{kind}", index)
+        assert {name: value for name, value in row.items() if value is not None} == expected
+        assert row.keys() == (set(SCHEMA.names) if kind == "parquet" else expected.keys())
 
 
 @pytest.mark.parametrize(
@@ -66,6 +57,7 @@ def test_parquet_null_counts_as_missing(folder: Path) -> None:
 )
 def test_max_turns(row: dict[str, Any], max_turns: int) -> None:
     assert split_row(row) == (user("Begin."), row | {"max_turns": max_turns})
+    assert split_row(ROWS[1])[0] == ROWS[1]["prompt"]
 
 
 @pytest.mark.parametrize(

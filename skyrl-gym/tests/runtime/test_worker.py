@@ -107,17 +107,26 @@ def test_worker_imports_no_heavy_modules() -> None:
     assert run_python(code).stdout == "[]\n"
 
 
+def ask(connection: socket.socket, *calls: list[Any]) -> list[Any]:
+    """Make calls; return the answers, and what else arrives until the worker has ended."""
+    answers = []
+    connection.settimeout(60)
+    with connection, connection.makefile("rw") as stream:
+        for call in calls:
+            stream.write(json.dumps(call) + "\n")
+            stream.flush()
+            answers.append(json.loads(stream.readline()))
+        time.sleep(0.2)  # in which a forked child would answer, too
+        connection.shutdown(socket.SHUT_WR)
+        return answers + [json.loads(line) for line in stream]
+
+
 def test_socket_protocol() -> None:
     ours, theirs = socket.socketpair()
     make = ["make", "awaited", f"{__name__}:AsyncEnv", {}, {"topk": 3}, {}]
     server = threading.Thread(target=serve, args=(theirs.detach(),), daemon=True)
     server.start()
-    answers = []
-    with ours, ours.makefile("rw") as line:
-        for call in (make, ["step", "on"], ["step", "cancel"], ["get_metrics"]):
-            line.write(json.dumps(call) + "\n")
-            line.flush()
-            answers.append(json.loads(line.readline()))
+    answers = ask(ours, make, ["step", "on"], ["step", "cancel"], ["get_metrics"])
     server.join(timeout=60)
     assert not server.is_alive()
     assert answers == [
@@ -151,15 +160,6 @@ def test_a_forked_child_that_returns_answers_nothing(tmp_path: Path) -> None:
     with theirs:
         command = [sys.executable, "-m", "skyrl_gym.runtime.worker", str(theirs.fileno()), json.dumps([str(tmp_path)])]
         worker = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
-    ours.settimeout(30)
-    answers = []
-    with ours, ours.makefile("rw") as stream:
-        for call in (["make", "x", "forking:Forking", {}, {}, {}], ["step", "a"], ["step", "raise"], ["step", "a"]):
-            stream.write(json.dumps(call) + "\n")
-            stream.flush()
-            answers.append(json.loads(stream.readline()))
-            time.sleep(0.2)  # in which a child would answer, too
-        ours.shutdown(socket.SHUT_WR)
-        answers += [json.loads(line) for line in stream]
+    answers = ask(ours, ["make", "x", "forking:Forking", {}, {}, {}], ["step", "a"], ["step", "raise"], ["step", "a"])
     assert worker.wait(30) == 0
     assert answers == [["ok", None], ["ok", 1], ["error", "ValueError: no"], ["ok", 3]]

@@ -53,13 +53,9 @@ def test_tools_are_found_and_run() -> None:
     assert group.count == 5
     assert group.add() == 6
     assert group.get_tool("helper") is None
-    assert Counter.add.name == "add"
-    assert Counter.add.__doc__ == "Count on."
-
-
-def test_an_unknown_tool_is_named_with_its_group() -> None:
+    assert (Counter.add.name, Counter.add.__doc__) == ("add", "Count on.")
     with pytest.raises(ValueError, match=r"Tool 'helper' not found in ToolGroup 'Counter'; its tools: add, reset"):
-        Counter().execute_tool("helper")
+        group.execute_tool("helper")
 
 
 def test_environment_executes_tools_by_group_name() -> None:
@@ -71,12 +67,7 @@ def test_environment_executes_tools_by_group_name() -> None:
     assert env._execute_tool("LateName", "add", ()) == "late"
     with pytest.raises(ValueError, match="ToolGroup 'Nobody' not found"):
         env._execute_tool("Nobody", "add", [])
-
-
-def test_an_environment_closes_its_tools() -> None:
-    counter = Counter()
-    with BaseTextEnv() as env:
-        env.init_tool_groups([counter])
+    env.close()
     assert counter.n_closed == 1
 
 

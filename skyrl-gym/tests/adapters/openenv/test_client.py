@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -64,23 +63,15 @@ async def test_full_server_is_retried_until_the_timeout() -> None:
     with ProtocolServer(capacity=1) as server:
         async with OpenEnvSession(server.url) as holder:
             await holder.reset()
-            started = time.monotonic()
             with pytest.raises(CapacityReached, match=r"capacity_timeout_s=0.5; raise max_concurrent_envs"):
                 await play(server.url, SessionOptions(capacity_timeout_s=0.5))
-            assert time.monotonic() - started < 60
-        await play(server.url)
-    await wait_for_no_tasks()
-
-
-async def test_retries_on_a_full_server_back_off() -> None:
-    with ProtocolServer(capacity=1) as server:
-        server.n_open = 1  # of another client
-        waiting = asyncio.create_task(play(server.url))
-        await asyncio.sleep(0.8)
-        assert server.n_refused <= 8
-        await wait_until_async(lambda: server.n_refused >= 2)
-        server.n_open = 0
+            server.n_refused = 0
+            waiting = asyncio.create_task(play(server.url))
+            await asyncio.sleep(0.8)
+            assert server.n_refused <= 8  # retries back off
+            await wait_until_async(lambda: server.n_refused >= 2)
         await asyncio.wait_for(waiting, 30)
+    await wait_for_no_tasks()
 
 
 async def test_capacity_is_probed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,19 +85,6 @@ async def test_capacity_is_probed_after_a_while(monkeypatch: pytest.MonkeyPatch)
         server.max_open = 0
         await asyncio.gather(*(play(server.url, pause_s=0.1) for _ in range(30)))
         assert server.max_open == 4
-
-
-async def test_cancelled_waiter_takes_no_slot(server: ProtocolServer) -> None:
-    options = SessionOptions(max_sessions=1)
-    async with OpenEnvSession(server.url, options) as holder:
-        await holder.reset()
-        waiting = [asyncio.create_task(play(server.url, options)) for _ in range(5)]
-        await asyncio.sleep(0.05)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-    await asyncio.wait_for(play(server.url, options), 30)
-    await wait_for_no_tasks()
 
 
 async def test_cancellation_at_any_moment_leaves_nothing_behind(server: ProtocolServer) -> None:
@@ -138,18 +116,13 @@ def test_slots_are_shared_between_event_loops(server: ProtocolServer) -> None:
     assert (server.max_open, server.n_made) == (1, 15)
 
 
-async def test_close_waits_until_the_environment_is_closed() -> None:
-    with ProtocolServer(capacity=1, close_s=0.1) as server:
-        for _ in range(4):
-            await play(server.url)
-        assert (server.n_made, server.n_refused) == (4, 0)
-
-
-async def test_close_times_out(server: ProtocolServer) -> None:
-    server.close_s = 5
+async def test_close_waits_for_the_environment_until_its_timeout(server: ProtocolServer) -> None:
+    server.capacity, server.close_s = 1, 0.1
+    for _ in range(4):
+        await play(server.url)
+    assert (server.n_made, server.n_refused) == (4, 0)
+    server.close_s = 60
     session = OpenEnvSession(server.url, SessionOptions(close_timeout_s=0.2))
     await session.reset()
-    started = time.monotonic()
-    await session.close()
-    assert time.monotonic() - started < 4
+    await asyncio.wait_for(session.close(), 50)
     await wait_for_no_tasks()
