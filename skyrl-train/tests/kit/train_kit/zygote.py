@@ -133,6 +133,11 @@ class Zygote:
             connection.sendall(len(request).to_bytes(8, "big") + request)
             assert connection.recv(1), f"the zygote could not import {module}; its messages are above"
 
+    @property
+    def pid(self) -> int:
+        """The process id of the zygote, whose children are the programs."""
+        return self._process.pid
+
     def close(self) -> None:
         """Kill all programs, and end the zygote."""
         self._process.communicate(timeout=30)
