@@ -130,8 +130,7 @@ def test_blackjack_in_words() -> None:
 
 def test_seed_determines_the_episode() -> None:
     def episode(seed: int) -> list[Any]:
-        with GymnasiumEnv({"id": "FrozenLake-v1"}, {"extra_info": {"seed": seed}}) as env:
-            env.init(PROMPT)
+        with start_env({"id": "FrozenLake-v1"}, extra_info={"seed": seed}) as env:
             seen = []
             while not (output := env.step("right"))["done"]:
                 seen.append(message_text(output))
@@ -181,8 +180,7 @@ def test_reset_arguments_of_the_row() -> None:
         (spaces.Box(0, 255, (2, 2), np.uint8), "[[0, 1], [2, 255]]", [[0, 1], [2, 255]]),
         (spaces.Box(-1, 1, (3,)), "I say ```json\n[0.5, 0, 1]\n```", [0.5, 0.0, 1.0]),
         (spaces.MultiDiscrete([3, 2]), "[2, 1]", [2, 1]),
-        (spaces.MultiBinary(3), "[1, 0, 1]", [1, 0, 1]),
-        (spaces.MultiBinary(3), "[true, false, true]", [1, 0, 1]),
+        *((spaces.MultiBinary(3), reply, [1, 0, 1]) for reply in ("[1, 0, 1]", "[true, false, true]")),
     ],
 )
 def test_actions_of_simple_spaces(space: Any, reply: str, action: Any) -> None:

@@ -92,12 +92,7 @@ class Narrow:
 
 def retried(method: Any) -> Any:
     """Wrap an async method so that it is no longer a coroutine function, as decorators do."""
-
-    @functools.wraps(method)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    return wrapper
+    return functools.wraps(method)(lambda *args, **kwargs: method(*args, **kwargs))
 
 
 class Wrapped(Narrow):
@@ -112,7 +107,7 @@ class Numpy(Narrow):
     def move(self, to: int) -> str:
         """Move."""
         self.done = np.array([to])[0] == self.number
-        return "there" if self.done else "on the way"
+        return "moved"
 
 
 class Toolless:

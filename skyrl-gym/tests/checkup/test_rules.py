@@ -112,26 +112,22 @@ def test_built_in_environments_pass_all_rules(id: str, max_turns: int | None) ->
 
 
 def test_check_ends_if_the_environment_cannot_be_constructed() -> None:
-    class NeedsMap(GoodEnv):
-        def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
-            self.map = extras["map"]
+    def need_map(self: GoodEnv, env_config: Any, extras: dict[str, Any]) -> None:
+        extras["map"]
 
-    (finding,) = find(NeedsMap)
+    (finding,) = find(env_with(__init__=need_map))
     assert (finding.rule, finding.verdict) == ("can be constructed and initialized", "failed")
     assert "the constructor raised KeyError: 'map' (test_rules.py, line " in finding.detail
     assert find(BUILT_IN["gsm8k"], grader="nobody")[0].verdict == "failed"
 
 
 def test_close_may_be_called_twice() -> None:
-    class CloseOnce(GoodEnv):
-        is_closed = False
+    def close(self: Any) -> None:
+        assert not hasattr(self, "is_closed"), "closed already"
+        self.is_closed = True
 
-        def close(self) -> None:
-            assert not self.is_closed, "closed already"
-            self.is_closed = True
-
-    check_finding(CloseOnce, "can be constructed and initialized", "close() raised AssertionError: closed already")
-    check_finding(CloseOnce, "can be constructed and initialized", ", the second time")
+    for message in ("close() raised AssertionError: closed already", ", the second time"):
+        check_finding(env_with(close=close), "can be constructed and initialized", message)
 
 
 # -- "accepts any reply"
@@ -153,22 +149,6 @@ class Ambiguous:
 )
 def test_output_of_step_is_validated(output: dict[str, Any], message: str) -> None:
     check_finding(env_returning(**output), "accepts any reply", message)
-
-
-def parse_a_number(self: GoodEnv, action: str) -> None:
-    int(action.split()[-1].strip("."))
-
-
-def exit_process(self: GoodEnv, action: str) -> None:
-    sys.exit(f"I am leaving, {action}")
-
-
-def set_signal_handler(self: GoodEnv, action: str) -> None:
-    signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
-
-
-def expect_a_loop_in_the_thread(self: GoodEnv, action: str) -> None:
-    asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
 
 
 def leave_a_closed_loop(self: GoodEnv, action: str) -> Any:
@@ -196,12 +176,15 @@ async def stop_the_loop(self: GoodEnv, action: str) -> Any:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (parse_a_number, "step() raised IndexError: list index out of range (test_rules.py"),
-        (parse_a_number, "for the reply: empty text"),
-        (exit_process, "step() raised SystemExit: I am leaving,"),
-        (set_signal_handler, "ValueError: signal only works in main thread of"),
-        (set_signal_handler, "for the reply: empty text; training makes calls in threads other than"),
-        (expect_a_loop_in_the_thread, "RuntimeError: There is no current event loop in thread"),
+        (lambda self, reply: reply.split()[-1], "step() raised IndexError: list index out of range (test_rules.py"),
+        (lambda self, reply: reply.split()[-1], "for the reply: empty text"),
+        (lambda self, reply: sys.exit("I am leaving"), "step() raised SystemExit: I am leaving"),
+        (lambda self, reply: asyncio.get_event_loop(), "RuntimeError: There is no current event loop in thread"),
+        (lambda self, reply: signal.signal(14, signal.SIG_DFL), "ValueError: signal only works in main thread of"),
+        (
+            lambda self, reply: signal.signal(14, signal.SIG_DFL),
+            "; training makes calls in threads other than the main",
+        ),
         (leave_a_closed_loop, "step() raised RuntimeError: Event loop is closed"),
         (nest_loops, "RuntimeError: This event loop is already running (test_rules.py"),
         (stop_the_loop, "it stopped the event loop, in which the trainer and all other"),
@@ -213,16 +196,12 @@ def test_step_that_fails_in_training_is_reported(step: Step, message: str) -> No
 
 
 def test_environment_that_owns_a_thread_is_reported() -> None:
-    class OwnsThread(GoodEnv):
-        def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
-            super().__init__(env_config, extras)
-            self.database = sqlite3.connect(":memory:")
+    def open_database(self: Any, prompt: Any) -> Any:
+        self.database = sqlite3.connect(":memory:")
+        return prompt, {}
 
-        def step(self, action: str) -> Any:
-            self.database.execute("SELECT 1")
-            return super().step(action)
-
-    check_finding(OwnsThread, "accepts any reply", "SQLite objects created in a thread can only be used in that same")
+    cls = env_with(lambda self, action: self.database.execute("SELECT 1"), init=open_database)
+    check_finding(cls, "accepts any reply", "SQLite objects created in a thread can only be used in that same")
 
 
 # -- "ends by its last turn" and "returns no observations when done"
@@ -238,17 +217,16 @@ def test_advice_on_the_last_turn() -> None:
 
 
 def test_modified_rows_are_reported() -> None:
-    class ModifiesExtras(GoodEnv):
-        def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
-            super().__init__(env_config, extras)
-            extras["max_turns"], extras["seen"] = 3, True
+    def modify_extras(self: GoodEnv, env_config: Any, extras: dict[str, Any]) -> None:
+        GoodEnv.__init__(self, env_config, extras)
+        extras["seen"] = True
 
     def modify_prompt(self: GoodEnv, prompt: Any) -> Any:
         prompt.extend(user("Think!"))
         return prompt, {}
 
     rule = "does not modify its dataset row"
-    check_finding(ModifiesExtras, rule, "it modified extras")
+    check_finding(env_with(__init__=modify_extras), rule, "it modified extras")
     check_finding(env_with(init=modify_prompt), rule, "it modified the messages passed to init()")
 
 

@@ -114,19 +114,20 @@ class TestActions:
         assert env.get_metrics()["invalid_actions"] == 2
         await env.close_async()
 
-    async def test_a_number(self) -> None:
+    async def test_a_number_or_a_choice(self) -> None:
         with ProtocolServer(Columns) as server:
             env = make_env(server)
             prompt, _ = await env.init_async(PROMPT)
             assert prompt[0]["content"].endswith("the value of column (integer).")
-            assert "got: column: 3" in message_text(await env.step_async("I acquire <action>3</action>, not 4."))
-            assert "got: column: 5" in message_text(await env.step_async('{"column": 5}'))
-            assert "no whole number" in message_text(await env.step_async("the third"))
-            assert "more than one" in message_text(await env.step_async("3 or 4"))
+            for reply, message in {
+                "I acquire <action>3</action>, not 4.": "got: column: 3",
+                '{"column": 5}': "got: column: 5",
+                "the third": "no whole number",
+                "3 or 4": "more than one",
+            }.items():
+                assert message in message_text(await env.step_async(reply))
             assert env.get_metrics() == {"steps": 4, "invalid_actions": 2, "actions": 2, "ended_by_env": 0}
             await env.close_async()
-
-    async def test_choice(self) -> None:
         with ProtocolServer(Moves) as server:
             async with episode(server) as env:
                 assert "got: move: left" in message_text(await env.step_async("LEFT"))

@@ -157,8 +157,8 @@ def test_illegal_answers_lose(config: dict[str, Any], n_steps: int) -> None:
 def test_random_move_may_replace_an_illegal_answer() -> None:
     env = new_game(seat=0, illegal="random")
     out = env.step("z9")
-    drawn = out["observations"][0]["content"].splitlines()[0]
-    assert drawn.startswith("Your answer was not a legal action; a random one was played for you: x(")
+    message = "Your answer was not a legal action; a random one was played for you: x("
+    assert message_text(out).startswith(message)
     assert len(env._match.state.history()) == 2
     assert (env.get_metrics()["legal"], out["metadata"]["legal"], out["done"]) == (0.0, False, False)
 
@@ -179,9 +179,7 @@ def test_unfinished_game_is_scored_by_random_games(trainer: int | None, configur
     env = new_game(row, seat=0, n_playouts=50, **config)
     first, last = play_at_random(env)
     assert env.max_turns == 2
-    assert not first["done"]
-    assert last["done"]
-    assert last["observations"] == []
+    assert (first["done"], last["done"], last["observations"]) == (False, True, [])
     assert 0.0 < last["reward"] < 1.0
     assert env.get_metrics()["finished"] == 0
 
@@ -218,11 +216,10 @@ def test_wrong_order_of_calls_raises() -> None:
 def test_precedence_of_config_row_and_defaults() -> None:
     row = make_row()
     row["extra_info"] |= {"opponent": "mcts", "illegal": "lose"}
-    env = new_game(row)
-    assert (env.config.opponent, env.config.illegal) == ("mcts", "lose")
+    assert (new_game(row).config.opponent, new_game(row).config.illegal) == ("mcts", "lose")
     section = OmegaConf.create({"opponent": "random", "mcts": {"n_simulations": 7}, "cases": ["hex"]})
-    assert OpenSpielGameEnv(section, row).config.opponent == "random"
-    assert OpenSpielGameEnv(section, row).config.mcts.n_simulations == 7
+    config = OpenSpielGameEnv(section, row).config
+    assert (config.opponent, config.mcts.n_simulations) == ("random", 7)
     assert OpenSpielGameEnv({}, make_row() | {"illegal": "random"}).config.illegal == "random"
     assert GameConfig.from_options({}).illegal == "retry"
 

@@ -77,11 +77,9 @@ class VerifiersContract:
         assert (await play(sums, "4"))[1].get_metrics()["correct"] == 1.0
         assert (await play(game, "2"))[0]["reward"] == 1.0
 
-    def test_number_of_rows(self) -> None:
+    def test_number_and_split_of_rows(self) -> None:
         assert len(list(rows(self.sums, {"n_tasks": 4}))) == 4
         assert len(list(rows(self.sums, {"n_tasks": 4}, n_rows=2))) == 2
-
-    def test_an_unknown_split_is_refused(self) -> None:
         with pytest.raises(ValueError, match="split='test'"):
             rows(self.sums, split="test")
 
@@ -176,27 +174,22 @@ class VerifiersContract:
         assert worker.call("step", ["1"])["reward"] == 1.0
         worker.call("close", [])
 
-    async def test_unfinished_episode_is_cleaned_up_once(self) -> None:
+    @pytest.mark.parametrize("is_blocking", [False, True])
+    async def test_unfinished_episode_is_cleaned_up_once(self, is_blocking: bool) -> None:
         row = make_row(self.game)
         env = make_env(row)
         await env.init_async(row["prompt"])
         await env.step_async("7")
         n_before = len(self.log())
+        if is_blocking:
+            env.close()
+            await wait_for_no_tasks()
         await env.close_async()
         await env.close_async()
         assert len(self.log()) == n_before + 1
         await wait_for_no_tasks()
         with pytest.raises(RuntimeError, match="this episode is over"):
             await env.step_async("1")
-
-    async def test_async_episode_may_be_closed_by_the_blocking_close(self) -> None:
-        row = make_row(self.game)
-        env = make_env(row)
-        await env.init_async(row["prompt"])
-        n_before = len(self.log())
-        env.close()
-        await wait_for_no_tasks()
-        assert len(self.log()) == n_before + 1
 
     async def test_close_before_init_does_nothing(self) -> None:
         env = make_env(make_row(self.game))
@@ -237,18 +230,18 @@ class VerifiersContract:
             output, _ = await play(make_row(self.game), long_text(unit), "1")
         assert output["reward"] == 1.0
 
-    def test_row_without_a_record_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"no extra_info\.verifiers; write the dataset with .*verifiers\.rows"):
-            VerifiersEnv({"id": self.sums}, {"extra_info": {"example_id": 1}})
-
     @pytest.mark.parametrize("records", ["{", "[]", '{"id": "x"}', 7])
     def test_invalid_record_is_refused(self, records: Any) -> None:
         with pytest.raises(ValueError, match=r"the row has extra_info\.verifiers='.*'; write the dataset with"):
             VerifiersEnv({"id": self.sums}, {"extra_info": {"verifiers": records}})
+        with pytest.raises(ValueError, match=r"no extra_info\.verifiers; write the dataset with .*verifiers\.rows"):
+            VerifiersEnv({"id": self.sums}, {"extra_info": {"example_id": 1}})
 
-    def test_args_must_be_a_section(self) -> None:
+    def test_invalid_config_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"environment\.skyrl_gym\.verifiers\.args='x' must be a section"):
             make_env(make_row(self.sums), args="x")
+        with pytest.raises(ValueError, match=r"environment\.skyrl_gym\.verifiers\.arg.*did you mean args"):
+            make_env(make_row(self.sums), arg={})
 
     def test_id_has_several_spellings(self) -> None:
         row = make_row(self.sums)
@@ -256,10 +249,6 @@ class VerifiersContract:
             make_env(row, id=env_id)
         with pytest.raises(ValueError, match=rf"id='other', but the row is of '{self.sums}'"):
             make_env(row, id="other")
-
-    def test_an_unknown_key_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"environment\.skyrl_gym\.verifiers\.arg.*did you mean args"):
-            make_env(make_row(self.sums), arg={})
 
     def test_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         row = make_row(self.sums)
