@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from agent_kit.runs import write_run, write_task
-from tx_kit.processes import process
+from train_kit.runs import Run
+from train_kit.tinker import serving_tinker
 
 from skyrl_agent.integrations.tinker import AgentTinkerOptions, AgentTinkerRun, main
 from skyrl_train.errors import ConfigError
@@ -27,16 +27,12 @@ def arguments(tmp_path: Path, **settings: object) -> list[str]:
     ]
 
 
-def test_a_run_trains_on_trajectories_of_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_trains_on_trajectories_of_the_agent(tmp_path: Path) -> None:
     argv = arguments(tmp_path)
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
-    with process(tmp_path / "state", "--base-model", str(tmp_path / "model"), "--backend", "torch") as server:
-        server.wait_for_engine()
-        monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    with serving_tinker(tmp_path / "state", tmp_path / "model"):
         main(argv)
-    metrics = tmp_path / "skyrl-agent" / "agent_tinker" / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [row for row in rows if "avg_turn_assistant" in row and "time/train" in row]
+    run = Run(tmp_path / "skyrl-agent/agent_tinker")
+    steps = [row for row in run.metrics if "avg_turn_assistant" in row and "time/train" in row]
     assert [row["step"] for row in steps] == [1, 2]
     assert all(row["avg_turn_assistant"] == 2.0 for row in steps)
 

@@ -1,19 +1,18 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
+from train_kit.datasets import write_prompts
+from train_kit.runs import Run
+from train_kit.tinker import serving_tinker
 from transformers import PreTrainedTokenizerBase
-from tx_kit.processes import process
 
-from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.rows import TaskRow
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, request_seed
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
-from skyrl_train.models.tiny import tiny_qwen3
 from skyrl_train.tinker.options import TinkerOptions
 from skyrl_train.tinker.run import TinkerRun
 from skyrl_train.types import Trajectory
@@ -66,22 +65,11 @@ class OddRun(TinkerRun):
         self.alerts.append((step, "eval/all/avg_score" in metrics))
 
 
-def write_prompts(path: Path, env_class: str) -> str:
-    write_jsonl(path, [{"prompt": [{"role": "user", "content": f"{n}"}], "env_class": env_class} for n in range(4)])
-    return str(path)
-
-
-def test_a_run_plays_with_the_generator_of_its_subclass(
-    tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tmp_path / "model"
-    tiny_tokenizer.save_pretrained(model)
-    tiny_qwen3(tiny_tokenizer, seed=0, context_length=256).save_pretrained(model)
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+def test_a_run_plays_with_the_generator_of_its_subclass(tiny_model_path: Path, tmp_path: Path) -> None:
     options = TinkerOptions(
-        train_data=write_prompts(tmp_path / "train.jsonl", "agent"),
-        eval_data=write_prompts(tmp_path / "eval.jsonl", "agent"),
-        model_name=str(model),
+        train_data=str(write_prompts(tmp_path / "train.jsonl", 4, "agent")),
+        eval_data=str(write_prompts(tmp_path / "eval.jsonl", 4, "agent")),
+        model_name=str(tiny_model_path),
         batch_size=2,
         n_samples_per_prompt=2,
         max_input_length=64,
@@ -91,13 +79,10 @@ def test_a_run_plays_with_the_generator_of_its_subclass(
         output_dir=str(tmp_path),
         logger="jsonl",
     )
-    with process(tmp_path / "state", "--base-model", str(model), "--backend", "torch") as server:
-        server.wait_for_engine()
-        monkeypatch.setenv("TINKER_BASE_URL", server.url)
-        run = OddRun(options)
+    run = OddRun(options)
+    with serving_tinker(tmp_path / "state", tiny_model_path):
         run.run()
-    rows = [json.loads(line) for line in (run.run_folder.path / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "rollouts/played" in row]
+    steps = [row for row in Run(run.run_folder.path).metrics if "rollouts/played" in row]
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
         assert (row["reward/avg_raw_reward"], row["rollouts/played"], row["generate/n_agents"]) == (0.5, 4, 4)
@@ -107,7 +92,7 @@ def test_a_run_plays_with_the_generator_of_its_subclass(
 
 
 def test_a_run_refuses_rows_before_it_connects(tiny_model_path: Path, tmp_path: Path) -> None:
-    path = write_prompts(tmp_path / "train.jsonl", "other")
+    path = str(write_prompts(tmp_path / "train.jsonl", 4, "other"))
     options = TinkerOptions(train_data=path, model_name=str(tiny_model_path), output_dir=str(tmp_path), batch_size=2)
     with pytest.raises(DataError, match="row 0 is for other"):
         OddRun(options).run()

@@ -1,61 +1,49 @@
 from __future__ import annotations
 
-import json
+import datetime
 import random
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from train_kit.fleet.openenv.envs.fleet_env.task_env import describe_tools
+from train_kit.fleet.tasks import OPENENV
+from train_kit.http import Request, serving
 
-STAND_IN = Path(__file__).parents[2] / "fleet_stand_in"
+from integrations.fleet.prompts import system_prompt
+from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
+
+
+@pytest.fixture(scope="session")
+def fleet_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokenizer merges the system prompt into few tokens."""
+    folder = tmp_path_factory.mktemp("fleet-model")
+    prompt = system_prompt("github", {}, describe_tools()[:-1], datetime.date(2026, 1, 31))
+    tokenizer = train_tokenizer([[{"role": "system", "content": prompt}]] * 2, vocab_size=1024)
+    for saved in (tokenizer, tiny_qwen3(tokenizer, seed=0, context_length=8192)):
+        saved.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
 def openenv(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Install the stand-in for OpenEnv, and return its class."""
-    forget_envs()
-    monkeypatch.syspath_prepend(str(STAND_IN))
+    monkeypatch.syspath_prepend(str(OPENENV))
     monkeypatch.setenv("FLEET_API_KEY", "test")
     from envs.fleet_env.task_env import FleetTaskEnv
 
     FleetTaskEnv.faults = random.Random(0)
     yield FleetTaskEnv
-    forget_envs()
-
-
-def forget_envs() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "envs"]:
         del sys.modules[name]
 
 
-class SlackServer(BaseHTTPRequestHandler):
-    """A server with the interface of Slack's chat.postMessage."""
-
-    received: list[tuple[str, dict[str, str]]] = []  # noqa: RUF012
-    answer: dict[str, Any] = {}  # noqa: RUF012
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.received.append((self.headers["Authorization"], body))
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(self.answer).encode())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def slack_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlackServer]]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), SlackServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("SLACK_API_URL", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("SLACK_BOT_TOKEN", "secret-token")
-    SlackServer.received, SlackServer.answer = [], {"ok": True, "ts": "12.5"}
-    yield SlackServer
-    server.shutdown()
-    server.server_close()
+def slack_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Request]]:
+    """The requests to Slack, which accepts all messages."""
+    with serving(lambda request: (200, {"ok": True, "ts": "12.5"})) as (url, requests):
+        monkeypatch.setenv("SLACK_API_URL", url)
+        monkeypatch.setenv("SLACK_BOT_TOKEN", "secret-token")
+        yield requests

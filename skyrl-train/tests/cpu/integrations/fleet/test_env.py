@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_tasks import write_tasks
+from train_kit.fleet.tasks import write_tasks
 
 from integrations.fleet.env import FleetTaskEnv, ProvisioningError, is_transient
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput

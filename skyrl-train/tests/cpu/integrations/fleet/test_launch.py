@@ -7,25 +7,25 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from fleet_tasks import fleet_entries, write_tasks
-from transformers import PreTrainedTokenizerBase
+from train_kit.fleet.tasks import OPENENV, fleet_entries, write_tasks
+from train_kit.processes import python
+from train_kit.runs import Run
 
-from integrations.fleet import slack
 from integrations.fleet.env import FleetSettings
 from skyrl_train.config.validation import WARNINGS, find_problems
 from skyrl_train.entrypoints.main_base import parse_cli
-from skyrl_train.models.tiny import tiny_qwen3
 
 REPOSITORY = Path(__file__).parents[5]
 TASKS = sorted((REPOSITORY / "skyrl-train/tasks").glob("openenv-fleet-*.yaml"))
 WORKFLOW = REPOSITORY / ".github/workflows/openenv-fleet-train.yaml"
 SCRIPTS = REPOSITORY / "skyrl-train/integrations/fleet"
-STAND_IN = Path(__file__).parents[2] / "fleet_stand_in"
+FIRST_TASK = REPOSITORY / "skyrl-train/tasks/openenv-fleet-grpo.yaml"
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -56,30 +56,36 @@ def test_the_defaults_of_the_first_task_file() -> None:
         "trainer.epochs=20",
         "generator.max_turns=50",
         "trainer.ckpt_interval=10",
-    } <= set(overrides(REPOSITORY / "skyrl-train/tasks/openenv-fleet-grpo.yaml"))
+    } <= set(overrides(FIRST_TASK))
 
 
-def test_the_commands_of_a_task_file_train_and_resume(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    task = load(REPOSITORY / "skyrl-train/tasks/openenv-fleet-grpo.yaml")
-    tiny_tokenizer.save_pretrained(tmp_path / "model")
-    tiny_qwen3(tiny_tokenizer, seed=0, context_length=8192).save_pretrained(tmp_path / "model")
-    tasks = write_tasks(tmp_path / "exported.json", fleet_entries({"github": (6, 0), "outlook": (1, 0)}))
-    small = {
-        "trainer.policy.model.path": tmp_path / "model",
-        "trainer.output_dir": tmp_path,
-        "trainer.max_prompt_length": 4096,
-        "trainer.ckpt_interval": 1,
-        "trainer.eval_before_train": "false",
-        "generator.max_input_length": 8000,
-        "generator.max_turns": 2,
-        "generator.sampling_params.max_generate_length": 8,
-        "generator.eval_sampling_params.max_generate_length": 8,
-    }
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "WANDB_", "FLEET_"))}
-    environ |= {name: str(value) for name, value in task["envs"].items()}
-    environ |= {
-        "PYTHON": sys.executable,
-        "PYTHONPATH": os.pathsep.join([str(STAND_IN), *sys.path]),
+def bash(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run bash in the root of the repository, with these variables only."""
+    variables = {"PATH": os.environ["PATH"], **environment}
+    return subprocess.run(
+        ["bash", *command], cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_commands_of_a_task_file_train_and_resume(fleet_model: Path, tmp_path: Path) -> None:
+    task = load(FIRST_TASK)
+    tasks = write_tasks(tmp_path / "tasks.json", fleet_entries({"github": (6, 0), "outlook": (1, 0)}))
+    overrides = [
+        f"trainer.policy.model.path={fleet_model}",
+        f"trainer.output_dir={tmp_path}",
+        "trainer.max_prompt_length=4096",
+        "trainer.ckpt_interval=1",
+        "trainer.eval_before_train=false",
+        "generator.max_input_length=8000",
+        "generator.max_turns=2",
+        "generator.sampling_params.max_generate_length=8",
+        "generator.eval_sampling_params.max_generate_length=8",
+    ]
+    environment = {
+        **{name: str(value) for name, value in task["envs"].items()},
+        "HOME": str(tmp_path),
+        "PYTHON": python(),
+        "PYTHONPATH": os.pathsep.join([str(OPENENV), *sys.path]),
         "DATA_DIR": str(tmp_path / "data"),
         "TASKS_JSON": str(tasks),
         "FLEET_API_KEY": "test",  # pragma: allowlist secret
@@ -89,17 +95,13 @@ def test_the_commands_of_a_task_file_train_and_resume(tiny_tokenizer: PreTrained
         "RUN_NAME": "test_run",
     }
     for n_epochs in (1, 2):  # of one step
-        environ["OVERRIDES"] = " ".join(f"{key}={value}" for key, value in small.items())
-        environ["OVERRIDES"] += f" trainer.epochs={n_epochs}"
+        environment["OVERRIDES"] = " ".join([*overrides, f"trainer.epochs={n_epochs}"])
         for command in (task["setup"], task["run"]):
-            result = subprocess.run(
-                ["bash", "-c", command], cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=200
-            )
+            result = bash("-c", command, **environment)
             assert result.returncode == 0, result.stderr
-    folder = tmp_path / "fleet-github-outlook-grpo/test_run"
-    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [step for step in steps if step > 0] == [1, 2]
-    assert (folder / "evals/global_step_2/outlook.jsonl").exists()
+    run = Run(tmp_path / "fleet-github-outlook-grpo/test_run")
+    assert [step for step in run.steps if step > 0] == [1, 2]
+    assert (run.folder / "evals/global_step_2/outlook.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -111,9 +113,8 @@ def test_the_commands_of_a_task_file_train_and_resume(tiny_tokenizer: PreTrained
         ({"TASKS_JSON": ""}, "set AWS_ACCESS_KEY_ID"),
     ],
 )
-def test_the_setup_checks_its_variables(change: dict[str, str], message: str, tmp_path: Path) -> None:
-    environ = {
-        "PATH": os.environ["PATH"],
+def test_the_setup_checks_its_variables(change: Mapping[str, str], message: str, tmp_path: Path) -> None:
+    environment = {
         "HOME": str(tmp_path),
         "PYTHON": sys.executable,
         "FLEET_API_KEY": "secret-key",  # pragma: allowlist secret
@@ -121,9 +122,7 @@ def test_the_setup_checks_its_variables(change: dict[str, str], message: str, tm
         "MODALITY": "tool_use",
         "TASKS_JSON": "x",
     }
-    result = subprocess.run(
-        ["bash", SCRIPTS / "setup.sh"], cwd=REPOSITORY, env=environ | change, capture_output=True, text=True
-    )
+    result = bash(SCRIPTS / "setup.sh", **environment | change)
     assert result.returncode == 1
     assert message in result.stderr
     assert "secret-key" not in result.stdout + result.stderr
@@ -144,19 +143,17 @@ def launch(tmp_path: Path, results: list[int]) -> tuple[int, list[str], str]:
     sky.write_text(SKY)
     sky.chmod(0o755)
     queue.write_text("".join(f"{status}\n" for status in results))
-    environ = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "CALLS": str(calls),
-        "RESULTS": str(queue),
-        "CLUSTER": "fleet-1",
-        "RUN_NAME": "run_1",
-        "FLEET_API_KEY": "secret-key",  # pragma: allowlist secret
-        "PROVISIONING_WAIT_S": "0",
-        "RECONNECT_WAIT_S": "0",
-        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
-    }
-    result = subprocess.run(
-        ["bash", SCRIPTS / "launch.sh", "task.yaml", "--env", "MODALITY"], env=environ, capture_output=True, text=True
+    result = bash(
+        *(SCRIPTS / "launch.sh", "task.yaml", "--env", "MODALITY"),
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        CALLS=str(calls),
+        RESULTS=str(queue),
+        CLUSTER="fleet-1",
+        RUN_NAME="run_1",
+        FLEET_API_KEY="secret-key",  # pragma: allowlist secret
+        PROVISIONING_WAIT_S="0",
+        RECONNECT_WAIT_S="0",
+        GITHUB_STEP_SUMMARY=str(tmp_path / "summary.md"),
     )
     lines = calls.read_text().splitlines()
     assert "secret-key" not in result.stdout + result.stderr + "".join(lines)
@@ -188,10 +185,8 @@ def test_only_provisioning_is_repeated(results: list[int], status: int, calls: l
 
 def test_credentials_are_files_that_only_the_owner_reads(tmp_path: Path) -> None:
     keys = {f"{cloud}_API_KEY": f"secret-{cloud}" for cloud in ("LAMBDA", "RUNPOD", "VAST", "PRIME_INTELLECT")}
-    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-    result = subprocess.run(
-        ["bash", SCRIPTS / "credentials.sh"], env=environ | keys, capture_output=True, text=True, check=True
-    )
+    result = bash(SCRIPTS / "credentials.sh", HOME=str(tmp_path), **keys)
+    assert result.returncode == 0
     assert "secret" not in result.stdout + result.stderr
     files = {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("*") if path.is_file()}
     assert set(files) == {
@@ -204,9 +199,8 @@ def test_credentials_are_files_that_only_the_owner_reads(tmp_path: Path) -> None
     prime = json.loads(files[".prime/config.json"].read_text())
     assert prime["api_key"] == "secret-PRIME_INTELLECT"  # pragma: allowlist secret
     del keys["VAST_API_KEY"]
-    result = subprocess.run(
-        ["bash", SCRIPTS / "credentials.sh"], env=environ | keys, capture_output=True, text=True, check=True
-    )
+    result = bash(SCRIPTS / "credentials.sh", HOME=str(tmp_path), **keys)
+    assert result.returncode == 0
     assert "VAST_API_KEY is not set" in result.stdout
 
 
@@ -233,27 +227,3 @@ def test_the_workflow_has_the_inputs_and_secrets_of_the_guide() -> None:
         command = step.get("run", "")
         assert "${{" not in command, "inputs reach a shell only as variables"
         subprocess.run(["bash", "-n"], input=command, text=True, check=True)
-
-
-def test_slack_messages(slack_server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    slack.main(["Started"])
-    slack.main(["Finished", "--thread", capsys.readouterr().out.strip()])
-    assert slack_server.received == [
-        ("Bearer secret-token", {"channel": "#fleet-training-runs", "text": "Started"}),
-        ("Bearer secret-token", {"channel": "#fleet-training-runs", "text": "Finished", "thread_ts": "12.5"}),
-    ]
-    slack_server.answer = {"ok": False, "error": "not_in_channel"}
-    capsys.readouterr()
-    slack.main(["Hello"])
-    output = capsys.readouterr()
-    assert "not_in_channel" in output.err
-    assert "secret-token" not in output.err + output.out
-
-
-def test_without_a_token_or_a_network_slack_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLACK_BOT_TOKEN", raising=False)
-    assert slack.post("Hello") is None
-    monkeypatch.setenv("SLACK_BOT_TOKEN", "x")
-    monkeypatch.setenv("SLACK_API_URL", "http://127.0.0.1:9")
-    with pytest.raises(slack.SlackError, match="cannot be reached"):
-        slack.post("Hello")

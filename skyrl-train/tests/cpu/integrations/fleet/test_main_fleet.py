@@ -1,34 +1,25 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_tasks import fleet_entries, write_tasks
-from transformers import PreTrainedTokenizerBase
+from train_kit.fleet.tasks import fleet_entries, write_dataset, write_tasks
+from train_kit.runs import Run
 
 from integrations.fleet.entrypoints.main_fleet import main
-from integrations.fleet.prepare_dataset import main as prepare
-from skyrl_train.dataset.files import read_rows
-from skyrl_train.models.tiny import tiny_qwen3
 
 N_STEPS = 3
 
 
 @pytest.fixture
-def fleet_run(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, openenv: Any) -> list[str]:
+def fleet_run(fleet_model: Path, tmp_path: Path, openenv: Any) -> list[str]:
     """Overrides for a run of three steps on two environments, with evaluations of a held-out one."""
-    model = tmp_path / "model"
-    tiny_tokenizer.save_pretrained(model)
-    tiny_qwen3(tiny_tokenizer, seed=0, context_length=8192).save_pretrained(model)
-    counts = {"github": (6, 0), "booking": (6, 0), "outlook": (2, 0)}
-    tasks = write_tasks(tmp_path / "tasks.json", fleet_entries(counts))
-    prepare(["--tasks-json", str(tasks), "--output-dir", str(tmp_path / "data"), "--modality", "tool_use"])
+    tasks = write_dataset(tmp_path, {"github": (6, 0), "booking": (6, 0), "outlook": (2, 0)})
     return [
         f"data.train_data=['{tmp_path}/data/train.parquet']",
         f"data.val_data=['{tmp_path}/data/validation.parquet']",
-        f"trainer.policy.model.path='{model}'",
+        f"trainer.policy.model.path='{fleet_model}'",
         f"trainer.output_dir='{tmp_path}'",
         "trainer.run_name=test_run",
         "trainer.train_batch_size=4",
@@ -47,21 +38,15 @@ def fleet_run(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, openenv: 
     ]
 
 
-def read_run(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the logged steps, and the trajectories of training."""
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return metrics, [row for file in (folder / "trajectories").iterdir() for row in read_rows(str(file))]
-
-
 def test_a_run_in_which_a_fifth_of_all_services_fail(
     fleet_run: list[str], tmp_path: Path, openenv: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEET_STAND_IN_FAULTS", "0.2")
     main(fleet_run)
-    folder = tmp_path / "fleet-task-grpo/test_run"
-    metrics, trajectories = read_run(folder)
-    steps = [row for row in metrics if row["step"] > 0]
-    assert steps[-1]["step"] == N_STEPS
+    run = Run(tmp_path / "fleet-task-grpo/test_run")
+    steps = [row for row in run.metrics if row["step"] > 0]
+    assert run.steps[-1] == N_STEPS
+    trajectories = [row for step in range(1, N_STEPS + 1) for row in run.trajectories(step)]
     assert len(trajectories) == N_STEPS * 16
     invalid = [row for row in trajectories if row["error"]]
     assert 0 < len(invalid) < 16
@@ -83,11 +68,9 @@ def test_a_run_in_which_a_fifth_of_all_services_fail(
     assert all(env.n_verified <= 1 for env in openenv.created)
 
 
-def test_rollouts_that_the_trainer_ends_have_the_verifiers_grade(
-    fleet_run: list[str], tmp_path: Path, openenv: Any
-) -> None:
+def test_rollouts_that_the_trainer_ends_have_the_verifiers_grade(fleet_run: list[str], tmp_path: Path) -> None:
     main([*fleet_run, "generator.max_response_length=14", "generator.max_turns=50", "trainer.max_training_steps=1"])
-    _, trajectories = read_run(tmp_path / "fleet-task-grpo/test_run")
+    trajectories = Run(tmp_path / "fleet-task-grpo/test_run").trajectories(1)
     assert {row["stop_reason"] for row in trajectories} == {"length"}
     assert {row["total_reward"] for row in trajectories} == {0.5, 1.0}
 

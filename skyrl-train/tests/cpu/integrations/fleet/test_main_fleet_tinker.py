@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_tasks import fleet_entries, write_tasks
-from transformers import PreTrainedTokenizerBase
-from tx_process import process
+from train_kit.fleet.tasks import write_dataset
+from train_kit.http import Request
+from train_kit.runs import Run
+from train_kit.tinker import serving_tinker
 
 from integrations.fleet.entrypoints.main_fleet_tinker import FleetTinkerOptions, main
-from integrations.fleet.prepare_dataset import main as prepare
-from skyrl_train.models.tiny import tiny_qwen3
 from skyrl_train.tinker.options import parse_options
 
 
@@ -28,25 +26,20 @@ def test_the_options_are_those_of_fleet() -> None:
 
 
 def test_a_run_on_a_tinker_server_trains_and_resumes(
-    tiny_tokenizer: PreTrainedTokenizerBase,
+    fleet_model: Path,
     tmp_path: Path,
     openenv: Any,
-    slack_server: Any,
+    slack_requests: list[Request],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = tmp_path / "model"
-    tiny_tokenizer.save_pretrained(model)
-    tiny_qwen3(tiny_tokenizer, seed=0, context_length=8192).save_pretrained(model)
-    tasks = write_tasks(tmp_path / "tasks.json", fleet_entries({"github": (4, 0), "outlook": (2, 0)}))
-    prepare(["--tasks-json", str(tasks), "--output-dir", str(tmp_path / "data")])
+    tasks = write_dataset(tmp_path, {"github": (4, 0), "outlook": (2, 0)})
     monkeypatch.setenv("FLEET_STAND_IN_FAULTS", "0.2")
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     monkeypatch.setattr("integrations.fleet.metrics.MAX_TOOL_ERROR_RATE", -1.0)  # every step alerts
     options: dict[str, Any] = {
         "train_data": tmp_path / "data/train.parquet",
         "eval_data": tmp_path / "data/validation.parquet",
         "tasks_file": tasks,
-        "model_name": model,
+        "model_name": fleet_model,
         "batch_size": 2,
         "max_turns": 2,
         "max_generate_length": 8,
@@ -58,25 +51,22 @@ def test_a_run_on_a_tinker_server_trains_and_resumes(
         "logger": "jsonl",
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    with process(tmp_path / "state", "--base-model", str(model), "--backend", "torch") as server:
-        server.wait_for_engine()
-        monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    with serving_tinker(tmp_path / "state", fleet_model) as server:
         main([*arguments, "--max_steps=2"])
         main([*arguments, "--max_steps=3"])
         with server.client() as http:
             sessions = http.get("sessions").json()["sessions"]
             answers = [http.post("session_heartbeat", json={"session_id": name}) for name in sessions]
         assert [answer.status_code for answer in answers] == [410, 410]  # both runs finished their session
-    folder = tmp_path / "fleet-tinker-grpo/fleet_tinker"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "rollouts/total" in row]
+    run = Run(tmp_path / "fleet-tinker-grpo/fleet_tinker")
+    steps = [row for row in run.metrics if "rollouts/total" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert sum(row["rollouts/invalid"] for row in steps) > 0
     for row in steps:
         assert row["rollouts/valid"] + row["rollouts/invalid"] == 8
         assert 0.5 <= row["reward/avg_raw_reward"] <= 1.0  # no lost grade counts as 0
     assert {"reward/github/signal_ratio", "advantage/std", "time/train", "throughput/tokens_total"} <= steps[0].keys()
-    assert (folder / "evals/global_step_3/outlook.jsonl").exists()
-    alerts = [body["text"] for _, body in slack_server.received]
+    assert (run.folder / "evals/global_step_3/outlook.jsonl").exists()
+    alerts = [request.body["text"] for request in slack_requests]
     assert {text.partition(":")[0] for text in alerts} >= {f"fleet_tinker, step {step}" for step in (1, 2, 3)}
     assert "environment/fleet_task/tool_error_rate is 0%" in alerts[-1]

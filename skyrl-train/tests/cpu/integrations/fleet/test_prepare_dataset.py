@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_tasks import COUNTS, fleet_entries, write_tasks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from train_kit.fleet.tasks import COUNTS, fleet_entries, write_tasks
 
 from integrations.fleet.prepare_dataset import (
     SplitRules,

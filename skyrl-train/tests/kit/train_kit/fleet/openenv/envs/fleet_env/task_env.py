@@ -13,6 +13,15 @@ from typing import Any, ClassVar
 TOOLS = ("list_notes", "add_note", "submit_final_answer", "computer")
 
 
+def describe_tools() -> list[dict[str, Any]]:
+    """Return the tools in OpenAI's format."""
+    parameters = {"type": "object", "properties": {}}
+    return [
+        {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+        for name in TOOLS
+    ]
+
+
 class FleetTaskEnv:
     """A task about notes."""
 
@@ -55,13 +64,7 @@ class FleetTaskEnv:
             "step": 0,
             "task_key": self.task_config["task_key"],
             "modality": self.task_config.get("task_modality", "tool_use"),
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {"name": name, "description": name, "parameters": {"type": "object", "properties": {}}},
-                }
-                for name in TOOLS
-            ],
+            "tools": describe_tools(),
         }
 
     async def step_async(self, action: dict[str, Any]) -> tuple[dict[str, Any], float, bool, dict[str, Any]]:

@@ -1,10 +1,15 @@
-"""A synthetic task list with the environments and counts of Fleet's export."""
+"""Task lists with the environments and counts of Fleet's export, and datasets made from them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from integrations.fleet import prepare_dataset
+
+OPENENV = Path(__file__).with_name("openenv")
+"""The folder of the stand-in for OpenEnv; on `sys.path`, it takes the package's place."""
 
 COUNTS = {  # environment: tasks of tool_use, tasks of computer_use
     "github": (1865, 0),
@@ -47,3 +52,10 @@ def write_tasks(path: Path, entries: list[dict[str, Any]]) -> Path:
     """Write a task file and return its path."""
     path.write_text(json.dumps({"tasks": entries}), encoding="utf-8")
     return path
+
+
+def write_dataset(folder: Path, counts: dict[str, tuple[int, int]]) -> Path:
+    """Write `tasks.json`, and a dataset of its tasks in `data/`; return the task file."""
+    tasks = write_tasks(folder / "tasks.json", fleet_entries(counts))
+    prepare_dataset.main(["--tasks-json", str(tasks), "--output-dir", str(folder / "data"), "--modality", "tool_use"])
+    return tasks
