@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import skyrl_gym
+from skyrl_gym.envs import BUILT_IN
+from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.optional import install_command, require
 
 PACKAGE = Path(skyrl_gym.__file__).parent
@@ -29,3 +32,20 @@ def test_named_extras_exist() -> None:
     assert set(named) <= extras.keys()
     assert "pip install 'skyrl-gym" not in source
     assert install_command("mcp") == "pip install './skyrl-gym[mcp]' (in your clone of the repository)"
+
+
+@pytest.mark.parametrize(
+    ("env_class", "config", "message"),
+    [
+        ("openenv", {"url": "http://h"}, r"websockets: pip install '\./skyrl-gym\[openenv\]'"),
+        ("gymnasium", {"id": "FrozenLake-v1"}, r"gymnasium: pip install '\./skyrl-gym\[gymnasium\]'"),
+        ("textarena", {"env_id": "TicTacToe-v0"}, r"textarena: pip install '\./skyrl-gym\[textarena\]'"),
+    ],
+)
+def test_adapter_names_the_package_that_it_needs(
+    env_class: str, config: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = load_attribute(BUILT_IN[env_class])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=message):
+        adapter(config, {})

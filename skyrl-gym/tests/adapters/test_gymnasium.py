@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import gymnasium
@@ -275,9 +274,3 @@ def test_environment_is_closed_once() -> None:
 def test_invalid_config_raises(env_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GymnasiumEnv(env_config, {})
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"gymnasium: pip install '\./skyrl-gym\[gymnasium\]'"):
-        GymnasiumEnv(LAKE, {})

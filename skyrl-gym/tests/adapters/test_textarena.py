@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import random
 import re
 from typing import Any
@@ -237,9 +236,3 @@ def test_invalid_config_raises(env_config: dict[str, Any], message: str) -> None
 def test_unplayable_game_raises_in_init(env_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         start_env(env_config, seed=1)
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"textarena: pip install '\./skyrl-gym\[textarena\]'"):
-        TextArenaEnv(GUESS, {})

@@ -15,7 +15,7 @@ from gym_kit.databases import write_database
 from gym_kit.processes import SECONDS, kill, no_leaks, workers
 
 from skyrl_gym import queries
-from skyrl_gym.queries import QueryError, QueryTimeout, run_query
+from skyrl_gym.queries import QueryError, QueryTimeout, Table, run_query
 
 MODULE = "skyrl_gym.queries"
 ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c"
@@ -34,18 +34,22 @@ def workers_end_with_this_module() -> Iterator[None]:
         queries.close()
 
 
-def test_rows_keep_order_and_repetitions(database: Path) -> None:
-    table = run_query(database, "SELECT id, name FROM goods WHERE id < 3 ORDER BY id DESC", 5)
-    assert (table.columns, table.rows) == (["id", "name"], [(2, "pen"), (2, "pen"), (1, "ink")])
-
-
-def test_invalid_utf8_is_replaced(database: Path) -> None:
-    assert run_query(database, "SELECT name, price FROM goods WHERE id = 3", 5).rows == [("�", None)]
-
-
-def test_schema_can_be_queried(database: Path) -> None:
-    assert [row[1] for row in run_query(database, "PRAGMA table_info(goods)", 5).rows] == ["id", "name", "price"]
-    assert run_query(database, "SELECT name FROM sqlite_master", 5).rows == [("goods",)]
+@pytest.mark.parametrize(
+    ("sql", "columns", "rows"),
+    [
+        ("SELECT id, name FROM goods WHERE id < 3 ORDER BY id DESC", "id name", [(2, "pen"), (2, "pen"), (1, "ink")]),
+        ("SELECT name, price FROM goods WHERE id = 3", "name price", [("�", None)]),  # invalid UTF-8
+        ("SELECT name FROM pragma_table_info('goods')", "name", [("id",), ("name",), ("price",)]),
+        ("SELECT name FROM sqlite_master", "name", [("goods",)]),
+        (
+            "SELECT NULL a, 9223372036854775807 b, -0.5 c, 9e999 d, char(10) || char(128512) e, x'00ff' f, '' g",
+            "a b c d e f g",
+            [(None, (1 << 63) - 1, -0.5, float("inf"), "\n\U0001f600", b"\x00\xff", "")],
+        ),
+    ],
+)
+def test_rows_and_columns(database: Path, sql: str, columns: str, rows: list[tuple[Any, ...]]) -> None:
+    assert run_query(database, sql, 5) == Table(columns.split(), rows)
 
 
 @pytest.mark.parametrize(
@@ -82,12 +86,6 @@ def test_endless_result_is_refused(database: Path, row: str) -> None:
     endless = f"WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT {row} FROM c"
     with pytest.raises(QueryError, match="the result has more than 100000 rows or 64 MiB"):
         run_query(database, endless, 60)
-
-
-def test_values_of_every_type(database: Path) -> None:
-    sql = "SELECT NULL, 9223372036854775807, -0.5, 9e999, 'a' || char(10) || char(128512), x'00ff', ''"
-    expected = (None, (1 << 63) - 1, -0.5, float("inf"), "a\n\U0001f600", b"\x00\xff", "")
-    assert run_query(database, sql, 5).rows == [expected]
 
 
 @pytest.mark.parametrize("state", ["closed", "open", "copied while open", "copied without its index"])

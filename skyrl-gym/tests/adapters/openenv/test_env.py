@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import socket
 import time
 from collections.abc import Iterator
@@ -344,8 +343,3 @@ class TestSettings:
     def test_invalid_row_raises(self) -> None:
         with pytest.raises(ValueError, match="reset='now' of a dataset row must be a dict"):
             OpenEnvEnv({"url": "http://h"}, {"reset": "now"})
-
-    def test_a_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(ImportError, match=r"websockets: pip install '\./skyrl-gym\[openenv\]'"):
-            OpenEnvEnv({"url": "http://h"}, {})
