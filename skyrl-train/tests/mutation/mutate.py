@@ -40,7 +40,7 @@ SOURCES = (
     "trainer.py",
 )
 SPECIFICATION = "workers/test_gradient_specification.py"
-RUNS = ("test_trainer.py", "test_durability.py", "test_algorithms_in_a_run.py", "entrypoints/test_resume.py")
+RUNS = ("test_trainer.py", *(f"runs/test_{name}.py" for name in ("divergence", "checkpoints", "algorithms", "resume")))
 TESTS = {
     "algorithms/advantages/": ("algorithms/advantages", "algorithms/test_trajectories.py", SPECIFICATION),
     "algorithms/losses/": ("algorithms/losses", SPECIFICATION, "workers/test_critic.py"),
@@ -50,7 +50,7 @@ TESTS = {
         "workers/test_objective.py",
         "workers/test_critic.py",
     ),
-    "algorithms/": ("algorithms", "config/test_validation.py", SPECIFICATION),
+    "algorithms/": ("algorithms", "config/rules/test_algorithm.py", SPECIFICATION),
     "dataset/batch.py": ("dataset/test_batch.py", SPECIFICATION),
     "models/linear_head.py": ("models/test_linear_head.py", "models/test_logprobs.py"),
     "models/logprobs.py": ("models/test_logprobs.py", SPECIFICATION),

@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 import torch
-from estimator_inputs import Inputs, inputs
 from hypothesis import given
+from train_kit.estimator_inputs import Inputs, inputs
 
 from skyrl_train.algorithms.advantages import (
     gae,

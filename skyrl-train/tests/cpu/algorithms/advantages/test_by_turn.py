@@ -8,9 +8,9 @@ from itertools import groupby
 
 import pytest
 import torch
-from estimator_inputs import Inputs, inputs
 from hypothesis import given
 from hypothesis import strategies as st
+from train_kit.estimator_inputs import Inputs, inputs
 
 from skyrl_train.algorithms.advantages import gae_per_turn, grpo, grpo_per_turn, rloo, rloo_per_turn, turn_index
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from train_kit.losses import score
 
 from skyrl_train.algorithms.losses import dual_clip
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -30,7 +29,6 @@ CLIPPED = [  # ratio, advantage, loss, gradient, is_clipped. The gradient of -ρ
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient", "is_clipped"), CLIPPED)
 @pytest.mark.parametrize("name", ["regular", "dual_clip"])
 def test_both_signs_on_both_sides_of_each_clip(
-    score: Callable[..., Any],
     name: str,
     ratio: float,
     advantage: float,
@@ -50,7 +48,7 @@ def test_both_signs_on_both_sides_of_each_clip(
 )
 @pytest.mark.parametrize("name", ["regular", "dual_clip"])
 def test_values_by_hand_with_the_defaults(
-    score: Callable[..., Any], name: str, ratio: float, advantage: float, loss: float, gradient: float
+    name: str, ratio: float, advantage: float, loss: float, gradient: float
 ) -> None:
     scored = score(name, [[-2.0 + math.log(ratio)]], [[advantage]], old=[[-2.0]])
     assert scored.loss == [[pytest.approx(loss)]]
@@ -67,7 +65,7 @@ def test_values_by_hand_with_the_defaults(
     ],
 )
 def test_the_dual_clip_bounds_only_bad_tokens_that_became_much_likelier(
-    score: Callable[..., Any], ratio: float, advantage: float, loss: float, gradient: float, is_bounded: float
+    ratio: float, advantage: float, loss: float, gradient: float, is_bounded: float
 ) -> None:
     scored = score("dual_clip", [[-3 + math.log(ratio)]], [[advantage]], old=[[-3.0]], config=CONFIG)
     assert scored.loss == [[pytest.approx(loss)]]
@@ -75,7 +73,7 @@ def test_the_dual_clip_bounds_only_bad_tokens_that_became_much_likelier(
     assert scored.metrics["dual_clip_ratio"] == [[is_bounded]]
 
 
-def test_values_by_hand_of_the_dual_clip(score: Callable[..., Any]) -> None:
+def test_values_by_hand_of_the_dual_clip() -> None:
     log_probs = [[-3 + math.log(0.5), -3.0, -3 + math.log(10)]]
     scored = score("dual_clip", log_probs, [[1.0, -1.0, -4.0]], old=[[-3.0] * 3])
     assert scored.loss[0] == pytest.approx([-0.5, 1.0, 12.0])

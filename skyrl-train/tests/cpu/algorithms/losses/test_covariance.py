@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from train_kit.losses import score
 
 from skyrl_train.algorithms.losses.covariance import token_covariance
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -42,7 +41,6 @@ def marked(rows: list[list[float]]) -> list[tuple[int, int]]:
     ],
 )
 def test_clip_cov_masks_a_few_tokens_of_high_covariance(
-    score: Callable[..., Any],
     share: float,
     bounds: dict[str, float],
     candidates: list[tuple[int, int]],
@@ -59,7 +57,7 @@ def test_clip_cov_masks_a_few_tokens_of_high_covariance(
         assert scored.gradient[i][j] == expected
 
 
-def test_clip_cov_draws_from_all_candidates_with_the_generator_of_torch(score: Callable[..., Any]) -> None:
+def test_clip_cov_draws_from_all_candidates_with_the_generator_of_torch() -> None:
     def draw(seed: int) -> list[tuple[int, int]]:
         torch.manual_seed(seed)
         scored = score("clip_cov", LOG_PROBS, ADVANTAGES, mask=MASK, config=clip_cov_config(2e-4))
@@ -75,7 +73,7 @@ def test_clip_cov_draws_from_all_candidates_with_the_generator_of_torch(score: C
     [(1.5, -1.2, 0.0, 1, 0), (0.5, 0.0, 0.0, 0, 1), (1.1, 0.0, 0.0, 0, 1)],
 )
 def test_clip_cov_does_not_mask_tokens_that_ppo_clips(
-    score: Callable[..., Any], ratio: float, loss: float, gradient: float, is_clipped: float, is_masked: float
+    ratio: float, loss: float, gradient: float, is_clipped: float, is_masked: float
 ) -> None:
     old = [[-0.1 - math.log(ratio), *LOG_PROBS[0][1:]], LOG_PROBS[1]]
     scored = score("clip_cov", LOG_PROBS, ADVANTAGES, old=old, mask=MASK, config=clip_cov_config(1.0))
@@ -86,7 +84,7 @@ def test_clip_cov_does_not_mask_tokens_that_ppo_clips(
     assert scored.metrics["masked_token_ratio"][1][0] == 1
 
 
-def test_clip_cov_clips_the_other_tokens_like_ppo(score: Callable[..., Any]) -> None:
+def test_clip_cov_clips_the_other_tokens_like_ppo() -> None:
     old = [[x - math.log(1.5) for x in row] for row in LOG_PROBS]
     scored = score("clip_cov", LOG_PROBS, ADVANTAGES, old=old, mask=MASK, config=clip_cov_config(1.0, clip_cov_lb=2.0))
     assert [scored.loss[i][j] for i, j in marked(MASK)] == pytest.approx([-1.2, 1.5, -3.6, 1.5, -1.2, 4.5])
@@ -115,9 +113,7 @@ KL_OLD, KL_MASK = [[-0.3, -0.9, -1.0], [-2.5, -1.9, -1.0]], [[1.0, 1.0, 0.0], [1
         (1.0, [(0, 0), (0, 1), (1, 0), (1, 1)]),
     ],
 )
-def test_kl_cov_penalizes_the_tokens_of_highest_covariance(
-    score: Callable[..., Any], share: float, penalized: list[tuple[int, int]]
-) -> None:
+def test_kl_cov_penalizes_the_tokens_of_highest_covariance(share: float, penalized: list[tuple[int, int]]) -> None:
     config = AlgorithmConfig(kl_cov=KLCovConfig(kl_cov_frac=share, ppo_kl_coef=0.7))
     scored = score("kl_cov", KL_LOG_PROBS, KL_ADVANTAGES, old=KL_OLD, mask=KL_MASK, config=config)
     assert marked(scored.metrics["kl_cov_ratio"]) == penalized
@@ -129,7 +125,7 @@ def test_kl_cov_penalizes_the_tokens_of_highest_covariance(
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_a_mini_batch_without_a_trained_token(score: Callable[..., Any], name: str) -> None:
+def test_a_mini_batch_without_a_trained_token(name: str) -> None:
     scored = score(name, LOG_PROBS, ADVANTAGES, mask=[[0.0] * 4] * 2)
     zeros = [[0.0] * 4] * 2
     assert scored.gradient == zeros

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from train_kit.losses import score
 
 from skyrl_train.algorithms.losses import dppo
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -40,7 +39,7 @@ KL = AlgorithmConfig(dppo=DppoConfig(dppo_type="binary_kl", delta_low=0.1, delta
     ],
 )
 def test_both_signs_on_both_sides_of_the_trust_region(
-    score: Callable[..., Any], config: AlgorithmConfig, mu: float, pi: float, advantage: float, is_kept: bool
+    config: AlgorithmConfig, mu: float, pi: float, advantage: float, is_kept: bool
 ) -> None:
     log_pi, weight = math.log(pi), pi / mu if is_kept else 0.0
     scored = score("dppo", [[log_pi]], [[advantage]], old=[[-99.0]], rollout=[[math.log(mu)]], config=config)
@@ -49,14 +48,14 @@ def test_both_signs_on_both_sides_of_the_trust_region(
     assert scored.metrics["masked_token_ratio"] == [[float(not is_kept)]]
 
 
-def test_without_rollout_log_probs_the_old_policy_is_the_reference(score: Callable[..., Any]) -> None:
+def test_without_rollout_log_probs_the_old_policy_is_the_reference() -> None:
     log_probs, old = [[math.log(0.6), math.log(0.9)]], [[math.log(0.5)] * 2]
     scored = score("dppo", log_probs, [[1.0, 1.0]], old=old, config=TV)
     assert scored.gradient[0] == pytest.approx([-1.2, 0.0])
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_the_weight_of_a_token_is_bounded(score: Callable[..., Any], advantage: float) -> None:
+def test_the_weight_of_a_token_is_bounded(advantage: float) -> None:
     scored = score("dppo", [[math.log(0.1)]], [[advantage]], rollout=[[math.log(0.001)]], config=TV)
     assert scored.gradient == [[pytest.approx(-20 * advantage)]]
 

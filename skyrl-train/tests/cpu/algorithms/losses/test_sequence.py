@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from train_kit.losses import score
 
 from skyrl_train.algorithms.losses import sequence_ratio
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -38,7 +37,6 @@ def log_probs_of(log_ratios: list[float]) -> tuple[list[list[float]], list[list[
 )
 @pytest.mark.parametrize(("name", "n_tokens"), [("gspo", 1), ("gspo_token", 1), ("luspo", 2)])
 def test_the_clip_of_a_trajectory(
-    score: Callable[..., Any],
     name: str,
     n_tokens: int,
     log_ratios: list[float],
@@ -55,14 +53,14 @@ def test_the_clip_of_a_trajectory(
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "luspo", "gmpo"])
-def test_a_runaway_trajectory_of_negative_advantage_is_bounded(score: Callable[..., Any], name: str) -> None:
+def test_a_runaway_trajectory_of_negative_advantage_is_bounded(name: str) -> None:
     scored = score(name, [[-0.5, -0.5]], [[-1.0, -1.0]], old=[[-300.0, -300.0]])
     assert scored.loss[0] == pytest.approx([math.exp(10) * (2 if name == "luspo" else 1)] * 2)
     assert scored.gradient == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token"])
-def test_per_token_advantages_stay_on_their_tokens(score: Callable[..., Any], name: str) -> None:
+def test_per_token_advantages_stay_on_their_tokens(name: str) -> None:
     log_probs, old = log_probs_of([0.04, 0.06])
     ratio = math.exp(0.05)
     scored = score(name, log_probs, [[1.0, -2.0, 0.0]], old=old, mask=MASK)
@@ -81,7 +79,6 @@ def test_per_token_advantages_stay_on_their_tokens(score: Callable[..., Any], na
     ],
 )
 def test_gmpo_clips_tokens_in_the_direction_of_their_advantage(
-    score: Callable[..., Any],
     log_ratios: list[float],
     advantage: float,
     loss: float,
@@ -109,7 +106,7 @@ def test_gmpo_clips_tokens_in_the_direction_of_their_advantage(
     ],
 )
 def test_vespo_weights_by_the_full_ratio_of_the_trajectory(
-    score: Callable[..., Any], log_ratios: list[float], advantage: float, phi: float
+    log_ratios: list[float], advantage: float, phi: float
 ) -> None:
     log_probs, old = log_probs_of(log_ratios)
     scored = score("vespo", log_probs, [[advantage] * 3], old=old, mask=MASK)
@@ -118,7 +115,7 @@ def test_vespo_weights_by_the_full_ratio_of_the_trajectory(
     assert scored.gradient[0] == pytest.approx([-phi * advantage] * 2 + [0], rel=2e-6)
 
 
-def test_vespo_reads_its_settings_and_counts_zero_as_positive(score: Callable[..., Any]) -> None:
+def test_vespo_reads_its_settings_and_counts_zero_as_positive() -> None:
     config = AlgorithmConfig(vespo=VespoConfig(k_pos=1.0, lambda_pos=0.5, k_neg=2.0, lambda_neg=1.5))
     scored = score("vespo", [[-1.0], [-1.0]], [[0.0], [-1.0]], old=[[-2.0], [-2.0]], config=config)
     positive, negative = math.exp(0.5 + 1 - 0.5 * math.e), math.exp(1.5 + 2 - 1.5 * math.e)
@@ -141,7 +138,7 @@ def in_plain_python(name: str, log_ratios: list[float], advantage: float) -> tup
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "luspo", "gmpo"])
-def test_rows_of_many_lengths_against_a_loop(score: Callable[..., Any], name: str) -> None:
+def test_rows_of_many_lengths_against_a_loop(name: str) -> None:
     random_source = random.Random(0)
     lengths = [random_source.randint(1, 5) for _ in range(60)]
     old = [[random_source.uniform(-3, -1) for _ in range(5)] for _ in lengths]

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
+from train_kit.losses import score
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.policy_loss import CispoConfig, DroConfig, RolloutIsConfig, SapoConfig
 from skyrl_train.errors import ConfigError
 
 
-def test_reinforce(score: Callable[..., Any]) -> None:
+def test_reinforce() -> None:
     scored = score("policy_gradient", [[-0.3, -2.0, -1.0]], [[1.5, -0.5, 0.0]], old=[[-9.0, -9.0, -9.0]])
     assert scored.loss[0] == pytest.approx([0.45, -1.0, 0.0])
     assert scored.gradient[0] == pytest.approx([-1.5, 0.5, 0.0])
     assert scored.metrics == {}
 
 
-def test_cross_entropy_ignores_advantages_and_ratios(score: Callable[..., Any]) -> None:
+def test_cross_entropy_ignores_advantages_and_ratios() -> None:
     scored = score("cross_entropy", [[-0.3, -2.0]], [[1.5, -7.0]], old=[[-9.0, -9.0]], rollout=[[-9.0, -9.0]])
     assert scored.loss[0] == pytest.approx([0.3, 2.0])
     assert scored.gradient[0] == [-1.0, -1.0]
 
 
-def test_importance_sampling_never_clips(score: Callable[..., Any]) -> None:
+def test_importance_sampling_never_clips() -> None:
     ratios, advantages = [0.1, 0.1, 10.0, 10.0], [2.0, -2.0, 2.0, -2.0]
     log_probs = [[-5 + math.log(ratio) for ratio in ratios]]
     scored = score("importance_sampling", log_probs, [advantages], old=[[-5.0] * 4])
@@ -39,9 +38,7 @@ def test_importance_sampling_never_clips(score: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("ratio", "weight"), [(0.4, 0.0), (0.6, 0.6), (1.0, 1.0), (2.9, 2.9), (3.1, 0.0)]
 )  # the ratio to the engine is what counts; to the old policy it is e
-def test_rollout_is_masks_tokens_on_both_sides(
-    score: Callable[..., Any], advantage: float, ratio: float, weight: float
-) -> None:
+def test_rollout_is_masks_tokens_on_both_sides(advantage: float, ratio: float, weight: float) -> None:
     config = AlgorithmConfig(rollout_is=RolloutIsConfig(ratio_low=0.5, ratio_high=3.0))
     log_prob = -4 + math.log(ratio)
     scored = score("rollout_is", [[log_prob]], [[advantage]], old=[[log_prob - 1]], rollout=[[-4.0]], config=config)
@@ -50,12 +47,12 @@ def test_rollout_is_masks_tokens_on_both_sides(
     assert scored.metrics["masked_token_ratio"] == [[float(weight == 0)]]
 
 
-def test_rollout_is_requires_rollout_log_probs(score: Callable[..., Any]) -> None:
+def test_rollout_is_requires_rollout_log_probs() -> None:
     with pytest.raises(ConfigError, match=r"policy_loss_type=rollout_is needs .* try importance_sampling"):
         score("rollout_is", [[-1.0]], [[1.0]])
 
 
-def test_values_by_hand_of_cispo(score: Callable[..., Any]) -> None:
+def test_values_by_hand_of_cispo() -> None:
     config = AlgorithmConfig(cispo=CispoConfig(cispo_eps_clip_low=0.2, cispo_eps_clip_high=0.2))
     log_probs, old = [[-1.69315, -1.0, -0.69741]], [[-1.0, -1.0, -3.0]]
     scored = score("cispo", log_probs, [[1.0, -1.0, -4.0]], old=old, config=config)
@@ -67,9 +64,7 @@ def test_values_by_hand_of_cispo(score: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 @pytest.mark.parametrize(("ratio", "weight"), [(0.3, 0.5), (0.7, 0.7), (2.5, 2.5), (4.0, 3.0)])
-def test_cispo_clips_the_weight_for_either_sign_of_the_advantage(
-    score: Callable[..., Any], advantage: float, ratio: float, weight: float
-) -> None:
+def test_cispo_clips_the_weight_for_either_sign_of_the_advantage(advantage: float, ratio: float, weight: float) -> None:
     config = AlgorithmConfig(cispo=CispoConfig(cispo_eps_clip_low=0.5, cispo_eps_clip_high=2.0))
     log_prob = -3 + math.log(ratio)
     scored = score("cispo", [[log_prob]], [[advantage]], old=[[-3.0]], config=config)
@@ -91,14 +86,14 @@ def test_cispo_clips_the_weight_for_either_sign_of_the_advantage(
     ],
 )
 def test_sapo_closes_its_gate_smoothly_on_both_sides(
-    score: Callable[..., Any], ratio: float, advantage: float, loss: float, gradient: float
+    ratio: float, advantage: float, loss: float, gradient: float
 ) -> None:
     scored = score("sapo", [[-3 + math.log(ratio)]], [[advantage]], old=[[-3.0]])
     assert scored.loss == [[pytest.approx(loss, abs=2e-6)]]
     assert scored.gradient == [[pytest.approx(gradient, abs=2e-6)]]
 
 
-def test_the_gate_of_sapo_scales_the_gradient(score: Callable[..., Any]) -> None:
+def test_the_gate_of_sapo_scales_the_gradient() -> None:
     config = AlgorithmConfig(sapo=SapoConfig(tau_pos=2.0, tau_neg=4.0))
     advantages = [[3.0, 3.0, -3.0, -3.0]]
     log_probs = [[-3 + math.log(ratio) for ratio in (1.7, 1.0, 1.7, 0.2)]]
@@ -118,9 +113,7 @@ def test_the_gate_of_sapo_scales_the_gradient(score: Callable[..., Any]) -> None
         (-2.0, -2.0, -3.975, 1.9),
     ],
 )
-def test_dro_pulls_back_to_the_old_policy(
-    score: Callable[..., Any], log_prob: float, advantage: float, loss: float, gradient: float
-) -> None:
+def test_dro_pulls_back_to_the_old_policy(log_prob: float, advantage: float, loss: float, gradient: float) -> None:
     config = AlgorithmConfig(dro=DroConfig(beta=0.2))
     scored = score("dro", [[log_prob]], [[advantage]], old=[[-1.5]], config=config)
     assert scored.loss == [[pytest.approx(loss)]]

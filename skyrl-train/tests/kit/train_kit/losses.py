@@ -1,11 +1,10 @@
-"""The `score` fixture: call a loss by its registered name with plain lists."""
+"""Policy losses of a few tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pytest
 import torch
 
 from skyrl_train.algorithms import policy_loss
@@ -15,7 +14,7 @@ Rows = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class LossResult:
+class Scored:
     """Loss of each token, gradient of the masked sum in the log-probs, and metrics; as lists."""
 
     loss: list[list[float]]
@@ -23,12 +22,7 @@ class LossResult:
     metrics: dict[str, list[list[float]]]
 
 
-@pytest.fixture(scope="session")
-def score() -> Callable[..., LossResult]:
-    return _score
-
-
-def _score(
+def score(
     name: str,
     log_probs: Rows,
     advantages: Rows,
@@ -37,8 +31,8 @@ def _score(
     rollout: Rows | None = None,
     mask: Rows | None = None,
     config: AlgorithmConfig | None = None,
-) -> LossResult:
-    """Call a loss in double precision; `old` defaults to `log_probs` and `mask` to all ones."""
+) -> Scored:
+    """Call a registered loss in double precision; `old` defaults to `log_probs` and `mask` to all ones."""
     policy = torch.tensor(log_probs, dtype=torch.float64, requires_grad=True)
     loss_mask = torch.ones_like(policy, requires_grad=False) if mask is None else torch.tensor(mask)
     loss, metrics = policy_loss(name)(
@@ -51,4 +45,4 @@ def _score(
     )
     torch.where(loss_mask > 0, loss, 0.0).sum().backward()
     assert policy.grad is not None
-    return LossResult(loss.tolist(), policy.grad.tolist(), {key: value.tolist() for key, value in metrics.items()})
+    return Scored(loss.tolist(), policy.grad.tolist(), {key: value.tolist() for key, value in metrics.items()})
