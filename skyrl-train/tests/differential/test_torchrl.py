@@ -8,10 +8,10 @@ from typing import Literal
 import pytest
 import torch
 from hypothesis import given
-from random_batches import EXACT, NEAR, Batch, assert_same, batches
 from tensordict import TensorDict
 from torchrl.objectives.llm import DAPO, GRPOLoss, k3_kl_token_estimate
 from torchrl.objectives.value.functional import generalized_advantage_estimate, reward2go
+from train_kit.differential.batches import EXACT, NEAR, Batch, assert_same, batches
 
 from skyrl_train.algorithms.advantages import gae, reward_to_go
 from skyrl_train.algorithms.kl import compute_approx_kl

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_batches import FLOAT32
+from train_kit.differential.batches import FLOAT32
+from train_kit.differential.trl import MAX_LENGTH, ON_CPU, training_inputs
 from trl import GRPOConfig, RLOOConfig
-from trl_calls import MAX_LENGTH, ON_CPU, training_inputs
 
 from skyrl_train.algorithms.advantages import gdpo, grpo, rloo
 from skyrl_train.config.algorithm import AlgorithmConfig, GdpoConfig

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from random_batches import FLOAT32
+from train_kit.differential.batches import FLOAT32
+from train_kit.differential.trl import MAX_LENGTH, ON_CPU, Inputs, gradient, loss_trainer, random_inputs, scores_of
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.rewards import get_soft_overlong_punishment
-from trl_calls import MAX_LENGTH, ON_CPU, Inputs, gradient, loss_trainer, random_inputs, scores_of
 
 from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.filters import soft_overlong_punishment

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from hypothesis import given
-from random_batches import EXACT, FLOAT32, NEAR, Batch, assert_same, batches
+from train_kit.differential.batches import EXACT, FLOAT32, NEAR, Batch, assert_same, batches
+from train_kit.differential.verl import rewards_by_group
 from verl.trainer.config.algorithm import AlgoConfig
 from verl.trainer.ppo import core_algos as verl
-from verl_calls import rewards_by_group
 
 from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.algorithms.inputs import named_inputs

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_batches import EXACT, Batch, assert_same, batches
+from train_kit.differential.batches import EXACT, Batch, assert_same, batches
 from verl.trainer.ppo import core_algos as verl
 
 from skyrl_train.algorithms.kl import AdaptiveKLController, compute_approx_kl, penalize_rewards

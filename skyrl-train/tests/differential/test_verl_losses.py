@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_batches import EXACT, NEAR, Batch, batches
+from train_kit.differential.batches import EXACT, NEAR, Batch, batches
+from train_kit.differential.verl import AGGREGATION, actor, assert_same_loss, clips, our_loss, their_loss
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos as verl
-from verl_calls import AGGREGATION, actor, assert_same_loss, clips, our_loss, their_loss
 
 from skyrl_train.algorithms.losses import clipped_surrogate, value_loss
 from skyrl_train.algorithms.off_policy import correction_weights

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_batches import EXACT, NEAR, Batch, assert_same, batches
+from train_kit.differential.batches import EXACT, NEAR, Batch, assert_same, batches
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_offpolicy_metrics,
     compute_rollout_correction_weights,

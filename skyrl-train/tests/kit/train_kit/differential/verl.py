@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from random_batches import Batch
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from skyrl_train.algorithms import policy_loss
 from skyrl_train.algorithms.reduction import reduce_loss
 from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
+from train_kit.differential.batches import Batch
 
 Scored = tuple[torch.Tensor, torch.Tensor]
 """A loss, and its gradient in the log-probs (B, R)."""
