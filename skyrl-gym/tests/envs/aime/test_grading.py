@@ -40,12 +40,10 @@ def test_normalize_answer(answer: str, normal: str) -> None:
 @pytest.mark.parametrize(
     ("reply", "truth", "pred", "is_correct"),
     [
-        (r"Answer: \boxed{42}im_end|>", "42", "42im_end|>", False),
         ("Answer: 42\nanswer: 41", "42", "41", False),
         ("Answer: 42", "x = 42 dollars", "42", True),
         ("Answer: 42" + " " * 300, "42", "[INVALID]", False),
         ("42" * 1000 + " Answer: 42", "42", "42", True),
-        (r"\boxed{42}", "42", "[INVALID]", False),
         ("", "[INVALID]", "[INVALID]", False),
         ("Answer: dollars", "units", "", False),
     ],
@@ -58,11 +56,9 @@ def test_minerva_reads_the_last_answer(reply: str, truth: str, pred: str, is_cor
 @pytest.mark.parametrize(
     ("reply", "truth", "pred", "is_correct"),
     [
-        (r"\boxed{41} \boxed{42}", "42", "42", True),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", r"\frac{1}{2}", True),
         (r"\boxed{ 42}", "42", " 42", False),
         (r"\boxed{42}" + "." * 100, "42", None, False),
-        (r"\boxed{42", "42", None, False),
         ("", "", None, False),
     ],
 )

@@ -33,15 +33,10 @@ def test_strict_reads_the_first_number_after_four_hashes(reply: str, answer: str
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
-        ("First 12, then 42", "42"),
-        ("It is 42.", "42"),
         ("It is $1,234.50, I think...", "1234.50"),
         ("5 - 7 = -2!", "-2"),
         ("#### 41 or 42 or .5", ".5"),
         ("42 , . ... -", "42"),
-        ("٤٢", None),
-        ("none", None),
-        ("- . ,", None),
         ("", None),
     ],
 )

@@ -49,10 +49,6 @@ def test_query_and_solution(folder: Path) -> None:
         ("SELECT name, price FROM goods WHERE price >= 1.5 ORDER BY price", 1.0, 1.0),
         ("SELECT DISTINCT name, price FROM goods WHERE price > 1", 0.0, 1.0),
         ("SELECT name FROM goods WHERE price > 1", 0.0, 0.0),
-        ("SELECT 1", 0.0, 0.0),
-        ("SELECT", 0.0, 0.0),
-        ("", 0.0, 0.0),
-        ("DELETE FROM goods", 0.0, 0.0),
         (GOLD + "; DROP TABLE goods", 0.0, 0.0),
     ],
 )
@@ -75,8 +71,6 @@ def test_order_matters_if_the_ground_truth_has_an_order(folder: Path) -> None:
         [f"<solution>{GOLD}</solution>"],
         [EXPLORE, f"<solution>{GOLD}</solution>"],
         [EXPLORE, "Hm. " + solution(GOLD)],
-        [solution(GOLD) + solution(GOLD)],
-        [solution(GOLD) + "</solution>"],
         [solution(GOLD + "<sql>x</sql>")],
         [solution(GOLD + "<THINK>")],
         [EXPLORE, EXPLORE, EXPLORE],
@@ -105,32 +99,13 @@ def test_database_output_is_not_graded(folder: Path) -> None:
     assert env.step("I give up.")["reward"] == -1.0
 
 
-@pytest.mark.parametrize(
-    ("query", "reward"),
-    [
-        ("SELECT count(*) FROM goods", 1.0),
-        ("SELECT count(name) AS n FROM (SELECT * FROM goods)", 1.0),
-        ("WITH g AS (SELECT * FROM goods) SELECT sum(1) FROM g", 1.0),
-        ("-- four\nSELECT count(*) FROM goods", 1.0),
-        *((query, 0.0) for query in ("SELECT 4", "VALUES (4)", "SELECT DISTINCT 4 FROM goods")),
-        *((f"WITH goods AS (SELECT {x} FROM goods", 0.0) for x in ("4) SELECT *", "1) SELECT 4")),
-        ("SELECT 4 FROM (SELECT 1 AS name) AS goods", 0.0),
-        *((f"SELECT 4 FROM {table} LIMIT 1", 0.0) for table in ("sqlite_master", "goods")),
-        ("SELECT 4 WHERE EXISTS (SELECT * FROM goods)", 0.0),
-    ],
-)
-def test_solution_reads_a_table_of_the_ground_truth(folder: Path, query: str, reward: float) -> None:
-    assert new_env(folder, "SELECT count(*) FROM goods").step(solution(query))["reward"] == reward
-
-
 def test_a_ground_truth_that_no_part_changes_needs_no_other_result(folder: Path) -> None:
     """Both halves of the goods contain a pen."""
     gold = "SELECT max(name) FROM goods WHERE name = 'pen'"
     assert new_env(folder, gold).step(solution("SELECT name FROM goods WHERE price = 1.5 LIMIT 1"))["reward"] == 1.0
 
 
-def test_special_ground_truths(folder: Path) -> None:
-    assert new_env(folder, "SELECT 4").step(solution("SELECT 2 + 2"))["reward"] == 1.0  # needs no table
+def test_failing_ground_truth_raises(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"the ground truth fails on .*no such column: nobody"):
         new_env(folder, "SELECT nobody FROM goods").step(solution("SELECT 1"))
 
