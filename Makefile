@@ -335,7 +335,7 @@ $(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERI
 
 .PHONY: install-check install-all
 install-check: ## resolve the packages of all separate environments from nothing, without installing them
-	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(MAKE) install-all VENVS="$$folder" PIP_FLAGS=--dry-run
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(MAKE) -j4 install-all VENVS="$$folder" PIP_FLAGS=--dry-run
 	@echo "install-check: all environments resolve with $$($(PYTHON) --version)"
 install-all: $(ENVIRONMENTS:%=%/.ready)
 
