@@ -35,7 +35,7 @@ def test_ties_are_kept_together() -> None:
 
 
 def test_a_quantile_of_exactly_n_tokens_keeps_n_tokens() -> None:
-    for n_tokens in range(1, 200):
+    for n_tokens in range(1, 60):
         for n_kept in range(1, n_tokens + 1):
             mask = top_entropy_mask(torch.arange(n_tokens)[None] / 8, torch.ones(1, n_tokens), n_kept / n_tokens)
             assert mask.sum() == n_kept

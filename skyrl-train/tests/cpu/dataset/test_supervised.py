@@ -229,7 +229,7 @@ CONVERSATIONS = st.lists(
 ).filter(lambda turns: turns[0][0] != "assistant" and any(role == "assistant" for role, _ in turns))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=CONVERSATIONS)
 def test_of_any_conversation_exactly_the_answers_are_trained(
     turns: list[tuple[str, str]], tiny_tokenizer: PreTrainedTokenizerBase

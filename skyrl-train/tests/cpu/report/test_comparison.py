@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.test_page import Page
+from train_kit.pages import Page
 from typer.testing import CliRunner
 
 from skyrl_train.entrypoints.cli import app

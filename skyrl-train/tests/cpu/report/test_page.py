@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from train_kit.pages import Page
 
 from skyrl_train.report import write_report
 from skyrl_train.tracking import MetricsFile, RunFolder
@@ -30,32 +30,6 @@ METRICS = {
     "eval/environment/catch_rate": 0.5,
     "eval/synthetic_catch/avg_score": 0.5,
 }
-
-
-class Page(HTMLParser):
-    """A parser that collects headings and loaded URLs, and fails on unclosed tags."""
-
-    _VOID = ("meta", "link", "img", "br", "hr", "input")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.headings: list[str] = []
-        self.loads: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in self._VOID:
-            self._open.append(tag)
-        self.loads += [str(value) for name, value in attrs if name in ("src", "href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self._open and self._open[-1] in ("h1", "h2"):
-            self.headings.append(data)
 
 
 @pytest.fixture
@@ -108,7 +82,7 @@ def test_a_complete_run_has_every_section_and_loads_no_urls(folder: RunFolder) -
         assert expected in text
 
 
-@hypothesis_settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(
         st.dictionaries(st.sampled_from(sorted(METRICS)), st.floats(allow_subnormal=False, width=32)), max_size=4

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from train_kit.processes import python
 
 from skyrl_train.errors import DataError
 from skyrl_train.tracking import MetricsFile, read_metrics
@@ -78,12 +76,11 @@ for step in range(10**9):
 
 
 def test_a_killed_writer_leaves_a_readable_file_that_can_be_resumed(path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", _WRITES_UNTIL_KILLED, str(path)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"going\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    with subprocess.Popen([python(), "-c", _WRITES_UNTIL_KILLED, str(path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"going\n"
+        process.kill()
+        assert process.stdout.read() == b"", "the writer has ended"
     steps = [row["step"] for row in read_metrics(path)]
     assert steps == list(range(len(steps)))
     assert len(steps) > 100

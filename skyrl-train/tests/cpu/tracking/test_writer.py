@@ -124,7 +124,7 @@ def test_a_message_that_cannot_be_formatted_ends_nothing(tmp_path: Path, capsys:
 
 
 def test_the_cost_of_a_step_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """10,000 steps: the bytes that a step reads and writes, and the memory."""
+    """3,000 steps: the bytes that a step reads and writes, and the memory."""
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
     metrics = {f"group_{i % 2}/metric_{i}": i / 3 for i in range(6)}
 
@@ -134,12 +134,12 @@ def test_the_cost_of_a_step_does_not_grow(tmp_path: Path, monkeypatch: pytest.Mo
 
     with log_to_file(tmp_path / "train.log"), Tracking("a", "b", ["tensorboard"], {}, tmp_path) as tracking:
         costs = []
-        for step in range(10_000, 20_000):  # numbers of the same length
-            if step % 1000 == 0:
+        for step in range(10_000, 13_000):  # numbers of the same length
+            if step % 500 == 0:
                 tracking.flush()
                 costs.append(transferred())
             tracking.log(metrics, step)
             logging.getLogger("skyrl_train").info("step %d", step)
         tracking.flush()
-    per_thousand = [after - before for before, after in pairwise(costs)]
-    assert max(per_thousand) < 1.1 * min(per_thousand)
+    per_window = [after - before for before, after in pairwise(costs)]
+    assert max(per_window) < 1.1 * min(per_window)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from train_kit.processes import TRAIN_FOLDER, python
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.utils import ppo_utils
@@ -72,7 +72,7 @@ def test_a_script_with_a_custom_estimator_and_scalar_loss_trains(tiny_model_path
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     finished = subprocess.run(
         [
-            *(sys.executable, str(tmp_path / "script.py")),
+            *(python(), str(tmp_path / "script.py")),
             f"data.train_data=['{tmp_path}/rows.jsonl']",
             f"trainer.policy.model.path='{tiny_model_path}'",
             f"trainer.output_dir='{tmp_path}'",
@@ -89,8 +89,8 @@ def test_a_script_with_a_custom_estimator_and_scalar_loss_trains(tiny_model_path
             "generator.max_turns=5",
             "generator.sampling_params.max_generate_length=2",
         ],
-        cwd=Path(__file__).parents[3],
-        env={"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        cwd=TRAIN_FOLDER,
+        env={"PYTHONPATH": str(TRAIN_FOLDER), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
