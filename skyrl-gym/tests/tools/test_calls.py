@@ -47,17 +47,16 @@ def test_no_call(text: str) -> None:
 
 def test_several_calls_in_both_formats() -> None:
     assert parse_tool_calls(JSON_CALL + PLAIN_CALL + JSON_CALL) == [SEARCH] * 3
+    text = (
+        "<function=python>\n<parameter=code>\nif x:\n    print(x)\n\n</parameter><parameter=n>3</parameter></function>"
+    )
+    assert parse_tool_calls(text) == [ToolCall("python", {"code": "if x:\n    print(x)\n", "n": "3"})]
 
 
 def test_lone_surrogates_are_replaced() -> None:
     (one,) = parse_tool_calls('<tool_call>{"name": "search", "arguments": {"q": ["\\ud83d"]}}</tool_call>')
     assert one.arguments == {"q": ["?"]}
     assert parse_tool_calls('<tool_call>{"name": "\\ud83d"}</tool_call><function=\ud83d>') == [ToolCall("?")] * 2
-
-
-def test_plain_arguments_keep_their_lines() -> None:
-    text = "<function=python><parameter=code>\nif x:\n    print(x)\n\n</parameter><parameter=n>3</parameter></function>"
-    assert parse_tool_calls(text) == [ToolCall("python", {"code": "if x:\n    print(x)\n", "n": "3"})]
 
 
 @pytest.mark.parametrize(

@@ -5,27 +5,20 @@ import json
 import pytest
 
 from skyrl_gym.tools.calls import parse_tool_calls
-from skyrl_gym.tools.messages import (
-    append_text,
-    append_to_system,
-    format_tool_response,
-    format_tools_prompt,
-)
+from skyrl_gym.tools.messages import append_text, append_to_system, format_tool_response, format_tools_prompt
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}
 
 
-def test_prompt_has_one_line_per_tool() -> None:
+def test_prompt_has_one_line_per_tool_and_an_example() -> None:
     tools = [{"type": "function", "function": {"name": name, "description": "{x} für"}} for name in ("one", "two")]
     lines = format_tools_prompt(tools).splitlines()
     first = lines.index("<tools>") + 1
     assert [json.loads(line) for line in lines[first : first + 2]] == tools
     assert lines[first + 2] == "</tools>"
-
-
-def test_example_in_the_prompt_can_be_parsed() -> None:
     (call,) = parse_tool_calls(format_tools_prompt([]))
     assert (call.name, call.arguments) == ("<function-name>", {"<argument-name>": "<value>"})
+    assert format_tool_response("42") == "<tool_response>\n42\n</tool_response>"
 
 
 def test_a_system_message_is_extended_or_added() -> None:
@@ -51,7 +44,3 @@ def test_text_is_appended_to_any_content(content: object, expected: object) -> N
         "content": expected,
         "name": "Ann",
     }
-
-
-def test_tool_response_has_tags() -> None:
-    assert format_tool_response("42") == "<tool_response>\n42\n</tool_response>"

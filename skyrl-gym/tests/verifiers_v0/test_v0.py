@@ -48,11 +48,9 @@ class TestPackages:
         thread.join()
         assert len(loaded) == 8
 
-    def test_splits(self) -> None:
+    def test_arguments_of_rows(self) -> None:
         assert len(list(rows("arithmetic-v0", split="train"))) == 3
         assert len(list(rows("arithmetic-v0", split="eval"))) == 1
-
-    def test_v1_config_is_refused(self) -> None:
         with pytest.raises(ValueError, match="is for v1, and arithmetic-v0 is v0; use args"):
             rows("arithmetic-v0", env={"timeout": 1})
 
@@ -89,14 +87,11 @@ class TestRewards:
         results = await asyncio.gather(*(play(row, text) for text in ["4", "asleep"] * 8), return_exceptions=True)
         assert [isinstance(result, VerifiersError) for result in results] == [False, True] * 8
 
-    def test_group_rewards_are_refused(self) -> None:
-        row = make_row("arithmetic-v0", args={"functions": ["best"]})
-        with pytest.raises(ValueError, match=r"\(SingleTurnEnv\) rewards rollouts in comparison with others, by best,"):
-            make_env(row)
-
-    def test_environment_without_scoring_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="score_rollouts=False"):
-            make_env(make_row("arithmetic-v0", args={"score_rollouts": False}))
+    def test_rubrics_without_a_reward_of_each_rollout_are_refused(self) -> None:
+        message = r"\(SingleTurnEnv\) rewards rollouts in comparison with others, by best,"
+        for args, problem in (({"functions": ["best"]}, message), ({"score_rollouts": False}, "score_rollouts=False")):
+            with pytest.raises(ValueError, match=problem):
+                make_env(make_row("arithmetic-v0", args=args))
 
 
 class TestGame:
@@ -173,9 +168,8 @@ class TestTools:
         assert (output["done"], output["metadata"]["stop_condition"]) == (True, "max_turns_reached")
 
     async def test_environment_may_stop_at_a_tool_error(self) -> None:
-        output, _ = await play(make_row("calculator-v0", args={"stops": True}), call("fail", text="milk"))
+        row = make_row("calculator-v0", args={"stops": True})
+        output, _ = await play(row, call("fail", text="milk"))
         assert (output["done"], output["reward"]) == (True, 0.0)
-
-    async def test_connection_error_of_a_tool_raises(self) -> None:
         with pytest.raises(VerifiersError, match="calculator_v0: ToolCallError"):
-            await play(make_row("calculator-v0", args={"stops": True}), call("lose", text="milk"))
+            await play(row, call("lose", text="milk"))

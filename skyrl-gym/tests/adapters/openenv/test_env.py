@@ -74,17 +74,14 @@ class TestObservations:
 
 
 class TestRewards:
-    async def test_reward_of_a_step_is_that_of_the_server(self, server: ProtocolServer) -> None:
+    async def test_episode_without_any_reward_has_missing_reward(self, server: ProtocolServer) -> None:
         async with episode(server, {"max_turns": 3}) as env:
             assert [(await env.step_async(text))["reward"] for text in ("hello", "silent", "silent")] == [0.5, 0.0, 0.0]
-
-    async def test_episode_without_any_reward_has_missing_reward(self, server: ProtocolServer) -> None:
-        async with episode(server, {"max_turns": 2}) as env:
-            assert (await env.step_async("silent"))["reward"] == 0.0
-            output = await env.step_async("silent")
-            assert (output["reward"], output["done"], output["observations"]) == (None, True, [])
-        async with episode(server, {"max_turns": 1}, missing_reward=-1.0) as env:
-            assert (await env.step_async("silent"))["reward"] == -1.0
+        for section, reward in (({}, None), ({"missing_reward": -1.0}, -1.0)):
+            async with episode(server, {"max_turns": 2}, **section) as env:
+                assert (await env.step_async("silent"))["reward"] == 0.0
+                output = await env.step_async("silent")
+                assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
 
     async def test_the_server_ends_the_episode(self, server: ProtocolServer) -> None:
         async with episode(server, {"max_turns": 9}) as env:
@@ -148,20 +145,18 @@ class TestActions:
                 assert "- label (string)\n- note (string, optional)" in message
                 assert env.get_metrics()["invalid_actions"] == 7
 
-    async def test_schema_is_fetched_once(self, server: ProtocolServer) -> None:
+    async def test_schema_is_fetched_once_or_configured(self, server: ProtocolServer) -> None:
         server.capacity = 30
         envs = [make_env(server) for _ in range(20)]
         await asyncio.gather(*(env.init_async(PROMPT) for env in envs))
         await asyncio.gather(*(env.close_async() for env in envs))
         assert server.n_schema_requests == 1
-
-    async def test_missing_schema_needs_configuration(self) -> None:
-        with ProtocolServer(has_schema=False) as server:
+        with ProtocolServer(has_schema=False) as bare:
             with pytest.raises(ServerUnavailable, match=r"404.*action\.text_field"):
-                await episode(server).__aenter__()
-            async with episode(server, action={"text_field": "message"}, observation="echoed_message") as env:
+                await episode(bare).__aenter__()
+            async with episode(bare, action={"text_field": "message"}, observation="echoed_message") as env:
                 assert message_text(await env.step_async("hello")) == "hello"
-            assert server.n_schema_requests == 0
+            assert bare.n_schema_requests == 0
 
 
 class TestTools:
@@ -286,37 +281,32 @@ class TestFailures:
                 env.init(PROMPT)
             env.close()
 
-    async def test_async_session_can_be_closed_from_another_thread(self, server: ProtocolServer) -> None:
+    async def test_session_can_be_closed_from_another_thread_or_after_its_event_loop(
+        self, server: ProtocolServer
+    ) -> None:
         async with episode(server) as env:
             await asyncio.to_thread(env.close)
             await wait_for_no_tasks()
             await wait_until_async(lambda: not server.n_open)
-
-    def test_session_can_be_closed_after_its_event_loop(self, server: ProtocolServer) -> None:
-        for is_async in (False, True):
+        for close in (OpenEnvEnv.close, lambda env: asyncio.run(env.close_async())):
             env = make_env(server)
-            asyncio.run(env.init_async(PROMPT))
-            if is_async:
-                asyncio.run(env.close_async())
-            else:
-                env.close()
+            await asyncio.to_thread(asyncio.run, env.init_async(PROMPT))
+            await asyncio.to_thread(close, env)
 
 
 class TestSettings:
     def test_worker_process_accepts_omegaconf_and_json(self, server: ProtocolServer) -> None:
-        env_config = OmegaConf.create({"url": server.url, "reset": {"greeting": "From OmegaConf"}})
+        env_config = OmegaConf.create(
+            {"url": server.url, "reset": {"greeting": "From OmegaConf"}, "headers": {"Authorization": "Bearer abc"}}
+        )
         with OpenEnvEnv(env_config, {}) as env:
             assert "From OmegaConf" in env.init(PROMPT)[0][0]["content"]
+        assert server.headers["Authorization"] == "Bearer abc"
         worker = EnvWorker()
         worker.call("make", ["openenv", ENTRY_POINT, {}, {"url": server.url}, {"max_turns": 1}])
         worker.call("init", [PROMPT])
         assert worker.call("step", ["hello"])["done"]
         worker.call("close", [])
-
-    def test_headers_are_sent(self, server: ProtocolServer) -> None:
-        with make_env(server, headers={"Authorization": "Bearer abc"}) as env:
-            env.init(PROMPT)
-            assert server.headers["Authorization"] == "Bearer abc"
 
     @pytest.mark.parametrize(
         ("env_config", "message"),
@@ -339,7 +329,5 @@ class TestSettings:
     def test_invalid_config_raises(self, env_config: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             OpenEnvEnv(env_config, {})
-
-    def test_invalid_row_raises(self) -> None:
         with pytest.raises(ValueError, match="reset='now' of a dataset row must be a dict"):
             OpenEnvEnv({"url": "http://h"}, {"reset": "now"})

@@ -71,10 +71,8 @@ class TestRows:
             rows("guessing-v1")
         assert [row["extra_info"]["example_id"] for row in rows("guessing-v1", n_rows=3)] == [0, 1, 2]
 
-    def test_a_task_without_a_prompt_has_its_description(self) -> None:
-        assert make_row("guessing-v1", args={"opens": False})["prompt"] == user("A game.")
-
-    def test_wrong_arguments_are_named(self) -> None:
+    def test_arguments_of_a_taskset(self) -> None:
+        assert make_row("guessing-v1", args={"opens": False})["prompt"] == user("A game.")  # without a prompt
         with pytest.raises(ValueError, match="n_taks"):
             rows("arithmetic-v1", {"n_taks": 1})
 
@@ -138,12 +136,9 @@ class TestGame:
         assert message_text(await env.step_async("9")) == "Too high."
         assert message_text(await env.step_async("<think>9</think>1")) == "Too low."
         assert (await env.step_async("2"))["reward"] == 1.0
+        assert env.get_metrics()["guesses"] == 3.0
+        assert env.get_metrics()["tokens"] > 0  # recorded by `finalize`
         await env.close_async()
-
-    async def test_metrics_recorded_by_finalize(self) -> None:
-        _, env = await play(make_row("guessing-v1"), "1")
-        assert env.get_metrics()["guesses"] == 1.0
-        assert env.get_metrics()["tokens"] > 0
 
     async def test_folders_are_removed(self) -> None:
         before = set(CACHE.iterdir()) if CACHE.exists() else set()

@@ -18,9 +18,6 @@ def test_every_available_case_loads() -> None:
     for case in (*AVAILABLE_CASES, *BOARD_SIZE_CASES, *DEFAULT_GAME_LIST):
         assert canonical(case) == case
         assert load_game(case).num_players() >= 1
-
-
-def test_case_lists_have_the_documented_sizes_and_order() -> None:
     sizes = [len(set(cases)) for cases in (BOARD_SIZE_CASES, FOCUS_CASES, AVAILABLE_CASES, DEFAULT_GAME_LIST)]
     assert sizes == [16, 17, 34, 20]
     assert AVAILABLE_CASES[:17] == FOCUS_CASES
@@ -76,9 +73,6 @@ def test_game_configs_make_a_case_for_each_parameter_set() -> None:
     configs = {"hex": [{"board_size": 3}, {"board_size": 4}], "breakthrough": [{"rows": 6, "columns": 5}]}
     cases = resolve_cases(game_list=["pig", "hex", "breakthrough"], game_configs=configs)
     assert cases == ("pig", "hex(board_size=3)", "hex(board_size=4)", "breakthrough(columns=5,rows=6)")
-
-
-def test_game_configs_apply_to_the_default_game_list() -> None:
     cases = resolve_cases(game_configs={"go": [{"go_board_size": 9}]})
     assert len(cases) == len(DEFAULT_GAME_LIST)
     assert cases[DEFAULT_GAME_LIST.index("go")] == "go(board_size=9)"

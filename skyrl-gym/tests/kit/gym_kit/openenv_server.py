@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
@@ -23,14 +23,6 @@ class Action(BaseModel):
 
 class EchoAction(Action):
     message: str
-
-
-class ColumnAction(Action):
-    column: int
-
-
-class MoveAction(Action):
-    move: Literal["left", "right"]
 
 
 class PairAction(Action):
@@ -87,11 +79,11 @@ class Fields(Echo):
 
 
 class Columns(Fields):
-    action = ColumnAction
+    action = create_model("ColumnAction", __base__=Action, column=(int, ...))
 
 
 class Moves(Fields):
-    action = MoveAction
+    action = create_model("MoveAction", __base__=Action, move=(Literal["left", "right"], ...))
 
 
 class Pairs(Fields):
