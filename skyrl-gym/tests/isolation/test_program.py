@@ -200,11 +200,7 @@ def test_first_supported_level_is_taken(machine: None, isolation: Isolation, lev
     ("machine", "isolation", "message"),
     [
         (NO_NAMESPACES, "namespaces", r"isolation=namespaces, but .*\(not here\).*isolation=best"),
-        (
-            NEITHER,
-            "best",
-            r"=best, but .*\(not here; nor here\).*skyrl_gym\.<env_class>\.isolation=limits",
-        ),
+        (NEITHER, "best", r"=best, but .*\(not here; nor here\).*skyrl_gym\.<env_class>\.isolation=limits"),
     ],
     indirect=["machine"],
 )

@@ -37,9 +37,7 @@ for env in sorted(configs):
 """
 
 lgc_ids = st.builds(
-    lambda number, seed: number * SEEDS_PER_TYPE + seed,
-    st.integers(0, 8),
-    st.integers(0, SEEDS_PER_TYPE - 1),
+    lambda number, seed: number * SEEDS_PER_TYPE + seed, st.integers(0, 8), st.integers(0, SEEDS_PER_TYPE - 1)
 )
 
 

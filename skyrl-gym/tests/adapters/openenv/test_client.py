@@ -7,13 +7,7 @@ import pytest
 from gym_kit.openenv_server import ProtocolServer
 from gym_kit.processes import no_leaks, wait_for_no_tasks, wait_until_async
 
-from skyrl_gym.adapters.openenv.client import (
-    CapacityReached,
-    OpenEnvSession,
-    SessionOptions,
-    http_url,
-    websocket_url,
-)
+from skyrl_gym.adapters.openenv.client import CapacityReached, OpenEnvSession, SessionOptions, http_url, websocket_url
 from skyrl_gym.adapters.openenv.slots import slots_for
 
 

@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 from gym_kit.messages import call, message_text
-from gym_kit.openenv_contract import (
-    ENTRY_POINT,
-    PROMPT,
-    OpenEnvContract,
-    OpenEnvToolContract,
-    episode,
-    make_env,
-)
+from gym_kit.openenv_contract import ENTRY_POINT, PROMPT, OpenEnvContract, OpenEnvToolContract, episode, make_env
 from gym_kit.openenv_server import Broken, Columns, Moves, Pairs, ProtocolServer, Tools
 from gym_kit.processes import no_leaks, wait_for_no_tasks, wait_until_async
 from omegaconf import OmegaConf

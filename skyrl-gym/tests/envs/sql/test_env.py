@@ -114,12 +114,7 @@ def test_failing_ground_truth_raises(folder: Path) -> None:
     ("row", "settings", "error", "message"),
     [
         ({"db_id": None}, {}, FileNotFoundError, "the database .*None.sqlite does not exist; set environment"),
-        (
-            {"data": "other"},
-            {},
-            NotImplementedError,
-            "data=.other. of the row is unknown; use one of synsql,",
-        ),
+        ({"data": "other"}, {}, NotImplementedError, "data=.other. of the row is unknown; use one of synsql,"),
         ({"reward_spec": {}}, {}, AssertionError, "ground_truth is required in reward_spec field"),
         ({}, {"match": "fuzzy"}, ValueError, "text2sql.match='fuzzy' should be 'exact' or 'set'"),
         ({}, {"db_pth": "x"}, ValueError, "did you mean db_path"),

@@ -36,12 +36,7 @@ from skyrl_gym.isolation import Limits, cgroup
 from skyrl_gym.isolation.program import Level, run_once
 
 SMALL = Limits(
-    seconds=15.0,
-    cpu_seconds=1.0,
-    memory_bytes=256 << 20,
-    output_bytes=100_000,
-    file_bytes=4 << 20,
-    disk_bytes=64 << 20,
+    seconds=15.0, cpu_seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=64 << 20
 )
 FORK_BOMB = """
 import os

@@ -93,7 +93,7 @@ ATTACKS: dict[str, Attack] = {
         "for pid in (TARGET, os.getppid()):\n"
         "    for name in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE):\n"
         "        if attempt(resource.prlimit, pid, name): print('harm: read')\n"
-        "        if attempt(resource.prlimit, pid, name, (1, 1)) is not None: print('harm')",
+        "        if attempt(resource.prlimit, pid, name, (1, 1)) is not None: print('harm')"
     ),
     "signals by owner of a descriptor": Attack(
         "pairs = [os.pipe(), attempt(os.openpty)]\n"
@@ -105,7 +105,7 @@ ATTACKS: dict[str, Attack] = {
         "            if attempt(fcntl.fcntl, r, command, value) is not None: print('harm')\n"
         "        for request in (0x8901, 0x8902): attempt(fcntl.ioctl, r, request, struct.pack('i', pid))\n"
         "        attempt(fcntl.fcntl, r, fcntl.F_SETFL, os.O_ASYNC)\n"
-        "        os.write(w, b'x')",
+        "        os.write(w, b'x')"
     ),
     "signals by every call": Attack(
         "info = ctypes.create_string_buffer(struct.pack('iii', 9, 0, -1), 128)\n"
@@ -116,17 +116,17 @@ ATTACKS: dict[str, Attack] = {
         "        libc.syscall(number, *args)\n"
         "    fd = libc.syscall(434, pid, 0)\n"
         "    if fd >= 0: libc.syscall(424, fd, 9, None, 0)\n"
-        "print('alive')",
+        "print('alive')"
     ),
     "signal at the end of a child": Attack(
         "libc.syscall(56 if X86 else 220, 0x8000 | 9, 0, 0, 0, 0) or os._exit(0)\n"  # CLONE_PARENT, SIGKILL
-        "time.sleep(0.2)",
+        "time.sleep(0.2)"
     ),
     "priority and processors of other processes": Attack(
         "for pid in (TARGET, os.getppid()):\n"
         "    attempt(os.setpriority, os.PRIO_PROCESS, pid, 19)\n"
         "    attempt(os.sched_setaffinity, pid, {0})\n"
-        "    attempt(os.sched_setscheduler, pid, os.SCHED_IDLE, os.sched_param(0))",
+        "    attempt(os.sched_setscheduler, pid, os.SCHED_IDLE, os.sched_param(0))"
     ),
     "survivor without a mark": Attack(
         "def hide():\n"
@@ -135,7 +135,7 @@ ATTACKS: dict[str, Attack] = {
         "    attempt(os.setpgid, 0, 0)\n"
         "    os.execve('/bin/sleep', ['sleep', '1000'], {})\n"
         "leave(hide)\n"
-        "for name in (9, 15): attempt(os.kill, os.getppid(), name)",
+        "for name in (9, 15): attempt(os.kill, os.getppid(), name)"
     ),
     "survivor that outlives its warden": Attack(
         "def hide():\n"
@@ -146,7 +146,7 @@ ATTACKS: dict[str, Attack] = {
         "r, w = os.pipe()\n"
         "attempt(fcntl.fcntl, r, 8, os.getppid()); attempt(fcntl.fcntl, r, 10, 9)\n"
         "attempt(fcntl.fcntl, r, fcntl.F_SETFL, os.O_ASYNC); os.write(w, b'x')\n"
-        "time.sleep(0.5)",
+        "time.sleep(0.5)"
     ),
     "300 MB in many files": Attack(
         "for i in range(100):\n"
@@ -248,24 +248,24 @@ ATTACKS: dict[str, Attack] = {
     ),
     "properties of files": Attack(
         "attempt(os.chmod, f'{FOLDER}/public', 0o777); attempt(os.utime, f'{FOLDER}/public', (0, 0))\n"
-        "attempt(os.setxattr, f'{FOLDER}/public', 'user.x', b'x')",
+        "attempt(os.setxattr, f'{FOLDER}/public', 'user.x', b'x')"
     ),
     "sockets": Attack(
         "attempt(socket.create_connection, ('127.0.0.1', PORT), 1) and print('harm')\n"
         "def connect(path): s = socket.socket(socket.AF_UNIX); s.connect(path); print('harm')\n"
-        "attempt(connect, f'{FOLDER}/open/socket'); attempt(connect, f'\\0skyrl-attack-{PORT}')",
+        "attempt(connect, f'{FOLDER}/open/socket'); attempt(connect, f'\\0skyrl-attack-{PORT}')"
     ),
     "another namespace": Attack(
         "for flags in (0x10000000, 0x20000000, 0x10020000, 0x00020000):\n"
         "    if libc.unshare(flags) == 0: print('harm')\n"
         "    pid = libc.syscall(56 if X86 else 220, flags | 17, 0, 0, 0, 0)\n"
         "    if pid == 0: os._exit(0)\n"
-        "    if pid > 0: print('harm')",
+        "    if pid > 0: print('harm')"
     ),
     "another user": Attack(
         "for call in (os.setuid, os.setgid, os.seteuid):\n"
         "    attempt(call, 0 if os.getuid() else 1) is None\n"
         "if os.getuid() == 0 and attempt(read, '/proc/1/environ'): print('harm')\n"
-        "libc.mount(b'none', b'/usr', b'tmpfs', 0, None) == 0 and print('harm')",
+        "libc.mount(b'none', b'/usr', b'tmpfs', 0, None) == 0 and print('harm')"
     ),
 }

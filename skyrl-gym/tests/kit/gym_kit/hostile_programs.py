@@ -39,10 +39,7 @@ HOSTILE: dict[str, tuple[str, set[str]]] = {
         "time.sleep(1000)",
         {"exit"},
     ),
-    "leaves a program": (
-        "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)",
-        {"exit"},
-    ),
+    "leaves a program": ("import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)", {"exit"}),
     "closes everything": ("import os; os.closerange(0, 1000)", {"exit"}),
     "overflows the stack": (
         "import sys; sys.setrecursionlimit(10**9)\ndef f(): return [f()]\nf()",
