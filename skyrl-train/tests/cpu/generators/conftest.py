@@ -1,89 +1,37 @@
-"""A stage for rollouts with the real engine, and a record of its requests and results."""
+"""Stages for rollouts with the real engine, and for agents that call its endpoint."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from generators.environments import Journal, StoryEnv
+from train_kit.endpoints import AgentStage, EndpointStage, LiveEndpoint, serving
+from train_kit.engines import RecordedEngine
+from train_kit.environments import AsyncStoryEnv, Journal, StoryEnv
+from train_kit.processes import no_leaks
+from train_kit.rollouts import MakeStage, Stage
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import skyrl_gym
 from skyrl_gym.envs.registration import deregister
 from skyrl_train.config import load_config
-from skyrl_train.generators.base import BatchMetadata, RolloutRequest
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams, TokenChunk
-from skyrl_train.inference_engines.hf import HFEngine
-from skyrl_train.types import Message, PromptRow, Trajectory, TrajectoryID
-
-
-class RecordedEngine(HFEngine):
-    """The engine, with a record of its requests and results."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.exchanges: list[tuple[EngineRequest, EngineResult]] = []
-        self.ended: list[str] = []
-
-    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
-        recorded = copy.deepcopy(list(requests))
-        results = await super().generate(requests)
-        self.exchanges += zip(recorded, results, strict=True)
-        return results
-
-    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
-        recorded = copy.deepcopy(request)
-        async with aclosing(super().stream(request)) as chunks:
-            async for chunk in chunks:
-                if chunk.result is not None:
-                    self.exchanges.append((recorded, chunk.result))
-                yield chunk
-
-    async def end_session(self, session_id: str) -> None:
-        self.ended.append(session_id)
-        await super().end_session(session_id)
-
-    def session(self, session_id: str) -> list[tuple[EngineRequest, EngineResult]]:
-        """Return the exchanges of one attempt at a rollout, in order."""
-        return [(request, result) for request, result in self.exchanges if request.session_id == session_id]
-
-
-@dataclass
-class Stage:
-    """A generator, its engine, and the sampling parameters."""
-
-    generator: SkyRLGymGenerator
-    engine: RecordedEngine
-    chat: ChatEncoder
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=4))
-
-    async def play(self, requests: Sequence[RolloutRequest], step: int = 1, seed: int = 0) -> list[Trajectory]:
-        return await self.generator.rollout(requests, self.sampling, BatchMetadata(step, "train", seed))
-
-
-MakeStage = Callable[..., Stage]
-
-
-def story(uid: str, repetition: int = 0, *, env_class: str | None = "story", **extras: Any) -> RolloutRequest:
-    """Return a rollout request of the story environment; `extras` are further columns of the row."""
-    prompt = [Message(role="system", content="Go on."), Message(role="user", content=f"Story {uid}")]
-    return RolloutRequest(TrajectoryID(uid, repetition), PromptRow(uid, prompt, env_class or "story", extras))
+from skyrl_train.inference_engines.base import SamplingParams
 
 
 @pytest.fixture
 def journal() -> Iterator[Journal]:
-    """Register the story environment and return its journal."""
+    """Register the environments `story` and `async_story`, and return their journal."""
     journal = Journal()
     skyrl_gym.register("story", functools.partial(StoryEnv, journal))
+    skyrl_gym.register("async_story", functools.partial(AsyncStoryEnv, journal))
     yield journal
     deregister("story")
+    deregister("async_story")
 
 
 @pytest.fixture(scope="session")
@@ -92,6 +40,12 @@ def talker(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase)
     model = copy.deepcopy(tiny_model)
     model.get_output_embeddings().weight.data[tiny_tokenizer.eos_token_id] *= 4
     return model
+
+
+@pytest.fixture(scope="session")
+def chat(tiny_tokenizer: PreTrainedTokenizerBase) -> ChatEncoder:
+    """The chat template of the tiny tokenizer."""
+    return ChatEncoder(tiny_tokenizer)
 
 
 @pytest.fixture
@@ -105,14 +59,50 @@ async def make_stage(
         environment = {"env_class": "story", "skyrl_gym": {"max_env_workers": 4} | (skyrl_gym or {})}
         generator = {"max_turns": 9, "n_rollout_retries": 0} | generator
         cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": generator, "environment": environment})
-        engine = RecordedEngine(
-            model, tiny_tokenizer, max_num_seqs=16, max_num_batched_tokens=512, max_cache_bytes=2**24
-        )
+        engine = RecordedEngine(model, tiny_tokenizer)
         gym_generator = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tiny_tokenizer)
-        stages.append(Stage(gym_generator, engine, ChatEncoder(tiny_tokenizer)))
+        stages.append(Stage(gym_generator, engine, ChatEncoder(tiny_tokenizer), SamplingParams(max_new_tokens=4)))
         return stages[-1]
 
     yield make
     for stage in stages:
         await stage.generator.close()
         await stage.engine.close()
+
+
+@pytest.fixture
+async def without_leaks() -> AsyncIterator[None]:
+    """Check that the test leaves nothing running."""
+    async with no_leaks():
+        yield
+
+
+@pytest.fixture
+async def stage(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[EndpointStage]:
+    """An endpoint in the event loop of the test."""
+    async with EndpointStage(talker, tiny_tokenizer) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def live(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> Iterator[LiveEndpoint]:
+    """An endpoint in a separate thread."""
+    with serving(talker, tiny_tokenizer) as live:
+        yield live
+
+
+@pytest.fixture
+async def agent_stage(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[AgentStage]:
+    """Generators that run agents."""
+    agent_stage = AgentStage(talker, tiny_tokenizer)
+    yield agent_stage
+    await agent_stage.close()
+
+
+@pytest.fixture
+def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise importing litellm sends a request
+    import litellm
+
+    monkeypatch.setattr(litellm, "suppress_debug_info", True)
+    return litellm

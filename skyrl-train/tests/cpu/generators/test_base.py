@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from train_kit.messages import user
 from train_kit.trajectories import make_segment, make_trajectory
 
 from skyrl_train.config import load_config
@@ -31,14 +32,14 @@ from skyrl_train.generators.base import (
     to_trajectories,
 )
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import DrawnPrompt, Message, PromptRow, Segment, Trajectory, TrajectoryID, Turn, WeightSpan
+from skyrl_train.inference_engines.params import to_sampling_params
+from skyrl_train.types import DrawnPrompt, PromptRow, Segment, Trajectory, TrajectoryID, Turn, WeightSpan
 
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.5, stop=("END",))
 
 
 def request(uid: str, repetition: int = 0, env_class: str | None = "guess", **extras: Any) -> RolloutRequest:
-    prompt = [Message(role="user", content=f"What is {uid}?")]
-    return RolloutRequest(TrajectoryID(uid, repetition), PromptRow(uid, prompt, env_class, extras))
+    return RolloutRequest(TrajectoryID(uid, repetition), PromptRow(uid, [user(f"What is {uid}?")], env_class, extras))
 
 
 def two_prompts() -> GeneratorInput:
@@ -89,40 +90,25 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     )
 
 
-@settings(max_examples=60)
-@given(st.lists(trajectories(), max_size=4))
+def test_the_input_view_has_the_fields_of_skyrl() -> None:
+    view = to_generator_input([request("a", index=1)], SAMPLING, BatchMetadata(3, "train"))
+    assert view == {
+        "prompts": [[user("What is a?")]],
+        "env_classes": ["guess"],
+        "env_extras": [{"index": 1}],
+        "trajectory_ids": [TrajectoryID("a", 0)],
+        "sampling_params": to_sampling_params(SAMPLING),
+        "batch_metadata": BatchMetadata(3, "train"),
+    }
+
+
+@settings(max_examples=30)
+@given(st.lists(trajectories(), max_size=3))
 def test_trajectories_survive_the_parallel_list_view(drawn: list[Trajectory]) -> None:
     requests = [RolloutRequest(t.id, PromptRow(t.id.instance_id, [], t.env_class, t.env_extras)) for t in drawn]
     input_batch = to_generator_input(requests, SAMPLING, BatchMetadata(1, "train"))
     assert to_requests(input_batch) == requests
     assert to_trajectories(to_generator_output(drawn), input_batch) == drawn
-
-
-def test_the_input_view_has_the_fields_of_skyrl() -> None:
-    assert two_prompts() == {
-        "prompts": [[{"role": "user", "content": "What is a?"}], [{"role": "user", "content": "What is b?"}]],
-        "env_classes": ["guess", "guess"],
-        "env_extras": [{}, {}],
-        "sampling_params": {
-            "max_tokens": 4,
-            "min_tokens": 0,
-            "temperature": 0.5,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "stop": ["END"],
-            "stop_token_ids": [],
-            "ignore_eos": False,
-            "logprobs": 0,
-            "skip_special_tokens": True,
-            "include_stop_str_in_output": True,
-        },
-        "trajectory_ids": [TrajectoryID("a", 0), TrajectoryID("b", 0)],
-        "batch_metadata": BatchMetadata(3, "train"),
-    }
 
 
 @pytest.mark.parametrize("reward", [1.0, 0.0, []])
@@ -153,14 +139,11 @@ def test_an_earlier_empty_response_is_valid_without_a_reward(reward: float | lis
 
 
 @pytest.mark.parametrize("reward", [1, 1.0, True])
-def test_a_single_reward_is_put_on_the_last_token(reward: float) -> None:
+def test_a_single_reward_is_put_on_the_last_trained_token(reward: float) -> None:
     first, second = to_trajectories(two_answers(rewards=[reward, None]), two_prompts())
     assert first.rewards == [0.0, 1.0]
     assert (second.is_valid, second.error) == (False, "stop")
-
-
-def test_a_single_reward_is_put_on_the_last_trained_token() -> None:
-    first, second = to_trajectories(two_answers(rewards=[1.0, 2.0], loss_masks=[[1, 0], [0]]), two_prompts())
+    first, second = to_trajectories(two_answers(rewards=[reward, 2.0], loss_masks=[[1, 0], [0]]), two_prompts())
     assert first.rewards == [1.0, 0.0]
     assert second.rewards == [2.0], "without trained tokens the reward still counts in its group"
 
@@ -274,7 +257,7 @@ class DoublingGenerator(RecordingGenerator):
 
 async def test_generate_accepts_a_batch_without_trainer_fields() -> None:
     played = RecordingGenerator()
-    prompts = [[Message(role="user", content="?")]] * 2
+    prompts = [[user("?")]] * 2
     batch = GeneratorInput(
         prompts=prompts, env_classes=["guess"] * 2, env_extras=None, sampling_params=None, trajectory_ids=None
     )
@@ -296,16 +279,12 @@ async def test_the_most_derived_override_decides() -> None:
 
     class Again(DoublingGenerator):
         async def rollout(self, *arguments: Any) -> list[Trajectory]:
-            played = await super().rollout(
-                *arguments
-            )  # of `RecordingGenerator`; `DoublingGenerator.generate` is bypassed
+            played = await super().rollout(*arguments)  # of `RecordingGenerator`: this bypasses `generate`
             return [replace(t, segments=(make_segment([t.total_reward + 0.5]),)) for t in played]
 
     (t,) = await play(Again(), [request("a")], SAMPLING, BatchMetadata(3, "train"))
     assert t.rewards == [1.5]
-    assert (await Again().generate(two_prompts()))["rewards"] == [[3.0], [3.0]], (
-        "`generate` doubles the rewards of `rollout`"
-    )
+    assert (await Again().generate(two_prompts()))["rewards"] == [[3.0], [3.0]], "`generate` doubles them"
 
 
 async def test_an_override_may_be_mixed_in() -> None:
@@ -321,12 +300,13 @@ async def test_an_override_may_be_mixed_in() -> None:
     assert t.rewards == [3.0]
 
 
-async def test_metrics_of_generate_are_averaged_over_calls_and_returned_once() -> None:
+async def test_metrics_of_generate_are_averaged_over_calls_of_a_phase_and_returned_once() -> None:
     doubled = DoublingGenerator()
-    for n in (1, 2):
-        await play(doubled, [request("a", i) for i in range(n)], SAMPLING, BatchMetadata(3, "train"))
+    for n, phase in ((1, "train"), (2, "train"), (3, "eval")):
+        await play(doubled, [request("a", i) for i in range(n)], SAMPLING, BatchMetadata(3, phase))  # type: ignore[arg-type]
+    assert doubled.take_metrics("eval") == {"mine": 3}
     assert doubled.take_metrics() == {"mine": 1.5}
-    assert doubled.take_metrics() == {}
+    assert doubled.take_metrics() == doubled.take_metrics("eval") == {}
 
 
 async def test_a_generator_without_generate_and_rollout_is_refused() -> None:
@@ -337,7 +317,8 @@ async def test_a_generator_without_generate_and_rollout_is_refused() -> None:
         await Nothing().generate(two_prompts())
 
 
-@given(drawn=st.lists(trajectories().filter(lambda t: t.is_valid), min_size=1, max_size=3))
+@settings(max_examples=20)
+@given(drawn=st.lists(trajectories().filter(lambda t: t.is_valid), min_size=1, max_size=2))
 def test_editing_the_lists_changes_only_what_is_edited(drawn: list[Trajectory]) -> None:
     drawn = [replace(t, greedy_reward=0.5, data_source="elsewhere") for t in drawn]
 

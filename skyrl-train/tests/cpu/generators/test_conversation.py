@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generators.conftest import MakeStage, Stage, story
-from generators.environments import Journal
+from train_kit.messages import assistant, system, user
+from train_kit.rollouts import STEP, MakeStage, Stage, story
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.dataset.batch import build_training_batch
@@ -26,26 +26,18 @@ from skyrl_train.generators.conversation import (
 from skyrl_train.inference_engines.base import EngineResult
 from skyrl_train.types import SegmentBuilder, Trajectory, WeightSpan
 
-ON = {"observations": [{"role": "user", "content": "on"}], "reward": 1.0, "done": False, "metadata": {}}
-PROMPT = [{"role": "system", "content": "Go on."}, {"role": "user", "content": "Story a"}]
+PROMPT = [system("Go on."), user("Story a")]
+THINKING = {"name_or_path": "qwen3_with_thinking"}
+SHOTS = [assistant("ok"), user("now you")]
 
 
 def result(token_ids: list[int], **fields: Any) -> EngineResult:
     return EngineResult(token_ids, [-0.5] * len(token_ids), "stop", (WeightSpan(0, len(token_ids)),), **fields)
 
 
-async def play(stage: Stage, **extras: Any) -> Trajectory:
-    (t,) = await stage.play([story("a", **extras)])
-    assert t.is_valid, t.error
-    return t
-
-
-def sampled(stage: Stage) -> list[list[int]]:
-    return [result.token_ids for _, result in stage.engine.exchanges]
-
-
-def prompts(stage: Stage) -> list[list[int]]:
-    return [request.prompt_ids for request, _ in stage.engine.exchanges]
+def trained_text(stage: Stage, t: Trajectory) -> str:
+    """Return the text of the trained tokens of the last row."""
+    return stage.chat.decode_all([token for token, is_one in zip(t.response_ids, t.loss_mask, strict=True) if is_one])
 
 
 # -- one assistant message
@@ -55,9 +47,9 @@ async def test_turns_of_a_single_message_are_joined_without_a_template(make_stag
     stage = make_stage(use_conversation_multi_turn=False)
     stage.sampling = replace(stage.sampling, max_new_tokens=25)
     n_turns = 9
-    t = await play(stage, n_turns=n_turns)
+    t = await stage.play_story(n_turns=n_turns)
     eos = stage.chat.eos_token_id
-    turns, expected, mask = sampled(stage), [], []
+    turns, expected, mask = stage.sampled, [], []
     for k, turn in enumerate(turns, start=1):
         kept = turn[:-1] if turn[-1] == eos and k < n_turns else turn
         expected += kept
@@ -77,18 +69,15 @@ async def test_turns_of_a_single_message_are_joined_without_a_template(make_stag
 
 async def test_step_wise_turns_are_rows_with_their_history_as_prompt(make_stage: MakeStage) -> None:
     stage = make_stage(step_wise_trajectories=True)
-    t = await play(stage, n_turns=3)
+    t = await stage.play_story(n_turns=3)
     assert len(t.segments) == 3
     history = list(PROMPT)
-    for k, (row, turn) in enumerate(zip(t.segments, sampled(stage), strict=True), start=1):
-        assert row.prompt_ids == stage.chat.prompt_ids(history) == prompts(stage)[k - 1]
+    for k, (row, turn) in enumerate(zip(t.segments, stage.sampled, strict=True), start=1):
+        assert row.prompt_ids == stage.chat.prompt_ids(history) == stage.prompts[k - 1]
         assert (row.response_ids, row.loss_mask) == (turn, [1] * len(turn))
         assert row.rewards == [0.0] * (len(turn) - 1) + [k / 4]
         assert row.logprobs is not None
-        history += [
-            {"role": "assistant", "content": stage.chat.decode(turn)},
-            {"role": "user", "content": f"And then? ({k} of 3)"},
-        ]
+        history += [assistant(stage.chat.decode(turn)), user(f"And then? ({k} of 3)")]
     assert [len(segment.turns) for segment in t.segments] == [1, 1, 1]
     assert t.total_reward == 1.5
 
@@ -99,8 +88,8 @@ async def test_step_wise_rows_that_continue_each_other_are_merged(make_stage: Ma
         make_stage(step_wise_trajectories=True),
         make_stage(step_wise_trajectories=True, merge_stepwise_output=True),
     )
-    whole = await play(merged, n_turns=4)
-    parts = await play(separate, n_turns=4)
+    whole = await merged.play_story(n_turns=4)
+    parts = await separate.play_story(n_turns=4)
     assert len(parts.segments) == 4
     assert len(whole.segments) < 4
     for row in whole.segments:
@@ -116,61 +105,41 @@ async def test_step_wise_rows_that_continue_each_other_are_merged(make_stage: Ma
 
 
 async def test_a_custom_template_masks_by_its_generation_blocks(make_stage: MakeStage) -> None:
-    stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"})
-    t = await play(stage, n_turns=3)
-    chat = ChatEncoder(stage.generator._chat.tokenizer, (TEMPLATES / "qwen3_with_thinking.jinja").read_text())
+    stage = make_stage(chat_template=THINKING)
+    t = await stage.play_story(n_turns=3)
     assert t.logprobs is None
     assert len(t.segments) == 1
-    replies = [chat.decode(turn) for turn in sampled(stage)]
-    text = chat.decode_all([token for token, is_one in zip(t.response_ids, t.loss_mask, strict=True) if is_one])
-    assert text == "".join(f"{turn}<|im_end|>" for turn in replies)
+    assert trained_text(stage, t) == "".join(f"{stage.chat.decode(turn)}<|im_end|>" for turn in stage.sampled)
     assert [t.rewards[turn.end - 1] for turn in t.turns] == [0.25, 0.5, 0.75]
     assert t.total_reward == 1.5
 
 
-async def test_only_sampled_turns_are_trained(make_stage: MakeStage) -> None:
-    stage = make_stage(
-        chat_template={"name_or_path": "qwen3_with_thinking"}, chat_template_kwargs={"enable_thinking": False}
-    )
-    request = story("a", n_turns=2)
-    shots = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "now you"}]
+@pytest.mark.parametrize(
+    ("options", "shots", "metadata"),
+    [
+        ({}, SHOTS, {}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, SHOTS, {}),
+        ({}, [], {"modified_chat_history": [*PROMPT, assistant("SUMMARY")]}),
+    ],
+    ids=["replies in the prompt", "without thinking", "replies in a rewritten history"],
+)
+async def test_a_custom_template_trains_sampled_turns_only(
+    make_stage: MakeStage, options: dict[str, Any], shots: list[Any], metadata: dict[str, Any]
+) -> None:
+    stage = make_stage(chat_template=THINKING, max_turns=2, **options)
+    request = story("a", n_turns=2, returns={"step": STEP | {"metadata": metadata}})
     (t,) = await stage.play([replace(request, row=replace(request.row, prompt=[*request.row.prompt, *shots]))])
     assert t.is_valid, t.error
-    replies = [stage.chat.decode(turn) for turn in sampled(stage)]
-    trained = [token for token, is_one in zip(t.response_ids, t.loss_mask, strict=True) if is_one]
-    assert stage.chat.decode(trained).replace("<think>\n\n</think>\n\n", "") == "".join(replies)
-    assert len(t.turns) == 2
-
-
-async def test_a_custom_template_does_not_train_replaced_actions(make_stage: MakeStage, journal: Journal) -> None:
-    stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"})
-    t = await play(stage, returns={"step": ON | {"postprocessed_action": "L or R", "done": True}})
-    assert "L or R" in stage.chat.decode(t.response_ids)
-    assert set(t.loss_mask) == {0}
-    assert t.total_reward == 1.0
-
-
-async def test_a_custom_template_trains_turns_of_a_rewritten_history_only(
-    make_stage: MakeStage, journal: Journal
-) -> None:
-    """The histories contain replies of the prompt and of the environment."""
-    shots = [{"role": "assistant", "content": "SHOT"}, {"role": "user", "content": "now you"}]
-    history = [*PROMPT, {"role": "assistant", "content": "SUMMARY"}]
-    for extra, metadata in (([], {"modified_chat_history": history}), (shots, {})):
-        stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"}, max_turns=2)
-        request = story("a", n_turns=2, returns={"step": ON | {"metadata": metadata}})
-        (t,) = await stage.play([replace(request, row=replace(request.row, prompt=[*request.row.prompt, *extra]))])
-        assert t.is_valid, t.error
-        trained = [token for token, is_one in zip(t.response_ids, t.loss_mask, strict=True) if is_one]
-        replies = [stage.chat.decode(turn) for turn in sampled(stage)]
-        assert stage.chat.decode(trained) == "".join(replies[-1:] if metadata else replies)
-        assert all(0 <= turn.start < turn.end for turn in t.turns)
-        assert t.total_reward == sum(turn.reward for turn in t.turns) == 2.0
+    replies = [stage.chat.decode(turn) for turn in stage.sampled]
+    trained = trained_text(stage, t).replace("<think>\n\n</think>\n\n", "").replace("<|im_end|>", "")
+    assert trained == "".join(replies[-1:] if metadata else replies)
+    assert all(0 <= turn.start < turn.end for turn in t.turns)
+    assert t.total_reward == sum(turn.reward for turn in t.turns) == 2.0
 
 
 async def test_a_rollout_without_turns_is_invalid_under_a_custom_template(make_stage: MakeStage) -> None:
-    stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"}, max_input_length=3)
-    (t,) = await stage.play([story("a")])
+    stage = make_stage(chat_template=THINKING, max_input_length=3)
+    t = await stage.play_story()
     assert (t.is_valid, t.stop_reason, t.response_ids) == (False, "prompt_too_long", [])
 
 
@@ -183,12 +152,8 @@ def test_a_template_without_generation_blocks_is_refused(make_stage: MakeStage, 
 
 def test_thoughts_of_earlier_turns_are_kept_or_dropped(make_stage: MakeStage) -> None:
     tokenizer = make_stage().generator._chat.tokenizer
-    messages = [
-        {"role": "user", "content": "1"},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nA"},
-        {"role": "user", "content": "2"},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nB"},
-    ]
+    thinking = "<think>\nhm\n</think>\n\n"
+    messages = [user("1"), assistant(f"{thinking}A"), user("2"), assistant(f"{thinking}B")]
 
     def rendered(name: str) -> tuple[str, str]:
         chat = ChatEncoder(tokenizer, (TEMPLATES / f"{name}.jinja").read_text())
@@ -197,80 +162,67 @@ def test_thoughts_of_earlier_turns_are_kept_or_dropped(make_stage: MakeStage) ->
             [token for token, is_one in zip(token_ids, mask, strict=True) if is_one]
         )
 
-    thinking = "<think>\nhm\n</think>\n\n"
-    user = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    asked = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     whole, masked = rendered("qwen3_with_thinking")
     assert masked == f"{thinking}A<|im_end|>{thinking}B<|im_end|>"
-    assert whole == f"{user.format(1)}{thinking}A<|im_end|>\n{user.format(2)}{thinking}B<|im_end|>\n"
+    assert whole == f"{asked.format(1)}{thinking}A<|im_end|>\n{asked.format(2)}{thinking}B<|im_end|>\n"
     whole, masked = rendered("qwen3_without_thinking")
     assert masked == f"A<|im_end|>{thinking}B<|im_end|>"
-    assert whole == f"{user.format(1)}A<|im_end|>\n{user.format(2)}{thinking}B<|im_end|>\n"
+    assert whole == f"{asked.format(1)}A<|im_end|>\n{asked.format(2)}{thinking}B<|im_end|>\n"
 
 
 async def test_chat_template_kwargs_are_passed_to_the_template(make_stage: MakeStage) -> None:
-    template = {"name_or_path": "qwen3_with_thinking"}
-    plain = make_stage(chat_template=template)
-    quiet = make_stage(chat_template=template, chat_template_kwargs={"enable_thinking": False})
+    plain = make_stage(chat_template=THINKING)
+    quiet = make_stage(chat_template=THINKING, chat_template_kwargs={"enable_thinking": False})
     for stage in (plain, quiet):
-        await play(stage, n_turns=1)
-    added = quiet.chat.decode_all(prompts(quiet)[0]).removeprefix(plain.chat.decode_all(prompts(plain)[0]))
+        await stage.play_story(n_turns=1)
+    added = quiet.chat.decode_all(quiet.prompts[0]).removeprefix(plain.chat.decode_all(plain.prompts[0]))
     assert added == "<think>\n\n</think>\n\n"
 
 
 # -- environments that change the conversation
 
 
-async def test_a_shortened_action_keeps_its_sampled_tokens(make_stage: MakeStage, journal: Journal) -> None:
-    stage = make_stage()
-    (free,) = await stage.play([story("a", n_turns=1)])
-    tokens = free.response_ids
-    short = stage.chat.decode(tokens[:2])
-    t = await play(make_stage(), returns={"step": ON | {"postprocessed_action": short, "done": True}})
-    assert t.response_ids == tokens[:2]
-    assert t.loss_mask == [1, 1]
-    assert t.rewards == [0.0, 1.0]
-
-
+@pytest.mark.parametrize("added", ["", "!?"])
 async def test_a_changed_action_keeps_the_sampled_tokens_of_its_unchanged_start(
-    make_stage: MakeStage, journal: Journal
+    make_stage: MakeStage, added: str
 ) -> None:
     stage = make_stage()
-    (free,) = await stage.play([story("a", n_turns=1)])
-    start = stage.chat.decode(free.response_ids[:2])
-    t = await play(make_stage(), returns={"step": ON | {"postprocessed_action": f"{start}!?", "done": True}})
-    assert t.response_ids == free.response_ids[:2] + stage.chat.encode("!?")
-    assert t.loss_mask == [1, 1] + [0] * (len(t.response_ids) - 2)
-    assert t.rewards == [0.0, 1.0] + [0.0] * (len(t.response_ids) - 2)  # on a trained token, which estimators read
+    start = (await stage.play_story(n_turns=1)).response_ids[:2]
+    action = f"{stage.chat.decode(start)}{added}"
+    t = await make_stage().play_story(returns={"step": STEP | {"postprocessed_action": action, "done": True}})
+    others = stage.chat.encode(added)
+    assert t.response_ids == start + others
+    assert t.loss_mask == [1, 1] + [0] * len(others)
+    assert t.rewards == [0.0, 1.0] + [0.0] * len(others)  # on a trained token, which estimators read
 
 
 @pytest.mark.parametrize("mode", [{}, {"use_conversation_multi_turn": False}], ids=["turns", "one message"])
-async def test_text_after_the_whole_reply_replaces_its_eos(
-    make_stage: MakeStage, journal: Journal, mode: dict[str, Any]
-) -> None:
+async def test_text_after_the_whole_reply_replaces_its_eos(make_stage: MakeStage, mode: dict[str, Any]) -> None:
     stage = make_stage(**mode)
     eos = stage.generator._chat.eos_token_id
     stories = await stage.play([story(f"{i}", n_turns=1) for i in range(20)])
     free = next(t for t in stories if t.response_ids[-1] == eos and len(t.response_ids) > 1)
     *reply, _ = free.response_ids
-    answer = ON | {"postprocessed_action": f"{stage.chat.decode(reply)}</answer>", "done": True}
+    answer = STEP | {"postprocessed_action": f"{stage.chat.decode(reply)}</answer>", "done": True}
     (t,) = await make_stage(**mode).play([story(free.id.instance_id, returns={"step": answer})])
     assert t.response_ids == reply + stage.chat.encode("</answer>")
     assert t.loss_mask[: len(reply)] == [1] * len(reply)
 
 
-async def test_an_emptied_reply_is_invalid_and_has_no_reward(make_stage: MakeStage, journal: Journal) -> None:
-    (t,) = await make_stage().play([story("a", returns={"step": ON | {"postprocessed_action": "", "done": True}})])
+async def test_an_emptied_reply_is_invalid_and_has_no_reward(make_stage: MakeStage) -> None:
+    t = await make_stage().play_story(returns={"step": STEP | {"postprocessed_action": "", "done": True}})
     assert (t.is_valid, t.stop_reason) == (False, "empty_response")
 
 
 @pytest.mark.parametrize("mode", [{"step_wise_trajectories": True}, {}], ids=["step-wise", "rewritten history"])
 async def test_a_row_without_turns_is_dropped_without_losing_rewards(
-    make_stage: MakeStage, journal: Journal, mode: dict[str, Any]
+    make_stage: MakeStage, mode: dict[str, Any]
 ) -> None:
-    observations = [{"role": "user", "content": "on and on " * 60}]
+    observations = [user("on and on " * 60)]
     metadata = {} if mode else {"modified_chat_history": observations}
     stage = make_stage(max_input_length=400, max_turns=9, **mode)
-    t = await play(stage, returns={"step": ON | {"observations": observations, "metadata": metadata}})
+    t = await stage.play_story(returns={"step": STEP | {"observations": observations, "metadata": metadata}})
     assert (t.stop_reason, t.last_stop_reason in ("stop", "length")) == ("length", True)
     assert t.segments[-1].turns
     assert all(row.response_ids for row in t.segments)
@@ -280,42 +232,37 @@ async def test_a_row_without_turns_is_dropped_without_losing_rewards(
 
 async def test_the_budget_of_a_trajectory_counts_observations_in_every_mode(make_stage: MakeStage) -> None:
     stage = make_stage(step_wise_trajectories=True, max_response_length=40)
-    t = await play(stage, n_turns=9)
+    t = await stage.play_story(n_turns=9)
     assert t.stop_reason == "length"
     assert len(t.segments[-1].prompt_ids) + len(t.response_ids) - len(t.segments[0].prompt_ids) <= 40
 
 
-async def test_a_replaced_action_is_not_trained(make_stage: MakeStage, journal: Journal) -> None:
-    stage = make_stage()
-    t = await play(stage, returns={"step": ON | {"postprocessed_action": "L or R", "done": True}})
-    assert stage.chat.decode(t.response_ids) == "L or R"
+@pytest.mark.parametrize("options", [{}, {"chat_template": THINKING}], ids=["tokens", "custom template"])
+async def test_a_replaced_action_is_not_trained(make_stage: MakeStage, options: dict[str, Any]) -> None:
+    stage = make_stage(**options)
+    t = await stage.play_story(returns={"step": STEP | {"postprocessed_action": "L or R", "done": True}})
+    assert "L or R" in stage.chat.decode(t.response_ids)
     assert set(t.loss_mask) == {0}
     assert t.total_reward == 1.0
 
 
-async def test_a_rewritten_history_starts_a_new_row(make_stage: MakeStage, journal: Journal) -> None:
-    short = [{"role": "user", "content": "In short."}]
+async def test_a_rewritten_history_starts_a_new_row(make_stage: MakeStage) -> None:
+    short = [user("In short.")]
     stage = make_stage(max_turns=3)
-    t = await play(stage, returns={"step": ON | {"metadata": {"modified_chat_history": short}}})
+    t = await stage.play_story(returns={"step": STEP | {"metadata": {"modified_chat_history": short}}})
     assert t.stop_reason == "max_turns"
     assert len(t.segments) == 3
-    rewritten_prompt = stage.chat.prompt_ids([*short, *ON["observations"]])  # type: ignore[misc]
+    rewritten_prompt = stage.chat.prompt_ids([*short, *STEP["observations"]])
     assert [row.prompt_ids for row in t.segments] == [stage.chat.prompt_ids(PROMPT), rewritten_prompt, rewritten_prompt]
-    assert [row.response_ids for row in t.segments] == sampled(stage)
+    assert [row.response_ids for row in t.segments] == stage.sampled
     assert t.total_reward == 3.0
 
 
-async def test_an_environment_that_is_never_done_stops_at_max_turns(make_stage: MakeStage) -> None:
-    stage = make_stage(max_turns=4)
-    t = await play(stage, n_turns=-1)
-    assert (len(t.turns), t.stop_reason, t.total_reward) == (4, "max_turns", 0.25 * (1 + 2 + 3 + 4))
-
-
 async def test_a_trajectory_stops_at_max_response_length(make_stage: MakeStage) -> None:
-    free = await play(make_stage(), n_turns=3)
+    free = await make_stage().play_story(n_turns=3)
     for budget in (len(free.response_ids) - 1, free.turns[1].end, free.turns[1].start, 2):
         stage = make_stage(max_response_length=budget)
-        t = await play(stage, n_turns=3)
+        t = await stage.play_story(n_turns=3)
         assert len(t.response_ids) <= budget
         assert t.response_ids == free.response_ids[: len(t.response_ids)]
         assert t.stop_reason == "length"
@@ -323,7 +270,7 @@ async def test_a_trajectory_stops_at_max_response_length(make_stage: MakeStage) 
 
 async def test_the_context_status_is_added_to_observations(make_stage: MakeStage) -> None:
     stage = make_stage(inject_context_status=True, max_turns=5, max_input_length=400)
-    t = await play(stage, n_turns=2)
+    t = await stage.play_story(n_turns=2)
     text = stage.chat.decode_all(t.response_ids[t.turns[0].end : t.turns[1].start])
     n_tokens = t.turns[0].prompt_length + t.turns[0].end
     share = round(100 * n_tokens / 400)
@@ -333,16 +280,16 @@ async def test_the_context_status_is_added_to_observations(make_stage: MakeStage
 async def test_a_stopped_turn_gets_no_eos_token_if_disabled(make_stage: MakeStage) -> None:
     stage = make_stage(append_eos_token_after_stop_str_in_multi_turn=False)
     stage.sampling = replace(stage.sampling, max_new_tokens=40, stop=tuple("aeiou "))
-    t = await play(stage, n_turns=2)
+    t = await stage.play_story(n_turns=2)
     assert t.turns[0].stop_reason == "stop"
     between = stage.chat.decode_all(t.response_ids[t.turns[0].end : t.turns[1].start])
     assert between.startswith("\n<|im_start|>user")
 
 
-async def test_an_environment_may_reward_each_token(make_stage: MakeStage, journal: Journal) -> None:
+async def test_an_environment_may_reward_each_token(make_stage: MakeStage) -> None:
     stage = make_stage()
     stage.sampling = replace(stage.sampling, min_new_tokens=4)
-    t = await play(stage, returns={"step": ON | {"reward": [0.5, 0, -1, 2], "done": True}})
+    t = await stage.play_story(returns={"step": STEP | {"reward": [0.5, 0, -1, 2], "done": True}})
     assert t.rewards == [0.5, 0.0, -1.0, 2.0]
     assert t.turns[0].reward == 1.5
 
@@ -364,26 +311,14 @@ def test_a_row_keeps_sampling_log_probs_once_a_turn_has_them() -> None:
     assert row.sampling_logprobs == [-0.5, -0.5, 0.0, -0.1]
 
 
-async def test_a_trajectory_has_both_kinds_of_log_probs(make_stage: MakeStage) -> None:
-    stage = make_stage()
-    stage.sampling = replace(stage.sampling, top_p=0.7, repetition_penalty=1.2)
-    t = await play(stage, n_turns=2)
-    sampling_logprobs = t.segments[-1].sampling_logprobs
-    assert t.logprobs is not None
-    assert sampling_logprobs is not None
-    for position, is_sampled in enumerate(t.loss_mask):
-        assert (sampling_logprobs[position] == 0.0) or is_sampled
-    assert sampling_logprobs != t.logprobs
-
-
-async def test_min_new_tokens_changes_the_sampling_log_probs_of_early_tokens_only(make_stage: MakeStage) -> None:
+async def test_the_sampling_log_probs_differ_where_sampling_was_restricted(make_stage: MakeStage) -> None:
     stage = make_stage()
     stage.sampling = replace(stage.sampling, max_new_tokens=12, min_new_tokens=2)
-    t = await play(stage, n_turns=3)
+    t = await stage.play_story(n_turns=3)
     sampling_logprobs = t.segments[-1].sampling_logprobs
     assert t.logprobs is not None
     assert sampling_logprobs is not None
-    early = {position for turn in t.turns for position in (turn.start, turn.start + 1)}
+    early = {position for turn in t.turns for position in (turn.start, turn.start + 1)}  # without the EOS token
     for position, (sampled_from, model) in enumerate(zip(sampling_logprobs, t.logprobs, strict=True)):
         assert (sampled_from > model) == (position in early)
 
@@ -399,12 +334,7 @@ def test_a_missing_template_is_refused(make_stage: MakeStage, caplog: pytest.Log
 # -- conversations without an agent loop
 
 
-USER = [{"role": "user", "content": "go"}]
-
-
-@pytest.fixture
-def chat(tiny_tokenizer: PreTrainedTokenizerBase) -> ChatEncoder:
-    return ChatEncoder(tiny_tokenizer)
+USER = [user("go")]
 
 
 def test_a_truncated_turn_gets_an_eos_token_even_if_stopped_turns_do_not(chat: ChatEncoder) -> None:
@@ -422,17 +352,17 @@ def test_a_truncated_turn_gets_an_eos_token_even_if_stopped_turns_do_not(chat: C
 def test_an_empty_turn_does_not_remove_a_token_of_the_observation_before_it(chat: ChatEncoder) -> None:
     conversation = SingleMessageConversation(chat, PROMPT)
     conversation.add_turn(result(chat.encode("ab")), "ab")
-    conversation.observe([{"role": "user", "content": "end<|im_end|>"}])
+    conversation.observe([user("end<|im_end|>")])
     before = list(conversation.next_prompt())
     assert before[-1] == chat.eos_token_id
     conversation.add_turn(result([]), "")
-    conversation.observe([{"role": "user", "content": "c"}])
+    conversation.observe([user("c")])
     assert conversation.next_prompt() == before + chat.encode("c")
 
 
 def test_a_row_is_merged_only_if_the_history_repeats_it_completely(chat: ChatEncoder) -> None:
     conversation = StepwiseConversation(chat, PROMPT, merges=True)
-    rendered = chat.prompt_ids([*PROMPT, {"role": "assistant", "content": "ab"}, *USER])
+    rendered = chat.prompt_ids([*PROMPT, assistant("ab"), *USER])
     n_tokens = len(chat.prompt_ids(PROMPT))
     sampled_ids = rendered[n_tokens : n_tokens + 2]
     other = next(token for token in range(3, 300) if token != sampled_ids[-1])
@@ -450,7 +380,7 @@ def test_rewards_of_dropped_turns_move_to_the_first_remaining_turn(
     for text in ("first", "second", "third"):
         conversation.add_turn(result([7]), text)
         conversation.observe(USER)
-    conversation.replace_history([*USER, {"role": "assistant", "content": "third"}, *USER])
+    conversation.replace_history([*USER, assistant("third"), *USER])
     conversation.add_turn(result([7]), "fourth")
     conversation.finish()
     spans = [(turn.start, turn.end) for turn in conversation.turns]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from sft_runs import pair_overrides, write_pairs
+from train_kit.datasets import write_pairs
+from train_kit.runs import preference_run, train
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from skyrl_train.config.generator import RewardModelConfig
@@ -141,10 +142,9 @@ def test_a_reward_model_that_was_trained_as_an_adapter(
     tmp_path: Path, tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The checkpoint is merged, the export is merged or read as an adapter: policies get the same rewards."""
-    write_pairs(tmp_path)
-    run = pair_overrides(tmp_path, tiny_model_path, tmp_path / "reward", "trainer.policy.model.lora.rank=4")
-    assert main(["reward", *run, "trainer.policy.optimizer_config.lr=1e-1"]) == 0
-    folder = tmp_path / "reward/skyrl/test_run"
+    settings = ["trainer.policy.model.lora.rank=4", "trainer.policy.optimizer_config.lr=1e-1"]
+    overrides = preference_run(tmp_path / "reward", *settings, model=tiny_model_path, data=write_pairs(tmp_path))
+    folder = train(*overrides, command="reward").folder
     assert main(["merge", "checkpoint", str(folder / "ckpts"), str(tmp_path / "of_checkpoint"), "--role=reward"]) == 0
     assert "25 tensors, 15 of them changed" in capsys.readouterr().out
     adapter = folder / "export/global_step_4/reward"

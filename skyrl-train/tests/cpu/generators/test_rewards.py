@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from generators.conftest import MakeStage, Stage, story
-from generators.environments import Journal
+from train_kit.rollouts import MakeStage, story
 from train_kit.trajectories import make_trajectory
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +26,8 @@ from skyrl_train.generators.rewards import (
 )
 from skyrl_train.types import Trajectory
 
+Register = Callable[..., None]
+AddRewards = Callable[..., Any]
 DONE = {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
 
 
@@ -43,14 +45,22 @@ def register() -> Iterator[Callable[..., None]]:
         del REWARD_FUNCTIONS[name]
 
 
-async def play(stage: Stage) -> list[Trajectory]:
-    """Play two samples each of two prompts, with an environment reward of 1."""
-    return await stage.play([story(uid, i, returns={"step": DONE}) for uid in "ab" for i in range(2)])
+STORIES = [story(uid, i, returns={"step": DONE}) for uid in "ab" for i in range(2)]
+"""Two samples each of two prompts, with an environment reward of 1."""
 
 
-async def test_a_group_function_sees_the_samples_of_one_prompt(
-    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
-) -> None:
+@pytest.fixture
+def add_rewards(tiny_tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
+    """Add the rewards of a registered function to trajectories, without an engine."""
+
+    async def add(name: str, *trajectories: Trajectory) -> list[Trajectory]:
+        cfg = load_config({"generator": {"reward_functions": [name]}}).generator
+        return await RewardFunctions(cfg, ChatEncoder(tiny_tokenizer)).add_to(list(trajectories))
+
+    return add
+
+
+async def test_a_group_function_sees_the_samples_of_one_prompt(make_stage: MakeStage, register: Register) -> None:
     groups: list[list[str]] = []
 
     def rank(samples: Sequence[RewardSample]) -> list[float]:
@@ -59,25 +69,19 @@ async def test_a_group_function_sees_the_samples_of_one_prompt(
         return [float(i) for i in range(len(samples))]
 
     register("rank", rank)
-    trajectories = await play(make_stage(reward_functions=["rank"], reward_weights={"rank": 0.5}))
+    trajectories = await make_stage(reward_functions=["rank"], reward_weights={"rank": 0.5}).play(STORIES)
     assert groups == [["a_0", "a_1"], ["b_0", "b_1"]]
     assert [t.total_reward for t in trajectories] == [1.0, 1.5, 1.0, 1.5]
     assert [t.reward_components for t in trajectories] == [{"rank": 0.0}, {"rank": 1.0}] * 2
 
 
-async def test_two_draws_of_a_row_are_two_groups(
-    tiny_tokenizer: PreTrainedTokenizerBase, register: Callable[..., None]
-) -> None:
+async def test_two_draws_of_a_row_are_two_groups(add_rewards: AddRewards, register: Register) -> None:
     register("size", lambda samples: [float(len(samples))] * len(samples))
-    cfg = load_config({"generator": {"reward_functions": ["size"]}}).generator
     many = [make_trajectory("a", [0.0], repetition=i, draw=draw) for draw in (4, 5) for i in range(2)]
-    scored = await RewardFunctions(cfg, ChatEncoder(tiny_tokenizer)).add_to(many)
-    assert [t.total_reward for t in scored] == [2.0] * 4
+    assert [t.total_reward for t in await add_rewards("size", *many)] == [2.0] * 4
 
 
-async def test_a_batch_function_is_awaited_once(
-    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
-) -> None:
+async def test_a_batch_function_is_awaited_once(make_stage: MakeStage, register: Register) -> None:
     sizes = []
 
     async def centre(samples: Sequence[RewardSample]) -> list[float]:
@@ -86,45 +90,36 @@ async def test_a_batch_function_is_awaited_once(
         return [2.0] * len(samples)
 
     register("centre", centre, level="batch")
-    trajectories = await play(make_stage(reward_functions=["centre"]))
+    trajectories = await make_stage(reward_functions=["centre"]).play(STORIES)
     assert sizes == [4]
     assert [t.rewards[-1] for t in trajectories] == [3.0] * 4
 
 
+@pytest.mark.parametrize("weight", [1.0, 2.0])
 async def test_a_reward_function_may_reward_each_token(
-    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
+    make_stage: MakeStage, register: Register, weight: float
 ) -> None:
     register("each", lambda samples: [[0.25] * len(s.trajectory.response_ids) for s in samples])
-    for t in await play(make_stage(reward_functions=["each"])):
-        assert t.rewards == [0.25] * (len(t.response_ids) - 1) + [1.25]
-
-
-async def test_token_rewards_are_weighted(
-    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
-) -> None:
-    register("each", lambda samples: [[0.25] * len(s.trajectory.response_ids) for s in samples])
-    for t in await play(make_stage(reward_functions=["each"], reward_weights={"each": 2.0})):
-        assert t.rewards == [0.5] * (len(t.response_ids) - 1) + [1.5]
+    for t in await make_stage(reward_functions=["each"], reward_weights={"each": weight}).play(STORIES):
+        assert t.rewards == [0.25 * weight] * (len(t.response_ids) - 1) + [1 + 0.25 * weight]
         assert t.reward_components == {"each": 0.25 * len(t.response_ids)}
 
 
 async def test_the_reward_of_a_trajectory_is_on_its_last_sampled_token(
-    tiny_tokenizer: PreTrainedTokenizerBase, register: Callable[..., None]
+    add_rewards: AddRewards, register: Register
 ) -> None:
     """A reward on the observation after it would be lost, because observations are not trained."""
     register("half", lambda samples: [0.5] * len(samples))
-    cfg = load_config({"generator": {"reward_functions": ["half"]}}).generator
-    trajectory = make_trajectory(rewards=[0.0, 1.0, 0.0, 0.0], loss_mask=[1, 1, 0, 0])
-    (t,) = await RewardFunctions(cfg, ChatEncoder(tiny_tokenizer)).add_to([trajectory])
+    (t,) = await add_rewards("half", make_trajectory(rewards=[0.0, 1.0, 0.0, 0.0], loss_mask=[1, 1, 0, 0]))
     assert t.rewards == [0.0, 1.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("answer", [[None, 1.0], [float("nan"), 1.0], [1.0], ["good", 1.0], [[1.0] * 99, 1.0]])
 async def test_unknown_rewards_make_a_trajectory_invalid(
-    make_stage: MakeStage, journal: Journal, register: Callable[..., None], answer: list[Any]
+    make_stage: MakeStage, register: Register, answer: list[Any]
 ) -> None:
     register("odd", lambda samples: answer)
-    trajectories = await play(make_stage(reward_functions=["odd"]))
+    trajectories = await make_stage(reward_functions=["odd"]).play(STORIES)
     n_valid = 1 if answer[0] is None else 0
     assert [t.is_valid for t in trajectories] == ([False, True] if n_valid else [False, False]) * 2
     assert {t.stop_reason for t in trajectories if not t.is_valid} == {"reward_unknown"}
@@ -133,9 +128,9 @@ async def test_unknown_rewards_make_a_trajectory_invalid(
 
 @pytest.mark.parametrize("level", ["group", "batch"])
 async def test_a_judge_retries_and_respects_max_concurrency(
-    make_stage: MakeStage, journal: Journal, register: Callable[..., None], level: str
+    make_stage: MakeStage, register: Register, level: str
 ) -> None:
-    n_open, max_open, n_calls = 0, 0, dict.fromkeys(("a_0", "a_1", "b_0", "b_1"), 0)
+    n_open, max_open, n_calls = 0, 0, Counter[str]()
 
     async def ask(sample: RewardSample) -> float:
         nonlocal n_open, max_open
@@ -154,7 +149,7 @@ async def test_a_judge_retries_and_respects_max_concurrency(
         return 0.5
 
     register("judge", judge(ask, max_concurrency=2, timeout_s=0.2, first_wait_s=0.01), level=level)
-    trajectories = await play(make_stage(reward_functions=["judge"]))
+    trajectories = await make_stage(reward_functions=["judge"]).play(STORIES)
     assert n_calls == {"a_0": 1, "a_1": 3, "b_0": 3, "b_1": 1}
     assert max_open == 2
     assert [t.is_valid for t in trajectories] == [True, True, False, True]
@@ -198,9 +193,7 @@ def test_a_judge_limits_concurrency_in_successive_event_loops() -> None:
     assert max_open == 2
 
 
-async def test_a_blocking_function_does_not_block_the_event_loop(
-    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
-) -> None:
+async def test_a_blocking_function_does_not_block_the_event_loop(make_stage: MakeStage, register: Register) -> None:
     """The function waits for the event loop. Its calls never overlap, also of rollouts that are played at once."""
     loop, n_running = asyncio.get_running_loop(), 0
 
@@ -214,44 +207,40 @@ async def test_a_blocking_function_does_not_block_the_event_loop(
 
     register("slow", slow)
     stage = make_stage(reward_functions=["slow"])
-    for trajectories in await asyncio.gather(*(play(stage) for _ in range(3))):
+    for trajectories in await asyncio.gather(*(stage.play(STORIES) for _ in range(3))):
         assert [t.total_reward for t in trajectories] == [2.0] * 4
 
 
-async def test_numpy_numbers_are_accepted_as_rewards(
-    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
-) -> None:
+async def test_numpy_numbers_are_accepted_as_rewards(make_stage: MakeStage, register: Register) -> None:
     register("half", lambda samples: [np.float32(0.5)] * len(samples))
     register("each", lambda samples: [[np.float32(0.25)] * len(s.trajectory.response_ids) for s in samples])
-    for t in await play(make_stage(reward_functions=["half", "each"])):
+    for t in await make_stage(reward_functions=["half", "each"]).play(STORIES):
         assert t.total_reward == 1.5 + 0.25 * len(t.response_ids)
         assert {type(reward) for reward in [*t.rewards, *t.reward_components.values()]} == {float}
 
 
 async def test_a_weight_of_an_unknown_component_is_logged_once(
-    make_stage: MakeStage, journal: Journal, register: Callable[..., None], caplog: pytest.LogCaptureFixture
+    make_stage: MakeStage, register: Register, caplog: pytest.LogCaptureFixture
 ) -> None:
     register("brevity", lambda samples: [0.5] * len(samples))
     stage = make_stage(reward_functions=["brevity"], reward_weights={"brevety": 2.0, "brevity": 2.0})
     for _ in range(2):
-        await play(stage)
+        await stage.play(STORIES)
     (record,) = (record for record in caplog.records if "reward_weights" in record.message)
     assert "names brevety, which none of 4 trajectories reports; they report brevity" in record.message
 
 
-async def test_components_of_an_environment_are_weighted(make_stage: MakeStage, journal: Journal) -> None:
+async def test_components_of_an_environment_are_weighted(make_stage: MakeStage) -> None:
     answer = DONE | {"metadata": {"reward_components": {"right": 1.0, "brief": 0.5, "polite": 0.25}}}
     stage = make_stage(reward_weights={"right": 2.0, "brief": 0.0})
-    (t,) = await stage.play([story("a", returns={"step": answer})])
+    t = await stage.play_story(returns={"step": answer})
     assert t.total_reward == 2.25
     assert t.reward_components == {"right": 1.0, "brief": 0.5, "polite": 0.25}
-    (t,) = await make_stage(reward_weights={"other": 3.0}).play([story("a", returns={"step": answer})])
+    t = await make_stage(reward_weights={"other": 3.0}).play_story(returns={"step": answer})
     assert t.total_reward == 1.0
 
 
-def test_names_of_reward_functions_are_checked_at_construction(
-    make_stage: MakeStage, register: Callable[..., None]
-) -> None:
+def test_names_of_reward_functions_are_checked_at_construction(make_stage: MakeStage, register: Register) -> None:
     register("brevity", lambda samples: [])
     with pytest.raises(ConfigError, match=r"'brevety' is not registered; available: brevity"):
         make_stage(reward_functions=["brevety"])

@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from generators.conftest import MakeStage, Stage, story
-from generators.environments import METHODS, Journal
+from train_kit.environments import METHODS, Journal
+from train_kit.messages import user
+from train_kit.rollouts import MakeStage, Stage, story
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.generators.base import (
-    BatchMetadata,
     RolloutRequest,
     request_seed,
     rollout_requests,
-    to_generator_input,
 )
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.models.logprobs import response_logprobs
@@ -53,8 +52,7 @@ def assert_matches_engine(t: Trajectory, stage: Stage) -> None:
             assert observation == t.prompt_ids
         else:
             text = f"And then? ({k - 1} of {len(t.turns)})"
-            expected = stage.chat.observation_ids([{"role": "user", "content": text}], conversation[-1])
-            assert observation == expected
+            assert observation == stage.chat.observation_ids([user(text)], conversation[-1])
             loss_mask += [0] * len(observation)
             logprobs += [0.0] * len(observation)
             rewards += [0.0] * len(observation)
@@ -89,23 +87,22 @@ async def test_batched_and_unbatched_rollouts_give_the_same_trajectories(make_st
     assert_same((await unbatched.play(REQUESTS[::-1]))[::-1], expected)
 
 
-async def test_two_hundred_turns_prefill_every_token_once(make_stage: MakeStage, talker: PreTrainedModel) -> None:
+async def test_sixty_turns_prefill_every_token_once(make_stage: MakeStage, talker: PreTrainedModel) -> None:
     model = copy.deepcopy(talker)
-    model.config.max_position_embeddings = 8192
-    stage = make_stage(model=model, max_turns=200)
-    (t,) = await stage.play([story("a", n_turns=200)])
-    assert len(t.turns) == 200
+    model.config.max_position_embeddings = 4096
+    stage = make_stage(model=model, max_turns=60)
+    t = await stage.play_story(n_turns=60)
+    assert len(t.turns) == 60
     assert_matches_engine(t, stage)
     n_read = [len(request.prompt_ids) - result.n_reused for request, result in stage.engine.exchanges]
     n_sampled = sum(len(result.token_ids) for _, result in stage.engine.exchanges)
-    assert sum(n_read) + n_sampled - 200 == len(t.prompt_ids) + len(t.response_ids) - 1  # all but the very last
+    assert sum(n_read) + n_sampled - 60 == len(t.prompt_ids) + len(t.response_ids) - 1  # all but the very last
 
 
-@BATCHED
 async def test_reported_logprobs_equal_those_of_the_trained_model(
-    make_stage: MakeStage, talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, batched: bool
+    make_stage: MakeStage, talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    stage = make_stage(batched=batched)
+    stage = make_stage()
     stage.sampling = replace(stage.sampling, temperature=0.7, top_p=0.9)
     batch = build_training_batch(await stage.play(REQUESTS), tiny_tokenizer.pad_token_id)
     with torch.no_grad():
@@ -169,15 +166,15 @@ async def test_no_session_id_repeats_over_several_calls_with_retries(
     errors, rows = fail_some_steps(journal), [story(uid, n_turns=2).row for uid in "ab"]
     phases: tuple[Phase, ...] = ("train", "eval")
     trajectories: list[Trajectory] = []
-    for first_draw in (0, 2, 4):  # both rows are drawn three times, in training and in evaluations
+    for first_draw in (0, 2):  # both rows are drawn twice, in training and in evaluations
         for phase in phases:
             prompts = [DrawnPrompt(first_draw + i, row, i) for i, row in enumerate(rows)]
             errors += ["bad luck"] * 2
-            trajectories += await stage.play(rollout_requests(prompts, 3, "story", phase))
+            trajectories += await stage.play(rollout_requests(prompts, 2, "story", phase))
             assert not errors
     n_attempts = sum(t.n_attempts for t in trajectories)
     assert all(t.is_valid for t in trajectories)
-    assert n_attempts == len(trajectories) + 6 * 2
+    assert n_attempts == len(trajectories) + 4 * 2
     assert len(stage.engine.ended) == len(set(stage.engine.ended)) == n_attempts
     assert {request.session_id for request, _ in stage.engine.exchanges} == set(stage.engine.ended)
     for t in trajectories:
@@ -188,11 +185,11 @@ async def test_no_session_id_repeats_over_several_calls_with_retries(
 async def test_a_conversation_that_exceeds_max_input_length_ends_before_its_last_observation(
     make_stage: MakeStage, journal: Journal, batched: bool
 ) -> None:
-    (free,) = await make_stage(batched=batched).play([story("a", n_turns=3)])
+    free = await make_stage(batched=batched).play_story(n_turns=3)
     limit = free.turns[2].prompt_length
     for max_input_length, n_turns in ((limit, 3), (limit - 1, 2)):
         stage = make_stage(batched=batched, max_input_length=max_input_length)
-        (t,) = await stage.play([story("a", n_turns=3)])
+        t = await stage.play_story(n_turns=3)
         assert t.is_valid
         assert len(t.turns) == len(stage.engine.exchanges) == n_turns
         end = free.turns[n_turns - 1].end
@@ -205,7 +202,7 @@ async def test_a_conversation_that_exceeds_max_input_length_ends_before_its_last
 async def test_an_environment_that_never_ends_stops_at_the_context_length(make_stage: MakeStage) -> None:
     stage = make_stage(max_input_length=10_000, max_turns=100)
     stage.sampling = replace(stage.sampling, max_new_tokens=100)
-    (t,) = await stage.play([story("a", n_turns=-1)])
+    t = await stage.play_story(n_turns=-1)
     assert (t.is_valid, t.stop_reason) == (True, "length")
     n_tokens = len(t.prompt_ids) + len(t.response_ids)
     assert stage.engine.info.context_length - 100 < n_tokens <= stage.engine.info.context_length
@@ -301,15 +298,6 @@ async def test_a_stop_string_ends_a_turn_and_the_template_stays_intact(make_stag
         assert text == "<|im_end|>\n<|im_start|>user\nAnd then? (1 of 2)<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_the_parallel_list_interface_gives_the_same_trajectories(make_stage: MakeStage) -> None:
-    stage = make_stage()
-    expected = await stage.play(REQUESTS[:4])
-    output = await stage.generator.generate(to_generator_input(REQUESTS[:4], stage.sampling, BatchMetadata(1, "train")))
-    assert output["response_ids"] == [t.response_ids for t in expected]
-    assert output["rewards"] == [t.rewards for t in expected]
-    assert output["env_metrics"] == [t.env_metrics for t in expected]
-
-
 @BATCHED
 async def test_environments_do_not_wait_for_each_other(make_stage: MakeStage, journal: Journal, batched: bool) -> None:
     barrier = threading.Barrier(3, timeout=60)
@@ -318,24 +306,14 @@ async def test_environments_do_not_wait_for_each_other(make_stage: MakeStage, jo
     assert all(t.is_valid for t in trajectories)
 
 
-async def test_threads_end_with_the_generator(make_stage: MakeStage, journal: Journal) -> None:
-    stage = make_stage()
-    await stage.play([story("a", n_turns=1)])
-    assert all(name.startswith("skyrl-gym-env") for name in journal.threads)
-    await stage.generator.close()
-    await stage.engine.close()
-    left = {thread.name for thread in threading.enumerate()}
-    assert not [name for name in left if name in journal.threads]
-
-
 async def test_without_workers_environments_run_inline(make_stage: MakeStage, journal: Journal) -> None:
-    trajectories = await make_stage(skyrl_gym={"max_env_workers": 0}).play([story("a", n_turns=1)])
-    assert (trajectories[0].is_valid, journal.threads) == (True, {threading.current_thread().name})
+    t = await make_stage(skyrl_gym={"max_env_workers": 0}).play_story(n_turns=1)
+    assert (t.is_valid, journal.threads) == (True, {threading.current_thread().name})
 
 
 async def test_timing_separates_generation_and_environments(make_stage: MakeStage, journal: Journal) -> None:
     journal.do["step"] = lambda: time.sleep(0.03)
-    (t,) = await make_stage().play([story("a", n_turns=2)])
+    t = await make_stage().play_story(n_turns=2)
     assert set(t.timing) == {"generate", "env"}
     assert t.timing["env"] >= 0.06
     assert t.timing["generate"] > 0

@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from train_kit.trajectories import make_segment, make_trajectory
+from train_kit.rollouts import Numbers, ScriptedGenerator
 
 from skyrl_train.algorithms.advantages import group_statistics
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.errors import DataError, EnvError
-from skyrl_train.generators.base import (
-    BatchMetadata,
-    GeneratorInterface,
-    RolloutRequest,
-)
 from skyrl_train.generators.source import LockstepRollouts, StepData
-from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import PromptRow, Trajectory
+from skyrl_train.types import PromptRow, Trajectory, TrajectoryID
 
 N_SAMPLES = 2
-
-
-class Numbers:
-    """Prompts 0 to n - 1."""
-
-    fingerprint = "numbers"
-
-    def __init__(self, n_rows: int) -> None:
-        self._n_rows = n_rows
-
-    def __len__(self) -> int:
-        return self._n_rows
-
-    def __getitem__(self, index: int) -> PromptRow:
-        return PromptRow(str(index), [{"role": "user", "content": f"prompt {index}"}], None, {})
 
 
 class SequentialPrompts(ShuffledPrompts):
@@ -56,24 +34,9 @@ class SequentialPrompts(ShuffledPrompts):
         return rows
 
 
-class ScriptedGenerator(GeneratorInterface):
-    """A generator whose rewards a test computes from uid and sample; None makes a trajectory invalid."""
-
-    def __init__(self, reward: Any) -> None:
-        self._reward = reward
-        self.calls: list[tuple[list[RolloutRequest], SamplingParams]] = []
-
-    async def rollout(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
-    ) -> list[Trajectory]:
-        self.calls.append((list(requests), sampling))
-        rewards = [self._reward(r.id.instance_id, r.id.repetition_id) for r in requests]
-        return [
-            replace(
-                make_trajectory(rewards=(reward or 0.0,)), id=request.id, error="it broke" if reward is None else None
-            )
-            for request, reward in zip(requests, rewards, strict=True)
-        ]
+def informative(*uids: str) -> Callable[[TrajectoryID], float]:
+    """Return a reward that differs between the samples of these prompts only."""
+    return lambda id: float(id.repetition_id) if id.instance_id in uids else 0.0
 
 
 def config(n_prompts: int, **algorithm: Any) -> SkyRLConfig:
@@ -84,7 +47,7 @@ def config(n_prompts: int, **algorithm: Any) -> SkyRLConfig:
                 "policy_mini_batch_size": n_prompts,
                 "algorithm": algorithm,
             },
-            "generator": {"n_samples_per_prompt": N_SAMPLES},
+            "generator": {"n_samples_per_prompt": N_SAMPLES, "sampling_params": {"max_generate_length": 2}},
         }
     )
 
@@ -101,7 +64,7 @@ def uids(trajectories: Sequence[Trajectory]) -> list[str]:
 
 async def test_a_step_uses_one_batch_of_prompts() -> None:
     prompts = SequentialPrompts(n_rows=8, batch_size=3)
-    step_data = await sample(config(3), ScriptedGenerator(lambda uid, i: float(i)), prompts)
+    step_data = await sample(config(3), ScriptedGenerator(), prompts)
     assert [t.id.to_string() for t in step_data.trajectories] == ["0_0", "0_1", "1_0", "1_1", "2_0", "2_1"]
     assert step_data.played == step_data.trajectories
     assert step_data.metrics.numbers()["generate/n_sample_batches"] == 1
@@ -109,7 +72,7 @@ async def test_a_step_uses_one_batch_of_prompts() -> None:
 
 
 async def test_metrics_of_a_generator_are_added_to_those_of_the_step() -> None:
-    generator = ScriptedGenerator(lambda uid, i: float(i))
+    generator = ScriptedGenerator()
     generator._reported = {"train": [{"mine": 1.0}]}
     step_data = await sample(config(3), generator, SequentialPrompts(8, 3))
     assert step_data.metrics.numbers()["mine"] == 1.0
@@ -118,25 +81,21 @@ async def test_metrics_of_a_generator_are_added_to_those_of_the_step() -> None:
 
 async def test_failed_rollouts_are_reported_and_not_trained() -> None:
     failing = {("0", 0), ("0", 1), ("1", 1)}  # all of prompt 0, one sample of prompt 1
-    generator = ScriptedGenerator(lambda uid, i: None if (uid, i) in failing else 1.0)
+    generator = ScriptedGenerator(lambda id: None if (id.instance_id, id.repetition_id) in failing else 1.0)
     step_data = await sample(config(3), generator, SequentialPrompts(8, 3))
     assert uids(step_data.trajectories) == ["2"]
     assert len(step_data.played) == 6
     assert step_data.metrics.numbers()["generate/n_left_alone"] == 1
     with pytest.raises(EnvError, match=r"6 of 6 rollouts of step 1 failed .*it broke"):
-        await sample(config(3), ScriptedGenerator(lambda uid, i: None), SequentialPrompts(8, 3))
+        await sample(config(3), ScriptedGenerator(lambda id: None), SequentialPrompts(8, 3))
 
 
-async def test_a_single_valid_sample_is_kept_if_samples_are_not_compared() -> None:
-    generator = ScriptedGenerator(lambda uid, i: None if (uid, i) == ("1", 1) else 1.0)
-    step_data = await sample(config(3, advantage_estimator="reinforce++"), generator, SequentialPrompts(8, 3))
-    assert [t.id.to_string() for t in step_data.trajectories] == ["0_0", "0_1", "1_0", "2_0", "2_1"]
-    assert step_data.metrics.numbers()["generate/n_left_alone"] == 0
-
-
-@pytest.mark.parametrize(("baseline", "n_left_alone"), [("constant", 0), ("of the group", 1)])
-async def test_a_single_valid_sample_is_kept_if_a_custom_estimator_does_not_compare_samples(
-    baseline: str, n_left_alone: int
+@pytest.mark.parametrize(
+    ("estimator", "baseline", "n_left_alone"),
+    [("reinforce++", "", 0), ("mine", "constant", 0), ("mine", "of the group", 1)],
+)
+async def test_a_single_valid_sample_is_kept_if_the_estimator_does_not_compare_samples(
+    estimator: str, baseline: str, n_left_alone: int
 ) -> None:
     def mine(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str]) -> Any:
         scores = token_level_rewards.sum(dim=-1)
@@ -146,8 +105,8 @@ async def test_a_single_valid_sample_is_kept_if_a_custom_estimator_does_not_comp
 
     ADVANTAGE_ESTIMATORS.register("mine", mine)
     try:
-        generator = ScriptedGenerator(lambda uid, i: None if (uid, i) == ("1", 1) else 1.0)
-        step_data = await sample(config(3, advantage_estimator="mine"), generator, SequentialPrompts(8, 3))
+        generator = ScriptedGenerator(lambda id: None if id.to_string() == "1_1" else 1.0)
+        step_data = await sample(config(3, advantage_estimator=estimator), generator, SequentialPrompts(8, 3))
     finally:
         ADVANTAGE_ESTIMATORS.unregister("mine")
     assert step_data.metrics.numbers()["generate/n_left_alone"] == n_left_alone
@@ -155,26 +114,16 @@ async def test_a_single_valid_sample_is_kept_if_a_custom_estimator_does_not_comp
 
 async def test_greedy_rollouts_get_the_overlong_punishment() -> None:
     cfg = config(2, overlong_buffer_len=1, overlong_buffer_penalty_factor=10.0)
-    cfg = load_config(
-        {**cfg.model_dump(), "generator": {"n_samples_per_prompt": 2, "sampling_params": {"max_generate_length": 2}}}
-    )
-
-    class Long(ScriptedGenerator):
-        async def rollout(self, *arguments: Any) -> list[Trajectory]:
-            short = await super().rollout(*arguments)
-            return [replace(t, segments=(make_segment([0.0, t.total_reward]),)) for t in short]
-
-    step_data = await sample(cfg, Long(lambda uid, i: 1.0), SequentialPrompts(8, 2), greedy=True)
+    step_data = await sample(cfg, ScriptedGenerator(lambda id: 1.0), SequentialPrompts(8, 2), greedy=True)
     assert {t.total_reward for t in step_data.trajectories} == {-9.0}
     assert {t.greedy_reward for t in step_data.trajectories} == {-9.0}
     assert {t.total_reward for t in step_data.played} == {1.0}, "metrics use the rewards of the environment"
 
 
 async def test_filter_samples_until_enough_groups_are_informative() -> None:
-    good = {"1", "4", "5", "7"}
     prompts = SequentialPrompts(n_rows=12, batch_size=3)
     cfg = config(3, dynamic_sampling={"type": "filter"})
-    step_data = await sample(cfg, ScriptedGenerator(lambda uid, i: float(i) if uid in good else 1.0), prompts)
+    step_data = await sample(cfg, ScriptedGenerator(informative("1", "4", "5", "7")), prompts)
     assert uids(step_data.trajectories) == ["1", "4", "5"]
     assert len(step_data.trajectories) == 3 * N_SAMPLES
     assert len(prompts.batches) == 2
@@ -186,7 +135,7 @@ async def test_filter_samples_until_enough_groups_are_informative() -> None:
 async def test_a_prompt_drawn_twice_forms_two_groups() -> None:
     prompts = SequentialPrompts(n_rows=2, batch_size=2)
     cfg = config(2, dynamic_sampling={"type": "filter"})
-    generator = ScriptedGenerator(lambda uid, i: float(i) if uid == "1" else 0.0)
+    generator = ScriptedGenerator(informative("1"))
     step_data = await sample(cfg, generator, prompts)
     assert [t.id.draw for t in step_data.trajectories] == [1, 1, 3, 3]
     assert uids(step_data.trajectories) == ["1"]
@@ -197,7 +146,9 @@ async def test_a_prompt_drawn_twice_forms_two_groups() -> None:
 async def test_replace_copies_informative_groups_over_the_others() -> None:
     cfg = config(4, dynamic_sampling={"type": "replace"})
     step_data = await sample(
-        cfg, ScriptedGenerator(lambda uid, i: float(i) if uid in {"1", "3"} else 0.0), SequentialPrompts(8, 4)
+        cfg,
+        ScriptedGenerator(informative("1", "3")),
+        SequentialPrompts(8, 4),
     )
     assert len(step_data.trajectories) == 4 * N_SAMPLES
     assert set(uids(step_data.trajectories)) == {"1", "3"}
@@ -208,12 +159,12 @@ async def test_a_run_without_informative_groups_ends_with_the_reason() -> None:
     cfg = config(2, dynamic_sampling={"type": "filter", "max_sample_batches": 3})
     prompts = SequentialPrompts(20, 2)
     with pytest.raises(DataError, match="dynamic sampling drew 3 batches"):
-        await sample(cfg, ScriptedGenerator(lambda uid, i: 1.0), prompts)
+        await sample(cfg, ScriptedGenerator(lambda id: 1.0), prompts)
     assert len(prompts.batches) == 3
 
 
 async def test_greedy_rewards_come_from_one_greedy_rollout_per_prompt() -> None:
-    generator = ScriptedGenerator(lambda uid, i: float(uid) + (0.5 if i == N_SAMPLES else 0.1 * i))
+    generator = ScriptedGenerator(lambda id: float(id.instance_id) + (0.5 if id.repetition_id == N_SAMPLES else 0.1))
     step_data = await sample(config(3), generator, SequentialPrompts(8, 3), greedy=True)
     assert [t.greedy_reward for t in step_data.trajectories] == [0.5, 0.5, 1.5, 1.5, 2.5, 2.5]
     requests, sampling = generator.calls[-1]
@@ -224,14 +175,14 @@ async def test_greedy_rewards_come_from_one_greedy_rollout_per_prompt() -> None:
 
 
 async def test_a_prompt_with_a_failed_greedy_rollout_is_dropped() -> None:
-    generator = ScriptedGenerator(lambda uid, i: None if (uid, i) == ("1", N_SAMPLES) else float(i))
+    generator = ScriptedGenerator(lambda id: None if id.to_string() == "1_2" else float(id.repetition_id))
     step_data = await sample(config(3), generator, SequentialPrompts(8, 3), greedy=True)
     assert uids(step_data.trajectories) == ["0", "2"]
     assert step_data.metrics.numbers()["generate/n_without_baseline"] == N_SAMPLES
     with pytest.raises(EnvError, match="all 3 greedy rollouts failed; the first: it broke"):
         await sample(
             config(3),
-            ScriptedGenerator(lambda uid, i: None if i == N_SAMPLES else 1.0),
+            ScriptedGenerator(lambda id: None if id.repetition_id == N_SAMPLES else 1.0),
             SequentialPrompts(8, 3),
             greedy=True,
         )
@@ -239,7 +190,7 @@ async def test_a_prompt_with_a_failed_greedy_rollout_is_dropped() -> None:
 
 async def test_copies_of_a_group_share_its_greedy_reward() -> None:
     cfg = config(4, dynamic_sampling={"type": "replace"})
-    generator = ScriptedGenerator(lambda uid, i: 9.0 if i == N_SAMPLES else float(i) if uid in {"1", "3"} else 0.0)
+    generator = ScriptedGenerator(lambda id: 9.0 if id.repetition_id == N_SAMPLES else informative("1", "3")(id))
     step_data = await sample(cfg, generator, SequentialPrompts(8, 4), greedy=True)
     assert {t.greedy_reward for t in step_data.trajectories} == {9.0}
     assert sorted(request.id.instance_id for request in generator.calls[-1][0]) == ["1", "3"]
@@ -249,9 +200,9 @@ async def test_a_failed_step_restores_the_position_in_the_prompts() -> None:
     prompts = SequentialPrompts(8, 3)
     position = prompts.state_dict()
     with pytest.raises(EnvError):
-        await sample(config(3), ScriptedGenerator(lambda uid, i: None), prompts)
+        await sample(config(3), ScriptedGenerator(lambda id: None), prompts)
     assert prompts.state_dict() == position
-    assert uids((await sample(config(3), ScriptedGenerator(lambda uid, i: 1.0), prompts)).trajectories) == [
+    assert uids((await sample(config(3), ScriptedGenerator(lambda id: 1.0), prompts)).trajectories) == [
         "0",
         "1",
         "2",
@@ -259,7 +210,7 @@ async def test_a_failed_step_restores_the_position_in_the_prompts() -> None:
 
 
 async def test_no_session_repeats_in_three_epochs() -> None:
-    generator, prompts = ScriptedGenerator(lambda uid, i: float(i)), SequentialPrompts(6, 3)
+    generator, prompts = ScriptedGenerator(), SequentialPrompts(6, 3)
     source = LockstepRollouts(config(3), generator, prompts)
     for step in range(1, 7):
         await source.take(step)

@@ -25,6 +25,15 @@ def test_sampling_parameters_survive_a_round_trip_through_the_names_of_skyrl(sam
     assert to_sampling(to_sampling_params(sampling), None) == sampling
 
 
+def test_sampling_parameters_have_the_names_of_skyrl() -> None:
+    limits = {"max_tokens": 4, "min_tokens": 0, "ignore_eos": False, "stop": ["END"], "stop_token_ids": []}
+    distribution = {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    output = {"logprobs": 0, "skip_special_tokens": True, "include_stop_str_in_output": True}
+    sampling = SamplingParams(4, temperature=0.5, stop=("END",))
+    assert to_sampling_params(sampling) == limits | distribution | penalties | output
+
+
 CONFIGURED = load_config({"generator": {"sampling_params": {"max_generate_length": 7, "top_p": 0.5}}}).generator
 
 

@@ -1,4 +1,4 @@
-"""Environments that fail as specified by their dataset row; worker processes can import them."""
+"""Environments that record their calls, and environments that fail as their dataset row specifies."""
 
 from __future__ import annotations
 
@@ -10,17 +10,100 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 
+METHODS = ("make", "init", "step", "get_metrics", "close")
 RAISED = ("raise", "exit", "stop_iteration")
 RUBBISH = ("none", "string", "nan", "no_reward", "unknown_reward")
 HANGS = ("spin", "sleep", "lock")
 DEATHS = ("segfault", "os_exit", "sigkill")
-METHODS = ("make", "init", "step", "get_metrics", "close")
 RELEASED = threading.Event()
 """Event that ends all hangs in this process. Hangs in worker processes never end."""
+
+
+@dataclass
+class Journal:
+    """A record of the environments of a test."""
+
+    made: list[StoryEnv] = field(default_factory=list)
+    closed: list[StoryEnv] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+    do: dict[str, Callable[[], object]] = field(default_factory=dict)  # hooks by method, called first
+
+    def open_environments(self) -> list[StoryEnv]:
+        return [env for env in self.made if self.closed.count(env) != 1]
+
+
+class StoryEnv(BaseTextEnv):
+    """An environment that asks `n_turns` times to go on; turn k has a reward of k / 4.
+
+    The row may name a method that `fails`, the errors that methods `raises`, and the values that they `returns`.
+    """
+
+    def __init__(self, journal: Journal, env_config: dict[str, Any], extras: dict[str, Any]) -> None:
+        super().__init__()
+        self.journal = journal
+        self.env_config = env_config
+        self.extras = extras
+        self.replies: list[str] = []
+        self.prompt: ConversationType = []
+        self._visit("make")
+        journal.made.append(self)
+
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        self._visit("init")
+        self.prompt = prompt
+        return self._answer("init", (prompt, {}))
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self._visit("step")
+        self.turns += 1
+        self.replies.append(action)
+        is_over = self.turns == self.extras.get("n_turns", 3)
+        observation = {"role": "user", "content": f"And then? ({self.turns} of {self.extras.get('n_turns', 3)})"}
+        output = BaseTextEnvStepOutput(
+            observations=[] if is_over else [observation], reward=self.turns / 4, done=is_over, metadata={}
+        )
+        return self._answer("step", output)
+
+    def grade_unfinished(self) -> float | None:
+        self._visit("grade_unfinished")
+        return self._answer("grade_unfinished", 0.0)
+
+    def get_metrics(self) -> dict[str, Any]:
+        self._visit("get_metrics")
+        return self._answer("get_metrics", {"turns": self.turns, "n_letters": sum(map(len, self.replies))})
+
+    def close(self) -> None:
+        self.journal.closed.append(self)
+        self._visit("close")
+
+    def _visit(self, method: str) -> None:
+        self.journal.threads.add(threading.current_thread().name)
+        if method in self.journal.do:
+            self.journal.do[method]()
+        if self.extras.get("fails") == method and self.turns >= self.extras.get("fails_after", 0):
+            raise RuntimeError(f"no {method} today")
+        if method in self.extras.get("raises", {}):
+            raise self.extras["raises"][method]
+
+    def _answer(self, method: str, answer: Any) -> Any:
+        return self.extras["returns"].get(method, answer) if "returns" in self.extras else answer
+
+
+class AsyncStoryEnv(StoryEnv):
+    """A `StoryEnv` with `…_async` methods; `step_async` takes the seconds of `extras["sleeps"]`."""
+
+    async def step_async(self, action: str) -> BaseTextEnvStepOutput:
+        await asyncio.sleep(self.extras.get("sleeps", 0))
+        return self.step(action)
+
+    async def close_async(self) -> None:
+        self.close()
 
 
 class FaultyEnv(BaseTextEnv):

@@ -5,81 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_kit.trajectories import make_trajectory
+from train_kit.rollouts import Numbers, ScriptedGenerator
 
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.errors import DataError, EnvError
-from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
 from skyrl_train.generators.buffered import BufferedRollouts
 from skyrl_train.generators.source import LockstepRollouts, StepData
-from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import PromptRow, Trajectory, Turn, WeightSpan
 
 N_SAMPLES = 2
-
-
-class Numbers:
-    """Prompts 0 to n - 1; those in `broken` cannot be read."""
-
-    fingerprint = "numbers"
-
-    def __init__(self, n_rows: int) -> None:
-        self._n_rows = n_rows
-        self.broken: set[int] = set()
-
-    def __len__(self) -> int:
-        return self._n_rows
-
-    def __getitem__(self, index: int) -> PromptRow:
-        if index in self.broken:
-            raise DataError(f"row {index} is broken")
-        return PromptRow(str(index), [{"role": "user", "content": f"prompt {index}"}], None, {})
-
-
-class Player(GeneratorInterface):
-    """A generator whose rollouts take some passes of the event loop, and record the weights at start and end."""
-
-    def __init__(self, n_passes: Callable[[RolloutRequest], int] = lambda request: 1) -> None:
-        self._n_passes = n_passes
-        self.version = 0
-        self.started: list[int] = []  # draws
-        self.n_running, self.max_running = 0, 0  # calls
-        self.reward: Callable[[RolloutRequest], float | None] = lambda request: float(request.id.repetition_id)
-        self.failing: set[int] = set()  # draws
-        self.blocked = asyncio.Event()
-        self.blocked.set()
-
-    async def rollout(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
-    ) -> list[Trajectory]:
-        self.started.append(requests[0].id.draw)
-        self.n_running += 1
-        self.max_running = max(self.max_running, self.n_running)
-        try:
-            first = self.version
-            for _ in range(self._n_passes(requests[0])):
-                await asyncio.sleep(0)
-            await self.blocked.wait()
-            if requests[0].id.draw in self.failing:
-                raise DataError(f"draw {requests[0].id.draw} failed")
-            return [self._trajectory(request, first) for request in requests]
-        finally:
-            self.n_running -= 1
-
-    def _trajectory(self, request: RolloutRequest, first: int) -> Trajectory:
-        spans = (WeightSpan(first, 1), WeightSpan(self.version, 1))
-        reward = self.reward(request)
-        turn = Turn(0, 2, 2, reward or 0.0, "stop", spans)
-        played = make_trajectory(rewards=(0.0, reward or 0.0), turns=[turn])
-        return replace(played, id=request.id, error="it broke" if reward is None else None)
 
 
 def config(n_prompts: int = 2, *, dynamic_sampling: str | None = None, **fully_async: Any) -> SkyRLConfig:
@@ -100,7 +40,13 @@ class Run:
     """The calls of a trainer: steps, each of which ends with a sync."""
 
     def __init__(
-        self, cfg: SkyRLConfig, player: Player, *, total_steps: int = 100, first_step: int = 1, greedy: bool = False
+        self,
+        cfg: SkyRLConfig,
+        player: ScriptedGenerator,
+        *,
+        total_steps: int = 100,
+        first_step: int = 1,
+        greedy: bool = False,
     ) -> None:
         self.player = player
         self.dataset = Numbers(12)
@@ -128,7 +74,7 @@ def draws(steps: Sequence[StepData]) -> list[int]:
     return [draw for step in steps for draw in dict.fromkeys(t.id.draw for t in step.trajectories)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     staleness=st.integers(0, 4),
     seed=st.integers(0, 10**6),
@@ -141,9 +87,9 @@ def test_staleness_is_bounded_and_prompts_are_trained_once_in_order(
 ) -> None:
     async def check() -> None:
         rng = random.Random(seed)
-        player = Player(lambda request: rng.choice([0, 1, 2, 5, 20]))
+        player = ScriptedGenerator(n_passes=lambda request: rng.choice([0, 1, 2, 5, 20]))
         uninformative = {draw for draw in range(200) if rng.random() < 0.3} if dynamic_sampling else set()
-        player.reward = lambda request: 0.0 if request.id.draw in uninformative else float(request.id.repetition_id)
+        player.reward = lambda id: 0.0 if id.draw in uninformative else float(id.repetition_id)
         run = Run(
             config(
                 dynamic_sampling=dynamic_sampling,
@@ -176,7 +122,7 @@ def test_staleness_is_bounded_and_prompts_are_trained_once_in_order(
     asyncio.run(check())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     staleness=st.integers(0, 3), seed=st.integers(0, 10**6), n_before=st.integers(0, 5), becomes_lockstep=st.booleans()
 )
@@ -186,18 +132,18 @@ def test_each_draw_is_trained_once_across_a_kill(
     async def check() -> None:
         rng = random.Random(seed)
         cfg = config(max_staleness_steps=staleness)
-        killed = Run(cfg, Player(lambda request: rng.choice([0, 3, 9])))
+        killed = Run(cfg, ScriptedGenerator(n_passes=lambda request: rng.choice([0, 3, 9])))
         await killed.sync()
         before = await killed.train(n_before)
         state = killed.source.state_dict()
         await killed.source.close()
         prompts = ShuffledPrompts(Numbers(12), 2, seed=0)
         if becomes_lockstep:
-            source = LockstepRollouts(cfg, Player(), prompts)
+            source = LockstepRollouts(cfg, ScriptedGenerator(), prompts)
             source.load_state_dict(state)
             after = [await source.take(step) for step in range(n_before + 1, n_before + 6)]
         else:
-            resumed = Run(cfg, Player(), first_step=n_before + 1)
+            resumed = Run(cfg, ScriptedGenerator(), first_step=n_before + 1)
             resumed.source.load_state_dict(state)
             await resumed.sync()
             after = await resumed.train(5)
@@ -212,14 +158,14 @@ def test_each_draw_is_trained_once_across_a_kill(
 
 
 async def test_a_run_plays_no_more_batches_than_it_trains_on() -> None:
-    run = Run(config(max_staleness_steps=4), Player(), total_steps=3)
+    run = Run(config(max_staleness_steps=4), ScriptedGenerator(), total_steps=3)
     await run.sync()
     await run.train(3)
     assert sorted(run.player.started) == list(range(6))
 
 
 async def test_rollouts_continue_during_an_update_and_wait_for_a_slot() -> None:
-    run = Run(config(max_staleness_steps=1), Player())
+    run = Run(config(max_staleness_steps=1), ScriptedGenerator())
     await run.sync()
     await run.source.take(1)
     for _ in range(10):
@@ -235,7 +181,9 @@ async def test_rollouts_continue_during_an_update_and_wait_for_a_slot() -> None:
 
 @pytest.mark.parametrize("fails_before_take", [False, True])
 async def test_an_error_of_a_later_batch_ends_the_step_at_once_and_loses_no_prompt(fails_before_take: bool) -> None:
-    run = Run(config(max_staleness_steps=2), Player(lambda request: 1000 if request.id.draw < 4 else 0))
+    run = Run(
+        config(max_staleness_steps=2), ScriptedGenerator(n_passes=lambda request: 1000 if request.id.draw < 4 else 0)
+    )
     run.player.failing = {5}
     await run.sync()
     for _ in range(20 * fails_before_take):
@@ -248,7 +196,7 @@ async def test_an_error_of_a_later_batch_ends_the_step_at_once_and_loses_no_prom
 
 
 async def test_prompts_that_cannot_be_drawn_end_the_next_step_but_no_sync(caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(config(max_staleness_steps=1), Player())
+    run = Run(config(max_staleness_steps=1), ScriptedGenerator())
     await run.sync()
     run.dataset.broken = set(range(12))
     await run.train(1)
@@ -263,26 +211,26 @@ async def test_prompts_that_cannot_be_drawn_end_the_next_step_but_no_sync(caplog
 
 
 async def test_an_interrupted_step_loses_no_prompt() -> None:
-    run = Run(config(max_staleness_steps=0, dynamic_sampling="filter"), Player())
-    run.player.reward = lambda request: 0.0 if request.id.draw == 0 else float(request.id.repetition_id)
+    run = Run(config(max_staleness_steps=0, dynamic_sampling="filter"), ScriptedGenerator())
+    run.player.reward = lambda id: 0.0 if id.draw == 0 else float(id.repetition_id)
     await run.sync()
     for _ in range(5):
         await asyncio.sleep(0)
-    run.player.blocked.clear()
+    run.player.released.clear()
     taking = asyncio.create_task(run.source.take(1))
     for _ in range(5):
         await asyncio.sleep(0)
     assert run.player.n_running == 2, "the second batch of the step, since the first has one informative group"
     taking.cancel()
     await asyncio.wait([taking])
-    run.player.blocked.set()
+    run.player.released.set()
     assert draws(await run.train(1)) == [1, 2]
     await run.source.close()
 
 
 async def test_a_step_without_valid_rollouts_ends_with_the_reason() -> None:
-    run = Run(config(), Player())
-    run.player.reward = lambda request: None
+    run = Run(config(), ScriptedGenerator())
+    run.player.reward = lambda id: None
     await run.sync()
     with pytest.raises(EnvError, match=r"4 of 4 rollouts of step 1 failed .*it broke"):
         await run.source.take(1)
@@ -291,8 +239,8 @@ async def test_a_step_without_valid_rollouts_ends_with_the_reason() -> None:
 
 async def test_a_sync_without_in_flight_updates_waits_for_rollouts_that_have_begun() -> None:
     cfg = config(max_staleness_steps=1, in_flight_weight_updates=False, num_parallel_generation_workers=3)
-    run = Run(cfg, Player())
-    run.player.blocked.clear()
+    run = Run(cfg, ScriptedGenerator())
+    run.player.released.clear()
     await run.sync()
     for _ in range(5):
         await asyncio.sleep(0)
@@ -301,7 +249,7 @@ async def test_a_sync_without_in_flight_updates_waits_for_rollouts_that_have_beg
     for _ in range(5):
         await asyncio.sleep(0)
     assert not syncing.done()
-    run.player.blocked.set()
+    run.player.released.set()
     await syncing
     assert run.player.started == [0, 1, 2], "the fourth group waits for the new weights"
     run.player.version = 1
@@ -311,35 +259,14 @@ async def test_a_sync_without_in_flight_updates_waits_for_rollouts_that_have_beg
     await run.source.close()
 
 
-async def test_metrics_of_evaluations_and_of_training_are_separate() -> None:
-    class Reporting(GeneratorInterface):
-        async def generate(self, input_batch: Any) -> Any:
-            n, metadata = len(input_batch["prompts"]), input_batch["batch_metadata"]
-            return {
-                "prompt_token_ids": [[1]] * n,
-                "response_ids": [[2]] * n,
-                "rewards": [1.0] * n,
-                "loss_masks": [[1]] * n,
-                "stop_reasons": ["stop"] * n,
-                "rollout_logprobs": None,
-                "rollout_metrics": {"step": metadata.global_step},
-            }
-
-    generator = Reporting()
-    request = RolloutRequest(make_trajectory().id, PromptRow("0", [], None, {}))
-    for step, phase in ((3, "train"), (7, "eval")):
-        await generator.rollout([request], SamplingParams(1), BatchMetadata(step, phase))  # type: ignore[arg-type]
-    assert generator.take_metrics("eval") == {"step": 7}
-    assert generator.take_metrics() == {"step": 3}
-    assert generator.take_metrics() == generator.take_metrics("eval") == {}
-
-
 @pytest.mark.parametrize("dynamic_sampling", [None, "filter", "replace"])
 async def test_greedy_rollouts_are_played_beside_the_others(dynamic_sampling: str | None) -> None:
-    run = Run(config(max_staleness_steps=1, dynamic_sampling=dynamic_sampling), Player(), greedy=True)
-    run.player.reward = lambda request: (
-        10.0 + request.id.draw if request.id.repetition_id == N_SAMPLES else float(request.id.repetition_id)
+    run = Run(
+        config(max_staleness_steps=1, dynamic_sampling=dynamic_sampling),
+        ScriptedGenerator(),
+        greedy=True,
     )
+    run.player.reward = lambda id: 10.0 + id.draw if id.repetition_id == N_SAMPLES else float(id.repetition_id)
     await run.sync()
     steps = await run.train(3)
     for step in steps:
