@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from train_kit.models import load_on_cpu
+from train_kit.ranks import close, load_group, spec
+from train_kit.workers import config
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.launch.process import start_ranks
+from skyrl_train.launch.process import ProcessRank
+from skyrl_train.launch.process import start_ranks as start_real_ranks
 from skyrl_train.models.deferred import create_without_weights, deferring
-from skyrl_train.models.loading import load_model
 from skyrl_train.models.tiny import tiny_qwen3
 from skyrl_train.types.specs import ModelSpec
-from skyrl_train.workers.group import WorkerGroup
 
 
-def spec(path: Path) -> ModelSpec:
+def frozen(path: Path) -> ModelSpec:
     """Return the spec of a frozen model in float32."""
-    load = partial(load_model, str(path), dtype=torch.float32, device=torch.device("cpu"))
-    return ModelSpec(role="ref", load=load, save_tokenizer=partial(_save_nothing))
-
-
-def _save_nothing(folder: str) -> None:
-    """Do nothing; there is no tokenizer to save."""
+    return replace(spec("ref", path, config().trainer), optimizer=None)
 
 
 def peak_bytes(pid: int) -> int:
@@ -50,31 +47,25 @@ async def test_no_rank_ever_holds_the_whole_model(
     assert n_bytes > 300e6
     peaks = {}
     for n_ranks in (1, 2):
-        ranks = start_ranks(n_ranks)
-        try:
-            await WorkerGroup(spec(tiny_model_path), ranks).load()  # imports
-            before = [peak_bytes(rank._process.pid or 0) for rank in ranks]
-            await WorkerGroup(spec(tmp_path / "model"), ranks).load()
-            peaks[n_ranks] = max(peak_bytes(rank._process.pid or 0) - n for rank, n in zip(ranks, before, strict=True))
-        finally:
-            for rank in ranks:
-                await rank.close()
+        ranks = start_real_ranks(n_ranks)
+        await load_group(ranks, frozen(tiny_model_path))  # imports
+        before = [peak_bytes(rank._process.pid or 0) for rank in ranks]
+        await load_group(ranks, frozen(tmp_path / "model"))
+        peaks[n_ranks] = max(peak_bytes(rank._process.pid or 0) - n for rank, n in zip(ranks, before, strict=True))
+        await close(ranks)
     assert peaks[1] > 0.9 * n_bytes, "the counter does not see the weights"
     assert peaks[2] < 0.7 * n_bytes, f"{peaks[2] / n_bytes:.2f} of the model"
 
 
-async def test_nan_weights_are_refused_by_the_rank_that_reads_them(tiny_model_path: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+async def test_nan_weights_are_refused_by_the_rank_that_reads_them(
+    two_ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
+) -> None:
+    model = load_on_cpu(tiny_model_path)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[-1, -1] = torch.nan
     model.save_pretrained(tmp_path)
-    ranks = start_ranks(2)
-    try:
-        with pytest.raises(ConfigError, match=r"has NaN or infinite weights in model\.layers\.1\.mlp\.up_proj\.weight"):
-            await WorkerGroup(spec(tmp_path), ranks).load()
-    finally:
-        for rank in ranks:
-            await rank.close()
+    with pytest.raises(ConfigError, match=r"has NaN or infinite weights in model\.layers\.1\.mlp\.up_proj\.weight"):
+        await load_group(two_ranks, frozen(tmp_path))
 
 
 def create(path: Path) -> torch.nn.Module | None:
@@ -116,5 +107,5 @@ def test_other_models_are_loaded_whole(tiny_model_path: Path, tmp_path: Path) ->
         assert create(tmp_path) is None, "the file is broken"
         assert create(tmp_path / "nowhere") is None
         with pytest.raises(ConfigError, match="cannot load the model"):
-            load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+            load_on_cpu(tmp_path)
     assert weights.source is None

@@ -98,8 +98,8 @@ def random_batch(seed: int, *, n_prompts: int = 2, n_samples: int = 3, n_tokens:
 
 
 def off_policy_batch(policy: PreTrainedModel, seed: int, n_tokens: int = N_TOKENS) -> TrainingBatch:
-    """Return a batch of 16 rows whose old policy, rollout policy and reference all differ from `policy`."""
-    return score_off_policy(policy, random_batch(seed, n_prompts=4, n_samples=4, n_tokens=n_tokens))
+    """Return a batch of nine rows whose old policy, rollout policy and reference all differ from `policy`."""
+    return score_off_policy(policy, random_batch(seed, n_prompts=3, n_samples=3, n_tokens=n_tokens))
 
 
 def score_off_policy(policy: PreTrainedModel, batch: TrainingBatch) -> TrainingBatch:

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
+    GemmaConfig,
     Glm4MoeConfig,
     GPT2Config,
     GraniteConfig,
@@ -19,6 +20,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from examples.catch.catch_dataset import CatchDataset
@@ -49,6 +53,18 @@ OTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "mistral": MistralConfig(**SMALL, sliding_window=64),
     "gpt2": GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3),
 }
+
+_LONG = SMALL | {"max_position_embeddings": 512}
+PREFIX_SHARING_ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_LONG),
+    "qwen2": Qwen2Config(**_LONG),
+    "qwen3": Qwen3Config(**_LONG),
+    "qwen3_moe": Qwen3MoeConfig(**_LONG, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
+    "gemma": GemmaConfig(**_LONG),
+    "mistral, sliding window": MistralConfig(**_LONG, sliding_window=5),
+    "gpt2": GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.3),
+}
+"""Architectures whose rows can share prefixes, so that ranks can divide their tokens."""
 
 ROUTER_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 """Name of the buffer of `save_biased_router`."""

@@ -31,27 +31,25 @@ pytestmark = pytest.mark.megatron
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "trains_adapter"),
+    ("first", "others", "trains_adapter"),
     [
-        (TENSOR, PIPELINE, False),
-        (PIPELINE, TENSOR, False),
-        (TENSOR, None, False),
-        (None, SEQUENCE, False),
-        (SEQUENCE, None, True),
-        pytest.param(TENSOR, PIPELINE, True, marks=pytest.mark.nightly),
-        pytest.param(PIPELINE, TENSOR, True, marks=pytest.mark.nightly),
-        pytest.param(None, PIPELINE, True, marks=pytest.mark.nightly),
-        pytest.param(CONTEXT, TENSOR, False, marks=pytest.mark.nightly),
-        pytest.param(PIPELINE, CONTEXT, True, marks=pytest.mark.nightly),
+        (TENSOR, [PIPELINE, None], False),
+        (PIPELINE, [TENSOR], False),
+        (None, [SEQUENCE], False),
+        (SEQUENCE, [None], True),
+        pytest.param(TENSOR, [PIPELINE], True, marks=pytest.mark.nightly),
+        pytest.param(PIPELINE, [TENSOR, CONTEXT], True, marks=pytest.mark.nightly),
+        pytest.param(None, [PIPELINE], True, marks=pytest.mark.nightly),
+        pytest.param(CONTEXT, [TENSOR], False, marks=pytest.mark.nightly),
     ],
 )
-async def test_a_checkpoint_resumes_in_another_layout(
+async def test_a_checkpoint_resumes_in_another_layout_and_in_one_process(
     two_ranks: list[ProcessRank],
     paths: dict[str, Path],
     adapters: dict[str, Path],
     tmp_path: Path,
     first: MegatronConfig | None,
-    second: MegatronConfig | None,
+    others: list[MegatronConfig | None],
     trains_adapter: bool,
 ) -> None:
     path = paths["qwen2"]  # with tied embeddings
@@ -62,7 +60,7 @@ async def test_a_checkpoint_resumes_in_another_layout(
     folder = await save(group, tmp_path / "policy")
     expected = (await group.update(batches[1])).numbers()
     weights = await exported_tensors(group, tmp_path / "expected")
-    for ranks, megatron in ((two_ranks, first), (two_ranks, second), ([single_rank()], None)):
+    for ranks, megatron in (*((two_ranks, layout) for layout in others), ([single_rank()], None)):
         resumed = await load_model_group(ranks, model_spec(path, megatron, lora))
         await resumed.load_state(folder)
         assert (await resumed.update(batches[1])).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
