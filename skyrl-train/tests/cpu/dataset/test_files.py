@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -14,30 +13,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from train_kit.datasets import prompt_row, write_rows
 
 from skyrl_train.dataset.files import Rows, read_rows, write_jsonl
 from skyrl_train.errors import DataError
 
 ROWS = [
-    {"prompt": [{"role": "user", "content": "Wie geht’s?"}], "extra_info": {"index": 0}},
-    {"prompt": [{"role": "user", "content": "two\nlines"}], "extra_info": {"index": 1}},
+    prompt_row("Wie geht’s?", extra_info={"index": 0}),
+    prompt_row("two\nlines", extra_info={"index": 1}),
 ]
-
-
-def write(path: Path) -> Path:
-    """Write `ROWS` in the format of the file name."""
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(ROWS), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(ROWS), encoding="utf-8")
-    else:
-        path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", encoding="utf-8")
-    return path
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.json", "rows.jsonl"])
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
-    assert read_rows(str(write(tmp_path / name))) == ROWS
+    assert read_rows(write_rows(tmp_path, ROWS, name)) == ROWS
 
 
 def test_messages_in_parquet_have_their_own_fields_only(tmp_path: Path) -> None:
@@ -54,12 +43,11 @@ def test_messages_in_parquet_have_their_own_fields_only(tmp_path: Path) -> None:
         {"prompt": [{"role": "user", "content": "Rome?"}, call({"city": "Rome"})], "extra_info": {"a": 1, "b": None}},
         {"prompt": [{"role": "user", "content": "CET?"}, call({"zone": "CET"})], "extra_info": {"a": None, "b": 2}},
     ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    assert read_rows(str(tmp_path / "rows.parquet")) == rows
+    assert read_rows(write_rows(tmp_path, rows, "rows.parquet")) == rows
 
 
 def test_home_and_variables_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "rows.jsonl")
+    write_rows(tmp_path, ROWS)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("ROWS_NAME", "rows")
     assert read_rows("~/rows.jsonl") == read_rows("$HOME/${ROWS_NAME}.jsonl") == ROWS
@@ -125,7 +113,7 @@ def test_a_local_folder_is_not_parsed_as_a_hub_name_with_a_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my/own/data").mkdir(parents=True)
-    write(tmp_path / "my/own/data/test.jsonl")
+    write_rows(tmp_path / "my/own/data", ROWS, "test.jsonl")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
@@ -180,7 +168,7 @@ def test_lone_surrogates_are_replaced_with_one_warning_per_source(
 
 
 def test_rows_of_several_sources_are_joined_and_read_by_index(tmp_path: Path) -> None:
-    names = [str(write(tmp_path / name)) for name in ("a.parquet", "b.json", "c.jsonl")]
+    names = [write_rows(tmp_path, ROWS, name) for name in ("a.parquet", "b.json", "c.jsonl")]
     rows = Rows(names)
     assert len(rows) == 6
     assert [row for _, row in rows.read(range(6))] == ROWS * 3

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from train_kit import golden
+from train_kit.datasets import read_demonstrations, write_rows
+from train_kit.messages import assistant, system, user
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config.preferences import PreferenceDataConfig
-from skyrl_train.dataset.demonstrations import Demonstration, read_answers
-from skyrl_train.dataset.files import Rows
 from skyrl_train.dataset.supervised import (
     ConversationEncoder,
     SupervisedDataset,
@@ -28,18 +25,7 @@ from skyrl_train.errors import DataError
 from skyrl_train.types import DrawnPrompt
 
 ENDING = st.text("ab c", min_size=1, max_size=6)
-ASK = {"role": "user", "content": "2 + 2?"}
-GOOD, BAD = ({"role": "assistant", "content": text} for text in ("4", "5"))
-
-
-def write_rows(folder: Path, rows: list[Any]) -> str:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / "rows.jsonl")
-
-
-def read_all(sources: list[str], data: PreferenceDataConfig) -> list[tuple[Demonstration, ...]]:
-    rows = Rows(sources)
-    return list(read_answers(rows, range(len(rows)), data))
+ASK, GOOD, BAD = user("2 + 2?"), assistant("4"), assistant("5")
 
 
 FORMATS = {
@@ -54,23 +40,19 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_every_format_is_the_same_pair(row: dict[str, Any], suffix: str, tmp_path: Path) -> None:
-    path = write_rows(tmp_path, [row])
-    if suffix == "parquet":
-        path = str(tmp_path / "rows.parquet")
-        pq.write_table(pa.Table.from_pylist([row]), path)
-    ((chosen, rejected),) = read_all([path], PreferenceDataConfig())
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_every_format_is_the_same_pair(row: dict[str, Any], name: str, tmp_path: Path) -> None:
+    ((chosen, rejected),) = read_demonstrations(write_rows(tmp_path, [row], name), PreferenceDataConfig())
     assert (chosen.messages, rejected.messages) == ([ASK, GOOD], [ASK, BAD])
     assert chosen.n_context == rejected.n_context == 1
 
 
 def test_the_prompt_of_texts_ends_before_a_word(tmp_path: Path) -> None:
-    row = {"chosen": "\n\nHuman: Capital?\n\nAssistant: Paris", "rejected": "\n\nHuman: Capital?\n\nAssistant: Prague"}
-    ((chosen, rejected),) = read_all([write_rows(tmp_path, [row])], PreferenceDataConfig())
-    prompt = {"role": "user", "content": "\n\nHuman: Capital?\n\nAssistant:"}
-    assert chosen.messages == [prompt, {"role": "assistant", "content": " Paris"}]
-    assert rejected.messages == [prompt, {"role": "assistant", "content": " Prague"}]
+    asked = "\n\nHuman: Capital?\n\nAssistant:"
+    row = {"chosen": f"{asked} Paris", "rejected": f"{asked} Prague"}
+    ((chosen, rejected),) = read_demonstrations(write_rows(tmp_path, [row]), PreferenceDataConfig())
+    assert chosen.messages == [user(asked), assistant(" Paris")]
+    assert rejected.messages == [user(asked), assistant(" Prague")]
 
 
 @given(st.lists(st.sampled_from(["Yes", "No", "Maybe", "\n", " "]), max_size=8), st.tuples(ENDING, ENDING))
@@ -78,7 +60,7 @@ def test_a_prompt_and_its_answers_are_the_texts_that_were_split(words: list[str]
     row = dict(zip(("chosen", "rejected"), (" ".join(words) + ending for ending in endings), strict=True))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            (pair,) = read_all([write_rows(Path(folder), [row])], PreferenceDataConfig())
+            (pair,) = read_demonstrations(write_rows(Path(folder), [row]), PreferenceDataConfig())
         except DataError:
             return  # they have no word in common
     for demonstration, text in zip(pair, row.values(), strict=True):
@@ -88,14 +70,19 @@ def test_a_prompt_and_its_answers_are_the_texts_that_were_split(words: list[str]
         assert not prompt[-1].isspace()
 
 
-TWO_TURNS = [ASK, BAD, {"role": "user", "content": "Sure?"}]
+TWO_TURNS = [ASK, BAD, user("Sure?")]
+
+
+def read_pairs(
+    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, folder: Path, **settings: Any
+) -> SupervisedDataset:
+    data = PreferenceDataConfig.model_validate(settings)
+    return SupervisedDataset([write_rows(folder, rows)], ConversationEncoder(tokenizer), data)
 
 
 def test_turns_before_the_answers_are_context(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     row = {"chosen": [*TWO_TURNS, GOOD], "rejected": [*TWO_TURNS, BAD]}
-    dataset = SupervisedDataset(
-        [write_rows(tmp_path, [row])], ConversationEncoder(tiny_tokenizer), PreferenceDataConfig()
-    )
+    dataset = read_pairs([row], tiny_tokenizer, tmp_path)
     for (segment,), text in zip(dataset[0], ("4<|im_end|>", "5<|im_end|>"), strict=True):
         trained = [token for token, mask in zip(segment.response_ids, segment.loss_mask, strict=True) if mask]
         assert tiny_tokenizer.decode(trained) == text
@@ -108,9 +95,7 @@ def test_a_batch_has_the_chosen_answer_before_the_rejected_one(
         {"prompt": "a", "chosen": "good", "rejected": "bad, and long"},
         {"prompt": "b", "chosen": "x", "rejected": "y"},
     ]
-    dataset = SupervisedDataset(
-        [write_rows(tmp_path, rows)], ConversationEncoder(tiny_tokenizer), PreferenceDataConfig()
-    )
+    dataset = read_pairs(rows, tiny_tokenizer, tmp_path)
     batch = build_supervised_batch([DrawnPrompt(i, dataset[i], i) for i in range(2)], tiny_tokenizer.pad_token_id)
     assert batch.draws.tolist() == [0, 0, 1, 1]
     assert batch.trajectories is not None
@@ -132,46 +117,36 @@ def test_a_reward_is_read_at_the_last_token_that_is_no_padding() -> None:
 
 def test_a_pair_without_an_answer_left_is_dropped(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "a" * n, "chosen": "good", "rejected": "bad"} for n in (1, 100)]
-    data = PreferenceDataConfig.model_validate({"max_length": 40, "truncation": "right"})
-    encoder = ConversationEncoder(tiny_tokenizer)
-    assert len(SupervisedDataset([write_rows(tmp_path, rows)], encoder, data)) == 1
+    assert len(read_pairs(rows, tiny_tokenizer, tmp_path, max_length=40, truncation="right")) == 1
 
 
 def test_equal_answers_are_reported(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "a", "chosen": "x", "rejected": "x"}, {"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}]
-    with caplog.at_level(logging.WARNING):
-        SupervisedDataset([write_rows(tmp_path, rows)], ConversationEncoder(tiny_tokenizer), PreferenceDataConfig())
+    read_pairs(rows, tiny_tokenizer, tmp_path)
     assert "2 of 2 pairs have equal answers, which teach nothing" in caplog.text
 
 
-WRONG = [
-    ({"prompt": "a", "chosen": "x"}, "row 0 of .* has no 'rejected': it has the keys prompt, chosen"),
-    ({"prompt": "a", "chosen": "", "rejected": "x"}, "chosen is empty; write an answer, or remove the row"),
-    ({"prompt": "a", "chosen": None, "rejected": "x"}, "chosen is empty; write an answer"),
-    ({"prompt": "a", "chosen": " ", "rejected": "x"}, "chosen is empty; write an answer"),
-    ({"prompt": "a", "chosen": 3, "rejected": "x"}, "chosen=3 is neither a text nor a list of messages"),
-    ({"prompt": "a", "chosen": [ASK], "rejected": "x"}, "chosen has no message of the assistant after the prompt"),
-    (
-        {"chosen": "x y", "rejected": "a b"},
-        "has no 'prompt', and chosen and rejected do not begin with the same prompt",
-    ),
-    ({"chosen": [GOOD], "rejected": [BAD]}, "do not begin with the same prompt"),
-    ({"chosen": "x y", "rejected": [ASK, BAD]}, "do not begin with the same prompt"),
-    (
-        {"prompt": [ASK], "chosen": [{**ASK, "content": "2 + 2? "}, GOOD], "rejected": [ASK, BAD]},
-        "row 0 of .*: chosen begins with a user message that is not the prompt; repeat the prompt exactly",
-    ),
-    (
-        {"prompt": "2 + 2?", "chosen": [ASK, GOOD], "rejected": [{"role": "system", "content": "Add."}, ASK, BAD]},
-        "rejected begins with a system message that is not the prompt",
-    ),
-    ({"prompt": 3, "chosen": "x", "rejected": "y"}, "prompt=3 is neither a text nor a list of messages"),
+WRONG: list[dict[str, Any]] = [
+    {"prompt": "a", "chosen": "x"},
+    {"prompt": "a", "chosen": "", "rejected": "x"},
+    {"prompt": "a", "chosen": None, "rejected": "x"},
+    {"prompt": "a", "chosen": " ", "rejected": "x"},
+    {"prompt": "a", "chosen": 3, "rejected": "x"},
+    {"prompt": "a", "chosen": [ASK], "rejected": "x"},
+    {"chosen": "x y", "rejected": "a b"},
+    {"chosen": [GOOD], "rejected": [BAD]},
+    {"chosen": "x y", "rejected": [ASK, BAD]},
+    {"prompt": [ASK], "chosen": [user("2 + 2? "), GOOD], "rejected": [ASK, BAD]},
+    {"prompt": "2 + 2?", "chosen": [ASK, GOOD], "rejected": [system("Add."), ASK, BAD]},
+    {"prompt": 3, "chosen": "x", "rejected": "y"},
 ]
 
 
-@pytest.mark.parametrize(("row", "message"), WRONG)
-def test_wrong_rows_are_refused(row: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
-        list(read_all([write_rows(tmp_path, [row])], PreferenceDataConfig()))
+def test_wrong_rows_are_refused(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    def find_error(row: dict[str, Any]) -> str:
+        path = write_rows(tmp_path, [row])
+        return golden.catch(DataError, lambda: read_demonstrations(path, PreferenceDataConfig()), tmp_path)
+
+    golden.compare("dataset/preferences", {str(row): [find_error(row)] for row in WRONG}, pytestconfig)

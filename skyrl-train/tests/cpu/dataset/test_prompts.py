@@ -7,13 +7,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from train_kit import golden
+from train_kit.datasets import prompt_row, write_rows
+from train_kit.messages import user
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import load_config
-from skyrl_train.dataset.files import Rows, write_jsonl
+from skyrl_train.dataset.files import Rows
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -26,24 +27,17 @@ from skyrl_train.types import PromptRow
 LONG = 10_000
 
 
-def ask(content: str, **columns: Any) -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": content}], **columns}
-
-
-def write_file(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:
-    write_jsonl(folder / name, rows)
-    return str(folder / name)
-
-
 def test_columns_become_extras_and_sources_are_joined_in_order(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    first = write_file(
-        tmp_path, [ask("a", env_class="catch", data_source="games/catch", reward_spec={"mode": "shaped"})]
+    first = write_rows(
+        tmp_path, [prompt_row("a", env_class="catch", data_source="games/catch", reward_spec={"mode": "shaped"})]
     )
-    second = write_file(tmp_path, [ask("b", extra_info={"index": 7}), ask("c", data_source=None)], "more.jsonl")
+    second = write_rows(
+        tmp_path, [prompt_row("b", extra_info={"index": 7}), prompt_row("c", data_source=None)], "more.jsonl"
+    )
     rows = list(PromptDataset([first, second], tiny_tokenizer, LONG))
-    assert [row.prompt for row in rows] == [ask(content)["prompt"] for content in "abc"]
+    assert [row.prompt for row in rows] == [[user(content)] for content in "abc"]
     assert [row.uid for row in rows] == ["0", "1", "2"]
     assert [row.env_class for row in rows] == ["catch", None, None]
     assert [row.data_source for row in rows] == ["games/catch", "unknown", "unknown"]
@@ -58,13 +52,13 @@ def test_columns_become_extras_and_sources_are_joined_in_order(
 def test_the_length_limit_is_exact_and_includes_the_assistant_header(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [ask("1" * n) for n in (3, 5, 4)]
+    rows = [prompt_row("1" * n) for n in (3, 5, 4)]
     n_tokens = len(
         tiny_tokenizer.apply_chat_template(
             rows[2]["prompt"], tokenize=True, add_generation_prompt=True, return_dict=False
         )
     )
-    source = write_file(tmp_path, rows)
+    source = write_rows(tmp_path, rows)
     with caplog.at_level(logging.INFO):
         kept = PromptDataset(source, tiny_tokenizer, n_tokens)
     assert [(row.uid, row.prompt[0]["content"]) for row in kept] == [("0", "111"), ("1", "1111")]
@@ -76,43 +70,44 @@ def test_the_length_limit_is_exact_and_includes_the_assistant_header(
 
 
 def test_column_names_are_configurable(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    source = write_file(tmp_path, [{"question": ask("a")["prompt"], "env": "catch", "prompt": "kept"}])
+    source = write_rows(tmp_path, [{"question": [user("a")], "env": "catch", "prompt": "kept"}])
     (row,) = PromptDataset(source, tiny_tokenizer, LONG, 8, "question", "env")
     assert (row.env_class, row.env_extras) == ("catch", {"prompt": "kept"})
 
 
-@pytest.mark.parametrize(
-    ("bad_row", "reason"),
-    [
-        ({"question": "a"}, "has no 'prompt'; its columns are question. A prompt is a list of messages"),
-        ({"prompt": "What is 2 + 2?"}, "prompt='What is 2 \\+ 2\\?' is not a list of messages"),
-        ({"prompt": []}, "is not a list of messages"),
-        ({"prompt": None}, "prompt=null is not a list of messages; write"),
-        ({"prompt": [{"content": "no role"}]}, "message 0 of prompt lacks a role or a content: {'content': 'no role'}"),
-        ({"prompt": [*ask("a")["prompt"], {"role": "user"}]}, "message 1 of prompt lacks a role or a content"),
-        ({"prompt": [{"role": "user", "content": None}]}, "message 0 of prompt lacks a role or a content"),
-        ({"prompt": [{"role": "user", "content": 5}]}, "chat template refuses a prompt with the roles user"),
-        (ask("a", env_class=5), "env_class=5 is a int; write the name of an environment"),
-        (ask("a", env_class=["catch"]), "env_class=\\['catch'\\] is a list; write the name of an environment"),
-        (ask("a", deep=json.loads("[" * 100 + "]" * 100)), "it is nested too deeply; flatten its lists"),
-    ],
-)
+BAD_ROWS: list[dict[str, Any]] = [
+    {"question": "a"},
+    {"prompt": "What is 2 + 2?"},
+    {"prompt": []},
+    {"prompt": None},
+    {"prompt": [{"content": "no role"}]},
+    {"prompt": [user("a"), {"role": "user"}]},
+    {"prompt": [{"role": "user", "content": None}]},
+    {"prompt": [{"role": "user", "content": 5}]},
+    prompt_row("a", env_class=5),
+    prompt_row("a", env_class=["catch"]),
+    prompt_row("a", deep=json.loads("[" * 100 + "]" * 100)),
+]
+
+
 def test_a_row_without_a_chat_prompt_is_named(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, bad_row: dict[str, Any], reason: str
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, pytestconfig: pytest.Config
 ) -> None:
-    source = write_file(tmp_path, [ask("fine"), bad_row])
-    with pytest.raises(DataError, match=f"row 1 of {source}.*{reason}"):
-        PromptDataset(source, tiny_tokenizer, LONG)
+    def find_error(row: dict[str, Any]) -> str:
+        source = write_rows(tmp_path, [prompt_row("fine"), row])
+        return golden.catch(DataError, lambda: PromptDataset(source, tiny_tokenizer, LONG), tmp_path)
+
+    golden.compare("dataset/prompts", {str(row)[:100]: [find_error(row)] for row in BAD_ROWS}, pytestconfig)
 
 
 def test_prompts_are_measured_with_the_template_of_the_generator(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tiny_model_path: Path
 ) -> None:
-    source = write_file(tmp_path, [ask("a"), ask("ä")])
+    source = write_rows(tmp_path, [prompt_row("a"), prompt_row("ä")])
     name, variables = "qwen3_with_thinking", {"enable_thinking": False}
     encoder = ChatEncoder(tiny_tokenizer, (TEMPLATES / f"{name}.jinja").read_text(), variables)
-    n_tokens = len(encoder.prompt_ids(ask("a")["prompt"]))
-    assert n_tokens > len(ChatEncoder(tiny_tokenizer).prompt_ids(ask("ä")["prompt"]))
+    n_tokens = len(encoder.prompt_ids([user("a")]))
+    assert n_tokens > len(ChatEncoder(tiny_tokenizer).prompt_ids(prompt_row("ä")["prompt"]))
     cfg = load_config(
         {
             "trainer": {"policy": {"model": {"path": str(tiny_model_path)}}, "max_prompt_length": n_tokens},
@@ -123,14 +118,14 @@ def test_prompts_are_measured_with_the_template_of_the_generator(
     exp = BasePPOExp(cfg)
     for dataset in (exp.get_train_dataset(), exp.get_eval_dataset(), EvalOnlyEntrypoint(cfg).get_eval_dataset()):
         assert dataset is not None
-        assert [row.prompt for row in dataset] == [ask("a")["prompt"]]
+        assert [row.prompt for row in dataset] == [[user("a")]]
 
 
 def test_half_characters_of_a_prompt_are_replaced_with_one_warning(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = tmp_path / "rows.jsonl"
-    source.write_text("\n".join(json.dumps(ask(text, answer=text)) for text in ("a", "b\ud83d", "\udc00")))
+    source.write_text("\n".join(json.dumps(prompt_row(text, answer=text)) for text in ("a", "b\ud83d", "\udc00")))
     rows = list(PromptDataset(str(source), tiny_tokenizer, LONG))
     assert [row.prompt[0]["content"] for row in rows] == [row.env_extras["answer"] for row in rows] == ["a", "b?", "?"]
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
@@ -148,7 +143,7 @@ def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, tiny_tokenize
 
 
 def test_a_file_without_rows_is_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    source = write_file(tmp_path, [])
+    source = write_rows(tmp_path, [])
     with pytest.raises(DataError, match=f"no rows in {source}"):
         PromptDataset(source, tiny_tokenizer, LONG)
 
@@ -172,14 +167,8 @@ def draw(prompts: PromptOrder[PromptRow], n_batches: int) -> list[list[str]]:
 def test_rows_that_are_checked_when_they_are_drawn_come_in_the_same_order(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, suffix: str
 ) -> None:
-    rows = [ask(str(i), env_class="catch", data_source=f"s{i % 2}", extra_info={"index": i}) for i in range(50)]
-    source = write_file(tmp_path, rows)
-    if suffix == ".parquet":
-        source = str(tmp_path / "rows.parquet")
-        pq.write_table(pa.Table.from_pylist(rows), source)
-    elif suffix == ".json":
-        (tmp_path / "rows.json").write_text(json.dumps(rows))
-        source = str(tmp_path / "rows.json")
+    rows = [prompt_row(str(i), env_class="catch", data_source=f"s{i % 2}", extra_info={"index": i}) for i in range(50)]
+    source = write_rows(tmp_path, rows, f"rows{suffix}")
     checked = PromptDataset(source, tiny_tokenizer, LONG)
     drawn = PromptDataset(source, tiny_tokenizer, LONG, max_checked_rows=5)
     assert (checked.is_checked, drawn.is_checked) == (True, False)
@@ -196,12 +185,12 @@ def test_rows_that_are_checked_when_they_are_drawn_come_in_the_same_order(
 def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [ask(str(i)) for i in range(60)]
-    sample = set(Rows([write_file(tmp_path, rows)]).sample(20))
+    rows = [prompt_row(str(i)) for i in range(60)]
+    sample = set(Rows([write_rows(tmp_path, rows)]).sample(20))
     bad, long, broken = [i for i in range(60) if i not in sample][:3]
     rows[bad]["prompt"] = "a text"
-    rows[long] = ask("1" * 200)
-    source = Path(write_file(tmp_path, rows))
+    rows[long] = prompt_row("1" * 200)
+    source = Path(write_rows(tmp_path, rows))
     lines = source.read_text().splitlines()
     lines[broken] = "{"
     source.write_text("\n".join(lines))
@@ -230,9 +219,11 @@ def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
 
 
 def test_data_without_a_usable_row_ends_the_run(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    sample = set(Rows([write_file(tmp_path, [{}] * 60)]).sample(20))
-    rows = [ask("1" if i in sample else "1" * 200, data_source="short" if i in sample else "long") for i in range(60)]
-    dataset = PromptDataset(write_file(tmp_path, rows), tiny_tokenizer, 100, max_checked_rows=20)
+    sample = set(Rows([write_rows(tmp_path, [{}] * 60)]).sample(20))
+    rows = [
+        prompt_row("1" if i in sample else "1" * 200, data_source="short" if i in sample else "long") for i in range(60)
+    ]
+    dataset = PromptDataset(write_rows(tmp_path, rows), tiny_tokenizer, 100, max_checked_rows=20)
     with pytest.raises(DataError, match=r"fewer than 30 rows of data\.train_data can be used"):
         draw(ShuffledPrompts(dataset, 30, 0), 1)
     with pytest.raises(DataError, match="no row of the data source long can be used"):

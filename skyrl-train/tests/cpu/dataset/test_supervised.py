@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from pathlib import Path
@@ -11,10 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from train_kit import golden
+from train_kit.datasets import read_demonstrations, write_rows
+from train_kit.messages import assistant, system, user
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config.sft import SFTDataConfig
-from skyrl_train.dataset.demonstrations import Demonstration, read_answers
+from skyrl_train.dataset.demonstrations import Demonstration
 from skyrl_train.dataset.files import Rows
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.supervised import ConversationEncoder, SupervisedDataset, build_supervised_batch
@@ -36,21 +38,6 @@ WITH_TOOLS = (
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def message(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def write_rows(folder: Path, rows: list[dict[str, Any]]) -> str:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def read_all(sources: list[str], data: SFTDataConfig) -> list[Demonstration]:
-    rows = Rows(sources)
-    return [demonstration for (demonstration,) in read_answers(rows, range(len(rows)), data)]
 
 
 def encode(
@@ -90,25 +77,23 @@ def test_a_prompt_and_a_response_train_the_response_and_its_eos_token(
 
 
 def test_every_turn_of_the_assistant_is_trained(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [message("system", "s"), message("user", "a"), message("assistant", "b")]
-    messages += [message("user", "c"), message("assistant", "d")]
+    messages = [system("s"), user("a"), assistant("b"), user("c"), assistant("d")]
     ((text, trained),) = encode(tiny_tokenizer, messages)
     assert trained == ["b<|im_end|>", "d<|im_end|>"]
     assert text + "\n" == tiny_tokenizer.apply_chat_template(messages, tokenize=False)
 
 
 def test_assistant_messages_of_a_prompt_are_context(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    prompt = [message("user", "a"), message("assistant", "b"), message("user", "c")]
+    prompt = [user("a"), assistant("b"), user("c")]
     path = write_rows(tmp_path, [{"prompt": prompt, "response": "d"}])
-    (demonstration,) = read_all([path], SFTDataConfig())
+    ((demonstration,),) = read_demonstrations(path, SFTDataConfig())
     assert demonstration.n_context == 3
     ((_, trained),) = encode(tiny_tokenizer, demonstration.messages, n_context=3)
     assert trained == ["d<|im_end|>"]
 
 
 def test_a_template_that_rewrites_history_gets_a_row_for_each_history(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [message("user", "a"), message("assistant", "x</think>b")]
-    messages += [message("user", "c"), message("assistant", "y</think>d")]
+    messages = [user("a"), assistant("x</think>b"), user("c"), assistant("y</think>d")]
     first, second = encode(tiny_tokenizer, messages, FORGETS_REASONING)
     assert first[1] == ["x</think>b<|im_end|>"]
     assert "x</think>" not in second[0]
@@ -119,7 +104,7 @@ def test_an_answer_follows_the_header_that_generation_uses(tiny_tokenizer: PreTr
     template = FORGETS_REASONING.replace(
         "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think></think>{% endif %}"
     )
-    messages = [message("user", "a"), message("assistant", "<b"), message("user", "c"), message("assistant", "d")]
+    messages = [user("a"), assistant("<b"), user("c"), assistant("d")]
     first, second = encode(tiny_tokenizer, messages, template)
     assert first == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think></think><b<|im_end|>",
@@ -132,7 +117,7 @@ def test_an_answer_follows_the_header_that_generation_uses(tiny_tokenizer: PreTr
 
 
 def test_a_template_without_eos_gets_one_after_the_content(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [message("user", "a"), message("assistant", "b"), message("user", "c"), message("assistant", "d")]
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     rows = encode(tiny_tokenizer, messages, WITHOUT_EOS)
     assert [trained for _, trained in rows] == [["b<|im_end|>"], ["d<|im_end|>"]]
     assert rows[1][0] == "### user: a\n\n### assistant: b\n\n### user: c\n\n### assistant: d<|im_end|>"
@@ -140,8 +125,7 @@ def test_a_template_without_eos_gets_one_after_the_content(tiny_tokenizer: PreTr
 
 def test_tool_calls_are_trained_and_results_are_not(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [message("user", "1 + 1?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-    messages += [message("tool", "2"), message("assistant", "Two.")]
+    messages = [user("1 + 1?"), calling(call), {"role": "tool", "content": "2"}, assistant("Two.")]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     ((text, trained),) = encode(tiny_tokenizer, messages, WITH_TOOLS, tools=tools)
     assert text.startswith("tools: [")
@@ -152,7 +136,7 @@ def test_tool_calls_are_trained_and_results_are_not(tiny_tokenizer: PreTrainedTo
 
 def test_without_eos_calls_after_the_content_and_its_blanks_are_kept(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     call = {"name": "add", "arguments": {"a": 1}}
-    messages = [message("user", "1 + 1?"), {"role": "assistant", "content": "So: ", "tool_calls": [call]}]
+    messages = [user("1 + 1?"), {"role": "assistant", "content": "So: ", "tool_calls": [call]}]
     template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.name }}{% endfor %}\n\n"
@@ -160,7 +144,7 @@ def test_without_eos_calls_after_the_content_and_its_blanks_are_kept(tiny_tokeni
     )
     ((_, trained),) = encode(tiny_tokenizer, messages, template)
     assert trained == ["So: add<|im_end|>"]
-    ((_, trained),) = encode(tiny_tokenizer, [messages[0], message("assistant", "b\n")], template)
+    ((_, trained),) = encode(tiny_tokenizer, [messages[0], assistant("b\n")], template)
     assert trained == ["b\n<|im_end|>"]
 
 
@@ -169,18 +153,18 @@ def test_a_template_with_another_header_is_refused(tiny_tokenizer: PreTrainedTok
         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}Bot:{% endif %}"
     )
     with pytest.raises(DataError, match="cannot be separated from the prompt"):
-        encode(tiny_tokenizer, [message("user", "a"), message("assistant", "b")], template)
+        encode(tiny_tokenizer, [user("a"), assistant("b")], template)
 
 
 def test_an_end_of_turn_in_the_text_is_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(DataError, match=r"message 1 contains <\|im_end\|>, the end of a turn, as text; remove it"):
-        encode(tiny_tokenizer, [message("user", "a"), message("assistant", "b<|im_end|>")])
+        encode(tiny_tokenizer, [user("a"), assistant("b<|im_end|>")])
 
 
 def test_a_row_never_trains_its_first_token(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
     (row,) = ConversationEncoder(tiny_tokenizer, {"chat_template": template}).encode(
-        Demonstration("row 0", [message("user", "a"), message("assistant", "b")], 0)
+        Demonstration("row 0", [user("a"), assistant("b")], 0)
     )
     assert row.loss_mask == [0, 1]
 
@@ -234,7 +218,7 @@ CONVERSATIONS = st.lists(
 def test_of_any_conversation_exactly_the_answers_are_trained(
     turns: list[tuple[str, str]], tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    messages = [message(role, content) for role, content in turns]
+    messages = [{"role": role, "content": content} for role, content in turns]
     ((text, _),) = encode(tiny_tokenizer, messages)
     (row,) = ConversationEncoder(tiny_tokenizer).encode(Demonstration("row 0", messages, 0))
     answers: list[list[int]] = [[]]
@@ -250,48 +234,47 @@ def test_of_any_conversation_exactly_the_answers_are_trained(
     assert tiny_tokenizer.apply_chat_template(messages, tokenize=False).startswith(text)
 
 
-REFUSED = [
-    ({"prompt": "a"}, "row 0 of .* has no 'response': it has the keys prompt; set data.messages_key"),
-    ({"prompt": "a", "response": ""}, "response='' is not a text to train on"),
-    ({"prompt": "a", "response": " \n"}, "is not a text to train on"),
-    ({"prompt": math.nan, "response": "a"}, "prompt=nan is neither a text nor a list of messages"),
-    ({"prompt": "a", "response": 7}, "response=7 is not a text"),
-    ({"prompt": 7, "response": "b"}, "prompt=7 is neither a text nor a list of messages"),
-    ({"messages": []}, r"messages=\[\] is not a list of messages"),
-    ({"messages": [{"role": "user"}]}, "message 0 of messages lacks a role or a content"),
-    ({"messages": [{"role": "assistant", "content": None}]}, "message 0 of messages lacks a role or a content"),
-    ({"messages": [{"role": "user", "content": "a"}]}, "no answer of the assistant to train on, its roles are user"),
-    (
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": "f()"}]},
-        "tool_calls of message 0 .* are no calls",
-    ),
-    (
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": [7]}]},
-        "tool_calls of message 0 .* are no calls",
-    ),
-    ({"prompt": "a", "response": "b", "tools": "["}, "tools='\\[' is not JSON"),
-    ({"prompt": "a", "response": "b", "tools": {"a": 1}}, "is not a list of tools"),
+def calling(*calls: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"prompt": "a"},
+    {"prompt": "a", "response": ""},
+    {"prompt": "a", "response": " \n"},
+    {"prompt": math.nan, "response": "a"},
+    {"prompt": "a", "response": 7},
+    {"prompt": 7, "response": "b"},
+    {"messages": []},
+    {"messages": [{"role": "user"}]},
+    {"messages": [{"role": "assistant", "content": None}]},
+    {"messages": [user("a")]},
+    {"messages": [{**assistant(""), "tool_calls": "f()"}]},
+    {"messages": [calling(7)]},
+    {"prompt": "a", "response": "b", "tools": "["},
+    {"prompt": "a", "response": "b", "tools": {"a": 1}},
 ]
 
 
-@pytest.mark.parametrize(("row", "reason"), REFUSED)
-def test_a_bad_row_is_refused_with_its_number(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=reason):
-        list(read_all([write_rows(tmp_path, [row])], SFTDataConfig()))
+def test_a_bad_row_is_refused_with_its_number(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    def find_error(row: dict[str, Any]) -> str:
+        path = write_rows(tmp_path, [row])
+        return golden.catch(DataError, lambda: read_demonstrations(path, SFTDataConfig()), tmp_path)
+
+    golden.compare("dataset/demonstrations", {str(row): [find_error(row)] for row in REFUSED}, pytestconfig)
 
 
 def test_a_greeting_is_context(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = write_rows(
-        tmp_path, [{"messages": [message("assistant", "Hi"), message("user", "a"), message("assistant", "b")]}]
-    )
-    (row,) = read_all([path], SFTDataConfig())
+    path = write_rows(tmp_path, [{"messages": [assistant("Hi"), user("a"), assistant("b")]}])
+    ((row,),) = read_demonstrations(path, SFTDataConfig())
     ((_, trained),) = encode(tiny_tokenizer, row.messages, n_context=row.n_context)
     assert trained == ["b<|im_end|>"]
 
 
 @pytest.mark.parametrize("tools", [None, "", [], "[]", "null"])
 def test_a_row_may_have_no_tools(tools: Any, tmp_path: Path) -> None:
-    (row,) = read_all([write_rows(tmp_path, [{"prompt": "a", "response": "b", "tools": tools}])], SFTDataConfig())
+    path = write_rows(tmp_path, [{"prompt": "a", "response": "b", "tools": tools}])
+    ((row,),) = read_demonstrations(path, SFTDataConfig())
     assert row.tools is None
 
 
@@ -299,21 +282,17 @@ def test_keys_may_be_nested(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [{"extra_info": {"question": "a", "answer": "b"}}])
     keys = {"prompt_key": "extra_info", "response_key": "extra_info"}
     inner = {"prompt_dict_keys": ["question"], "response_dict_keys": ["answer"]}
-    (row,) = read_all([path], SFTDataConfig.model_validate(keys | inner))
+    ((row,),) = read_demonstrations(path, SFTDataConfig.model_validate(keys | inner))
     assert [m["content"] for m in row.messages] == ["a", "b"]
     with pytest.raises(DataError, match="has no 'reply': its extra_info has the keys question, answer"):
-        list(read_all([path], SFTDataConfig.model_validate(keys | inner | {"response_dict_keys": ["reply"]})))
+        read_demonstrations(path, SFTDataConfig.model_validate(keys | inner | {"response_dict_keys": ["reply"]}))
 
 
 def test_empty_columns_of_parquet_are_left_out(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     call = {"type": "function", "function": {"name": "f", "arguments": ""}}
-    messages = [message("user", "a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
-    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "rows.parquet")
-    (row,) = read_all([str(tmp_path / "rows.parquet")], SFTDataConfig())
-    assert row.messages == [message("user", "a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages = [user("a"), {**calling(call), "content": None}]
+    ((row,),) = read_demonstrations(write_rows(tmp_path, [{"messages": messages}], "rows.parquet"), SFTDataConfig())
+    assert row.messages == [user("a"), calling(call)]
 
 
 @pytest.mark.parametrize("is_nested", [True, False])
@@ -329,8 +308,8 @@ def test_arguments_in_json_text_are_trained_as_objects(
     for arguments in ({"a": 1}, '{"a": 1}'):
         call: dict[str, Any] = {"name": "f", "arguments": arguments}
         calls = [{"type": "function", "function": call} if is_nested else call]
-        row = {"messages": [message("user", "a"), {"role": "assistant", "content": "", "tool_calls": calls}]}
-        (read,) = read_all([write_rows(tmp_path, [row])], SFTDataConfig())
+        row = {"messages": [user("a"), calling(*calls)]}
+        ((read,),) = read_demonstrations(write_rows(tmp_path, [row]), SFTDataConfig())
         trained.append(encode(tiny_tokenizer, read.messages, template)[0][1])
     assert trained[0] == trained[1] == ['{"name": "f", "arguments": {"a": 1}}<|im_end|>']
 

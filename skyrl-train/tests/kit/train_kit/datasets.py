@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.dataset.files import write_jsonl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skyrl_train.config.preferences import PreferenceDataConfig
+from skyrl_train.config.sft import SFTDataConfig
+from skyrl_train.dataset.demonstrations import Demonstration, read_answers
+from skyrl_train.dataset.files import Rows, write_jsonl
 
 CHAT = {
     "messages": [
@@ -16,6 +24,24 @@ CHAT = {
     ]
 }
 """A row with two answers."""
+
+
+def write_rows(folder: Path, rows: Sequence[Any], name: str = "rows.jsonl") -> str:
+    """Write a file in the format of its name, and return its path."""
+    file = folder / name
+    if file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), file)
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(rows), encoding="utf-8")
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+def read_demonstrations(path: str, data: SFTDataConfig | PreferenceDataConfig) -> list[tuple[Demonstration, ...]]:
+    """Return the answers of each row of a file: one to imitate, or a chosen and a rejected one."""
+    rows = Rows([path])
+    return list(read_answers(rows, range(len(rows)), data))
 
 
 def prompt_row(text: str, env_class: str | None = None, **columns: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ changed:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import unified_diff
 from pathlib import Path
 
@@ -30,6 +30,13 @@ def compare(name: str, cases: Mapping[str, Iterable[str]], config: pytest.Config
             expected.splitlines(), text.splitlines(), f"golden/{name}.txt", "this run", n=1, lineterm=""
         )
         pytest.fail("\n".join([*diff, "If the new text is right, run this test with --update."]), pytrace=False)
+
+
+def catch(kind: type[Exception], call: Callable[[], object], folder: Path) -> str:
+    """Return the message of the error that a call raises, with `folder`, which differs between runs, as "…"."""
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value).replace(str(folder), "…")
 
 
 def _format(case: str, lines: Iterable[str]) -> str:
