@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAI
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from examples.catch.catch_dataset import CatchDataset
+from examples.catch.env import CatchEnv
 from skyrl_train.config import load_config
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.generators.endpoint import AgentGenerator, Endpoint, ModelService, Session
+from skyrl_train.generators.endpoint import AgentGenerator, AgentResult, Endpoint, ModelService, Session
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
 from train_kit.engines import RecordedEngine
@@ -51,6 +53,31 @@ def ask_once_blocking(**options: Any) -> float:
     with OpenAI(base_url=options["base_url"], api_key=options["api_key"]) as client:
         client.chat.completions.create(model=options["model"], messages=options["row"].prompt)
     return 1.0
+
+
+def litellm_player(litellm: Any) -> Any:
+    """Return an agent that plays Catch through LiteLLM."""
+
+    async def play(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> AgentResult:
+        game = CatchEnv(env_config={}, extras=row.env_extras)
+        messages, rewards = list(row.prompt), []
+        while not game.state.is_over:
+            answer = await litellm.acompletion(f"openai/{model}", messages, api_base=base_url, api_key=api_key)
+            message = answer.choices[0].message
+            turn = game.step(message.content)
+            rewards.append(turn["reward"])
+            messages += [message.model_dump(), *turn["observations"]]
+        return AgentResult(rewards, metrics=game.get_metrics())
+
+    return play
+
+
+def assert_equal_trajectories(trajectories: Sequence[Trajectory], expected: Sequence[Trajectory]) -> None:
+    """Compare tokens, rewards and metrics; the last digits of log-probs depend on the batches of the engine."""
+    for t, other in zip(trajectories, expected, strict=True):
+        assert (t.prompt_ids, t.response_ids, t.loss_mask) == (other.prompt_ids, other.response_ids, other.loss_mask)
+        assert (t.rewards, t.stop_reason, t.env_metrics) == (other.rewards, other.stop_reason, other.env_metrics)
+        assert t.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def catch_requests(n_games: int, n_samples: int = 1) -> list[RolloutRequest]:

@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import openai
-import psutil
 import pytest
-from generators.conftest import RecordedEngine
-from generators.endpoint.conftest import SAMPLING, AgentStage, catch_requests, new_client
+from train_kit.endpoints import (
+    SAMPLING,
+    AgentStage,
+    ask_once,
+    ask_once_blocking,
+    assert_equal_trajectories,
+    catch_requests,
+    litellm_player,
+    new_client,
+)
+from train_kit.engines import RecordedEngine
+from train_kit.messages import user
+from train_kit.processes import no_leaks
 from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from examples.catch.env import CatchEnv
 from examples.endpoint.agent import play_catch
 from skyrl_train.config import load_config
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.base import BatchMetadata, to_generator_input
+from skyrl_train.generators.base import BatchMetadata
 from skyrl_train.generators.endpoint import AgentResult
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS, register_reward_function
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import PromptRow, Trajectory
-
-
-async def asks_once(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
-    async with new_client(base_url) as client:
-        await client.chat.completions.create(model=model, messages=row.prompt)
-    return 1.0
-
-
-def asks_once_in_a_thread(**options: Any) -> float:
-    with openai.OpenAI(base_url=options["base_url"], api_key=options["api_key"]) as client:
-        client.chat.completions.create(model=options["model"], messages=options["row"].prompt)
-    return 1.0
 
 
 def assert_matches_engine(t: Trajectory, engine: RecordedEngine) -> None:
@@ -57,9 +53,9 @@ def assert_matches_engine(t: Trajectory, engine: RecordedEngine) -> None:
 
 
 async def test_the_openai_client_plays_catch(agent_stage: AgentStage) -> None:
-    trajectories = await agent_stage.play(play_catch, catch_requests(4, 2))
-    assert len(agent_stage.engine.exchanges) == 8 * 5
-    for t, request in zip(trajectories, catch_requests(4, 2), strict=True):
+    trajectories = await agent_stage.play(play_catch, catch_requests(2, 2))
+    assert len(agent_stage.engine.exchanges) == 4 * 5
+    for t, request in zip(trajectories, catch_requests(2, 2), strict=True):
         assert (t.id, t.is_valid, len(t.segments), len(t.turns)) == (request.id, True, 1, 5)
         assert t.env_metrics["steps"] == 5
         assert t.total_reward == pytest.approx(sum(turn.reward for turn in t.turns))
@@ -74,32 +70,17 @@ async def test_trajectories_equal_those_of_the_agent_loop(agent_stage: AgentStag
     greedy = replace(SAMPLING, temperature=0.0)
     cfg = load_config({"generator": {"max_turns": 5}})
     loop = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, agent_stage.engine, agent_stage.tokenizer)
-    expected = await loop.rollout(catch_requests(6), greedy, BatchMetadata(1, "train"))
+    expected = await loop.rollout(catch_requests(3), greedy, BatchMetadata(1, "train"))
     await loop.close()
-    for t, other in zip(await agent_stage.play(play_catch, catch_requests(6), greedy), expected, strict=True):
-        assert (t.prompt_ids, t.response_ids, t.loss_mask) == (other.prompt_ids, other.response_ids, other.loss_mask)
-        assert (t.rewards, t.stop_reason, t.env_metrics) == (other.rewards, other.stop_reason, other.env_metrics)
-        assert t.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-        assert [replace(turn, weight_spans=()) for turn in t.turns] == [
-            replace(turn, weight_spans=()) for turn in other.turns
-        ]
+    trajectories = await agent_stage.play(play_catch, catch_requests(3), greedy)
+    assert_equal_trajectories(trajectories, expected)
+    for t, other in zip(trajectories, expected, strict=True):
+        turns, others = ([replace(turn, weight_spans=()) for turn in one.turns] for one in (t, other))
+        assert turns == others
 
 
 async def test_litellm_plays_catch(agent_stage: AgentStage, litellm: Any) -> None:
-    async def player(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> AgentResult:
-        game = CatchEnv(env_config={}, extras=row.env_extras)
-        messages, rewards = list(row.prompt), []
-        while not game.state.is_over:
-            answer = await litellm.acompletion(
-                model=f"openai/{model}", messages=messages, api_base=base_url, api_key=api_key
-            )
-            message = answer.choices[0].message
-            turn = game.step(message.content)
-            rewards.append(turn["reward"])
-            messages += [message.model_dump(), *turn["observations"]]
-        return AgentResult(rewards, metrics=game.get_metrics())
-
-    for t in await agent_stage.play(player, catch_requests(3)):
+    for t in await agent_stage.play(litellm_player(litellm), catch_requests(2)):
         assert (t.is_valid, len(t.segments), len(t.turns), t.env_metrics["steps"]) == (True, 1, 5, 5)
         assert_matches_engine(t, agent_stage.engine)
 
@@ -110,8 +91,7 @@ async def test_litellm_maps_errors_to_its_exceptions(agent_stage: AgentStage, li
     async def careless(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
         for name, content in ((f"openai/{model}", "1" * 600), ("openai/other", "1")):
             try:
-                messages = [{"role": "user", "content": content}]
-                await litellm.acompletion(model=name, messages=messages, api_base=base_url, api_key=api_key)
+                await litellm.acompletion(name, [user(content)], api_base=base_url, api_key=api_key)
             except Exception as error:  # noqa: BLE001, the test inspects it
                 errors.append(error)
         return 0.0
@@ -125,7 +105,7 @@ async def test_a_blocking_agent_runs_in_a_thread(agent_stage: AgentStage) -> Non
 
     def blocking(**options: Any) -> float:
         names.add(threading.current_thread().name)
-        return asks_once_in_a_thread(**options)
+        return ask_once_blocking(**options)
 
     trajectories = await agent_stage.play(blocking, catch_requests(6))
     assert all(t.is_valid and t.total_reward == 1.0 for t in trajectories)
@@ -143,18 +123,13 @@ async def test_a_single_reward_is_put_on_the_last_token(agent_stage: AgentStage)
     assert (t.reward_components, t.env_metrics) == ({"form": 0.25, "2": 0.75}, {"solved": True})
 
 
-async def test_a_function_may_return_an_awaitable(agent_stage: AgentStage) -> None:
-    (t,) = await agent_stage.play(lambda **options: asks_once(**options), catch_requests(1))
-    assert (t.is_valid, t.total_reward) == (True, 1.0)
-
-
 async def test_configured_reward_functions_and_weights_apply(agent_stage: AgentStage) -> None:
     @register_reward_function("in pairs")
     def in_pairs(samples: Any) -> list[float]:
         return [float(len(samples))] * len(samples)
 
     async def graded_agent(**options: Any) -> AgentResult:
-        await asks_once(**options)
+        await ask_once(**options)
         return AgentResult([9.0], components={"form": 0.25, "answer": 0.75})
 
     weights = {"reward_functions": ["in pairs"], "reward_weights": {"form": 2.0, "in pairs": 10.0}}
@@ -170,8 +145,7 @@ async def test_an_agent_that_edits_its_history_produces_several_rows(agent_stage
     async def forgetful(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
         async with new_client(base_url) as client:
             for text in ("Summarize", "State"):
-                messages: list[Any] = [{"role": "user", "content": text}]
-                await client.chat.completions.create(model=model, messages=messages)
+                await client.chat.completions.create(model=model, messages=[user(text)])
         return 1.0
 
     (t,) = await agent_stage.play(forgetful, catch_requests(1))
@@ -187,7 +161,7 @@ async def test_an_agent_that_edits_its_history_produces_several_rows(agent_stage
 
 
 async def failing(**options: Any) -> float:
-    await asks_once(**options)
+    await ask_once(**options)
     raise KeyError("missing")
 
 
@@ -196,12 +170,12 @@ async def silent(**_: Any) -> float:
 
 
 async def cancelled(**options: Any) -> float:
-    await asks_once(**options)
+    await ask_once(**options)
     raise asyncio.CancelledError("its own task")
 
 
 async def endless(**options: Any) -> float:
-    await asks_once(**options)
+    await ask_once(**options)
     await asyncio.sleep(3600)
     return 1.0
 
@@ -210,14 +184,14 @@ RELEASED = threading.Event()
 
 
 def endless_in_a_thread(**options: Any) -> float:
-    asks_once_in_a_thread(**options)
+    ask_once_blocking(**options)
     RELEASED.wait()
     return 1.0
 
 
 def returns(value: Any) -> Callable[..., Any]:
     async def agent(**options: Any) -> Any:
-        await asks_once(**options)
+        await ask_once(**options)
         return value
 
     return agent
@@ -235,11 +209,7 @@ def returns(value: Any) -> Callable[..., Any]:
         (returns(AgentResult(None)), "reward_unknown", "the agent returned None: the reward is unknown"),
         (returns("1.0"), "agent_error", "the agent returned '1.0'; rewards must be finite numbers"),
         (returns(float("nan")), "agent_error", "the agent returned nan; rewards must be finite numbers"),
-        (
-            returns(AgentResult([1.0, 2.0])),
-            "agent_error",
-            "the agent returned 2 rewards for 1 replies; return one for each",
-        ),
+        (returns(AgentResult([1.0, 2.0])), "agent_error", "returned 2 rewards for 1 replies; return one for each"),
         (returns(AgentResult(1.0, components={"a": "b"})), "agent_error", "rewards must be finite numbers"),
         (returns(AgentResult(1.0, components=[1.0])), "agent_error", "components and metrics must be mappings"),
         (returns(AgentResult(1.0, metrics=None)), "agent_error", "components and metrics must be mappings"),
@@ -251,31 +221,25 @@ async def test_an_agent_that_fails_makes_its_own_rollout_invalid(
     good, bad = catch_requests(2)
 
     async def async_agent(**options: Any) -> Any:
-        return await (agent if options["row"].uid == bad.row.uid else asks_once)(**options)
+        return await (agent if options["row"].uid == bad.row.uid else ask_once)(**options)
 
     def blocking_agent(**options: Any) -> Any:
-        return (agent if options["row"].uid == bad.row.uid else asks_once_in_a_thread)(**options)
+        return (agent if options["row"].uid == bad.row.uid else ask_once_blocking)(**options)
 
     RELEASED.clear()
-    is_blocking = agent is endless_in_a_thread
-    trajectories = await agent_stage.play(
-        blocking_agent if is_blocking else async_agent, [good, bad], trajectory_timeout_seconds=2
-    )
+    either = blocking_agent if agent is endless_in_a_thread else async_agent
+    first, second = await agent_stage.play(either, [good, bad], trajectory_timeout_seconds=2)
     RELEASED.set()
-    assert (trajectories[0].is_valid, trajectories[0].total_reward) == (True, 1.0)
-    assert (trajectories[1].is_valid, trajectories[1].stop_reason, trajectories[1].rewards) == (
-        False,
-        stop_reason,
-        None,
-    )
-    assert error in trajectories[1].error
-    assert len(trajectories[1].turns) == (0 if agent is silent else 1), "turns are kept for inspection"
+    assert (first.is_valid, first.total_reward) == (True, 1.0)
+    assert (second.is_valid, second.stop_reason, second.rewards) == (False, stop_reason, None)
+    assert error in second.error
+    assert len(second.turns) == (0 if agent is silent else 1), "turns are kept for inspection"
 
 
 async def test_a_client_error_is_an_agent_error(agent_stage: AgentStage) -> None:
     async def too_long(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
         async with new_client(base_url) as client:
-            await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "1" * 600}])
+            await client.chat.completions.create(model=model, messages=[user("1" * 600)])
         return 1.0
 
     (t,) = await agent_stage.play(too_long, catch_requests(1))
@@ -288,7 +252,7 @@ async def test_failures_are_retried_a_bounded_number_of_times(agent_stage: Agent
 
     async def second_time_lucky(**options: Any) -> float:
         attempts.append(options["session_id"])
-        await asks_once(**options)
+        await ask_once(**options)
         if len(attempts) < 2:
             raise RuntimeError("bad luck")
         return 1.0
@@ -304,12 +268,12 @@ async def test_failures_are_retried_a_bounded_number_of_times(agent_stage: Agent
 
 async def test_a_failing_engine_is_an_engine_error(agent_stage: AgentStage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_stage.engine, "_forward", lambda step: 1 / 0)
-    (t,) = await agent_stage.play(asks_once, catch_requests(1))
+    (t,) = await agent_stage.play(ask_once, catch_requests(1))
     assert (t.is_valid, t.stop_reason) == (False, "engine_error")
 
 
 async def test_an_aborted_reply_makes_the_rollout_invalid(agent_stage: AgentStage) -> None:
-    generator = agent_stage.generator(asks_once)
+    generator = agent_stage.generator(ask_once)
     await agent_stage.engine.pause()
     rollout = asyncio.create_task(generator.rollout(catch_requests(1), SAMPLING, BatchMetadata(1, "train")))
     while not agent_stage.engine._unfinished():
@@ -326,8 +290,8 @@ async def test_agents_receive_copies_of_their_inputs(agent_stage: AgentStage) ->
 
     async def careless(**options: Any) -> float:
         assert len(options["row"].prompt) == n_messages
-        options["row"].prompt.append({"role": "user", "content": "More"})
-        return await asks_once(**options)
+        options["row"].prompt.append(user("More"))
+        return await ask_once(**options)
 
     assert all(t.is_valid for t in await agent_stage.play(careless, requests, max_concurrent_agents=1))
 
@@ -339,7 +303,7 @@ async def test_max_concurrent_agents_is_respected(agent_stage: AgentStage) -> No
         nonlocal n_running, max_running
         n_running += 1
         max_running = max(max_running, n_running)
-        reward = await asks_once(**options)
+        reward = await ask_once(**options)
         n_running -= 1
         return reward
 
@@ -351,9 +315,9 @@ async def test_a_leftover_request_of_an_agent_is_refused_after_its_rollout(agent
     leftover: list[asyncio.Task[float]] = []
 
     async def leaves_a_request(**options: Any) -> float:
-        reward = await asks_once(**options)
+        reward = await ask_once(**options)
         await agent_stage.engine.pause()
-        leftover.append(asyncio.create_task(asks_once(**options)))
+        leftover.append(asyncio.create_task(ask_once(**options)))
         while not agent_stage.engine._unfinished():
             await asyncio.sleep(0.001)
         return reward
@@ -366,19 +330,10 @@ async def test_a_leftover_request_of_an_agent_is_refused_after_its_rollout(agent
         await leftover[0]
 
 
-async def test_the_parallel_list_interface_gives_the_same_trajectories(agent_stage: AgentStage) -> None:
-    requests = catch_requests(2)
-    generator = agent_stage.generator(play_catch)
-    expected = await generator.rollout(requests, SAMPLING, BatchMetadata(1, "train"))
-    output = await generator.generate(to_generator_input(requests, SAMPLING, BatchMetadata(1, "train")))
-    assert output["response_ids"] == [t.response_ids for t in expected], "equal seeds give equal games"
-    assert output["rewards"] == [t.rewards for t in expected]
-
-
 async def test_configured_filters_apply(agent_stage: AgentStage) -> None:
     options = {"zero_reward_on_non_stop": True, "apply_overlong_filtering": True}
     some_end = SamplingParams(max_new_tokens=6)
-    trajectories = await agent_stage.play(asks_once, catch_requests(16), some_end, **options)
+    trajectories = await agent_stage.play(ask_once, catch_requests(16), some_end, **options)
     assert {(t.stop_reason, t.total_reward, 1 in t.loss_mask) for t in trajectories} == {
         ("stop", 1.0, True),
         ("length", 0.0, False),
@@ -396,19 +351,14 @@ async def test_configured_filters_apply(agent_stage: AgentStage) -> None:
 )
 def test_settings_of_the_agent_loop_are_refused(agent_stage: AgentStage, setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"generator.{next(iter(setting))}"):
-        agent_stage.generator(asks_once, **setting)
+        agent_stage.generator(ask_once, **setting)
 
 
 async def test_close_releases_threads_files_and_tasks(
     talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    process = psutil.Process(os.getpid())
-    threads, n_files, n_tasks = set(threading.enumerate()), process.num_fds(), len(asyncio.all_tasks())
-    agent_stage = AgentStage(talker, tiny_tokenizer)
-    await agent_stage.play(asks_once, catch_requests(3))
-    await agent_stage.play(asks_once_in_a_thread, catch_requests(3))
-    await agent_stage.close()
-    await asyncio.get_running_loop().shutdown_default_executor()
-    assert set(threading.enumerate()) <= threads
-    assert process.num_fds() <= n_files
-    assert len(asyncio.all_tasks()) <= n_tasks
+    async with no_leaks():
+        agent_stage = AgentStage(talker, tiny_tokenizer)
+        await agent_stage.play(ask_once, catch_requests(3))
+        await agent_stage.play(ask_once_blocking, catch_requests(3))
+        await agent_stage.close()

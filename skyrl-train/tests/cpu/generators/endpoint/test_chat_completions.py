@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from generators.endpoint.conftest import HELLO, MODEL, LiveEndpoint
 from openai.types.chat import ChatCompletion
+from train_kit.endpoints import HELLO, MODEL, LiveEndpoint
 
 
 def ask(live: LiveEndpoint, messages: Any = HELLO, **options: Any) -> ChatCompletion:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from generators.endpoint.conftest import MODEL, LiveEndpoint
 from openai.types import Completion
+from train_kit.endpoints import MODEL, LiveEndpoint
 
 TEXTS = ["State: ball=(3,0)", "Action", "State: ball=(5,1), paddle"]
 

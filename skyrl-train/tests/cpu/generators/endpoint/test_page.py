@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from generators.endpoint.conftest import HELLO, new_client, new_engine
+import pytest
+from train_kit.endpoints import HELLO, new_client
+from train_kit.engines import RecordedEngine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.config import load_config
@@ -26,10 +28,11 @@ def run_code(code: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.usefixtures("forked_processes")
 async def test_the_agent_of_the_page_plays(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     names = run_code(CODE[0])
     cfg = load_config({"generator": {"n_rollout_retries": 0}})
-    engine = new_engine(talker, tiny_tokenizer)
+    engine = RecordedEngine(talker, tiny_tokenizer)
     experiment = object.__new__(names["Experiment"])
     generator = experiment.get_generator(cfg, tiny_tokenizer, engine)
     row = PromptRow("0", HELLO, None, {"reward_spec": {"ground_truth": ""}})
@@ -42,7 +45,7 @@ async def test_the_agent_of_the_page_plays(talker: PreTrainedModel, tiny_tokeniz
 
 
 async def test_the_server_of_the_page_records(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    engine = new_engine(talker, tiny_tokenizer)
+    engine = RecordedEngine(talker, tiny_tokenizer)
 
     async def use(base_url: str) -> None:
         async with new_client(base_url) as client:

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
+from train_kit.messages import assistant, system, user
 
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.endpoint.recorder import Prompt, Recording
 from skyrl_train.inference_engines.base import EngineResult, StopReason
 from skyrl_train.types import Message
-
-
-def user(text: str) -> Message:
-    return Message(role="user", content=text)
-
-
-def assistant(text: str) -> Message:
-    return Message(role="assistant", content=text)
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_tokenizer: PreTrainedTokenizerBase) -> ChatEncoder:
-    return ChatEncoder(tiny_tokenizer)
 
 
 class ScriptedConversation:
@@ -51,7 +38,8 @@ def conversation(chat: ChatEncoder) -> ScriptedConversation:
     return ScriptedConversation(chat)
 
 
-OPENING = [Message(role="system", content="Go on."), user("State")]
+OPENING = [system("Go on."), user("State")]
+HISTORY = [*OPENING, assistant("Act"), user("State")]
 
 
 def test_a_chat_continues_with_the_sampled_tokens(conversation: ScriptedConversation) -> None:
@@ -77,14 +65,14 @@ def test_a_chat_continues_with_the_sampled_tokens(conversation: ScriptedConversa
 def test_a_truncated_turn_gets_an_eos_token(conversation: ScriptedConversation) -> None:
     first = conversation.ask(OPENING)
     conversation.answer(first, "Act", "length")
-    second = conversation.ask([*OPENING, assistant("Act"), user("State")])
+    second = conversation.ask(HISTORY)
     text = conversation.chat.decode_all(second.token_ids[len(first.token_ids) :])
     assert text == "Act<|im_end|>\n<|im_start|>user\nState<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_white_space_around_a_reply_is_ignored(conversation: ScriptedConversation) -> None:
     conversation.answer(conversation.ask(OPENING), " Act\n")
-    assert conversation.ask([*OPENING, assistant("Act"), user("State")]).origin is not None
+    assert conversation.ask(HISTORY).origin is not None
 
 
 @pytest.mark.parametrize(
@@ -110,21 +98,19 @@ def test_an_edited_history_starts_a_new_row(conversation: ScriptedConversation, 
 
 def test_other_tools_start_a_new_history(conversation: ScriptedConversation) -> None:
     conversation.answer(conversation.recording.chat_prompt(OPENING, conversation.chat, "tools"), "Act")
-    history = [*OPENING, assistant("Act"), user("State")]
-    assert conversation.recording.chat_prompt(history, conversation.chat, "others").origin is None
-    assert conversation.recording.chat_prompt(history, conversation.chat, "tools").origin is not None
+    assert conversation.recording.chat_prompt(HISTORY, conversation.chat, "others").origin is None
+    assert conversation.recording.chat_prompt(HISTORY, conversation.chat, "tools").origin is not None
 
 
 def test_a_second_reply_to_the_same_prompt_has_its_own_row(conversation: ScriptedConversation) -> None:
     conversation.answer(conversation.ask(OPENING), "Act")
-    history = [*OPENING, assistant("Act"), user("State")]
-    both = [conversation.ask(history), conversation.ask(history)]
+    both = [conversation.ask(HISTORY), conversation.ask(HISTORY)]
     assert [conversation.answer(prompt, text) for prompt, text in zip(both, ("L", "R"), strict=True)] == [0, 1]
     main, branch = conversation.recording.rows
     assert branch.n_prompt == len(both[1].token_ids), "the history is trained in the other row"
     assert branch.loss_mask == [1, 1]
     assert main.token_ids[: branch.n_prompt] == branch.token_ids[: branch.n_prompt]
-    longer = conversation.ask([*history, assistant("R"), user("Action")])
+    longer = conversation.ask([*HISTORY, assistant("R"), user("Action")])
     assert longer.token_ids[: len(branch.token_ids)] == branch.token_ids
     assert conversation.answer(longer, "S") == 1
 
@@ -146,7 +132,7 @@ def test_a_request_from_an_earlier_point_starts_a_row_with_the_sampled_tokens(
 def test_the_row_of_the_last_turn_comes_last(conversation: ScriptedConversation) -> None:
     conversation.answer(conversation.ask(OPENING), "Act")
     conversation.answer(conversation.ask([user("Summary")]), "L")
-    conversation.answer(conversation.ask([*OPENING, assistant("Act"), user("State")]), "R")
+    conversation.answer(conversation.ask(HISTORY), "R")
     conversation.recording.finish()
     assert [row.n_prompt for row in conversation.recording.rows] == [
         len(conversation.chat.prompt_ids(messages)) for messages in ([user("Summary")], OPENING)
@@ -157,7 +143,7 @@ def test_the_row_of_the_last_turn_comes_last(conversation: ScriptedConversation)
 def test_a_request_without_a_reply_is_not_recorded(conversation: ScriptedConversation) -> None:
     conversation.answer(conversation.ask(OPENING), "Act")
     conversation.ask([*OPENING, assistant("Act"), user("Never answered")])
-    other = conversation.ask([*OPENING, assistant("Act"), user("State")])
+    other = conversation.ask(HISTORY)
     assert conversation.answer(other, "L") == 0
     assert len(conversation.recording.rows) == 1
 
@@ -209,6 +195,7 @@ def test_a_reply_without_tokens_does_not_change_later_prompts(conversation: Scri
     assert conversation.recording.text_prompt("State").token_ids == first.token_ids
 
 
+@settings(max_examples=50)
 @given(data=st.data())
 def test_every_sampled_token_is_trained_exactly_once(chat: ChatEncoder, data: st.DataObject) -> None:
     """For any requests and order of replies, each reply occurs once in the rows with mask 1."""

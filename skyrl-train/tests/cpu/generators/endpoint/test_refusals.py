@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from generators.endpoint.conftest import HELLO, MODEL, LiveEndpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from train_kit.endpoints import HELLO, MODEL, LiveEndpoint
 
 from skyrl_train.generators.endpoint.wire import ChatRequest, RequestError
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.endpoint.responses import TextStream, reply_text
@@ -16,11 +15,6 @@ WORDS = st.text(alphabet="ab =1é漢😀", max_size=12)
 
 def result_of(token_ids: list[int], stop_reason: StopReason = "stop") -> EngineResult:
     return EngineResult(token_ids, [0.0] * len(token_ids), stop_reason, ())
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_tokenizer: PreTrainedTokenizerBase) -> ChatEncoder:
-    return ChatEncoder(tiny_tokenizer)
 
 
 def sampled_until(chat: ChatEncoder, token_ids: list[int], stops: list[str]) -> EngineResult:

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import httpx
 import openai
 import psutil
 import pytest
-from generators.endpoint.conftest import HELLO, MODEL, EndpointStage, new_client, new_engine
+from train_kit.endpoints import HELLO, LONG, MODEL, EndpointStage, chat
+from train_kit.messages import assistant, user
+from train_kit.processes import no_leaks
 from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.endpoint import Endpoint, ModelService, Session
+from skyrl_train.generators.endpoint import Endpoint, Session
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.models.memory import cache_bytes_per_token
-
-LONG: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
-
-
-async def chat(client: openai.AsyncOpenAI, messages: Any = HELLO, **options: Any) -> Any:
-    return await client.chat.completions.create(model=MODEL, messages=messages, **options)
 
 
 async def test_requests_of_a_session_are_recorded(stage: EndpointStage) -> None:
@@ -32,7 +27,7 @@ async def test_requests_of_a_session_are_recorded(stage: EndpointStage) -> None:
     history: list[Any] = list(HELLO)
     for k in range(3):
         message = (await chat(client, history)).choices[0].message
-        history += [message.model_dump() | {"reasoning_content": ""}, {"role": "user", "content": f"And then? {k}"}]
+        history += [message.model_dump() | {"reasoning_content": ""}, user(f"And then? {k}")]
     session.recording.finish()
     (row,) = session.recording.rows
     request, result = stage.engine.exchanges[-1]
@@ -95,10 +90,8 @@ async def test_any_choice_can_be_continued(stage: EndpointStage) -> None:
     choices = (await chat(client, n=3)).choices
     text = choices[1].message.content
     assert text not in (choices[0].message.content, choices[2].message.content)
-    question = {"role": "user", "content": "And then?"}
-    await chat(client, [*HELLO, {"role": "assistant", "content": text}, question])
+    await chat(client, [*HELLO, assistant(text), user("And then?")])
     session.recording.finish()
-    assert [len(record.result.token_ids) for record in session.recording.turns][:3]
     turns = session.recording.turns
     assert turns[3].row == turns[1].row == 2
     assert len(session.recording.rows) == 3
@@ -110,8 +103,7 @@ async def test_a_stream_is_recorded_when_it_is_complete(stage: EndpointStage) ->
     text = ""
     async for chunk in await chat(client, stream=True):
         text += chunk.choices[0].delta.content or ""
-    question = {"role": "user", "content": "And then?"}
-    await chat(client, [*HELLO, {"role": "assistant", "content": text}, question])
+    await chat(client, [*HELLO, assistant(text), user("And then?")])
     assert len(session.recording.rows) == 1
     assert len(session.recording.turns) == 2
 
@@ -120,9 +112,9 @@ async def test_a_disconnected_client_cancels_the_generation(stage: EndpointStage
     session = await stage.session(max_new_tokens=400)
     await stage.engine.pause()
     request_task = asyncio.create_task(chat(stage.client(session), **LONG))
-    await stage.until_n_requests()
+    await stage.until_n_requests(1)
     request_task.cancel()
-    await stage.until_idle()
+    await stage.until_n_requests(0)
     await stage.engine.resume()
     assert (await chat(stage.client(session))).choices
     assert len(session.recording.turns) == len(stage.engine.exchanges) == 1
@@ -134,7 +126,7 @@ async def test_closing_a_stream_cancels_the_generation(stage: EndpointStage) -> 
     for _ in range(5):
         await anext(stream.__aiter__())
     await stream.close()
-    await stage.until_idle()
+    await stage.until_n_requests(0)
     assert (stage.engine.exchanges, session.recording.turns) == ([], [])
 
 
@@ -174,7 +166,7 @@ async def test_requests_without_a_session_wait_during_training(stage: EndpointSt
     await sync_weights(stage.engine, talker.named_parameters, 1)
     waiting_task = asyncio.create_task(chat(stage.client()))
     assert (await chat(stage.client(session))).choices, "requests of a session belong to a rollout and do not wait"
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.1)
     assert (waiting_task.done(), stage.engine._unfinished()) == (False, [])
     await stage.endpoint.serve_others()
     assert (await waiting_task).system_fingerprint == "weights-1"
@@ -183,32 +175,21 @@ async def test_requests_without_a_session_wait_during_training(stage: EndpointSt
 async def test_close_fails_waiting_requests_and_releases_everything(
     talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    process = psutil.Process()
-    threads, n_files, n_tasks = set(threading.enumerate()), process.num_fds(), len(asyncio.all_tasks())
-    engine = new_engine(talker, tiny_tokenizer)
-    endpoint = Endpoint(ModelService(engine, tiny_tokenizer, model_name=MODEL))
-    await endpoint.start()
-    session = await endpoint.open_session(SamplingParams(max_new_tokens=4), 0)
-    async with new_client(endpoint.url(session)) as client, new_client(endpoint.url()) as other:
+    async with no_leaks(), EndpointStage(talker, tiny_tokenizer) as stage:
+        client, other = stage.client(await stage.session()), stage.client()
         await chat(client)
-        await engine.pause()
-        request_task = [asyncio.create_task(chat(c, **LONG)) for c in (client, other)]
-        while len(engine._unfinished()) < 2:
-            await asyncio.sleep(0.001)
-        await endpoint.close()
-        for answer in request_task:
+        await stage.engine.pause()
+        answers = [asyncio.create_task(chat(c, **LONG)) for c in (client, other)]
+        await stage.until_n_requests(2)
+        await stage.endpoint.close()
+        for answer in answers:
             with pytest.raises(openai.InternalServerError, match="the endpoint is shutting down") as refused:
                 await answer
             assert refused.value.status_code == 503
         with pytest.raises(openai.APIConnectionError):
             await chat(other)
-    await engine.resume()
-    await engine.close()
-    await asyncio.get_running_loop().shutdown_default_executor()  # the clients resolved the host name in it
-    assert set(threading.enumerate()) <= threads
-    assert process.num_fds() <= n_files
-    assert len(asyncio.all_tasks()) <= n_tasks
-    assert not [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+        assert not [c for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+        await stage.engine.resume()
 
 
 async def test_an_occupied_port_is_reported(stage: EndpointStage) -> None:
@@ -226,20 +207,16 @@ async def test_sessions_use_the_public_url_if_set(stage: EndpointStage) -> None:
     await endpoint.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 10_000}])
 async def test_a_reply_ends_with_the_memory_of_the_engine(
-    options: dict[str, int], talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+    talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    engine = new_engine(talker, tiny_tokenizer, max_cache_bytes=192 * cache_bytes_per_token(talker))
-    endpoint = Endpoint(ModelService(engine, tiny_tokenizer, model_name=MODEL))
-    await endpoint.start()
-    async with new_client(endpoint.url()) as client:
-        answer = await chat(client, **options, extra_body={"ignore_eos": True})
-        assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (192, "length")
+    max_cache_bytes = 192 * cache_bytes_per_token(talker)
+    async with EndpointStage(talker, tiny_tokenizer, max_cache_bytes=max_cache_bytes) as stage:
+        for options in ({}, {"max_tokens": 10_000}):
+            answer = await chat(stage.client(), **options, extra_body={"ignore_eos": True})
+            assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (192, "length")
         with pytest.raises(openai.BadRequestError, match="maximum context length is 191 tokens"):
-            await chat(client, [{"role": "user", "content": "State: ball=(3,0)" * 40}])
-    await endpoint.close()
-    await engine.close()
+            await chat(stage.client(), [user("State: ball=(3,0)" * 40)])
 
 
 async def test_a_failing_engine_is_a_server_error(stage: EndpointStage, monkeypatch: pytest.MonkeyPatch) -> None:

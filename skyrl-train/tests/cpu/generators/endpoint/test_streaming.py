@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from generators.endpoint.conftest import HELLO, MODEL, LiveEndpoint
+from train_kit.endpoints import HELLO, MODEL, LiveEndpoint
 
 OPTIONS = {"model": MODEL, "seed": 3, "max_tokens": 30}
 
