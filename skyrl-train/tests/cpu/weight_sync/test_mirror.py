@@ -147,6 +147,7 @@ def allocate(rank: int, port: int, connection: Connection) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_peers_share_one_block_of_memory() -> None:
     context, port = multiprocessing.get_context("spawn"), free_port()
     pipes = [context.Pipe() for _ in range(2)]

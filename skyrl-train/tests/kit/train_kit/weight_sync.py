@@ -1,10 +1,11 @@
-"""Senders and receivers of weight syncs in this process."""
+"""Senders and receivers of weight syncs in this process, and transfers between threads."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,8 +15,18 @@ from skyrl_train.config.policy import LoraConfig
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.models.lora import add_adapter, sync_tensors, trained_parameters
 from skyrl_train.types.specs import LoraSpec, SyncKind, TensorSpec
-from skyrl_train.weight_sync import MirroredReceiver, Receipt, SyncOptions, SyncPlan, WeightMirror, WeightSync, send
+from skyrl_train.weight_sync import (
+    MirroredReceiver,
+    Receipt,
+    Receiver,
+    SyncOptions,
+    SyncPlan,
+    WeightMirror,
+    WeightSync,
+    send,
+)
 from skyrl_train.weight_sync.base import Transport
+from skyrl_train.weight_sync.sync import free_port
 from skyrl_train.weight_sync.transfer import SentWeights
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -97,3 +108,71 @@ async def sync_weights(
     """Send weights to the engine, as `version`."""
     options = SyncOptions(transport, timeout_s=SYNC_TIMEOUT_S)
     await WeightSync(TensorSource(named_tensors), {"the engine": engine}, options)(version)
+
+
+# -- transfers between threads
+
+Tensors = dict[str, torch.Tensor]
+
+
+def random_tensors(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensors:
+    """Return tensors named layer.0, layer.1, …"""
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}": torch.randn(shape, generator=generator).to(dtype) for i, shape in enumerate(shapes)}
+
+
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+    return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+
+
+def plan_for(tensors: Mapping[str, torch.Tensor], transport: Transport = "auto", **options: Any) -> SyncPlan:
+    """Return the sender's plan; receivers are engine 0, 1 and 2."""
+    names = ("rank 0 of the policy", "engine 0", "engine 1", "engine 2")
+    options = {"timeout_s": 60.0, "names": names, "chunk_bytes": 1024} | options
+    return SyncPlan(1, transport, f"127.0.0.1:{free_port()}", (tuple(specs_of(tensors)),), **options)
+
+
+def receive(plan: SyncPlan, into: Mapping[str, torch.Tensor] | None = None) -> tuple[Tensors, Receipt]:
+    """Receive copies of all tensors."""
+    receiver = Receiver(plan, into)
+    return {name: tensor.clone() for name, tensor in receiver}, receiver.receipt
+
+
+def transfer(
+    plan: SyncPlan,
+    tensors: Tensors,
+    *,
+    into: Mapping[str, torch.Tensor] | None = None,
+    sent_weights: SentWeights | None = None,
+) -> tuple[Receipt, list[tuple[Tensors, Receipt]]]:
+    """Run the sender and all receivers in threads."""
+    with ThreadPoolExecutor(plan.n_receivers + 1) as threads:
+        receiving = [threads.submit(receive, replace(plan, rank=i + 1), into) for i in range(plan.n_receivers)]
+        sent = threads.submit(send, plan, iter(tensors.items()), sent_weights)
+        return sent.result(), [future.result() for future in receiving]
+
+
+class TensorCopy:
+    """A `WeightSource` of these tensors, and a `WeightSink` that receives in place."""
+
+    n_weight_copies = 1
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.sent_weights = SentWeights()
+        self.plans: list[SyncPlan] = []
+        """Plans by which it received."""
+
+    async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
+        """Return name, shape and dtype of each tensor."""
+        return specs_of(self.tensors)
+
+    async def send_weights(self, plan: SyncPlan) -> Receipt:
+        """Send the tensors as planned."""
+        sent_weights = self.sent_weights if plan.tracks_changes else None
+        return await asyncio.to_thread(send, plan, iter(self.tensors.items()), sent_weights)
+
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        """Receive into the tensors."""
+        self.plans.append(plan)
+        return (await asyncio.to_thread(receive, plan, self.tensors))[1]
