@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,13 +18,21 @@ printf 'a\\r\\n' >crlf && printf 'caf\\351\\n' >latin1 && echo x >setup.cfg
 git add -A && git -c user.name=a -c user.email=a@b commit -qm base && echo dirty >>src/a.py && echo new >untracked"""
 
 
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with uncommitted changes."""
+    folder = tmp_path_factory.mktemp("repository")
+    subprocess.run(["bash", "-c", SETUP], cwd=folder, check=True)
+    return folder
+
+
 @pytest.fixture
-def workspaces() -> Iterator[tuple[LocalWorkspace, LocalWorkspace]]:
+def workspaces(repository: Path) -> Iterator[tuple[LocalWorkspace, LocalWorkspace]]:
     """The agent's workspace and a fresh one."""
     pair = LocalWorkspace(), LocalWorkspace()
     for workspace in pair:
         workspace.start()
-        workspace.run(SETUP)
+        shutil.copytree(repository, workspace.cwd, symlinks=True, dirs_exist_ok=True)
     record_base(pair[0])
     yield pair
     for workspace in pair:

@@ -110,29 +110,33 @@ async def test_what_is_no_fix_is_not_rewarded(
     assert trajectory.env_metrics["patch_applies"] == applies
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "mkdir tests; printf 'def test_add():\\n    pass\\n' >tests/test_calc.py",
-        "printf 'import pytest\\n@pytest.hookimpl(tryfirst=True)\\ndef pytest_runtest_call(item):\\n"
-        "    item.obj = print\\n"
-        'def pytest_sessionfinish(session):\\n    print("1 passed"); session.exitstatus = 0\\n\' >conftest.py',
-        "printf 'print(\"1 passed\")\\n' >pytest.py; mkdir -p tests; cp pytest.py tests/conftest.py",
-        "printf '[pytest]\\naddopts = --collect-only\\n' >pytest.ini; cp pytest.ini tox.ini",
-        "printf 'print(\"1 passed\"); import os; os._exit(0)\\n' >sitecustomize.py",
-        "printf '#!/bin/sh\\necho 1 passed\\n' >pytest; chmod +x pytest; cp pytest python; PATH=$PWD:$PATH",
-        "printf 'import os; os._exit(0)\\n' >calc.py",
-        "printf 'import sys; sys.exit(0)\\n' >calc.py",
-        "mkdir -p away; printf 'def test_add():\\n    pass\\n' >away/test_calc.py; ln -s away tests",
-        "printf 'echo 1 passed; exit 0\\n' >$HOME/.bashrc; cp $HOME/.bashrc $HOME/.profile; echo x >x",
-        "printf 'import time; time.sleep(100)\\n' >calc.py",
-    ],
-)
+ATTACKS = {
+    "tests": "mkdir tests; printf 'def test_add():\\n    pass\\n' >tests/test_calc.py",
+    "link to tests": "mkdir -p away; printf 'def test_add():\\n    pass\\n' >away/test_calc.py; ln -s away tests",
+    "settings": """printf 'import pytest
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    item.obj = print
+def pytest_sessionfinish(session):
+    print("1 passed"); session.exitstatus = 0
+' >conftest.py; printf '[pytest]\\naddopts = --collect-only\\n' >pytest.ini; cp pytest.ini tox.ini""",
+    "programs": """printf 'print("1 passed")\\n' >pytest.py; mkdir -p tests; cp pytest.py tests/conftest.py
+printf 'print("1 passed"); import os; os._exit(0)\\n' >sitecustomize.py
+printf '#!/bin/sh\\necho 1 passed\\n' >pytest; chmod +x pytest; cp pytest python; PATH=$PWD:$PATH
+printf 'echo 1 passed; exit 0\\n' >$HOME/.bashrc; cp $HOME/.bashrc $HOME/.profile""",
+    "ends the tests": "printf 'import os; os._exit(0)\\n' >calc.py",
+    "exits": "printf 'import sys; sys.exit(0)\\n' >calc.py",
+    "hangs": "printf 'import time; time.sleep(100)\\n' >calc.py",
+}
+"""Commands of agents that want to be rewarded without a fix."""
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
 async def test_attacks_on_the_grader_are_not_rewarded(
     row: dict[str, Any], attack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalRepositoryTask, "test_timeout_s", 3.0 if "sleep" in attack else 60.0)
-    (trajectory,), engine = await solve(row, [bash(attack), SUBMIT])
+    monkeypatch.setattr(LocalRepositoryTask, "test_timeout_s", 3.0 if attack == "hangs" else 60.0)
+    (trajectory,), engine = await solve(row, [bash(ATTACKS[attack]), SUBMIT])
     assert "exit status 0" in engine.prompts()[1]
     assert trajectory.error is None
     assert trajectory.total_reward == 0.0

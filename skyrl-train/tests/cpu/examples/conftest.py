@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 import skyrl_gym
+from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.models.tiny import train_tokenizer
 from skyrl_train.types import PromptRow
@@ -14,6 +16,7 @@ from skyrl_train.types import PromptRow
 Splits = dict[str, list[PromptRow]]
 Prepare = Callable[..., Splits]
 Play = Callable[..., float | None]
+Main = Callable[[Sequence[str]], None]
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +27,9 @@ def bytes_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def prepare(tmp_path: Path, bytes_tokenizer: PreTrainedTokenizerBase) -> Prepare:
-    """Run a dataset script, and read its files as the trainer does."""
+    """A function that runs a dataset script, and reads its files as the trainer does."""
 
-    def run(main: Callable[[Sequence[str]], None], *flags: str) -> Splits:
+    def run(main: Main, *flags: str) -> Splits:
         folder = tmp_path / "data"
         main(["--output_dir", str(folder), *flags])
         assert sorted(path.name for path in folder.glob("*parquet*")) == ["train.parquet", "validation.parquet"]
@@ -38,9 +41,37 @@ def prepare(tmp_path: Path, bytes_tokenizer: PreTrainedTokenizerBase) -> Prepare
     return run
 
 
+@pytest.fixture
+def source(tmp_path: Path) -> Callable[..., str]:
+    """A function that writes raw rows as `train.jsonl` and `test.jsonl`, and returns their folder."""
+
+    def write(train: Sequence[dict[str, Any]], test: Sequence[dict[str, Any]]) -> str:
+        folder = tmp_path / "raw"
+        folder.mkdir()
+        write_jsonl(folder / "train.jsonl", train)
+        write_jsonl(folder / "test.jsonl", test)
+        return str(folder)
+
+    return write
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function that runs a dataset script, which must end before it writes a file, and returns its message."""
+
+    def run(main: Main, *flags: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main(["--output_dir", str(tmp_path / "data"), *flags])
+        assert stopped.value.code == 2
+        assert not (tmp_path / "data").exists()
+        return capsys.readouterr().err
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def play() -> Play:
-    """Play a row with the given replies, as the generator of the trainer does, and return the sum of the rewards."""
+    """A function that plays a row with replies, as the generator of the trainer does, and returns the total reward."""
 
     def run(row: PromptRow, *replies: str, max_turns: int = 4, **env_config: object) -> float | None:
         assert row.env_class is not None

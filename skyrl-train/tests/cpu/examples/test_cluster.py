@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from train_kit.datasets import write_prompts
+from train_kit.processes import TRAIN_FOLDER, write_commands
 
 from skyrl_train.config import parse_cli
 from skyrl_train.config.validation import WARNINGS, find_problems
 
-FOLDER = Path(__file__).parents[3] / "examples/cluster"
-ROOT = FOLDER.parents[2]
+FOLDER = TRAIN_FOLDER / "examples/cluster"
+ROOT = TRAIN_FOLDER.parent
 CLUSTER_COMMANDS = ("ray", "srun", "ssh", "scontrol")
 
 
-def run_script(name: str, overrides: list[str], folder: Path, cwd: Path | None = None, **variables: str) -> str:
-    """Run a script with the real `skyrl`, and with commands of a cluster that only print their arguments."""
-    for command in CLUSTER_COMMANDS:
-        (folder / command).write_text(f'#!/bin/sh\necho {command} "$@"\n')
-    (folder / "skyrl").write_text(
-        f'#!/bin/sh\nexec {sys.executable} -c "from skyrl_train.entrypoints.cli import run; run()" "$@"\n'
-    )
-    for file in folder.iterdir():
-        file.chmod(0o755)
+def run_script(name: str, overrides: list[str], commands: Path, cwd: Path | None = None, **variables: str) -> str:
+    """Run a script with the commands of a folder, and return its output."""
     finished = subprocess.run(
         ["bash", str(FOLDER / name), *overrides],
         cwd=cwd,
-        env=os.environ | variables | {"PATH": f"{folder}:{os.environ['PATH']}"},
+        env=os.environ | variables | {"PATH": f"{commands}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
@@ -47,10 +39,9 @@ def run_script(name: str, overrides: list[str], folder: Path, cwd: Path | None =
 @pytest.fixture
 def run(tiny_model_path: Path, tmp_path: Path) -> list[str]:
     """Overrides of a run on one row."""
-    row = {"prompt": [{"role": "user", "content": "1+1?"}], "env_class": "gsm8k", "reward_spec": {"ground_truth": "2"}}
-    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    data = write_prompts(tmp_path / "train.jsonl", 1, "gsm8k", reward_spec={"ground_truth": "2"})
     return [
-        f"data.train_data={tmp_path}/train.jsonl",
+        f"data.train_data={data}",
         "data.val_data=[]",
         f"trainer.policy.model.path={tiny_model_path}",
         f"trainer.output_dir={tmp_path}",
@@ -62,29 +53,34 @@ def run(tiny_model_path: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def bin_folder(tmp_path: Path) -> Path:
-    (tmp_path / "bin").mkdir()
-    return tmp_path / "bin"
+def commands(tmp_path: Path) -> Path:
+    """A folder with `skyrl`, and with commands of a cluster that only print their arguments."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in CLUSTER_COMMANDS:
+        (folder / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        (folder / name).chmod(0o755)
+    return write_commands(folder)
 
 
-def test_nodes_over_ssh(run: list[str], bin_folder: Path) -> None:
-    output = run_script("start_nodes.sh", [*run, "--dry-run"], bin_folder, NODES="one two three", GPUS_PER_NODE="4")
+def test_nodes_over_ssh(run: list[str], commands: Path) -> None:
+    output = run_script("start_nodes.sh", [*run, "--dry-run"], commands, NODES="one two three", GPUS_PER_NODE="4")
     assert "ray start --head --port=6379" in output
     for node in ("two", "three"):
-        assert f"ssh {node} {bin_folder}/ray start --address=one:6379" in output
-        assert f"ssh {node} {bin_folder}/ray stop" in output
+        assert f"ssh {node} {commands}/ray start --address=one:6379" in output
+        assert f"ssh {node} {commands}/ray stop" in output
     assert "policy 3 × 4" in output
     assert "12 engines" in output
 
 
-def test_a_slurm_job(run: list[str], bin_folder: Path) -> None:
+def test_a_slurm_job(run: list[str], commands: Path) -> None:
     variables = {
         "SLURM_JOB_NODELIST": "one",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_GPUS_ON_NODE": "8",
         "SLURM_JOB_NAME": "test_run",
     }
-    output = run_script("slurm.sbatch", [*run, "--dry-run"], bin_folder, **variables)
+    output = run_script("slurm.sbatch", [*run, "--dry-run"], commands, **variables)
     assert "ray start --head --port=6379 --block" in output
     assert "--nodes=1 --ntasks=1 --exclude=" in output
     assert "policy 2 × 8" in output
@@ -93,14 +89,14 @@ def test_a_slurm_job(run: list[str], bin_folder: Path) -> None:
     assert options["ntasks-per-node"] == "1", "one `ray start` a node"
 
 
-def test_a_submitted_job(run: list[str], bin_folder: Path) -> None:
-    output = run_script("ray_job.sh", run, bin_folder)
+def test_a_submitted_job(run: list[str], commands: Path) -> None:
+    output = run_script("ray_job.sh", run, commands)
     words = shlex.split(output)
     assert words[:5] == ["ray", "job", "submit", "--working-dir=.", "--"]
     assert words[5:7] == ["skyrl", "train"]
 
 
-def test_a_job_of_skypilot(run: list[str], bin_folder: Path, tmp_path: Path) -> None:
+def test_a_job_of_skypilot(run: list[str], commands: Path, tmp_path: Path) -> None:
     task = yaml.safe_load((FOLDER / "skypilot.yaml").read_text())
     data, template = tmp_path / "data/gsm8k/train.parquet", tmp_path / "sky_templates/ray/start_cluster"
     for file in (data, template, tmp_path / ".venv/bin/activate"):
@@ -121,7 +117,7 @@ def test_a_job_of_skypilot(run: list[str], bin_folder: Path, tmp_path: Path) -> 
     }
     script = str(tmp_path / "skyrl-train/run.sh")
     first, second = (
-        run_script(script, [], bin_folder, cwd=tmp_path, **variables, SKYPILOT_NODE_RANK=rank) for rank in ("0", "1")
+        run_script(script, [], commands, cwd=tmp_path, **variables, SKYPILOT_NODE_RANK=rank) for rank in ("0", "1")
     )
     assert second == "starting Ray\n", "the first node drives"
     assert first.startswith(second)

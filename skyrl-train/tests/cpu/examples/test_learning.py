@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from train_kit.runs import Run
 
 from examples import learning, tiny_model
 from examples.learning import LearningRun, main
@@ -31,42 +33,38 @@ def run(output_dir: Path, *overrides: str, recipe: learning.Recipe = TINY) -> An
 
 
 def test_a_model_that_has_not_learned_gives_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An earlier finished run is moved aside, and an unfinished one resumes."""
+    folder = tmp_path / "multiply/seed3"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": TINY.n_steps}) + "\n")
     assert run(tmp_path) == 1
     output = capsys.readouterr().out
     assert re.search(r"random attempts +5\.6%.*\n +before training +\d.*\n +after +\d", output)
     assert "FAILED: 95% required" in output
-    folder = tmp_path / "multiply/seed3"
-    for name in ("learning_curve.png", "report.html", "metrics.jsonl", "export/global_step_1/policy/config.json"):
+    for name in ("learning_curve.png", "report.html", "export/global_step_1/policy/config.json"):
         assert (folder / name).stat().st_size > 0
+    assert Run(folder).steps == [0, 1]
+    (before,) = (tmp_path / "multiply").glob("seed3-before-*")
+    assert [path.name for path in before.iterdir()] == ["metrics.jsonl"]
+    longer = dataclasses.replace(TINY, n_steps=2)
+    assert not LearningRun(longer, tmp_path, 3, 2).is_finished
+    assert run(tmp_path, recipe=longer) == 1
+    assert len(list((tmp_path / "multiply").glob("seed3*"))) == 2
+    assert Run(folder).steps == [0, 1, 2]
+    assert "Resumed from" in Run(folder).log
 
 
 def test_the_required_score_decides_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, recipe=dataclasses.replace(TINY, required=0.0)) == 0
-    assert "Passed: 0% required" in capsys.readouterr().out
+    """Missing measurements are not printed."""
+    assert run(tmp_path, "trainer.eval_before_train=false", recipe=dataclasses.replace(TINY, required=0.0)) == 0
+    output = capsys.readouterr().out
+    assert "Passed: 0% required" in output
+    assert "random attempts" in output
+    assert "before training" not in output
+    assert re.search(r"\n +after +\d", output)
 
 
 def test_without_evaluations_the_run_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "trainer.eval_interval=-1") == 1
     assert "error: trainer.eval_interval=-1 turns evaluation off" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_missing_measurements_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, "trainer.eval_before_train=false") == 1
-    output = capsys.readouterr().out
-    assert "random attempts" in output
-    assert "before training" not in output
-    assert re.search(r"\n +after +\d", output)
-
-
-def test_a_finished_run_is_moved_aside_and_an_unfinished_one_resumes(tmp_path: Path) -> None:
-    for _ in range(2):
-        assert run(tmp_path) == 1
-    (before,) = (tmp_path / "multiply").glob("seed3-before-*")
-    assert (before / "metrics.jsonl").read_text().count("\n") == 2
-    longer = dataclasses.replace(TINY, n_steps=2)
-    assert not LearningRun(longer, tmp_path, 3, 2).is_finished
-    assert run(tmp_path, recipe=longer) == 1
-    assert len(list((tmp_path / "multiply").glob("seed3*"))) == 2
-    assert (tmp_path / "multiply/seed3/metrics.jsonl").read_text().count("\n") == 3
-    assert "Resumed from" in (tmp_path / "multiply/seed3/train.log").read_text()

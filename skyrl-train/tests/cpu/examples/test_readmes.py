@@ -1,4 +1,4 @@
-"""The commands in the READMEs of the examples are valid. The READMEs of the algorithms have separate tests."""
+"""The commands, keys and links in the READMEs of the examples; those of the algorithms have further tests."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_configuration_keys_exist(readme: Path) -> None:
                 assert name in {field.name for field in dataclasses.fields(SETTINGS[section + "."])}, key
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_links_have_targets(readme: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)", readme.read_text(encoding="utf-8"))
-    assert not [link for link in links if "://" not in link and not (readme.parent / link).exists()]
+def test_links_have_targets() -> None:
+    for readme in (*READMES, *FOLDER.glob("algorithms/**/README.md")):
+        links = re.findall(r"\]\(([^)#]+)", readme.read_text(encoding="utf-8"))
+        assert not [link for link in links if "://" not in link and not (readme.parent / link).exists()], readme

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +18,6 @@ def hub_row(problem: str, answer: str, index: Any = "a-b-c") -> dict[str, Any]:
     }
 
 
-def write(folder: Path, train: list[dict[str, Any]], test: list[dict[str, Any]]) -> str:
-    for name, rows in (("train", train), ("test", test)):
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return str(folder)
-
-
 def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any) -> None:
     splits = prepare(main, "--source", "sample")
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 240, "validation": 60}
@@ -38,11 +30,11 @@ def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any) -> None:
     assert len({row.prompt[0]["content"] for rows in splits.values() for row in rows}) == 300
 
 
-def test_rows_of_the_hub_are_converted(prepare: Any, play: Any, tmp_path: Path) -> None:
+def test_rows_of_the_hub_are_converted(prepare: Any, play: Any, source: Any) -> None:
     """AIME-2024 has integer indices and more columns in `extra_info`; otherwise both datasets have the same format."""
     aime = hub_row("What is 6 * 7?", "42", index=3)
     aime["extra_info"] |= {"raw_problem": "What is 6 * 7?", "split": "test"}
-    splits = prepare(main, "--source", write(tmp_path, [hub_row("What is 2 * 3?", "6")], [aime]))
+    splits = prepare(main, "--source", source([hub_row("What is 2 * 3?", "6")], [aime]))
     (train,), (validation,) = splits["train"], splits["validation"]
     assert train.prompt == [{"role": "user", "content": "Solve it.\n\nWhat is 2 * 3?"}]
     assert train.env_class == "aime"
@@ -57,11 +49,11 @@ def test_rows_of_the_hub_are_converted(prepare: Any, play: Any, tmp_path: Path) 
 
 
 def test_duplicates_and_prompts_with_conflicting_answers_are_dropped(
-    prepare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prepare: Any, source: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = [hub_row("one", "1"), hub_row("two", "2"), hub_row("one", "1"), hub_row("two", "3"), hub_row("two", "2")]
     train += [hub_row("four", "4")]
-    splits = prepare(main, "--source", write(tmp_path, train, [hub_row("five", "5")] * 32))
+    splits = prepare(main, "--source", source(train, [hub_row("five", "5")] * 32))
     assert [row.env_extras["reward_model"]["ground_truth"] for row in splits["train"]] == ["1", "4"]
     assert len(splits["validation"]) == 1
     output = capsys.readouterr().out
@@ -82,10 +74,6 @@ def test_the_columns_are_those_of_dapo_and_env_class() -> None:
         ({"prompt": "What?"}, "prompt='What?' is of the type str, not list"),
     ],
 )
-def test_rows_of_another_format_are_refused(
-    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write(tmp_path, [hub_row("one", "1") | change], [hub_row("two", "2")])
-    with pytest.raises(SystemExit):
-        main(["--output_dir", str(tmp_path / "data"), "--source", source])
-    assert message in capsys.readouterr().err
+def test_rows_of_another_format_are_refused(change: dict[str, Any], message: str, source: Any, refuse: Any) -> None:
+    folder = source([hub_row("one", "1") | change], [hub_row("two", "2")])
+    assert message in refuse(main, "--source", folder)

@@ -1,20 +1,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from train_kit.processes import run_python
 
 from examples.catch import catch_dataset
 from examples.catch.catch_dataset import CatchDataset, main
 from examples.catch.env import CatchEnv, CatchReward
 from examples.catch.prompt import parse_state
 
-SKYRL_TRAIN = Path(__file__).parents[4]
 SMALL = ["--train_size", "30", "--test_size", "10"]
 
 
@@ -24,15 +22,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_command_writes_both_splits_and_prints_a_summary(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.catch.catch_dataset", "--output_dir", str(tmp_path / "new" / "catch")]
-    result = subprocess.run([*command, *SMALL], cwd=SKYRL_TRAIN, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    (line,) = result.stdout.splitlines()
-    assert f"30 train rows to {tmp_path}/new/catch/train.parquet (optimal catch rate" in line
-    assert f"10 validation rows to {tmp_path}/new/catch/validation.parquet (optimal catch rate" in line
+    folder = tmp_path / "new/catch"
+    (line,) = run_python("-m", "examples.catch.catch_dataset", "--output_dir", str(folder), *SMALL).splitlines()
+    assert f"30 train rows to {folder}/train.parquet (optimal catch rate" in line
+    assert f"10 validation rows to {folder}/validation.parquet (optimal catch rate" in line
     assert line.endswith("grid 7x6, 5 turns, shaped reward")
-    assert len(read(tmp_path / "new" / "catch" / "train.parquet")) == 30
-    assert len(read(tmp_path / "new" / "catch" / "validation.parquet")) == 10
+    dataset = CatchDataset(train_size=30, test_size=10)
+    assert read(folder / "train.parquet") == dataset.train_rows()
+    assert read(folder / "validation.parquet") == dataset.validation_rows()
 
 
 def test_the_columns_of_a_row(tmp_path: Path) -> None:
@@ -44,13 +41,6 @@ def test_the_columns_of_a_row(tmp_path: Path) -> None:
     assert row["reward_spec"] == {"mode": "shaped", "step_penalty": -0.01, "terminal_catch": 1.0, "terminal_miss": -1.0}
     assert start == start | {"grid_w": 7, "grid_h": 6, "max_turns": 5, "ball_y": 0, "split": "validation", "seed": 124}
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
-
-
-def test_written_rows_are_read_back(tmp_path: Path) -> None:
-    main(["--output_dir", str(tmp_path), *SMALL])
-    dataset = CatchDataset(train_size=30, test_size=10)
-    assert read(tmp_path / "train.parquet") == dataset.train_rows()
-    assert read(tmp_path / "validation.parquet") == dataset.validation_rows()
 
 
 def test_every_prompt_shows_the_game_that_is_played(tmp_path: Path) -> None:
@@ -122,11 +112,5 @@ def test_a_taller_grid_has_more_turns() -> None:
         (["--reward_mode", "sparse"], "invalid choice: 'sparse'"),
     ],
 )
-def test_invalid_flags_are_refused_before_files_are_written(
-    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--output_dir", str(tmp_path / "catch"), *flags])
-    assert stopped.value.code == 2
-    assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "catch").exists()
+def test_invalid_flags_are_refused(flags: list[str], message: str, refuse: Any) -> None:
+    assert re.search(message, refuse(main, *flags))

@@ -1,18 +1,19 @@
-"""`run_catch.sh` with the overrides of the Catch guide, without a GPU."""
+"""`run_catch.sh`: its data and its engine, and a run with the overrides of the Catch guide."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from train_kit.example_scripts import record
+from train_kit.processes import TRAIN_FOLDER, python
+from train_kit.runs import Run
 
 from examples.catch.catch_dataset import CatchDataset, write_dataset
 
-TRAIN_FOLDER = Path(__file__).parents[4]
+SCRIPT = ["bash", "examples/catch/run_catch.sh"]
 GUIDE = [
     "generator.batched=true",
     "trainer.logger=tensorboard",
@@ -24,18 +25,6 @@ GUIDE = [
 ]
 
 
-def run_catch(data_dir: Path, *overrides: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {"DATA_DIR": str(data_dir), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        ["bash", "examples/catch/run_catch.sh", *overrides],
-        cwd=TRAIN_FOLDER,
-        env=os.environ | environment | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.nightly
 def test_the_commands_of_the_guide_train(tiny_model_path: Path, tmp_path: Path) -> None:
     write_dataset(CatchDataset(train_size=64, test_size=8), tmp_path)
@@ -45,48 +34,55 @@ def test_the_commands_of_the_guide_train(tiny_model_path: Path, tmp_path: Path) 
         "trainer.max_training_steps=1",
         "generator.n_samples_per_prompt=2",
     ]
-    finished = run_catch(tmp_path, *GUIDE, *small)
+    variables = {"DATA_DIR": str(tmp_path), "PYTHON": python(), "CUDA_VISIBLE_DEVICES": ""}
+    finished = subprocess.run(
+        [*SCRIPT, *GUIDE, *small],
+        cwd=TRAIN_FOLDER,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("No GPU here") == 1
-    folder = tmp_path / "outputs/catch/catch_shaped"
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["environment/avg_steps"] == 5, "batched rollouts play every turn"
-    assert list((folder / "tensorboard").iterdir())
+    run = Run(tmp_path / "outputs/catch/catch_shaped")
+    assert run.metrics[-1]["environment/avg_steps"] == 5, "batched rollouts play every turn"
+    assert list((run.folder / "tensorboard").iterdir())
 
 
-def gpu_commands(data_dir: Path, *overrides: str, **variables: str) -> list[str]:
-    """Return the Python commands that the script runs on a machine with a GPU."""
-    return run_catch(data_dir, *overrides, **{"PYTHON": "echo", **variables}).stdout.splitlines()
-
-
-def test_vllm_samples_on_a_gpu_where_it_is_installed(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    for has_vllm, backend in ((True, "generator.backend=vllm"), (False, None)):
-        python.write_text(f'#!/bin/sh\ncase "$2" in *vllm*) exit {int(not has_vllm)};; *) echo "$@";; esac\n')
-        python.chmod(0o755)
-        *_, message, command = gpu_commands(tmp_path, PYTHON=str(python))
-        assert ("Sampling with vLLM" in message, "vLLM is not installed" in message) == (has_vllm, not has_vllm)
-        assert (f" {backend}" in command) == has_vllm
-        *_, command = gpu_commands(tmp_path, "generator.backend=hf", PYTHON=str(python))
-        assert command.count("generator.backend=") == 1
+@pytest.mark.parametrize("has_vllm", [True, False])
+def test_vllm_samples_on_a_gpu_where_it_is_installed(has_vllm: bool, tmp_path: Path) -> None:
+    machine = {"has_gpu": True, "has_vllm": has_vllm}
+    recording = record(SCRIPT, tmp_path, **machine, DATA_DIR=str(tmp_path))
+    assert recording.output == (
+        "Sampling with vLLM\n" if has_vllm else "vLLM is not installed: sampling with the embedded engine\n"
+    )
+    assert ("generator.backend=vllm" in recording.training[1]) == has_vllm
+    _, overrides = record([*SCRIPT, "generator.backend=hf"], tmp_path, **machine, DATA_DIR=str(tmp_path)).training
+    assert [word for word in overrides if word.startswith("generator.backend=")] == ["generator.backend=hf"]
 
 
 def test_missing_data_is_prepared(tmp_path: Path) -> None:
-    first, *_, last = gpu_commands(tmp_path, REWARD_MODE="episodic")
-    assert first == f"-m examples.catch.catch_dataset --output_dir {tmp_path} --reward_mode episodic"
-    assert last.startswith("-m examples.catch.main_catch ")
-    assert f"data.train_data=['{tmp_path}/train.parquet']" in last
+    (dataset, flags), (module, overrides) = record(
+        SCRIPT, tmp_path, has_gpu=True, DATA_DIR=str(tmp_path), REWARD_MODE="episodic"
+    ).modules
+    assert (dataset, flags) == (
+        "examples.catch.catch_dataset",
+        ["--output_dir", str(tmp_path), "--reward_mode", "episodic"],
+    )
+    assert module == "examples.catch.main_catch"
+    assert f"data.train_data=['{tmp_path}/train.parquet']" in overrides
 
 
 def test_existing_or_named_data_is_used(tmp_path: Path) -> None:
-    assert not [line for line in gpu_commands(tmp_path, "data.train_data=mine.parquet") if "catch_dataset" in line]
+    named = [*SCRIPT, "data.train_data=mine.parquet"]
+    assert len(record(named, tmp_path, has_gpu=True, DATA_DIR=str(tmp_path)).modules) == 1
     (tmp_path / "train.parquet").touch()
-    assert not [line for line in gpu_commands(tmp_path) if "catch_dataset" in line]
+    assert len(record(SCRIPT, tmp_path, has_gpu=True, DATA_DIR=str(tmp_path)).modules) == 1
 
 
-def test_each_reward_mode_has_its_own_folder(tmp_path: Path) -> None:
-    at_home = {"HOME": str(tmp_path), "DATA_DIR": ""}
-    assert f"{tmp_path}/data/catch/train.parquet" in gpu_commands(tmp_path, **at_home)[-1]
-    assert (
-        f"{tmp_path}/data/catch-episodic/train.parquet" in gpu_commands(tmp_path, REWARD_MODE="episodic", **at_home)[-1]
-    )
+@pytest.mark.parametrize(("mode", "folder"), [("shaped", "catch"), ("episodic", "catch-episodic")])
+def test_each_reward_mode_has_its_own_folder(mode: str, folder: str, tmp_path: Path) -> None:
+    variables = {"HOME": str(tmp_path), "DATA_DIR": "", "REWARD_MODE": mode}
+    _, overrides = record(SCRIPT, tmp_path, has_gpu=True, **variables).training
+    assert f"data.train_data=['{tmp_path}/data/{folder}/train.parquet']" in overrides

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +15,8 @@ HUB_ROWS = [
 
 
 @pytest.fixture
-def hub_rows(tmp_path: Path) -> str:
-    file = tmp_path / "train.jsonl"
-    file.write_text("\n".join(map(json.dumps, HUB_ROWS)))
-    (tmp_path / "test.jsonl").write_text(json.dumps(HUB_ROWS[1]))
-    return str(tmp_path)
+def hub_rows(source: Callable[..., str]) -> str:
+    return source(HUB_ROWS, [HUB_ROWS[1]])
 
 
 def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any) -> None:
@@ -32,12 +28,8 @@ def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any) -> None:
         wrong = int(row.env_extras["reward_spec"]["ground_truth"]) + 1
         assert play(row, f"#### {wrong}") == 0.0
         assert play(row, "I do not know.") == 0.0
-
-
-def test_no_question_of_the_sample_is_in_both_files(prepare: Any) -> None:
-    splits = prepare(main, "--source", "sample")
     questions = [row.env_extras["extra_info"]["question"] for rows in splits.values() for row in rows]
-    assert len(set(questions)) == 2000
+    assert len(set(questions)) == 2000, "no question is in both files"
 
 
 def test_rows_of_the_hub_are_converted(prepare: Any, hub_rows: str) -> None:
@@ -82,10 +74,8 @@ def test_rows_for_tools(prepare: Any, play: Any) -> None:
     assert play(row, program, f"<solution>#### {answer}1</solution>") == 0.0
 
 
-def test_an_answer_without_a_number_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "raw.jsonl"
-    file.write_text(json.dumps({"question": "Why?", "answer": "Because."}))
-    with pytest.raises(SystemExit):
-        main(["--output_dir", str(tmp_path), "--source", str(file)])
-    assert "row 0 of the train split" in (error := capsys.readouterr().err)
-    assert "the answer 'Because.' does not end in '#### ' and a number" in error
+def test_an_answer_without_a_number_is_refused(source: Any, refuse: Any) -> None:
+    row = {"question": "Why?", "answer": "Because."}
+    message = refuse(main, "--source", source([row], [row]))
+    assert "row 0 of the train split" in message
+    assert "the answer 'Because.' does not end in '#### ' and a number" in message

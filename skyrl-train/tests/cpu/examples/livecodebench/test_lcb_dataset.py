@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from examples.livecodebench.lcb_dataset import main
@@ -48,12 +49,6 @@ def deepcoder_row(**change: Any) -> dict[str, Any]:
     return {"problem": "Add n to each.", "starter_code": starter_code, "tests": json.dumps(tests)} | change
 
 
-def source(folder: Path, *rows: dict[str, Any]) -> str:
-    for name in ("train", "test"):
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return str(folder)
-
-
 def test_every_task_of_the_sample_can_be_solved(prepare: Any, play: Any) -> None:
     splits = prepare(main, "--source", "sample")
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 14, "validation": 3}
@@ -62,9 +57,9 @@ def test_every_task_of_the_sample_can_be_solved(prepare: Any, play: Any) -> None
     for row in splits["train"] + splits["validation"]:
         code = solutions[row.env_extras["extra_info"]["title"]]
         assert play(row, f"Here it is:\n```python\n{code}\n```") == 1.0, code
-        assert play(row, code) == 0.0
-        assert play(row, "```python\nprint('no')\n```") == 0.0
         assert code not in row.prompt[0]["content"]
+    assert play(row, code) == 0.0, "a program without its fence"
+    assert play(row, "```python\nprint('no')\n```") == 0.0
 
 
 def test_tests_of_the_sample_have_different_outputs(prepare: Any) -> None:
@@ -85,8 +80,8 @@ def test_prompts_differ_for_programs_and_functions(prepare: Any) -> None:
     assert [rows[title].env_class for title in ("sum of two", "primes")] == ["lcb", "lcb"]
 
 
-def test_rows_of_livecodebench_are_converted(prepare: Any, play: Any, tmp_path: Path) -> None:
-    row = prepare(main, "--source", source(tmp_path, lcb_row()))["train"][0]
+def test_rows_of_livecodebench_are_converted(prepare: Any, play: Any, source: Any) -> None:
+    row = prepare(main, "--source", source([lcb_row()], [lcb_row()]))["train"][0]
     spec = row.env_extras.pop("reward_spec")
     assert row.prompt[0]["content"].endswith("between ```python and ```.\n\nAdd two numbers.")
     assert spec["method"] == "rule"
@@ -99,17 +94,17 @@ def test_rows_of_livecodebench_are_converted(prepare: Any, play: Any, tmp_path: 
     assert (play(row, SUM), play(row, "```python\nprint(3)\n```")) == (1.0, 0.0)
 
 
-def test_the_function_name_is_read_from_the_metadata_of_livecodebench(prepare: Any, play: Any, tmp_path: Path) -> None:
+def test_the_function_name_is_read_from_the_metadata_of_livecodebench(prepare: Any, play: Any, source: Any) -> None:
     tests = json.dumps([{"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional"}])
     metadata = json.dumps({"func_name": "add"})
     raw = lcb_row(public_test_cases=tests, private_test_cases=tests, metadata=metadata, starter_code="def add(a, n):")
-    row = prepare(main, "--source", source(tmp_path, raw))["train"][0]
+    row = prepare(main, "--source", source([raw], [raw]))["train"][0]
     assert play(row, "```python\ndef add(a, n): return [x + n for x in a]\n```") == 1.0
     assert play(row, "```python\ndef add(a, n): return a\n```") == 0.0
 
 
-def test_rows_of_deepcoder_are_converted(prepare: Any, play: Any, tmp_path: Path) -> None:
-    row = prepare(main, "--source", source(tmp_path, deepcoder_row()))["train"][0]
+def test_rows_of_deepcoder_are_converted(prepare: Any, play: Any, source: Any) -> None:
+    row = prepare(main, "--source", source([deepcoder_row()], [deepcoder_row()]))["train"][0]
     assert "must have the name and the parameters of the code below" in row.prompt[0]["content"]
     assert row.prompt[0]["content"].endswith("-> List[int]:\n```")
     right = "class Solution:\n    def add(self, numbers, n): return [x + n for x in numbers]"
@@ -127,12 +122,10 @@ class MaliciousPickle:
         return os.mkdir, (str(self.file),)
 
 
-def test_unpacking_hidden_tests_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unpacking_hidden_tests_runs_no_code(tmp_path: Path, source: Any, refuse: Any) -> None:
     created_folder = tmp_path / "evil"
-    raw = source(tmp_path, lcb_row(private_test_cases=pack(MaliciousPickle(created_folder))))
-    with pytest.raises(SystemExit):
-        main(["--output_dir", str(tmp_path / "data"), "--source", raw])
-    assert "mkdir is not text" in capsys.readouterr().err
+    raw = lcb_row(private_test_cases=pack(MaliciousPickle(created_folder)))
+    assert "mkdir is not text" in refuse(main, "--source", source([raw], [raw]))
     assert not created_folder.exists()
     pickle.loads(pickle.dumps(MaliciousPickle(created_folder)))
     assert created_folder.exists()
@@ -154,19 +147,13 @@ def test_unpacking_hidden_tests_runs_no_code(tmp_path: Path, capsys: pytest.Capt
         (lcb_row(private_test_cases=base64.b64encode(zlib.compress(b"X")).decode()), "cannot be unpacked"),
     ],
 )
-def test_invalid_tests_are_refused(
-    raw: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["--output_dir", str(tmp_path / "data"), "--source", source(tmp_path, raw)])
-    error = capsys.readouterr().err
+def test_invalid_tests_are_refused(raw: dict[str, Any], message: str, source: Any, refuse: Any) -> None:
+    error = refuse(main, "--source", source([raw], [raw]))
     assert "row 0 of the train split" in error
     assert message in error
 
 
 def test_tests_are_stored_as_large_strings(prepare: Any, tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
     prepare(main, "--source", "sample")
     file = tmp_path / "data" / "train.parquet"
     assert str(pq.read_schema(file).field("reward_spec").type) == "struct<method: string, ground_truth: large_string>"

@@ -19,7 +19,7 @@ def factors(row: Any) -> tuple[int, int]:
 def test_every_row_can_be_played(prepare: Any, play: Any) -> None:
     splits = prepare(main)
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 1600, "validation": 400}
-    for row in splits["train"] + splits["validation"]:
+    for row in [*splits["train"], *splits["validation"]][::10]:
         a, b = factors(row)
         assert play(row, f"\\boxed{{{a * b}}}", max_turns=1) == 1.0
         assert play(row, f"\\boxed{{{a * b + 10}}}", max_turns=1) == 0.0
@@ -64,10 +64,5 @@ def test_custom_factors_are_read_from_a_file(prepare: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("num_digits", ["0", "-1", "1001"])
-def test_invalid_numbers_of_digits_are_refused(
-    num_digits: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["--output_dir", str(tmp_path / "data"), "--num_digits", num_digits])
-    assert f"--num_digits={num_digits} must be from 1 to 1000" in capsys.readouterr().err
-    assert not (tmp_path / "data").exists()
+def test_invalid_numbers_of_digits_are_refused(num_digits: str, refuse: Any) -> None:
+    assert f"--num_digits={num_digits} must be from 1 to 1000" in refuse(main, "--num_digits", num_digits)

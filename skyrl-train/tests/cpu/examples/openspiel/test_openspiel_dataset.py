@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +74,7 @@ def test_positions_depend_on_the_seed(prepare: Any) -> None:
     assert prompts("1") != prompts("2")
 
 
-def test_the_columns_of_a_row(prepare: Any, tmp_path: Path) -> None:
+def test_the_columns_of_a_row(prepare: Any) -> None:
     row = prepare(main, *SMALL)["validation"][0]
     assert row.env_class == "openspiel"
     assert row.data_source.startswith("openspiel_")
@@ -94,17 +92,11 @@ def test_the_columns_of_a_row(prepare: Any, tmp_path: Path) -> None:
         (["--reward_mode", "glory"], "invalid choice: 'glory'"),
     ],
 )
-def test_invalid_flags_are_refused(
-    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["--output_dir", str(tmp_path / "data"), *flags])
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "data").exists()
+def test_invalid_flags_are_refused(flags: list[str], message: str, refuse: Any) -> None:
+    assert message in refuse(main, *flags)
 
 
-def test_rows_without_a_position_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "raw.jsonl").write_text(json.dumps({"prompt": [], "extra_info": {"case": "chess"}}))
-    with pytest.raises(SystemExit):
-        main(["--output_dir", str(tmp_path / "data"), "--source", str(tmp_path / "raw.jsonl")])
-    assert "it has no 'serialized_game_and_state'; its columns are case" in capsys.readouterr().err
+def test_rows_without_a_position_are_refused(source: Any, refuse: Any) -> None:
+    row = {"prompt": [], "extra_info": {"case": "chess"}}
+    message = refuse(main, "--source", source([row], [row]))
+    assert "it has no 'serialized_game_and_state'; its columns are case" in message

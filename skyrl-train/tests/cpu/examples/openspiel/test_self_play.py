@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import re
 import shutil
@@ -55,7 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer = load_tokenizer(str(folder / f"self_play/models/tiny-qwen3-seed{SEED}"))
         model = tiny_qwen3(tokenizer, seed=SEED)
         conversations = [attempt(row, Zeros(n)) for row in rows for n in range(4)]
-        train_language_model(model, encode(conversations, tokenizer), SEED, n_steps=150)
+        train_language_model(model, encode(conversations, tokenizer), SEED, n_steps=100)
     for saved in (tokenizer, model):
         saved.save_pretrained(folder / "first_mover")
     return folder
@@ -102,6 +103,7 @@ def test_games_are_played_against_the_reference(experiment: type[SelfPlayExp], r
     assert {game["env_metrics"]["opponent_illegal"] for game in played} == {0}
 
 
+@pytest.mark.nightly
 def test_the_default_opponent_is_the_policy_before_training(run: LearningRun, models: Path) -> None:
     overrides = (
         *SMALL,
@@ -115,13 +117,15 @@ def test_the_default_opponent_is_the_policy_before_training(run: LearningRun, mo
 
 
 def test_the_example_end_to_end(run: LearningRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """The budget is too small to learn anything, which must be reported; a second run starts from scratch."""
+    """The budget is too small to learn anything, which must be reported. Earlier finished runs are moved aside."""
     folder = run.output_dir / "self_play"
-    command = ["--output_dir", str(run.output_dir), "--seed", str(SEED), "--steps", "1", "--legal_steps", "1", *SMALL]
-    for _ in range(2):
-        with pytest.raises(SystemExit) as status:
-            main(command)
-        assert status.value.code == 1
+    for name in ("legal-moves", "generation1", "generation2"):
+        earlier = folder / f"seed{SEED}-{name}"
+        earlier.mkdir()
+        (earlier / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    with pytest.raises(SystemExit) as status:
+        main(["--output_dir", str(run.output_dir), "--seed", str(SEED), "--steps", "1", "--legal_steps", "1", *SMALL])
+    assert status.value.code == 1
     output = capsys.readouterr().out
     score = r" +won +\d+%, drawn +\d+%, lost +\d+%\n"
     before_and_after = rf" +after +0 steps{score} +after +1 steps{score}"

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import urllib3
+from train_kit.processes import python, wait_until
 
 from examples.search.searchr1_dataset import CORPUS, QUESTIONS, main
 from skyrl_gym.envs.exact_match import normalize_answer
@@ -26,18 +24,17 @@ def search_url() -> Iterator[str]:
     """The URL of a retrieval server for the sample documents, started with the command that the script prints."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    command = [sys.executable, "-m", "skyrl_gym.retrieval", "--corpus", str(CORPUS), "--port", str(port)]
+
+    def is_ready() -> bool:
+        with suppress(urllib3.exceptions.HTTPError):
+            health = urllib3.request("GET", f"http://127.0.0.1:{port}/health", retries=False, timeout=5)
+            return bool(health.json()["n_documents"] == len(DOCUMENTS))
+        return False
+
+    command = [python(), "-m", "skyrl_gym.retrieval", "--corpus", str(CORPUS), "--port", str(port)]
     with subprocess.Popen(command) as process:
         try:
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    health = urllib3.request("GET", f"http://127.0.0.1:{port}/health", retries=False, timeout=5)
-                    assert health.json()["n_documents"] == len(DOCUMENTS)
-                    break
-                except urllib3.exceptions.HTTPError:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.1)
+            wait_until(is_ready)
             yield f"http://127.0.0.1:{port}/retrieve"
         finally:
             process.terminate()
@@ -86,11 +83,10 @@ def hub_row(question: str, answers: list[str]) -> dict[str, Any]:
     }
 
 
-def test_rows_of_the_hub_are_converted(prepare: Any, play: Any, tmp_path: Path) -> None:
-    raw = [hub_row("where is mount fuji", ["Japan", "Honshu"]), hub_row("who wrote it?", ["Mary"])]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, raw)))
-    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "what is it?", "golden_answers": ["a name"]}))
-    splits = prepare(main, "--source", str(tmp_path))
+def test_rows_of_the_hub_are_converted(prepare: Any, play: Any, source: Any) -> None:
+    train = [hub_row("where is mount fuji", ["Japan", "Honshu"]), hub_row("who wrote it?", ["Mary"])]
+    test = [{"question": "what is it?", "golden_answers": ["a name"]}]
+    splits = prepare(main, "--source", source(train, test))
     row = splits["train"][0]
     assert [message["role"] for message in row.prompt] == ["system", "user"]
     assert row.prompt[0]["content"] == "You are a helpful and harmless assistant."
@@ -116,13 +112,9 @@ def test_rows_of_the_hub_are_converted(prepare: Any, play: Any, tmp_path: Path) 
         ({"reward_model": "rule"}, "it has no right answers: reward_model=rule"),
     ],
 )
-def test_rows_of_another_format_are_refused(
-    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "raw.jsonl").write_text(json.dumps(hub_row("who?", ["Ann"]) | change))
-    with pytest.raises(SystemExit):
-        main(["--output_dir", str(tmp_path / "data"), "--source", str(tmp_path / "raw.jsonl")])
-    assert message in capsys.readouterr().err
+def test_rows_of_another_format_are_refused(change: dict[str, Any], message: str, source: Any, refuse: Any) -> None:
+    rows = [hub_row("who?", ["Ann"]) | change]
+    assert message in refuse(main, "--source", source(rows, rows))
 
 
 def test_the_command_that_serves_the_documents_is_printed(prepare: Any, capsys: pytest.CaptureFixture[str]) -> None:

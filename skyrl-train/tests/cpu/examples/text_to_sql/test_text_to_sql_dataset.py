@@ -89,13 +89,10 @@ def test_databases_are_reproducible(tmp_path: Path) -> None:
 SPIDER = {"db_id": "shop", "question": "How many goods are there?", "query": "SELECT count(*) FROM goods"}
 
 
-def test_rows_of_spider_are_converted(prepare: Any, play: Any, tmp_path: Path, db_path: Path) -> None:
+def test_rows_of_spider_are_converted(prepare: Any, play: Any, source: Any, db_path: Path) -> None:
     """The rows have the columns of the Hub, including unused ones."""
-    raw = tmp_path / "raw"
-    raw.mkdir()
-    (raw / "train.jsonl").write_text(json.dumps(SPIDER | {"query_toks": ["SELECT"], "question_toks": ["How"]}))
-    (raw / "validation.jsonl").write_text(json.dumps(SPIDER))
-    row = prepare(main, "--source", str(raw), "--db_path", str(db_path))["train"][0]
+    raw = source([SPIDER | {"query_toks": ["SELECT"], "question_toks": ["How"]}], [SPIDER])
+    row = prepare(main, "--source", raw, "--db_path", str(db_path))["train"][0]
     (message,) = row.prompt
     assert message["role"] == "user"
     assert message["content"].endswith(
@@ -123,7 +120,7 @@ def test_rows_of_bird_are_converted(prepare: Any, play: Any, tmp_path: Path, db_
     assert play(row, solution("SELECT count(id) FROM goods"), db_path=str(db_path)) == 1.0
 
 
-def test_rows_in_the_columns_of_skyrl_keep_their_prompts(prepare: Any, tmp_path: Path) -> None:
+def test_rows_in_the_columns_of_skyrl_keep_their_prompts(prepare: Any, source: Any) -> None:
     """The database is not read and may be missing."""
     row = {
         "data_source": "synsql",
@@ -133,9 +130,7 @@ def test_rows_in_the_columns_of_skyrl_keep_their_prompts(prepare: Any, tmp_path:
         "db_id": "far_away",
         "data": "synsql",
     }
-    (tmp_path / "train.jsonl").write_text(json.dumps(row))
-    (tmp_path / "test.jsonl").write_text(json.dumps(row))
-    kept = prepare(main, "--source", str(tmp_path))["train"][0]
+    kept = prepare(main, "--source", source([row], [row]))["train"][0]
     assert kept.prompt == row["prompt"]
     assert kept.env_extras == {
         **{name: row[name] for name in ("data_source", "reward_spec", "db_id", "data")},
@@ -155,12 +150,11 @@ def test_rows_in_the_columns_of_skyrl_keep_their_prompts(prepare: Any, tmp_path:
     ],
 )
 def test_invalid_rows_are_refused(
-    change: dict[str, Any], message: str, tmp_path: Path, db_path: Path, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any], message: str, source: Any, refuse: Any, db_path: Path
 ) -> None:
     torn = db_path / "spider/database/torn/torn.sqlite"
     torn.parent.mkdir()
     torn.write_text("no database " * 100)
-    (tmp_path / "raw.jsonl").write_text(json.dumps(SPIDER | change))
-    with pytest.raises(SystemExit):
-        main(["--output_dir", str(tmp_path), "--source", str(tmp_path / "raw.jsonl"), "--db_path", str(db_path)])
-    assert f"row 0 of the train split of {tmp_path}/raw.jsonl: {message.format(db_path)}" in capsys.readouterr().err
+    raw = source([SPIDER | change], [SPIDER])
+    error = refuse(main, "--source", raw, "--db_path", str(db_path))
+    assert f"row 0 of the train split of {raw}: {message.format(db_path)}" in error

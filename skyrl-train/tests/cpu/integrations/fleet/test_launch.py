@@ -78,6 +78,7 @@ def test_the_commands_of_a_task_file_train_and_resume(fleet_model: Path, tmp_pat
         "trainer.eval_before_train=false",
         "generator.max_input_length=8000",
         "generator.max_turns=2",
+        "generator.n_samples_per_prompt=2",
         "generator.sampling_params.max_generate_length=8",
         "generator.eval_sampling_params.max_generate_length=8",
     ]
