@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from train_kit.differential.batches import EXACT, FLOAT32, NEAR, Batch, assert_same, batches
 from train_kit.differential.verl import rewards_by_group
 from verl.trainer.config.algorithm import AlgoConfig
@@ -43,39 +45,57 @@ def assert_same_advantages(
     assert_same(our[1], their[1], batch.mask, tolerance if returns_tolerance is None else returns_tolerance)
 
 
+BY_GROUP = {
+    "GRPO": ("grpo", {}, verl.compute_grpo_outcome_advantage, {}, EXACT),
+    "GRPO without the division": (
+        "grpo",
+        {"grpo_norm_by_std": False},
+        verl.compute_grpo_outcome_advantage,
+        {"norm_adv_by_std_in_grpo": False},
+        EXACT,
+    ),
+    "vectorized GRPO": ("grpo", {}, verl.compute_grpo_vectorized_outcome_advantage, {}, FLOAT32),
+    "RLOO": ("rloo", {}, verl.compute_rloo_outcome_advantage, {}, EXACT),
+    "vectorized RLOO": ("rloo", {}, verl.compute_rloo_vectorized_outcome_advantage, {}, EXACT),
+    "REINFORCE++ with a baseline": (
+        "reinforce++-baseline",
+        {},
+        verl.compute_reinforce_plus_plus_baseline_outcome_advantage,
+        {},
+        NEAR,
+    ),
+    "OPO": ("opo", {}, verl.compute_opo_outcome_advantage, {}, EXACT),
+    "GPG": ("gpg", {}, verl.compute_gpg_outcome_advantage, {}, NEAR),
+    "pass@k": (
+        "grpo_passk",
+        {},
+        verl.compute_grpo_passk_outcome_advantage,
+        {"config": AlgoConfig(norm_adv_by_std_in_grpo=True)},
+        EXACT,
+    ),
+    "pass@k without the division": (
+        "grpo_passk",
+        {"grpo_norm_by_std": False},
+        verl.compute_grpo_passk_outcome_advantage,
+        {"config": AlgoConfig(norm_adv_by_std_in_grpo=False)},
+        EXACT,
+    ),
+}
+"""Our estimator and settings, verl's function and settings, and the tolerance."""
+
+
+@pytest.mark.parametrize("name", BY_GROUP)
 @given(batch=batches())
-def test_grpo(batch: Batch) -> None:
-    """Groups have at least two rows: verl divides the score of a group of one by 1 + 1e-6, and we keep it."""
-    for rewards in (batch.outcomes, batch.rewards):
-        inputs = rewards_by_group(batch, rewards)
-        assert_same_advantages(batch, ours("grpo", batch, rewards), verl.compute_grpo_outcome_advantage(**inputs))
+def test_estimators_that_compare_groups(name: str, batch: Batch) -> None:
+    """Groups have at least two rows, and rows a sampled token.
 
-
-@given(batch=batches())
-def test_grpo_without_the_division(batch: Batch) -> None:
-    our = ours("grpo", batch, batch.outcomes, grpo_norm_by_std=False)
-    inputs = rewards_by_group(batch, batch.outcomes)
-    their = verl.compute_grpo_outcome_advantage(**inputs, norm_adv_by_std_in_grpo=False)
-    assert_same_advantages(batch, our, their)
-
-
-@given(batch=batches())
-def test_vectorized_grpo(batch: Batch) -> None:
-    their = verl.compute_grpo_vectorized_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
-    assert_same_advantages(batch, ours("grpo", batch, batch.outcomes), their, FLOAT32)
-
-
-@given(batch=batches())
-def test_rloo(batch: Batch) -> None:
-    """Groups have at least two rows: verl keeps the score of a group of one, and we set it to 0."""
-    their = verl.compute_rloo_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
-    assert_same_advantages(batch, ours("rloo", batch, batch.outcomes), their)
-
-
-@given(batch=batches())
-def test_vectorized_rloo(batch: Batch) -> None:
-    their = verl.compute_rloo_vectorized_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
-    assert_same_advantages(batch, ours("rloo", batch, batch.outcomes), their)
+    verl keeps or refuses the score of a group of one, divides by 0 for a group without tokens, and counts rows without
+    one as trajectories.
+    """
+    estimator, settings, theirs, their_settings, tolerance = BY_GROUP[name]
+    for rewards in (batch.outcomes, batch.rewards) if name == "GRPO" else (batch.outcomes,):
+        their = theirs(**rewards_by_group(batch, rewards), **their_settings)
+        assert_same_advantages(batch, ours(estimator, batch, rewards, **settings), their, tolerance)
 
 
 @given(batch=batches())
@@ -89,41 +109,9 @@ def test_reinforce_plus_plus(batch: Batch) -> None:
 
 
 @given(batch=batches())
-def test_reinforce_plus_plus_with_a_baseline(batch: Batch) -> None:
-    """Groups have at least two rows: verl keeps the score of a group of one, and we set it to 0."""
-    their = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
-    assert_same_advantages(batch, ours("reinforce++-baseline", batch, batch.outcomes), their, NEAR)
-
-
-@given(batch=batches())
 def test_remax(batch: Batch) -> None:
     their = verl.compute_remax_outcome_advantage(batch.rewards.clone(), batch.greedy_rewards, batch.mask)
     assert_same_advantages(batch, ours("remax", batch, batch.rewards), their)
-
-
-@given(batch=batches())
-def test_opo(batch: Batch) -> None:
-    """Every row has a sampled token: verl divides by 0 for a group without any."""
-    their = verl.compute_opo_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
-    assert_same_advantages(batch, ours("opo", batch, batch.outcomes), their)
-
-
-@given(batch=batches())
-def test_gpg(batch: Batch) -> None:
-    """Every row has a sampled token: verl counts rows without one as trajectories, and we do not."""
-    their = verl.compute_gpg_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
-    assert_same_advantages(batch, ours("gpg", batch, batch.outcomes), their, NEAR)
-
-
-@given(batch=batches())
-def test_grpo_passk(batch: Batch) -> None:
-    """Groups have at least two rows: verl refuses a group of one, and we set it to 0."""
-    for by_std in (True, False):
-        our = ours("grpo_passk", batch, batch.outcomes, grpo_norm_by_std=by_std)
-        their = verl.compute_grpo_passk_outcome_advantage(
-            **rewards_by_group(batch, batch.outcomes), config=AlgoConfig(norm_adv_by_std_in_grpo=by_std)
-        )
-        assert_same_advantages(batch, our, their)
 
 
 @given(batch=batches())
@@ -135,22 +123,16 @@ def test_gae(batch: Batch) -> None:
         assert_same_advantages(batch, our, their, NEAR, EXACT)
 
 
-@given(batch=batches(has_gaps=False))
-def test_optimal_token_baseline(batch: Batch) -> None:
-    """`handle_zero_tail` is off: the advantage of a token without peers is 0 here, not the return."""
-    their = verl.compute_optimal_token_baseline_advantage(
-        **rewards_by_group(batch, batch.rewards),
-        old_log_probs=batch.old_log_probs,
-        sum_pi_squared=batch.sum_pi_squared,
-        handle_zero_tail=False,
-    )
-    assert_same_advantages(batch, ours("optimal_token_baseline", batch, batch.rewards), their, FLOAT32, EXACT)
+@pytest.mark.parametrize("has_gaps", [False, True])
+@given(data=st.data())
+def test_optimal_token_baseline(has_gaps: bool, data: st.DataObject) -> None:
+    """verl has a separate function for gaps between turns.
 
-
-@given(batch=batches(has_gaps=True))
-def test_optimal_token_baseline_over_turns(batch: Batch) -> None:
-    """verl has a separate function for gaps between turns; `handle_zero_tail` is off, as above."""
-    their = verl.compute_multi_turn_optimal_token_baseline_advantage(
+    `handle_zero_tail` is off: the advantage of a token without peers is 0 here, not the return.
+    """
+    batch = data.draw(batches(has_gaps=has_gaps))
+    multi_turn = verl.compute_multi_turn_optimal_token_baseline_advantage
+    their = (multi_turn if has_gaps else verl.compute_optimal_token_baseline_advantage)(
         **rewards_by_group(batch, batch.rewards),
         old_log_probs=batch.old_log_probs,
         sum_pi_squared=batch.sum_pi_squared,

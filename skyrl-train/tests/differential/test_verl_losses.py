@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +13,7 @@ from train_kit.differential.batches import EXACT, NEAR, Batch, batches
 from train_kit.differential.verl import AGGREGATION, actor, assert_same_loss, clips, our_loss, their_loss
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos as verl
+from verl.workers.config import ActorConfig
 
 from skyrl_train.algorithms.losses import clipped_surrogate, value_loss
 from skyrl_train.algorithms.off_policy import correction_weights
@@ -34,117 +38,95 @@ FAR = 10.0  # nats per token: some log-ratios exceed the ±20 to which both side
 drifts = st.sampled_from([1.0, FAR]).flatmap(lambda drift: batches(drift))
 
 
-@pytest.mark.parametrize("reduction", AGGREGATION)
-@given(batch=drifts)
-def test_dual_clip_in_every_reduction(reduction: LossReduction, batch: Batch) -> None:
-    ours = our_loss("dual_clip", batch, batch.advantages, OURS, reduction)
-    theirs = their_loss("vanilla", batch, batch.advantages, THEIRS, reduction)
-    assert_same_loss(ours, theirs, NEAR if reduction == "sequence_mean" else EXACT)
+@dataclass(frozen=True)
+class Case:
+    """A loss by our name and settings, and by those of verl."""
+
+    loss: str
+    ours: AlgorithmConfig
+    their_loss: str
+    theirs: ActorConfig
+    reduction: LossReduction = "token_mean"
+    tolerance: float = EXACT
+    by_row: bool = False  # all tokens of a row have the same advantage
+    is_near: bool = False  # log-ratios stay below the bound to which only we clamp them
 
 
-@given(batch=drifts)
-def test_regular(batch: Batch) -> None:
-    """verl always applies the dual clip, so its bound is set to a value that no ratio reaches."""
-    theirs = their_loss("vanilla", batch, batch.advantages, clips(LOW, HIGH, clip_ratio_c=1e30))
-    assert_same_loss(our_loss("regular", batch, batch.advantages, OURS), theirs, EXACT)
+def covariance_clip(share: float) -> Case:
+    settings = ClipCovConfig(clip_ratio=share, clip_cov_lb=0.1, clip_cov_ub=1.0)
+    their_settings = {"clip_cov_ratio": share, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0}
+    theirs = actor(their_settings, clip_ratio=LOW, clip_ratio_low=LOW, clip_ratio_high=HIGH)
+    ours = AlgorithmConfig(eps_clip_low=LOW, eps_clip_high=HIGH, clip_cov=settings)
+    return Case("clip_cov", ours, "clip_cov", theirs, is_near=True)
 
 
-@given(batch=drifts)
-def test_importance_sampling(batch: Batch) -> None:
-    """verl has no loss of that name, so its clipped loss gets bounds that no ratio reaches."""
-    theirs = their_loss("vanilla", batch, batch.advantages, clips(1.0, 1e30, clip_ratio_c=1e30))
-    assert_same_loss(our_loss("importance_sampling", batch, batch.advantages, OURS), theirs, EXACT)
+def covariance_penalty(share: float) -> Case:
+    ours = AlgorithmConfig(kl_cov=KLCovConfig(kl_cov_frac=share, ppo_kl_coef=0.7))
+    return Case("kl_cov", ours, "kl_cov", actor({"kl_cov_ratio": share, "ppo_kl_coef": 0.7}), is_near=True)
 
 
-@given(batch=drifts)
-def test_reinforce(batch: Batch) -> None:
-    """This loss is called gpg in verl."""
-    theirs = their_loss("gpg", batch, batch.advantages, THEIRS)
-    assert_same_loss(our_loss("policy_gradient", batch, batch.advantages, OURS), theirs, EXACT)
-
-
-@given(batch=drifts)
-def test_cispo(batch: Batch) -> None:
-    ours = AlgorithmConfig(cispo=CispoConfig(cispo_eps_clip_low=LOW, cispo_eps_clip_high=HIGH))
-    theirs = their_loss("cispo", batch, batch.advantages, THEIRS)
-    assert_same_loss(our_loss("cispo", batch, batch.advantages, ours), theirs, EXACT)
-
-
-@given(batch=drifts)
-def test_sapo(batch: Batch) -> None:
-    theirs = their_loss("sapo", batch, batch.advantages, THEIRS, "sequence_mean")
-    assert_same_loss(our_loss("sapo", batch, batch.advantages, OURS, "sequence_mean"), theirs, NEAR)
-
-
-@given(batch=batches())
-def test_gspo(batch: Batch) -> None:
-    """verl has the form of gspo_token, which equals gspo if all tokens of a row have the same advantage."""
-    theirs = their_loss("gspo", batch, batch.row_advantages, THEIRS, "sequence_mean")
-    assert_same_loss(our_loss("gspo", batch, batch.row_advantages, OURS, "sequence_mean"), theirs, NEAR)
-
-
-@given(batch=drifts)
-def test_gspo_token(batch: Batch) -> None:
-    theirs = their_loss("gspo", batch, batch.advantages, THEIRS, "sequence_mean")
-    assert_same_loss(our_loss("gspo_token", batch, batch.advantages, OURS, "sequence_mean"), theirs, NEAR)
-
-
-@given(batch=batches())
-def test_gmpo(batch: Batch) -> None:
-    """Every row has a token, because verl counts rows without one; ratios stay below e^10, where we clamp them."""
-    ours = AlgorithmConfig(gmpo=GmpoConfig(log_ratio_clip=0.4))
-    theirs = their_loss("geo_mean", batch, batch.row_advantages, clips(0.4, 0.4))
-    assert_same_loss(our_loss("gmpo", batch, batch.row_advantages, ours, "sequence_mean"), theirs, NEAR)
-
-
-@given(batch=drifts)
-def test_dro(batch: Batch) -> None:
-    theirs = their_loss("dro", batch, batch.advantages, actor({"dro_beta": 0.3}))
-    assert_same_loss(our_loss("dro", batch, batch.advantages, AlgorithmConfig(dro=DroConfig(beta=0.3))), theirs, EXACT)
-
-
-@pytest.mark.parametrize(("distance", "name"), [("binary_tv", "dppo_tv"), ("binary_kl", "dppo_kl")])
-@given(batch=drifts)
-def test_dppo(distance: str, name: str, batch: Batch) -> None:
+def divergence(distance: Literal["binary_tv", "binary_kl"], name: str) -> Case:
     """The bound of the ratio is `clip_ratio_c` in verl and `max_ratio` here."""
     settings = DppoConfig(dppo_type=distance, delta_low=LOW, delta_high=HIGH, max_ratio=5.0)
-    theirs = their_loss(name, batch, batch.advantages, clips(LOW, HIGH, clip_ratio_c=5.0))
-    assert_same_loss(our_loss("dppo", batch, batch.advantages, AlgorithmConfig(dppo=settings)), theirs, EXACT)
+    return Case("dppo", AlgorithmConfig(dppo=settings), name, clips(LOW, HIGH, clip_ratio_c=5.0))
 
 
-@given(batch=batches(), share=st.sampled_from([0.01, 0.2, 1.0]))
-def test_kl_cov(batch: Batch, share: float) -> None:
-    """Log-ratios stay below 20, where we clamp them and verl does not."""
-    ours = AlgorithmConfig(kl_cov=KLCovConfig(kl_cov_frac=share, ppo_kl_coef=0.7))
-    theirs = their_loss("kl_cov", batch, batch.advantages, actor({"kl_cov_ratio": share, "ppo_kl_coef": 0.7}))
-    assert_same_loss(our_loss("kl_cov", batch, batch.advantages, ours), theirs, EXACT)
+OUR_CISPO = AlgorithmConfig(cispo=CispoConfig(cispo_eps_clip_low=LOW, cispo_eps_clip_high=HIGH))
+UNREACHED = 1e30  # a bound that no ratio reaches
+CASES = {
+    **{
+        f"dual clip, {reduction}": Case(
+            "dual_clip", OURS, "vanilla", THEIRS, reduction, NEAR if reduction == "sequence_mean" else EXACT
+        )
+        for reduction in AGGREGATION
+    },
+    "regular": Case("regular", OURS, "vanilla", clips(LOW, HIGH, clip_ratio_c=UNREACHED)),
+    "importance sampling": Case("importance_sampling", OURS, "vanilla", clips(1.0, UNREACHED, clip_ratio_c=UNREACHED)),
+    "REINFORCE": Case("policy_gradient", OURS, "gpg", THEIRS),
+    "CISPO": Case("cispo", OUR_CISPO, "cispo", THEIRS),
+    "SAPO": Case("sapo", OURS, "sapo", THEIRS, "sequence_mean", NEAR),
+    # verl has the form of gspo_token, which equals gspo if all tokens of a row have the same advantage
+    "GSPO": Case("gspo", OURS, "gspo", THEIRS, "sequence_mean", NEAR, by_row=True, is_near=True),
+    "GSPO by token": Case("gspo_token", OURS, "gspo", THEIRS, "sequence_mean", NEAR),
+    "GMPO": Case(
+        "gmpo",
+        AlgorithmConfig(gmpo=GmpoConfig(log_ratio_clip=0.4)),
+        "geo_mean",
+        clips(0.4, 0.4),
+        "sequence_mean",
+        NEAR,
+        by_row=True,
+        is_near=True,
+    ),
+    "DRO": Case("dro", AlgorithmConfig(dro=DroConfig(beta=0.3)), "dro", actor({"dro_beta": 0.3})),
+    "DPPO, total variation": divergence("binary_tv", "dppo_tv"),
+    "DPPO, KL": divergence("binary_kl", "dppo_kl"),
+    "KL-Cov, 1%": covariance_penalty(0.01),
+    "KL-Cov, 20%": covariance_penalty(0.2),
+    "KL-Cov, 100%": covariance_penalty(1.0),
+    "Clip-Cov, 100%": covariance_clip(1.0),  # smaller shares are sampled
+}
 
 
-@given(batch=batches())
-def test_clip_cov_of_all_candidates(batch: Batch) -> None:
-    """The share is 1, because smaller shares are sampled; log-ratios stay below 20, where we clamp them."""
-    ours, theirs = _clip_cov(share=1.0)
-    assert_same_loss(
-        our_loss("clip_cov", batch, batch.advantages, ours),
-        their_loss("clip_cov", batch, batch.advantages, theirs),
-        EXACT,
-    )
+@pytest.mark.parametrize("name", CASES)
+@given(data=st.data())
+def test_losses(name: str, data: st.DataObject) -> None:
+    """Every row has a token, because verl counts rows without one."""
+    case = CASES[name]
+    batch = data.draw(batches() if case.is_near else drifts)
+    advantages = batch.row_advantages if case.by_row else batch.advantages
+    ours = our_loss(case.loss, batch, advantages, case.ours, case.reduction)
+    theirs = their_loss(case.their_loss, batch, advantages, case.theirs, case.reduction)
+    assert_same_loss(ours, theirs, case.tolerance)
 
 
 @given(batch=batches(), share=st.sampled_from([0.01, 0.2, 0.5]))
 def test_clip_cov_masks_as_many_tokens(batch: Batch, share: float) -> None:
     """For shares below 1, compare only the number of tokens without a gradient."""
-    ours, theirs = _clip_cov(share)
-    _, our_gradient = our_loss("clip_cov", batch, batch.advantages, ours)
-    _, their_gradient = their_loss("clip_cov", batch, batch.advantages, theirs)
+    case = covariance_clip(share)
+    _, our_gradient = our_loss("clip_cov", batch, batch.advantages, case.ours)
+    _, their_gradient = their_loss("clip_cov", batch, batch.advantages, case.theirs)
     assert (our_gradient == 0).sum() == (their_gradient == 0).sum()
-
-
-def _clip_cov(share: float) -> tuple[AlgorithmConfig, object]:
-    settings = ClipCovConfig(clip_ratio=share, clip_cov_lb=0.1, clip_cov_ub=1.0)
-    their_settings = {"clip_cov_ratio": share, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0}
-    theirs = actor(their_settings, clip_ratio=LOW, clip_ratio_low=LOW, clip_ratio_high=HIGH)
-    return AlgorithmConfig(eps_clip_low=LOW, eps_clip_high=HIGH, clip_cov=settings), theirs
 
 
 @given(batch=batches())
