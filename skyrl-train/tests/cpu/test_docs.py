@@ -1,281 +1,29 @@
-"""The code in the documentation runs, and the names in it exist."""
+"""Names, links and paths in the documentation exist."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import json
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-import skyrl_gym
-from examples.catch.catch_dataset import CatchDataset, write_dataset
-from examples.catch.main_catch import register_catch
-from skyrl_gym.checkup.rules import Checkup
 from skyrl_gym.envs import BUILT_IN as BUILT_IN_ENVIRONMENTS
-from skyrl_gym.envs.registration import EnvSpec
-from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Registry
-from skyrl_train.callbacks import StepReport
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_train.config.preferences import DPO, REWARD
 from skyrl_train.config.problems import FIELDS
 from skyrl_train.config.sft import SFT
-from skyrl_train.dataset.custom import CustomDataset
-from skyrl_train.entrypoints.main_base import main, parse_cli
-from skyrl_train.generators.base import GeneratorInterface
-from skyrl_train.generators.rewards import REWARD_FUNCTIONS, RewardSample
-from skyrl_train.models.loading import load_tokenizer
-from skyrl_train.types import Segment, Trajectory, TrajectoryID
 
 ROOT = Path(__file__).parents[3]
 ALGORITHMS = ROOT / "docs/reference/algorithms.md"
 GUIDES = ROOT / "docs/guides"
-ENVIRONMENTS, DATASETS = GUIDES / "environments.md", GUIDES / "datasets.md"
-EXTENDING, CUSTOM_ALGORITHMS = GUIDES / "extending.md", GUIDES / "custom-algorithms.md"
-REWARDS = GUIDES / "reward-functions.md"
 INCLUDED, OTHERS = GUIDES / "included-environments.md", GUIDES / "other-ecosystems.md"
 OTHER_KEYS = ("agents", "coming-from-skyrl", "tinker")  # guides that name keys of task files or other projects
 ALL_FIELDS = {*FIELDS, *SFT.fields, *SFT.aliases, *DPO.fields, *REWARD.fields}
-REGISTRIES: tuple[Registry, ...] = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES)
-BUILT_IN = {name: registry.get(name) for registry in REGISTRIES for name in registry.list_available()}
+BUILT_IN = {
+    name: registry.get(name) for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES) for name in registry.list_available()
+}
 KEY = re.compile(r"\b(?:data|trainer|generator|environment)\.\w+(?:\.\w+)*(?![\w{])")
-
-
-def python_blocks(page: Path) -> list[str]:
-    """Return the Python code blocks of a page."""
-    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-
-
-def names_of(page: Path) -> dict[str, Any]:
-    """Run the Python code of a page and return its names. A block that starts with a file name is complete."""
-    names: dict[str, Any] = {}
-    for code in python_blocks(page):
-        own = {} if re.match(r"# \w+\.py\b", code) else names
-        exec(code, own)
-        names |= own
-    return names
-
-
-@pytest.fixture
-def registered() -> Iterator[list[str]]:
-    """Run the examples that register something; return the names of the estimators and losses."""
-    register_catch()
-    before = [set(registry.list_available()) for registry in REGISTRIES]
-    for code in [*python_blocks(CUSTOM_ALGORITHMS), *python_blocks(REWARDS)]:
-        exec(code, {})
-    added = [set(registry.list_available()) - names for registry, names in zip(REGISTRIES, before, strict=True)]
-    yield [name for names in added for name in sorted(names)]
-    del REWARD_FUNCTIONS["brevity"], REWARD_FUNCTIONS["polite"]
-    for registry, names in zip(REGISTRIES, added, strict=True):
-        for name in names:
-            registry.unregister(name)
-    skyrl_gym.envs.deregister("catch")
-
-
-@pytest.mark.parametrize(
-    ("loss", "metric"),
-    [
-        ("forgetful", "policy/negative_tokens"),
-        ("unclipped", "policy/policy_loss"),
-        ("reduced", "policy/ppo_clip_ratio"),
-    ],
-)
-def test_the_estimator_and_losses_of_the_page_train(
-    registered: list[str], loss: str, metric: str, tiny_model_path: Path, tmp_path: Path
-) -> None:
-    estimator, *losses = registered
-    assert loss in losses
-    write_dataset(CatchDataset(train_size=4, test_size=2), tmp_path)
-    main(
-        [
-            f"data.train_data=['{tmp_path}/train.parquet']",
-            f"data.val_data=['{tmp_path}/validation.parquet']",
-            f"trainer.policy.model.path='{tiny_model_path}'",
-            f"trainer.output_dir='{tmp_path}'",
-            "trainer.run_name=test_run",
-            f"trainer.algorithm.advantage_estimator={estimator}",
-            f"trainer.algorithm.policy_loss_type={loss}",
-            "trainer.algorithm.custom.negative_share=0.5",
-            "generator.reward_functions=[brevity]",
-            "generator.reward_weights.brevity=0.1",
-            "trainer.train_batch_size=4",
-            "trainer.policy_mini_batch_size=2",
-            "trainer.logger=jsonl",
-            "generator.max_turns=5",
-            "generator.sampling_params.max_generate_length=1",
-        ]
-    )
-    last = json.loads((tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["step"] == 1
-    assert abs(last[metric]) <= 1
-    assert 0 < last["reward/component/brevity"] <= 1
-
-
-class StoppableRun:
-    """A run that records the reasons of stop requests."""
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def request_stop(self, reason: str) -> None:
-        self.reasons.append(reason)
-
-
-@pytest.mark.parametrize(("score", "reasons"), [(0.96, ["the validation set is solved"]), (0.5, [])])
-def test_the_callback_of_the_page_stops_a_solved_run(score: float, reasons: list[str], catch_run: list[str]) -> None:
-    names: dict[str, Any] = {}
-    exec(next(code for code in python_blocks(EXTENDING) if "class StopWhenSolved" in code), names)
-    experiment = names["Experiment"](parse_cli(catch_run))
-    with experiment.get_tracker() as tracker:
-        callbacks = experiment.get_callbacks(experiment.get_eval_dataset(), GeneratorInterface(), tracker)
-    kinds = [type(callback).__name__ for callback in callbacks]
-    assert kinds[1:3] == ["Evaluation", "StopWhenSolved"]
-    run = StoppableRun()
-    asyncio.run(callbacks[2].on_step_end(run, StepReport(1, False, {"eval/all/avg_score": score})))
-    assert run.reasons == reasons
-
-
-def test_the_environment_of_the_page_passes_the_checkup() -> None:
-    (row,) = re.findall(r"```json\n(.*?)```", ENVIRONMENTS.read_text(encoding="utf-8"), re.DOTALL)
-    findings = list(Checkup(EnvSpec("higher_lower", names_of(ENVIRONMENTS)["HigherLowerEnv"]), json.loads(row)).run())
-    assert {finding.verdict for finding in findings} == {"passed"}
-    assert f"my_module:HigherLowerEnv: {len(findings)} passed" in ENVIRONMENTS.read_text(encoding="utf-8")
-
-
-def test_the_unit_tests_of_the_page_pass(tmp_path: Path) -> None:
-    for code in python_blocks(ENVIRONMENTS):
-        if code.startswith(("# my_module.py", "# test_my_module.py")):
-            (tmp_path / code.split()[1]).write_text(code, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_module.py"]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "2 passed" in finished.stdout, finished.stdout + finished.stderr
-
-
-@pytest.mark.parametrize(("reply", "number", "reward"), [("42", 1.0, 1.1), ("41", 1.0, 0.1), ("hello", 0.0, 0.0)])
-def test_the_components_of_the_page_explain_the_reward(reply: str, number: float, reward: float) -> None:
-    env = names_of(ENVIRONMENTS)["SumEnv"]({}, {"reward_spec": {"ground_truth": "42"}})
-    output = env.step(reply)
-    assert output["reward"] == reward
-    assert output["metadata"]["reward_components"] == {"correct": float(reply == "42"), "number": number}
-
-
-class Answers(BaseHTTPRequestHandler):
-    """Answers each lookup with its query, and each chat request with `yes` if it mentions thanks."""
-
-    def do_GET(self) -> None:
-        self.send(parse_qs(urlsplit(self.path).query).get("query", [""])[0])
-
-    def do_POST(self) -> None:
-        request = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        if "nonsense" in request:
-            self.send_error(500)
-            return
-        verdict = "Yes." if "thanks" in request else "no"
-        self.send(json.dumps({"choices": [{"message": {"content": verdict}}]}))
-
-    def send(self, text: str) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *args: Any) -> None:
-        """Log nothing."""
-
-
-@pytest.fixture
-def server_url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_the_asynchronous_environment_of_the_page_passes_the_checkup(server_url: str) -> None:
-    lookup = names_of(ENVIRONMENTS)["LookupEnv"]
-    row = {"prompt": [{"role": "user", "content": "What is tea?"}], "reward_spec": {"ground_truth": "a drink"}}
-    findings = list(Checkup(EnvSpec("lookup", lookup), row, {"url": server_url}).run())
-    assert {finding.verdict for finding in findings} == {"passed"}
-
-    async def play() -> list[Any]:
-        env = lookup({"url": server_url}, {"max_turns": 3, **row})
-        try:
-            return [await env.step_async(reply) for reply in ("tea", "Answer: a drink")]
-        finally:
-            await env.close_async()
-
-    first, last = asyncio.run(play())
-    assert (first["observations"][0]["content"], first["done"]) == ("tea", False)
-    assert (last["reward"], last["done"]) == (1.0, True)
-
-
-def test_the_judge_of_the_page_scores_samples(server_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_URL", server_url)
-    names: dict[str, Any] = {}
-    (code,) = [code for code in python_blocks(REWARDS) if "judge(" in code]
-    try:
-        exec(code.replace("timeout_s=60", "timeout_s=60, n_retries=0"), names)
-        function = REWARD_FUNCTIONS["polite"].function
-        trajectory = Trajectory(TrajectoryID("0", 0), "reply", "test", (Segment([1, 2], 1, [1], [0.0]),), "stop")
-        samples = [RewardSample(trajectory, "Say goodbye.", reply) for reply in ("thanks", "go away", "nonsense")]
-        assert asyncio.run(function(samples)) == [1.0, 0.0, None]  # type: ignore[arg-type]
-    finally:
-        REWARD_FUNCTIONS.pop("polite", None)
-
-
-@pytest.mark.timeout(300)
-def test_the_ranks_of_the_page_learn(tiny_model_path: Path, tmp_path: Path) -> None:
-    (code,) = python_blocks(ROOT / "docs/internals/ranks-from-python.md")
-    (tmp_path / "sharded.py").write_text(code, encoding="utf-8")
-    (tmp_path / "tiny-model").symlink_to(tiny_model_path)
-    finished = subprocess.run(
-        [sys.executable, "sharded.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240
-    )
-    losses = [float(loss) for loss in re.findall(r"'loss': ([0-9.]+)", finished.stdout)]
-    assert len(losses) == 20, finished.stderr
-    assert losses[-1] < losses[0] / 2
-    assert (tmp_path / "exported" / "model.safetensors").is_file()
-
-
-def test_the_tools_of_the_page_are_called() -> None:
-    env = names_of(ENVIRONMENTS)["ShopEnv"]({}, {"max_turns": 2, "reward_spec": {"ground_truth": "3"}})
-    call = '<tool_call>{"name": "price", "arguments": {"item": "tea"}}</tool_call>'
-    assert env.step(call)["observations"][0]["content"] == "<tool_response>\n3\n</tool_response>"
-    assert env.step("3")["reward"] == 1.0
-
-
-def test_the_curriculum_of_the_page_prefers_what_is_not_solved() -> None:
-    weights = names_of(DATASETS)["prefer_unsolved"](3, {"easy": 0.5, "hard": 0.5}, {"reward/easy/avg_raw_reward": 0.9})
-    assert weights["hard"] > 3 * weights["easy"] > 0
-
-
-def test_the_dataset_class_of_the_page_generates_rows(tmp_path: Path, tiny_model_path: Path) -> None:
-    (code,) = [code for code in python_blocks(DATASETS) if "class Products" in code]
-    (tmp_path / "products.py").write_text(code, encoding="utf-8")
-    cfg = parse_cli(
-        [
-            f"data.custom_cls.path='{tmp_path}/products.py'",
-            "data.custom_cls.name=Products",
-            "+data.custom_cls.config.max_factor=20",
-            f"trainer.policy.model.path='{tiny_model_path}'",
-        ]
-    )
-    tokenizer = load_tokenizer(str(tiny_model_path))
-    train, validation = (CustomDataset(cfg, tokenizer, split) for split in ("train", "validation"))
-    assert (len(train), len(validation)) == (100_000, 200)
-    rows = [train[index] for index in range(50)]
-    assert [row.prompt for row in rows] == [train[index].prompt for index in range(50)]
-    assert max(int(row.env_extras["reward_spec"]["ground_truth"]) for row in rows) > 81
-    assert {row.env_class for row in rows} == {"gsm8k"}
 
 
 def test_the_pages_list_all_environments() -> None:

@@ -10,12 +10,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from train_kit.processes import write_commands
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "docs/start/quickstart.md"]
@@ -55,13 +55,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if installed := os.environ.get("TEST_BIN"):
         path = os.pathsep.join([installed, os.environ["PATH"]])
         return os.environ | {"PATH": path, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    folder = tmp_path_factory.mktemp("bin")
-    run_skyrl = "import sys; from skyrl_train.entrypoints.cli import run; sys.argv[0] = 'skyrl'; run()"
-    for name, command in {"python": f'"{sys.executable}"', "skyrl": f'"{sys.executable}" -c "{run_skyrl}"'}.items():
-        script = folder / name
-        script.write_text(f'#!/usr/bin/env bash\nexec {command} "$@"\n')
-        script.chmod(0o755)
-    path = os.pathsep.join([str(folder), os.environ["PATH"]])
+    path = os.pathsep.join([str(write_commands(tmp_path_factory.mktemp("bin"))), os.environ["PATH"]])
     python_path = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PATH": path, "PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 

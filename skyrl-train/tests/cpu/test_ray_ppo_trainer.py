@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,17 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
+from train_kit.datasets import prompt_row
+from train_kit.models import save_tiny_model
+from train_kit.runs import run_of, small_run
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.absent import EXPERIMENT_METHODS, TRAINER_ATTRIBUTES, TRAINER_METHODS
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.generators.base import GeneratorInterface, GeneratorOutput
-from skyrl_train.models.tiny import tiny_qwen3
 from skyrl_train.trainer import RayPPOTrainer, Trainer
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.utils.ppo_utils import register_advantage_estimator
@@ -42,11 +43,19 @@ def _length() -> Iterator[None]:
     skyrl_gym.envs.deregister("length")
 
 
+Train = Callable[..., list[dict[str, Any]]]
+
+
 @pytest.fixture
-def train(tiny_model_path: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def train(tiny_model_path: Path, tmp_path: Path) -> Train:
     """Train for a step, without a trainer class with the default one, and return the logged metrics."""
-    row = {"prompt": [{"role": "user", "content": "say something"}], "env_class": "length", "data_source": "words"}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    data = tmp_path / "rows.jsonl"
+    write_jsonl(data, [prompt_row("say something", "length", data_source="words")] * 4)
+    settings = [
+        "trainer.ckpt_interval=-1",
+        "trainer.algorithm.use_kl_loss=false",
+        "generator.n_samples_per_prompt=4",
+    ]
 
     def run(trainer_class: type[RayPPOTrainer] | None, *overrides: str, name: str = "test_run") -> list[dict[str, Any]]:
         class Experiment(BasePPOExp):
@@ -55,25 +64,9 @@ def train(tiny_model_path: Path, tmp_path: Path) -> Callable[..., list[dict[str,
                 def get_trainer(self, *args: Any) -> RayPPOTrainer:
                     return trainer_class(*args)
 
-        argv = [
-            f"data.train_data=['{tmp_path}/rows.jsonl']",
-            "data.val_data=[]",
-            f"trainer.policy.model.path='{tiny_model_path}'",
-            f"trainer.output_dir='{tmp_path}/outputs'",
-            f"trainer.run_name={name}",
-            "trainer.train_batch_size=4",
-            "trainer.policy_mini_batch_size=4",
-            "trainer.eval_interval=-1",
-            "trainer.ckpt_interval=-1",
-            "trainer.logger=jsonl",
-            "trainer.algorithm.use_kl_loss=false",
-            "generator.n_samples_per_prompt=4",
-            "generator.sampling_params.max_generate_length=4",
-            *overrides,
-        ]
-        Experiment(parse_cli(argv)).run()
-        lines = (tmp_path / f"outputs/skyrl/{name}/metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        overrides = small_run(tmp_path, *settings, *overrides, model=tiny_model_path, data=data, name=name)
+        Experiment(parse_cli(overrides)).run()
+        return run_of(overrides).metrics
 
     return run
 
@@ -98,9 +91,7 @@ class DAPOTrainer(RayPPOTrainer):
         return super().postprocess_generator_output(generator_output, uids)
 
 
-def test_a_dapo_trainer_punishes_long_responses_once(
-    train: Callable[..., list[dict[str, Any]]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dapo_trainer_punishes_long_responses_once(train: Train, caplog: pytest.LogCaptureFixture) -> None:
     custom = train(DAPOTrainer, *BUFFER, "generator.batched=true", name="custom")[-1]
     built_in = train(None, *BUFFER, name="built-in")[-1]
     assert custom["loss/avg_final_rewards"] < custom["reward/avg_raw_reward"] - 0.1
@@ -110,7 +101,7 @@ def test_a_dapo_trainer_punishes_long_responses_once(
 
 
 def test_a_hook_gets_a_reward_for_each_token_unless_rollouts_are_batched(
-    train: Callable[..., list[dict[str, Any]]],
+    train: Train,
 ) -> None:
     calls: list[Any] = []
     n_trained: list[float] = []
@@ -145,15 +136,13 @@ def test_a_hook_gets_a_reward_for_each_token_unless_rollouts_are_batched(
 
 
 @pytest.fixture
-def teacher(tiny_tokenizer: PreTrainedTokenizerBase, tiny_head_dim: int, tmp_path: Path) -> Path:
+def teacher(tiny_head_dim: int, tmp_path: Path) -> Path:
     """The path of another model."""
-    tiny_tokenizer.save_pretrained(tmp_path / "teacher")
-    tiny_qwen3(tiny_tokenizer, seed=1, head_dim=tiny_head_dim).save_pretrained(tmp_path / "teacher")
-    return tmp_path / "teacher"
+    return save_tiny_model(tmp_path / "teacher", seed=1, head_dim=tiny_head_dim)
 
 
 def test_a_trainer_that_replaces_the_kl_penalty_distills_a_teacher(
-    train: Callable[..., list[dict[str, Any]]], teacher: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, teacher: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "_entries", ADVANTAGE_ESTIMATORS.entries())
 
@@ -190,9 +179,7 @@ class HalvingTrainer(RayPPOTrainer):
 
 
 @pytest.mark.parametrize("kl", ["false", "true"])
-def test_a_trainer_that_changes_advantages_keeps_everything_else(
-    kl: str, train: Callable[..., list[dict[str, Any]]], teacher: Path
-) -> None:
+def test_a_trainer_that_changes_advantages_keeps_everything_else(kl: str, train: Train, teacher: Path) -> None:
     settings = [f"trainer.algorithm.use_kl_in_reward={kl}", f"trainer.ref.model.path='{teacher}'"]
     half, whole = train(HalvingTrainer, *settings, name="half")[-1], train(None, *settings, name="whole")[-1]
     name = "loss/avg_raw_advantages_abs"
@@ -203,7 +190,7 @@ def test_a_trainer_that_changes_advantages_keeps_everything_else(
     assert normalized["policy/grad_norm"] > half["policy/grad_norm"]
 
 
-def test_a_trainer_that_overrides_eval_adds_metrics(train: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_a_trainer_that_overrides_eval_adds_metrics(train: Train, tmp_path: Path) -> None:
     class EvaluatingTrainer(RayPPOTrainer):
         async def eval(self) -> dict[str, float]:
             metrics = await super().eval()
@@ -213,7 +200,7 @@ def test_a_trainer_that_overrides_eval_adds_metrics(train: Callable[..., list[di
     before, after = train(EvaluatingTrainer, *validation)
     assert (before["eval/step"], after["eval/step"]) == (0, 1)
     assert after["eval/twice"] == 2 * after["eval/all/avg_score"] > 0
-    assert (tmp_path / "outputs/skyrl/test_run/evals/global_step_1/words.jsonl").exists()
+    assert (tmp_path / "skyrl/test_run/evals/global_step_1/words.jsonl").exists()
 
 
 def drop_a_reward(data: Any) -> Any:
@@ -236,14 +223,14 @@ def shorten(data: Any) -> Any:
     ],
 )
 def test_a_hook_that_returns_something_else_is_named(
-    hook: str, change: Callable[[Any], Any], message: str, train: Callable[..., list[dict[str, Any]]]
+    hook: str, change: Callable[[Any], Any], message: str, train: Train
 ) -> None:
     broken = type("BrokenTrainer", (RayPPOTrainer,), {hook: lambda self, data, uids=(): change(data)})
     with pytest.raises(DataError, match=rf"^BrokenTrainer\.{hook}: .*{message}"):
         train(broken)
 
 
-def test_a_tensor_of_another_shape_is_named(train: Callable[..., list[dict[str, Any]]]) -> None:
+def test_a_tensor_of_another_shape_is_named(train: Train) -> None:
     class BrokenTrainer(RayPPOTrainer):
         def compute_advantages_and_returns(self, data: TrainingInputBatch) -> TrainingInputBatch:
             data["advantages"] = data["rewards"].sum(dim=-1)
@@ -282,6 +269,6 @@ def test_what_skyrl_has_and_this_trainer_lacks_is_explained(name: str) -> None:
         getattr(trainer, name)
 
 
-def test_an_experiment_returns_a_trainer_of_skyrl(train: Callable[..., list[dict[str, Any]]]) -> None:
+def test_an_experiment_returns_a_trainer_of_skyrl(train: Train) -> None:
     with pytest.raises(ConfigError, match=r"Experiment\.get_trainer returned a tuple; return a subclass of .*RayPPO"):
         train(lambda *args: args)  # type: ignore[arg-type]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from train_kit.datasets import prompt_row
+from train_kit.runs import expect_error, small_run, train, train_with
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.callbacks import StepReport, is_due
-from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli
+from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.trainer import Step, Trainer
 from skyrl_train.workers.worker import Worker
 
@@ -44,58 +45,35 @@ def _flaky() -> Iterator[None]:
 
 
 @pytest.fixture
-def train(tiny_model_path: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Train for a few steps and return the logged metrics."""
-    row = {"prompt": [{"role": "user", "content": "say something"}], "env_class": "flaky"}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
-
-    def run(*overrides: str) -> list[dict[str, Any]]:
-        main(
-            [
-                f"data.train_data=['{tmp_path}/rows.jsonl']",
-                f"data.val_data=['{tmp_path}/rows.jsonl']",
-                f"trainer.policy.model.path='{tiny_model_path}'",
-                f"trainer.output_dir='{tmp_path}/outputs'",
-                "trainer.run_name=test_run",
-                "trainer.train_batch_size=4",
-                "trainer.policy_mini_batch_size=4",
-                "trainer.ckpt_interval=-1",
-                "trainer.eval_interval=-1",
-                "trainer.logger=jsonl",
-                "generator.n_samples_per_prompt=4",
-                "generator.sampling_params.max_generate_length=4",
-                *overrides,
-            ]
-        )
-        lines = (tmp_path / "outputs/skyrl/test_run/metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    return run
+def overrides(tiny_model_path: Path, tmp_path: Path) -> list[str]:
+    """Overrides of a run of one step."""
+    write_jsonl(tmp_path / "rows.jsonl", [prompt_row("say something", "flaky")] * 4)
+    settings = [
+        "trainer.ckpt_interval=-1",
+        "generator.n_samples_per_prompt=4",
+    ]
+    return small_run(tmp_path, *settings, model=tiny_model_path, data=tmp_path / "rows.jsonl")
 
 
-def test_failed_rollouts_are_counted_and_not_trained(
-    train: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_rollouts_are_counted_and_not_trained(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlakyEnv, "fails_below", 12)
-    step = train()[-1]
+    step = train(*overrides).metrics[-1]
     n_failed = step["generate/n_invalid"]
     assert 0 < n_failed < 16, "some rollouts must fail and some succeed; choose another limit"
     assert step["reward/avg_raw_reward"] >= 1.2, "a failed rollout counted as reward 0"
 
 
 def test_a_step_of_failures_ends_the_run_with_the_first_reason(
-    train: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FlakyEnv, "fails_below", 10_000)
-    with pytest.raises(SystemExit):
-        train()
-    message = capsys.readouterr().err
+    message = expect_error(*overrides)
     assert "error: 16 of 16 rollouts of step 1 failed" in message
     assert "is too short" in message
 
 
 @pytest.mark.parametrize(
-    ("overrides", "n_passes"),
+    ("settings", "n_passes"),
     [
         (["trainer.algorithm.use_kl_loss=false"], 0),
         (["trainer.algorithm.use_kl_loss=false", "trainer.policy_mini_batch_size=2"], 1),
@@ -104,9 +82,9 @@ def test_a_step_of_failures_ends_the_run_with_the_first_reason(
     ids=["one mini-batch, one epoch", "two mini-batches", "two epochs"],
 )
 def test_old_logprobs_are_scored_only_if_the_update_needs_them(
-    train: Callable[..., list[dict[str, Any]]],
-    monkeypatch: pytest.MonkeyPatch,
     overrides: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: list[str],
     n_passes: int,
 ) -> None:
     score, calls = Worker.score, []
@@ -116,15 +94,15 @@ def test_old_logprobs_are_scored_only_if_the_update_needs_them(
         return score(self, shard, *args)
 
     monkeypatch.setattr(Worker, "score", counting_score)
-    assert train(*overrides)[-1]["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
+    assert train(*overrides, *settings).metrics[-1]["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
     assert len(calls) == n_passes
 
 
 def test_the_kl_to_the_reference_starts_at_zero_and_grows(
-    train: Callable[..., list[dict[str, Any]]],
+    overrides: list[str],
 ) -> None:
-    rows = train("trainer.epochs=3", "trainer.policy.optimizer_config.lr=1e-2", "trainer.algorithm.kl_loss_coef=1")
-    kl = [row["policy/policy_kl"] for row in rows if "policy/policy_kl" in row]
+    settings = ["trainer.epochs=3", "trainer.policy.optimizer_config.lr=1e-2", "trainer.algorithm.kl_loss_coef=1"]
+    kl = [step["policy/policy_kl"] for step in train(*overrides, *settings).metrics[1:]]
     assert kl[0] == pytest.approx(0, abs=1e-6)
     assert min(kl[1:]) > 1e-4
 
@@ -138,11 +116,11 @@ def test_is_due(interval: int, step: int, is_last: bool, due: bool) -> None:
 
 
 def test_a_single_valid_trajectory_of_a_group_is_not_trained(
-    train: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FlakyEnv, "failing", frozenset({1, 2, 3, 5}))  # groups have four rollouts
     inline = "environment.skyrl_gym.max_env_workers=0"
-    step = train(inline, "generator.n_rollout_retries=0")[-1]
+    step = train(*overrides, inline, "generator.n_rollout_retries=0").metrics[-1]
     assert step["generate/n_invalid"] == step["generate/n_invalid/env_error"] == 4
     assert step["generate/n_left_alone"] == 1
 
@@ -166,18 +144,13 @@ class OverlappingTrainer(Trainer):
             await self.finish_step(step)
 
 
-def test_overlapping_steps_report_their_own_metrics_and_trajectories(catch_run: list[str], tmp_path: Path) -> None:
-    class Experiment(BasePPOExp):
-        trainer_class = OverlappingTrainer
-
-    overrides = ["trainer.dump_trajectories=true", "trainer.eval_interval=-1", "trainer.ckpt_interval=-1"]
-    Experiment(parse_cli([*catch_run, *overrides])).run()
-    folder = tmp_path / "skyrl/test_run"
-    rows = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+def test_overlapping_steps_report_their_own_metrics_and_trajectories(catch_run: list[str]) -> None:
+    settings = ["trainer.dump_trajectories=true", "trainer.eval_interval=-1", "trainer.ckpt_interval=-1"]
+    run = train_with(*catch_run, *settings, trainer=OverlappingTrainer)
+    rows = {row["step"]: row for row in run.metrics}
     draws = []
     for step in (1, 2):
-        lines = (folder / f"trajectories/global_step_{step}.jsonl").read_text().splitlines()
-        played = [json.loads(line) for line in lines]
+        played = run.trajectories(step)
         rewards = [t["total_reward"] for t in played]
         assert rows[step]["reward/avg_raw_reward"] == pytest.approx(sum(rewards) / len(rewards))
         assert rows[step]["loss/avg_final_rewards"] == pytest.approx(sum(rewards) / len(rewards))
@@ -187,11 +160,9 @@ def test_overlapping_steps_report_their_own_metrics_and_trajectories(catch_run: 
     assert not draws[0] & draws[1]
 
 
-def test_a_run_without_a_learning_signal_warns_once(
-    train: Callable[..., list[dict[str, Any]]], caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_run_without_a_learning_signal_warns_once(overrides: list[str], caplog: pytest.LogCaptureFixture) -> None:
     greedy = ["generator.sampling_params.temperature=0", "trainer.algorithm.temperature=1"]  # equal samples
-    train(*greedy, "trainer.epochs=5")
+    run = train(*overrides, *greedy, "trainer.epochs=5")
     warnings = [record.message for record in caplog.records if "the policy is not learning" in record.message]
     assert len(warnings) == 1
-    assert warnings[0] in (tmp_path / "outputs/skyrl/test_run/report.html").read_text()
+    assert warnings[0] in (run.folder / "report.html").read_text()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray_runs import N_STEPS
-
-from skyrl_train.entrypoints.main_base import main
+from train_kit import runs
+from train_kit.runs import Run
 
 
 @pytest.fixture
@@ -41,23 +39,18 @@ def five_steps(catch_run: list[str]) -> list[str]:
     return [
         *catch_run,
         "trainer.epochs=3",
-        f"trainer.max_training_steps={N_STEPS}",
+        "trainer.max_training_steps=5",
         "trainer.policy_mini_batch_size=2",
         "trainer.critic_mini_batch_size=2",
         "trainer.policy.optimizer_config.lr=1e-4",
         "trainer.critic.optimizer_config.lr=1e-4",
         "trainer.algorithm.use_kl_loss=true",
         "trainer.eval_interval=-1",
-        f"trainer.hf_save_interval={N_STEPS}",
+        "trainer.hf_save_interval=5",
     ]
 
 
 @pytest.fixture
-def train(five_steps: list[str], tmp_path: Path) -> Callable[..., Path]:
-    """Run five steps, and return the run folder."""
-
-    def run(name: str, *overrides: str) -> Path:
-        main([*five_steps, f"trainer.run_name={name}", *overrides])
-        return tmp_path / "skyrl" / name
-
-    return run
+def train(five_steps: list[str]) -> Callable[..., Run]:
+    """Run five steps under a name."""
+    return lambda name, *overrides: runs.train(*five_steps, f"trainer.run_name={name}", *overrides)

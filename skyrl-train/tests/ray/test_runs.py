@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,14 +13,12 @@ from pathlib import Path
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray_runs import N_STEPS, assert_same_run, metrics, weights
-from train_kit.processes import find_descendants, killing
+from train_kit import runs
+from train_kit.processes import TRAIN_FOLDER, find_descendants, kill_descendant, python, wait_until
+from train_kit.runs import AtStepEnd, Run, assert_close_runs, expect_error, read_lines, run_of, train_with
 
-from skyrl_train.entrypoints import main_generate
-from skyrl_train.entrypoints.main_base import main
 from skyrl_train.launch.ray.placement import Request, Reservation
 
-TRAIN_FOLDER = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)  # each process imports PyTorch, and a test has up to 12
 
 PPO = ["trainer.algorithm.advantage_estimator=gae"]
@@ -31,32 +26,32 @@ LORA = ["trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.merge_on_
 
 
 def test_one_and_two_ranks_train_like_one_process(
-    start_cluster: Callable[..., Cluster], train: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    start_cluster: Callable[..., Cluster], train: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
     start_cluster(1, 1)  # two nodes, each with a single CPU
     inline = train("inline")
-    assert_same_run(train("one", "trainer.placement.launcher=ray"), inline, "policy")
-    assert_same_run(train("two", "trainer.placement.policy_num_nodes=2"), inline, "policy")
+    assert_close_runs(train("one", "trainer.placement.launcher=ray"), inline)
+    assert_close_runs(train("two", "trainer.placement.policy_num_nodes=2"), inline)
     assert "Reserved 2 × 1 CPU for policy, ref, engine" in caplog.text
-    assert max(row["policy/rollout_train_logprobs_abs_diff_mean"] for row in metrics(inline)[1:]) < 1e-5
+    assert max(row["policy/rollout_train_logprobs_abs_diff_mean"] for row in inline.metrics[1:]) < 1e-5
 
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("lora", [[], pytest.param(LORA, marks=pytest.mark.nightly)], ids=["full", "lora"])
 def test_megatron_trains_like_one_process(
-    start_cluster: Callable[..., Cluster], train: Callable[..., Path], lora: list[str]
+    start_cluster: Callable[..., Cluster], train: Callable[..., Run], lora: list[str]
 ) -> None:
     pytest.importorskip("megatron.core")
     start_cluster(2)
     megatron = ["trainer.strategy=megatron", "trainer.placement.policy_num_gpus_per_node=2"]
     tensor, pipeline = (f"megatron_config.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline"))
     ranks = train("ranks", *megatron, f"trainer.policy.{tensor}", f"trainer.ref.{pipeline}", *lora)
-    assert_same_run(ranks, train("inline", *lora), "policy")
+    assert_close_runs(ranks, train("inline", *lora))
 
 
 def test_a_critic_on_its_own_ranks(
     start_cluster: Callable[..., Cluster],
-    train: Callable[..., Path],
+    train: Callable[..., Run],
     tiny_model_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -68,14 +63,15 @@ def test_a_critic_on_its_own_ranks(
         "trainer.placement.critic_num_gpus_per_node=1",
     ]
     ranks = train("ranks", *ppo, *placement, "trainer.update_ref_every_epoch=true")
-    assert_same_run(ranks, train("inline", *ppo, "trainer.update_ref_every_epoch=true"), "policy", "critic")
+    assert_close_runs(ranks, train("inline", *ppo, "trainer.update_ref_every_epoch=true"))
     for line in ("1 × 2 CPUs for policy, ref", "1 × 1 CPU for critic", "1 × 1 CPU for engine"):
         assert f"Reserved {line}" in caplog.text
 
 
 def test_models_and_engines_that_leave_devices_while_idle_train_like_one_process(
     start_cluster: Callable[..., Cluster],
-    train: Callable[..., Path],
+    train: Callable[..., Run],
+    five_steps: list[str],
     tiny_model_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -86,13 +82,11 @@ def test_models_and_engines_that_leave_devices_while_idle_train_like_one_process
     inline = train("inline", *settings)
     engines = ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"]
     offloading = [*settings, *engines, "trainer.placement.offload_idle=true", "generator.weight_sync_backend=gloo"]
-    with (
-        caplog.at_level(logging.DEBUG, "skyrl_train.workers.lease"),
-        killing("EngineActor", inline.parent / "offloading"),
-    ):
-        train("offloading", *offloading, "trainer.max_training_steps=3")
-        folder = train("offloading", *offloading)
-    assert_same_run(folder, inline, "policy", "critic")
+    kill = AtStepEnd(lambda run, step: step == 1 and kill_descendant("EngineActor"))
+    overrides = [*five_steps, "trainer.run_name=offloading", *offloading]
+    with caplog.at_level(logging.DEBUG, "skyrl_train.workers.lease"):
+        train_with(*overrides, "trainer.max_training_steps=3", first=[kill])
+        assert_close_runs(train("offloading", *offloading), inline)
     assert "was lost and is replaced" in caplog.text
     assert "Resumed from" in caplog.text
     users = re.findall(r"Shared devices go to (.*?),? after .* in which (.*) GB", caplog.text)
@@ -107,60 +101,50 @@ def test_models_and_engines_that_leave_devices_while_idle_train_like_one_process
 
 
 def test_an_evaluation_uses_the_placed_engines(
-    start_cluster: Callable[..., Cluster], five_steps: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start_cluster: Callable[..., Cluster], five_steps: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     start_cluster(1, 1)
     sampled = ["generator.eval_sampling_params.temperature=1", "generator.eval_n_samples_per_prompt=4"]
     placement = ["trainer.placement.policy_num_nodes=2", "generator.num_inference_engines=2"]
+    replies = []
     for name, settings in (("inline", []), ("two", placement)):
-        main_generate.main([*five_steps, *sampled, *settings, f"trainer.run_name={name}"])
+        run = runs.train(*five_steps, *sampled, *settings, f"trainer.run_name={name}", command="generate")
+        rows = read_lines(run.folder / "evals/eval_only/synthetic_catch.jsonl")
+        replies.append([row["output_response"] for row in rows])
     assert "Reserved 2 × 1 CPU for engine" in caplog.text
-    inline, two = (tmp_path / "skyrl" / name / "evals/eval_only/synthetic_catch.jsonl" for name in ("inline", "two"))
-    replies = [[json.loads(line)["output_response"] for line in path.open()] for path in (inline, two)]
     assert len(set(replies[0])) > 1
     assert replies[0] == replies[1]
 
 
 def test_a_request_beyond_the_cluster_is_refused_at_once(
-    start_cluster: Callable[..., Cluster], five_steps: list[str], capsys: pytest.CaptureFixture[str]
+    start_cluster: Callable[..., Cluster], five_steps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SKYRL_RAY_PG_TIMEOUT_IN_S", "10000")  # longer than the test
     start_cluster(1, 2)
-    begin = time.monotonic()
-    with pytest.raises(SystemExit):
-        main([*five_steps, "trainer.placement.policy_num_gpus_per_node=3"])
-    assert time.monotonic() - begin < 20
-    message = capsys.readouterr().err.partition("error: ")[2]
+    message = expect_error(*five_steps, "trainer.placement.policy_num_gpus_per_node=3")
     assert "trainer.placement asks for 1 × 3 CPUs for policy, ref, engine" in message
     assert "the Ray cluster has 3 CPUs on 2 nodes: 1 + 2" in message
 
 
-def test_a_cluster_that_does_not_answer_is_named(
-    five_steps: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(SystemExit):
-        main([*five_steps, "trainer.placement.launcher=ray"])
-    assert "RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers there" in capsys.readouterr().err
-    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    with pytest.raises(SystemExit):
-        main([*five_steps, "trainer.placement.launcher=ray"])
-    assert "RAY_ADDRESS=ray://head:10001: Ray Client is not supported" in capsys.readouterr().err
+def test_a_cluster_that_does_not_answer_is_named(five_steps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for address, problem in (
+        ("127.0.0.1:1", "no Ray cluster answers there"),
+        ("ray://head:10001", "Ray Client is not supported"),
+    ):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        message = expect_error(*five_steps, "trainer.placement.launcher=ray")
+        assert f"RAY_ADDRESS={address}: {problem}" in message
 
 
 def test_devices_that_others_hold_are_waited_for_only_for_a_while(
-    start_cluster: Callable[..., Cluster],
-    five_steps: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    start_cluster: Callable[..., Cluster], five_steps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = start_cluster(1)
     ray.init(address=cluster.address)
     holder = ray.util.placement_group([{"CPU": 1}])
     assert holder.wait(30)
     monkeypatch.setenv("SKYRL_RAY_PG_TIMEOUT_IN_S", "1")
-    with pytest.raises(SystemExit):
-        main([*five_steps, "trainer.placement.launcher=ray"])
-    message = capsys.readouterr().err.partition("error: ")[2]
+    message = expect_error(*five_steps, "trainer.placement.launcher=ray")
     assert "trainer.placement asks for 1 × 1 CPU for" in message
     assert "of 1 CPU on 1 node, 0 are free beside those that it already got" in message
 
@@ -180,26 +164,20 @@ def test_nodes_that_join_late_are_waited_for(
 
 
 def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
-    five_steps: list[str], train: Callable[..., Path], tiny_model_path: Path, tmp_path: Path
+    five_steps: list[str], train: Callable[..., Run], tiny_model_path: Path
 ) -> None:
     ppo = [*PPO, f"trainer.critic.model.path={tiny_model_path}"]
-    folder = tmp_path / "skyrl/killed"
     overrides = ["trainer.run_name=killed", "trainer.ckpt_interval=1", "trainer.placement.policy_num_gpus_per_node=2"]
-    command = [sys.executable, "-m", "examples.catch.main_catch", *five_steps, *ppo, *overrides]
-    options = {
-        "cwd": TRAIN_FOLDER,
-        "env": os.environ | {"RAY_ADDRESS": "local"},
-        "stderr": subprocess.PIPE,
-        "text": True,
-    }
-    with subprocess.Popen(command, **options) as process:
-        deadline = time.monotonic() + 200
-        while not (folder / "ckpts/global_step_2").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        ranks = list(find_descendants("RankActor", process.pid))
+    overrides = [*five_steps, *ppo, *overrides]
+    run = run_of(overrides)
+    command = [python(), "-m", "examples.catch.main_catch", *overrides]
+    options = {"cwd": TRAIN_FOLDER, "env": os.environ | {"RAY_ADDRESS": "local"}, "text": True}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, **options) as process:
+        wait_until((run.folder / "ckpts/global_step_2").exists)
+        ranks = list(find_descendants("RankActor"))
         assert len(ranks) == 6, "two of the policy, two of the critic, two of the reference"
         ranks[1].kill()
-        _, messages = process.communicate(timeout=100)
+        _, messages = process.communicate(timeout=200)
     assert process.returncode == 1
     assert messages.count("error: ") == 1
     assert "Traceback" not in messages
@@ -207,7 +185,6 @@ def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
     assert "rank " in cause
     assert "it was killed" in cause
     assert "ended during" in cause
-    assert len(metrics(folder)) < N_STEPS + 1
+    assert len(run.steps) < 6
     subprocess.run(command, check=True, **options)
-    assert_same_run(folder, train("inline", *ppo), "policy", "critic")
-    assert weights(folder).keys() == weights(tmp_path / "skyrl/inline").keys()
+    assert_close_runs(run, train("inline", *ppo))

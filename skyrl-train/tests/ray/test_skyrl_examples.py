@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from train_kit.processes import TRAIN_FOLDER, run_python
+from train_kit.runs import Run
 
-TRAIN_FOLDER = Path(__file__).parents[2]
+from skyrl_train.dataset.files import write_jsonl
+
 pytestmark = pytest.mark.timeout(600)
 
 ESTIMATOR = """
@@ -159,57 +159,50 @@ def launch(tiny_model_path: Path, tmp_path: Path) -> Launch:
     )
 
     def run(command: list[str], row: dict[str, Any], *overrides: str, folder: Path = tmp_path) -> list[dict[str, Any]]:
-        (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
-        finished = subprocess.run(
-            [
-                *(sys.executable, *command),
-                f"data.train_data=['{tmp_path}/rows.jsonl']",
-                f"data.val_data=['{tmp_path}/rows.jsonl']",
-                f"trainer.policy.model.path={tiny_model_path}",
-                f"trainer.output_dir={tmp_path}/outputs",
-                "trainer.placement.colocate_all=true",
-                "trainer.strategy=fsdp2",
-                "trainer.placement.policy_num_gpus_per_node=1",
-                "trainer.placement.ref_num_gpus_per_node=1",
-                "trainer.epochs=1",
-                "trainer.update_epochs_per_batch=1",
-                "trainer.train_batch_size=4",
-                "trainer.policy_mini_batch_size=2",
-                "trainer.micro_forward_batch_size_per_gpu=2",
-                "trainer.micro_train_batch_size_per_gpu=2",
-                "trainer.eval_batch_size=8",
-                "trainer.eval_before_train=false",
-                "trainer.eval_interval=2",
-                "trainer.ckpt_interval=-1",
-                "trainer.max_prompt_length=256",
-                "trainer.policy.optimizer_config.lr=1.0e-4",
-                "trainer.algorithm.use_kl_loss=true",
-                "trainer.logger=console",
-                "trainer.project_name=examples",
-                "trainer.run_name=test_run",
-                "trainer.resume_mode=null",
-                "generator.num_inference_engines=1",
-                "generator.inference_engine_tensor_parallel_size=1",
-                "generator.sampling_params.max_generate_length=4",
-                "generator.n_samples_per_prompt=2",
-                "generator.run_engines_locally=true",
-                "generator.weight_sync_backend=nccl",
-                "generator.async_engine=true",
-                "generator.batched=true",
-                "generator.gpu_memory_utilization=0.4",
-                *overrides,
-            ],
+        write_jsonl(tmp_path / "rows.jsonl", [row] * 8)
+        run_python(
+            *command,
+            f"data.train_data=['{tmp_path}/rows.jsonl']",
+            f"data.val_data=['{tmp_path}/rows.jsonl']",
+            f"trainer.policy.model.path={tiny_model_path}",
+            f"trainer.output_dir={tmp_path}/outputs",
+            "trainer.placement.colocate_all=true",
+            "trainer.strategy=fsdp2",
+            "trainer.placement.policy_num_gpus_per_node=1",
+            "trainer.placement.ref_num_gpus_per_node=1",
+            "trainer.epochs=1",
+            "trainer.update_epochs_per_batch=1",
+            "trainer.train_batch_size=4",
+            "trainer.policy_mini_batch_size=2",
+            "trainer.micro_forward_batch_size_per_gpu=2",
+            "trainer.micro_train_batch_size_per_gpu=2",
+            "trainer.eval_batch_size=8",
+            "trainer.eval_before_train=false",
+            "trainer.eval_interval=2",
+            "trainer.ckpt_interval=-1",
+            "trainer.max_prompt_length=256",
+            "trainer.policy.optimizer_config.lr=1.0e-4",
+            "trainer.algorithm.use_kl_loss=true",
+            "trainer.logger=console",
+            "trainer.project_name=examples",
+            "trainer.run_name=test_run",
+            "trainer.resume_mode=null",
+            "generator.num_inference_engines=1",
+            "generator.inference_engine_tensor_parallel_size=1",
+            "generator.sampling_params.max_generate_length=4",
+            "generator.n_samples_per_prompt=2",
+            "generator.run_engines_locally=true",
+            "generator.weight_sync_backend=nccl",
+            "generator.async_engine=true",
+            "generator.batched=true",
+            "generator.gpu_memory_utilization=0.4",
+            *overrides,
             cwd=folder,
             env=os.environ | {"RAY_ADDRESS": "local"},
-            capture_output=True,
-            text=True,
-            check=False,
         )
-        assert finished.returncode == 0, finished.stderr
-        lines = (tmp_path / "outputs/examples/test_run/metrics.jsonl").read_text().splitlines()
-        steps = [json.loads(line) for line in lines]
-        assert [step["step"] for step in steps] == [0, 1, 2]
-        return steps[1:]
+        finished = Run(tmp_path / "outputs/examples/test_run")
+        assert finished.steps == [0, 1, 2]
+        return finished.metrics[1:]
 
     return run
 
@@ -303,6 +296,34 @@ class LengthEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         return BaseTextEnvStepOutput(observations=[], reward=float(len(action)), done=True, metadata={})
 """
+
+
+DECORATED_LOSS = """
+from skyrl_gym.envs import register
+from skyrl_train.utils.ppo_utils import register_policy_loss
+
+register(id="length", entry_point="__main__:LengthEnv")
+
+
+@register_policy_loss("reinforce")
+def reinforce(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
+    return (-log_probs * advantages * loss_mask).sum() / loss_mask.sum(), 0.0
+"""
+
+
+def test_registrations_of_a_script_reach_two_ranks(launch: Launch, tmp_path: Path) -> None:
+    script = ESTIMATOR + OWN_ENVIRONMENT + DECORATED_LOSS + MAIN.format(experiment="BasePPOExp")
+    (tmp_path / "main_length.py").write_text(script)
+    settings = [
+        "trainer.algorithm.advantage_estimator=simple_baseline",
+        "trainer.algorithm.policy_loss_type=reinforce",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.placement.ref_num_gpus_per_node=2",
+    ]
+    row = {"prompt": [{"role": "user", "content": "say something"}], "env_class": "length"}
+    for step in launch(["main_length.py"], row, *settings):
+        assert step["reward/avg_raw_reward"] > 1
+        assert step["policy/grad_norm"] > 0
 
 
 def test_an_environment_of_the_users_own_module(launch: Launch, tmp_path: Path) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
-from ray_runs import assert_same_run, metrics
-from train_kit.processes import killing
+from train_kit.processes import kill_descendant
+from train_kit.runs import AtStepEnd, Run, assert_close_runs, run_of, train_with
 from transformers import PreTrainedModel
 
 from skyrl_train.config.cli import parse_cli
@@ -23,7 +22,7 @@ from skyrl_train.weight_sync import Receipt, SyncPlan
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_transports_and_changes_train_alike(start_cluster: Callable[..., Cluster], train: Callable[..., Path]) -> None:
+def test_transports_and_changes_train_alike(start_cluster: Callable[..., Cluster], train: Callable[..., Run]) -> None:
     start_cluster(2)
     refreshing = "trainer.update_ref_every_epoch=true"  # after steps 2 and 4
     inline = train("inline", refreshing)
@@ -37,11 +36,11 @@ def test_transports_and_changes_train_alike(start_cluster: Callable[..., Cluster
         "generator.weight_sync_backend=gloo",
         "generator.weight_sync_delta=true",
     )
-    for folder in (memory, gloo):
-        assert_same_run(folder, inline, "policy")
-        assert all(row["sync/verified_copies"] == 1 for row in metrics(folder))
-        assert all(row["sync/logprob_gap"] < 1e-5 for row in metrics(folder))
-    assert metrics(gloo)[1]["sync/megabytes"] <= 1.01 * metrics(memory)[1]["sync/megabytes"]
+    for run in (memory, gloo):
+        assert_close_runs(run, inline)
+        assert all(step["sync/verified_copies"] == 1 for step in run.metrics)
+        assert all(step["sync/logprob_gap"] < 1e-5 for step in run.metrics)
+    assert gloo.metrics[1]["sync/megabytes"] <= 1.01 * memory.metrics[1]["sync/megabytes"]
 
 
 class CarelessEngine(HFEngine):
@@ -64,14 +63,14 @@ class Careless(BasePPOExp):
 
 
 def test_a_sync_that_is_broken_on_purpose_ends_the_run(
-    start_cluster: Callable[..., Cluster], five_steps: list[str], tmp_path: Path
+    start_cluster: Callable[..., Cluster], five_steps: list[str]
 ) -> None:
     start_cluster(1)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    cfg = parse_cli([*five_steps, "trainer.run_name=broken", "trainer.placement.launcher=ray"])
+    overrides = [*five_steps, "trainer.placement.launcher=ray"]
     with pytest.raises(SyncError, match="weight sync 1 failed: the engine does not compute with the policy's weights"):
-        Careless(cfg).run()
-    assert [row["step"] for row in metrics(tmp_path / "skyrl/broken")] == [0]
+        Careless(parse_cli(overrides)).run()
+    assert run_of(overrides).steps == [0]
 
 
 def test_a_timeout_that_ranks_would_not_wait_for_is_refused(
@@ -90,14 +89,21 @@ def test_a_timeout_that_ranks_would_not_wait_for_is_refused(
 
 
 def test_two_engines_train_like_one_process_and_a_killed_one_is_replaced(
-    start_cluster: Callable[..., Cluster], train: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    start_cluster: Callable[..., Cluster],
+    five_steps: list[str],
+    train: Callable[..., Run],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     start_cluster(1, 1)
     inline = train("inline")
-    settings = ["generator.num_inference_engines=2", "generator.weight_sync_backend=nccl"]
-    with killing("EngineActor", inline.parent / "two"):
-        two = train("two", "trainer.placement.policy_num_nodes=2", *settings)
-    assert_same_run(two, inline, "policy")
+    settings = [
+        "trainer.placement.policy_num_nodes=2",
+        "generator.num_inference_engines=2",
+        "generator.weight_sync_backend=nccl",
+    ]
+    kill = AtStepEnd(lambda run, step: step == 2 and kill_descendant("EngineActor"))
+    two = train_with(*five_steps, "trainer.run_name=two", *settings, first=[kill])
+    assert_close_runs(two, inline)
     assert "was lost and is replaced" in caplog.text
     assert "generator.weight_sync_backend=nccl: weights travel through shared memory, and gloo" in caplog.text
-    assert all(row["sync/verified_copies"] == 2 for row in metrics(two))
+    assert all(step["sync/verified_copies"] == 2 for step in two.metrics)

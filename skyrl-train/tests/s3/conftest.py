@@ -10,7 +10,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-from faulty_network import Faults, FaultyProxy
+from train_kit.networks import Faults, FaultyProxy
 
 SERVER = Path(__file__).parents[3] / ".venv-s3/bin/moto_server"
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
 from pathlib import Path
 
 import pytest
-from faulty_network import Faults
 from train_kit.checkpoints import read, save, write_named
+from train_kit.networks import Faults
+from train_kit.runs import expect_error, stop_after, train, train_with
 
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, RemoteFolder
-from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli
 from skyrl_train.errors import CheckpointError
 
 
@@ -34,21 +33,14 @@ def run_url(bucket: str, model: Path) -> RemoteCheckpoints:
     return RemoteCheckpoints(RemoteFolder(f"{bucket}/ckpts/skyrl/{model.name}/test_run"))
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
-    untimed = ("timing/", "trainer/", "storage/")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(untimed)} for row in rows]
-
-
 def test_checkpoints_and_evaluations_are_uploaded_and_one_checkpoint_stays(
-    command: list[str], bucket: str, tiny_model_path: Path, tmp_path: Path
+    command: list[str], bucket: str, tiny_model_path: Path
 ) -> None:
-    main(command)
-    remote, folder = run_url(bucket, tiny_model_path), tmp_path / "skyrl/test_run"
+    run, remote = train(*command), run_url(bucket, tiny_model_path)
     assert remote.steps() == [1, 2]
     assert all(remote.is_complete(step) for step in (1, 2))
-    assert CheckpointStore(folder / "ckpts").steps() == [2]
-    assert remote.is_complete(2, like=folder / "ckpts/global_step_2")
+    assert run.checkpoints.steps() == [2]
+    assert remote.is_complete(2, like=run.folder / "ckpts/global_step_2")
     evals = RemoteFolder(f"{bucket}/trajectories/evals/test_run")
     assert evals.names() == ["global_step_0", "global_step_2"]
     assert (evals / "global_step_2").names() == ["aggregated_results.jsonl", "synthetic_catch.jsonl"]
@@ -59,49 +51,35 @@ def test_a_machine_that_never_saw_the_run_continues_it(
 ) -> None:
     """The first machine stops after step 1 and is lost; the whole run on one machine gives the same metrics."""
 
-    class StopFirst(Callback):
-        async def on_step_end(self, run: Run, report: StepReport) -> None:
-            if report.global_step == 1:
-                run.request_stop("preempted")
-
-    class Experiment(BasePPOExp):
-        def get_callbacks(self, *parts: object) -> list[Callback]:
-            return [StopFirst(), *super().get_callbacks(*parts)]  # type: ignore[arg-type]
-
-    with pytest.raises(KeyboardInterrupt):
-        Experiment(parse_cli(command)).run()
-    folder = tmp_path / "skyrl/test_run"
-    first = metrics(folder)
+    run = stop_after(1, *command)
+    first = run.reproducible_metrics
     shutil.rmtree(tmp_path / "skyrl")
-    main(command)
-    second = metrics(folder)
-    assert "Downloading the checkpoint of step 1" in (folder / "train.log").read_text()
+    second = train(*command).reproducible_metrics
+    assert "Downloading the checkpoint of step 1" in run.log
     assert [row["step"] for row in second] == [2]
     assert run_url(bucket, tiny_model_path).latest_step() == 2
     shutil.rmtree(tmp_path / "skyrl")
-    main([*command, "trainer.resume_mode=none", "trainer.remote_ckpt_url=null", "trainer.remote_trajectory_url=null"])
-    assert first + second == metrics(folder)
+    train(*command, "trainer.resume_mode=none", "trainer.remote_ckpt_url=null", "trainer.remote_trajectory_url=null")
+    assert first + second == run.reproducible_metrics
 
 
 def test_a_changed_byte_in_s3_is_named_and_the_offered_checkpoint_resumes(
-    command: list[str], bucket: str, tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], bucket: str, tiny_model_path: Path, tmp_path: Path
 ) -> None:
-    main(command)
+    train(*command)
     folder = run_url(bucket, tiny_model_path).folder / "global_step_2"
     content = bytearray(folder.read("policy/__0_0.distcp") or b"")
     content[len(content) // 2] ^= 1
     folder.write("policy/__0_0.distcp", bytes(content))
     shutil.rmtree(tmp_path / "skyrl")
-    with pytest.raises(SystemExit):
-        main(command)
-    message = capsys.readouterr().err
+    message = expect_error(*command)
     assert f"the content of {folder.url}/policy/__0_0.distcp has changed since it was saved" in message
     settings = [word for word in message.split() if word.startswith("trainer.resume_")]
     assert settings[1].endswith("/global_step_1")
-    main([*command, *settings])
+    train(*command, *settings)
     assert run_url(bucket, tiny_model_path).latest_step() == 2
     shutil.rmtree(tmp_path / "skyrl")
-    main(command)
+    train(*command)
 
 
 def test_without_credentials_nothing_is_uploaded_and_the_log_says_so(
@@ -110,9 +88,9 @@ def test_without_credentials_nothing_is_uploaded_and_the_log_says_so(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    main(command)
+    run = train(*command)
     assert "checkpoints stay on this machine: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set" in caplog.text
-    assert CheckpointStore(tmp_path / "skyrl/test_run/ckpts").steps() == [1, 2]
+    assert run.checkpoints.steps() == [1, 2]
 
 
 def test_storage_that_is_down_does_not_stop_training_and_the_rerun_uploads(
@@ -120,7 +98,6 @@ def test_storage_that_is_down_does_not_stop_training_and_the_rerun_uploads(
     bucket: str,
     faults: Faults,
     tiny_model_path: Path,
-    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     alerts = []
@@ -132,25 +109,21 @@ def test_storage_that_is_down_does_not_stop_training_and_the_rerun_uploads(
         async def on_alert(self, run: Run, text: str) -> None:
             alerts.append(text)
 
-    class Experiment(BasePPOExp):
-        def get_callbacks(self, *parts: object) -> list[Callback]:
-            return [Break(), *super().get_callbacks(*parts)]  # type: ignore[arg-type]
-
     started = time.monotonic()
-    Experiment(parse_cli([*command, "trainer.remote_exit_timeout_seconds=3"])).run()
+    run = train_with(*command, "trainer.remote_exit_timeout_seconds=3", first=[Break()])
     assert time.monotonic() - started < 60, "the run waits for uploads only as long as it says"
     assert "uploads are not complete; nothing is lost on this machine" in alerts[-1]
     assert f"Storage: {alerts[-1]}" in caplog.text
-    assert CheckpointStore(tmp_path / "skyrl/test_run/ckpts").steps() == [1, 2], "only uploaded ones are removed"
+    assert run.checkpoints.steps() == [1, 2], "only uploaded ones are removed"
     faults.is_down = False
-    main(command)
+    train(*command)
     assert run_url(bucket, tiny_model_path).steps() == [1, 2]
     assert run_url(bucket, tiny_model_path).latest_step() == 2
-    assert CheckpointStore(tmp_path / "skyrl/test_run/ckpts").steps() == [2]
+    assert run.checkpoints.steps() == [2]
 
 
 def test_a_stall_longer_than_a_step_and_cut_connections_delay_only_uploads(
-    command: list[str], bucket: str, faults: Faults, tiny_model_path: Path, tmp_path: Path
+    command: list[str], bucket: str, faults: Faults, tiny_model_path: Path
 ) -> None:
     """The network stalls for 30 s after step 1, and then cuts 5% of the connections."""
 
@@ -161,14 +134,10 @@ def test_a_stall_longer_than_a_step_and_cut_connections_delay_only_uploads(
             elif report.global_step == 2:
                 assert time.monotonic() < faults.stalled_until, "training waits for the network"
 
-    class Experiment(BasePPOExp):
-        def get_callbacks(self, *parts: object) -> list[Callback]:
-            return [Break(), *super().get_callbacks(*parts)]  # type: ignore[arg-type]
-
-    Experiment(parse_cli(command)).run()
+    run = train_with(*command, first=[Break()])
     remote = run_url(bucket, tiny_model_path)
     assert all(remote.is_complete(step) for step in (1, 2))
-    assert CheckpointStore(tmp_path / "skyrl/test_run/ckpts").steps() == [2]
+    assert run.checkpoints.steps() == [2]
 
 
 @pytest.mark.parametrize("size", [10_000, 12_000_000])  # the second one is sent in parts

@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from train_kit.datasets import prompt_row
+from train_kit.processes import TRAIN_FOLDER
+
+from skyrl_train.dataset.files import write_jsonl
 
 MODEL = {"max_position_embeddings": 128, "vocab_size": 500, "num_hidden_layers": 4, "num_attention_heads": 4}
-MISTAKES: dict[str, list[str]] = {
+TRAIN_MISTAKES: dict[str, list[str]] = {
     "trainer.epoch=3": ["there is no key trainer.epoch; did you mean trainer.epochs?"],
     "trainer.polcy.model.path=x": ["there is no key trainer.polcy.model.path", "trainer.policy.model.path"],
     "learning_rate=1e-6": ["there is no key learning_rate"],
@@ -20,7 +24,7 @@ MISTAKES: dict[str, list[str]] = {
     "trainer.policy.optimizer_config.lr=-1": ["lr=-1 must be a number >= 0"],
     "trainer.bf16=yes": ["trainer.bf16=yes must be true or false"],
     "trainer.logger=wanbd": ["trainer.logger=wanbd must be one of console, jsonl, tensorboard, wandb"],
-    "trainer.logger=wandb": ["WANDB_API_KEY", "trainer.logger=tensorboard"],
+    "trainer.logger=wandb": ["WANDB_API_KEY", "WANDB_MODE=offline", "trainer.logger=tensorboard"],
     "--trainer.epochs=3": ["--trainer.epochs=3 is not an override; write trainer.epochs=3"],
     "epochs": ["epochs is not an override; write trainer.epochs=<value>"],
     "trainer.seed=1,2": ["is a sweep over several runs"],
@@ -63,6 +67,7 @@ MISTAKES: dict[str, list[str]] = {
     "data.train_data=[$UNGRADED]": ["row 0 of $UNGRADED", "; 2 of 4 rows are refused"],
     "data.train_data=[unknown_env.jsonl]": ["row 1 of unknown_env.jsonl: env_class=gms8k", "Did you mean 'gsm8k'?"],
     "data.train_data=[number_env.jsonl]": ["row 0 of number_env.jsonl: env_class=5 is a int"],
+    "data.train_data=[no_prompt.jsonl]": ["row 0 of no_prompt.jsonl", "'prompt'", "question"],
     "data.train_data=[null_prompt.jsonl]": ["row 0 of null_prompt.jsonl: prompt=null is not a list of messages"],
     "environment.skyrl_gym.gsm8k.grder=strict": [
         "environment.skyrl_gym.gsm8k.grder is unknown; the only key is grader"
@@ -107,6 +112,42 @@ MISTAKES: dict[str, list[str]] = {
     "--help trainer.epoch": ["there is no key or section trainer.epoch; did you mean trainer.epochs?"],
 }
 
+SFT_MISTAKES: dict[str, list[str]] = {
+    "data.trunkation=left": ["there is no key data.trunkation; did you mean data.truncation"],
+    "generator.backend=hf": ["generator.backend=hf: there is no key generator.backend"],
+    "data.max_length=129": ["data.max_length=129 is more than the context of"],
+    "data.chat_template=/nowhere.jinja": ["data.chat_template=/nowhere.jinja does not exist"],
+    "data.chat_template=/dev/null": ["data.chat_template=/dev/null is not a regular file"],
+    "data.val_data=/nowhere.jsonl": ["data.val_data=/nowhere.jsonl: the file /nowhere.jsonl does not exist"],
+    "data.train_data=[]": ["data.train_data=[] leaves nothing to train on"],
+    "data.response_key=reply": ["row 0 of"],
+    "trainer.train_batch_size=32": ["data.train_data has 3 usable rows, fewer than trainer.train_batch_size=32"],
+    "trainer.train_batch_size=32 --dry-run": ["has 3 usable rows, fewer than trainer.train_batch_size=32"],
+    "trainer.policy.model.path=/nowhere": ["there is no such folder"],
+}
+MISTAKES = {("train", mistake): words for mistake, words in TRAIN_MISTAKES.items()} | {
+    ("sft", mistake): words for mistake, words in SFT_MISTAKES.items()
+}
+"""Words of the answer by command and mistake."""
+
+GOOD = {
+    "train": [
+        "data.train_data=[rows.jsonl]",
+        "data.val_data=[rows.jsonl]",
+        "trainer.policy.model.path=model",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=4",
+        "generator.sampling_params.max_generate_length=16",
+    ],
+    "sft": [
+        "data.train_data=answers.jsonl",
+        "data.val_data=answers.jsonl",
+        "trainer.policy.model.path=model",
+        "trainer.train_batch_size=3",
+    ],
+}
+"""Overrides without a mistake, for each command."""
+
 SCRIPT = """
 import contextlib, io, json, sys
 from skyrl_train.entrypoints.cli import main
@@ -122,20 +163,50 @@ json.dump([answers, heavy], sys.stdout)
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Standard error of `skyrl train` for each mistake, all in one process that must not import PyTorch."""
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
+    """Standard error of the command for each mistake, all in one process that must not import PyTorch."""
     folder = tmp_path_factory.mktemp("mistakes")
-    row = {"prompt": [{"role": "user", "content": "Hi"}], "reward_spec": {"ground_truth": "42"}}
+    write_inputs(folder)
+    commands = [
+        [command, *([] if mistake.startswith("--help") else GOOD[command]), *mistake.split()]
+        for command, mistake in MISTAKES
+    ]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    env |= {"PYTHONPATH": os.pathsep.join([str(TRAIN_FOLDER), env.get("PYTHONPATH", "")]), "HOME": str(folder)}
+    env["UNGRADED"] = "no_truth.jsonl"
+    names = {entry.name for entry in folder.iterdir()}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps(commands),
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=True,
+    )
+    results, heavy = json.loads(done.stdout)
+    assert heavy == [], "a mistake must be answered before these are imported"
+    assert {entry.name for entry in folder.iterdir()} == names, "a mistake must create nothing"
+    assert [status for status, _ in results] == [1] * len(MISTAKES)
+    return dict(zip(MISTAKES, [text for _, text in results], strict=True))
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the files that `GOOD` and the mistakes name."""
+    row = prompt_row("Hi", reward_spec={"ground_truth": "42"})
     for name, rows in {
         "rows": [row],
+        "answers": [{"prompt": "Hi", "response": "Hello"}] * 3,
         "wrong_type": [row, row, row | {"reward_spec": "42"}],
         "no_truth": [row | {"reward_spec": None}, row, row | {"reward_spec": {}}],
         "null_info": [row | {"extra_info": None}],
         "unknown_env": [row, row | {"env_class": "gms8k"}],
         "number_env": [row | {"env_class": 5}],
+        "no_prompt": [{"question": "2 + 2?"}],
         "null_prompt": [row | {"prompt": None}],
     }.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        write_jsonl(folder / f"{name}.jsonl", rows)
     os.mkfifo(folder / "pipe.json")
     (folder / "broken.yaml").write_text("trainer: {epochs: ")
     (folder / "nul.yaml").write_text('trainer: {output_dir: "out\\0put"}')
@@ -155,36 +226,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "list_config/config.json").write_text("[]")
     (folder / "folder_config/config.json").mkdir()
     (folder / "small_vocabulary/config.json").write_text(json.dumps({"vocab_size": 100}))
-    good = ["data.train_data=[rows.jsonl]", "data.val_data=[rows.jsonl]", "trainer.policy.model.path=model"]
-    good += ["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4"]
-    good += ["generator.sampling_params.max_generate_length=16"]
-    commands = [["train", *good, *mistake.split()] for mistake in MISTAKES if not mistake.startswith("--help")]
-    commands += [["train", *mistake.split()] for mistake in MISTAKES if mistake.startswith("--help")]
-    packages = str(Path(__file__).parents[3])
-    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    env |= {"PYTHONPATH": os.pathsep.join([packages, env.get("PYTHONPATH", "")]), "HOME": str(folder)}
-    env["UNGRADED"] = "no_truth.jsonl"
-    names = {entry.name for entry in folder.iterdir()}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps(commands),
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    results, heavy = json.loads(done.stdout)
-    assert heavy == [], "a mistake must be answered before these are imported"
-    assert {entry.name for entry in folder.iterdir()} == names, "a mistake must create nothing"
-    assert [status for status, _ in results] == [1] * len(MISTAKES)
-    return dict(zip(MISTAKES, [text for _, text in results], strict=True))
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered_with_its_fix(mistake: str, answers: dict[str, str]) -> None:
-    answer = answers[mistake]
-    for words in MISTAKES[mistake]:
+@pytest.mark.parametrize(("command", "mistake"), MISTAKES)
+def test_a_mistake_is_answered_with_its_fix(command: str, mistake: str, answers: dict[tuple[str, str], str]) -> None:
+    answer = answers[command, mistake]
+    for words in MISTAKES[command, mistake]:
         assert words in answer
     assert "Traceback" not in answer

@@ -1,14 +1,19 @@
-"""Checks of a run before anything is loaded."""
+"""Checks of a run before anything is loaded: folders and data."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from train_kit.datasets import prompt_row
+from train_kit.processes import run_python
+from train_kit.runs import expect_error, train
 
-from skyrl_train.entrypoints.preflight import find_folder_fault
+from skyrl_train.dataset.files import Rows, read_rows, write_jsonl
+from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from skyrl_train.entrypoints.preflight import check_data, find_folder_fault
+from skyrl_train.errors import DataError
 
 
 def test_a_folder_that_exists_or_can_be_created_has_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,5 +56,56 @@ def test_a_folder_of_another_user_is_read_only() -> None:
         "os.getuid() or os.setuid(65534)\n"
         "print(find_folder_fault('/usr/runs'))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "/usr is read-only for this user\n"
+    assert run_python("-c", script) == "/usr is read-only for this user\n"
+
+
+def test_settings_that_no_row_uses_are_reported(
+    catch_run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [prompt_row("1", "gsm8k", reward_spec={"ground_truth": "1"})] * 4)
+    files = [f"data.{name}_data=['{tmp_path}/rows.jsonl']" for name in ("train", "val")]
+    check_data(parse_cli([*catch_run, *files, "environment.env_class=catch"]), trains=True)
+    assert "environment.env_class=catch is not used: every row has its own env_class (gsm8k)" in caplog.text
+    check_data(parse_cli([*catch_run, *files, "environment.skyrl_gym.aime.grader=minerva"]), trains=True)
+    assert "environment.skyrl_gym.aime is not used: no row has env_class=aime" in caplog.text
+
+
+def test_a_subclass_with_a_generator_of_its_own_may_play_any_rows(catch_run: list[str], tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [prompt_row("1", "unheard_of")])
+    files = [f"data.{name}_data=['{tmp_path}/rows.jsonl']" for name in ("train", "val")]
+    cfg = parse_cli([*catch_run, *files])
+    with pytest.raises(DataError, match="env_class=unheard_of"):
+        BasePPOExp(cfg).check_data()
+
+    class Own(BasePPOExp):
+        def get_generator(self, *arguments: Any) -> Any:
+            raise NotImplementedError
+
+    Own(cfg).check_data()
+
+
+def test_rows_of_large_data_are_checked_when_they_are_drawn(
+    catch_run: list[str],
+    catch_data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = read_rows(f"{catch_data}/train.parquet")
+    source = tmp_path / "rows.jsonl"
+    write_jsonl(source, rows)
+    sample = Rows([str(source)]).sample(4)
+    bad, unknown, refused = [i for i in range(len(rows)) if i not in sample][:3]
+    rows[bad]["prompt"], rows[unknown]["env_class"] = "a text", "kaboom"
+    rows[refused] |= {"env_class": "gsm8k", "reward_spec": {"method": "rule"}}
+    write_jsonl(source, rows)
+    command = [*catch_run, f"data.train_data=['{source}']", "data.max_checked_rows=4"]
+    train(*command, "--dry-run")
+    assert f"{source} ({len(rows)} rows), a sample of 4 rows checked" in capsys.readouterr().out
+    assert f"row {bad} of {source}: prompt='a text'" in expect_error(*command, "data.max_checked_rows=null")
+    run = train(*command, "trainer.epochs=2", "trainer.eval_interval=-1")
+    assert f"The sample is of {len(rows)} rows, data.max_checked_rows=4" in caplog.text
+    assert f"Skipped: row {bad} of {source}: prompt='a text' is not a list of messages" in caplog.text
+    assert f"Skipped: row {unknown} of {source}: env_class=kaboom" in caplog.text
+    assert f"Skipped: row {refused} of {source}: the environment gsm8k refuses it" in caplog.text
+    assert run.metrics[-1]["data/n_skipped"] >= 1

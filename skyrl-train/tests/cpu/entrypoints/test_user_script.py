@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
+
+from train_kit.datasets import prompt_row
+from train_kit.processes import run_python
+from train_kit.runs import run_of, small_run
+
+from skyrl_train.dataset.files import write_jsonl
 
 SCRIPT = """
 import hydra
@@ -63,29 +66,15 @@ if __name__ == "__main__":
 
 def test_a_script_for_skyrl_runs_unchanged(tiny_model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "main_guess.py").write_text(SCRIPT)
-    row = {"prompt": [{"role": "user", "content": "guess"}], "env_class": "guess", "reward_spec": {"ground_truth": "1"}}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
-    finished = subprocess.run(
-        [
-            *(sys.executable, "main_guess.py"),
-            "data.train_data=['rows.jsonl']",
-            "data.val_data=['rows.jsonl']",
-            f"trainer.policy.model.path={tiny_model_path}",
-            "trainer.run_name=test_run",
-            "trainer.train_batch_size=4",
-            "trainer.policy_mini_batch_size=4",
-            "generator.n_samples_per_prompt=2",
-            "generator.max_turns=2",
-            "generator.sampling_params.max_generate_length=3",
-            "+environment.skyrl_gym.guess.bonus=0.5",
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert "train 1: 8 rollouts" in finished.stdout
+    write_jsonl(tmp_path / "rows.jsonl", [prompt_row("guess", "guess", reward_spec={"ground_truth": "1"})] * 4)
+    files = {"data": Path("rows.jsonl"), "val_data": Path("rows.jsonl")}
+    settings = [
+        "generator.n_samples_per_prompt=2",
+        "generator.max_turns=2",
+        "generator.sampling_params.max_generate_length=3",
+        "+environment.skyrl_gym.guess.bonus=0.5",
+    ]
+    overrides = small_run(tmp_path / "outputs", *settings, model=tiny_model_path, **files)
+    assert "train 1: 8 rollouts" in run_python("main_guess.py", *overrides, cwd=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["main_guess.py", "outputs", "rows.jsonl"]
-    last = json.loads((tmp_path / "outputs/skyrl/test_run/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["reward/avg_raw_reward"] > 0
+    assert run_of(overrides).metrics[-1]["reward/avg_raw_reward"] > 0

@@ -62,6 +62,13 @@ def run_python(*arguments: str, status: int = 0, **options: Any) -> str:
     return str(finished.stdout)
 
 
+def run_torchrun(*arguments: str, n_ranks: int = 2, status: int = 0, **variables: str) -> str:
+    """Run `torchrun … arguments` with ranks on this machine; assert its exit status, and return its output."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": python()} | variables
+    return run_python(*torchrun, *arguments, status=status, env=environment)
+
+
 def write_commands(folder: Path) -> Path:
     """Write `python`, `python3` and `skyrl` into a folder for the PATH of shell scripts, and return the folder.
 

@@ -90,7 +90,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def small_run(
     folder: Path, *overrides: str, model: Path, data: Path, val_data: Path | None = None, name: str = "test_run"
 ) -> list[str]:
-    """Return the overrides of a run with batches of four prompts, which writes `skyrl/<name>` in `folder`.
+    """Return the overrides of a run that writes `skyrl/<name>` in `folder`: batches of 4 prompts, replies of 4 tokens.
 
     Later `overrides` win. Without validation data, the run evaluates nothing.
     """
@@ -106,6 +106,7 @@ def small_run(
         "trainer.train_batch_size=4",
         "trainer.policy_mini_batch_size=4",
         "trainer.logger=jsonl",
+        "generator.sampling_params.max_generate_length=4",
         *overrides,
     ]
 

@@ -1,8 +1,7 @@
-"""A run of Catch whose checkpoints are on a disk that fails from the end of step 2 to that of step 5.
+"""Disks that fail while a run saves checkpoints on them, from the end of step 2 to the end of step 5.
 
-    python faulty_disk_run.py full <folder> trainer.epochs=3 …
-
-runs in a mount namespace of its own, where it mounts the disk on the folder. Prints what happened as JSON.
+Some faults need a disk that `python -m train_kit.disks FAULT FOLDER OVERRIDES…` mounts on the folder, in a mount
+namespace of its own. It prints the outcome as JSON.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from examples.catch.main_catch import register_catch
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.checkpoint.manifest import find_damage
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from train_kit.runs import train_with
 
 DISK_BYTES = 160 * 2**20  # two checkpoints, and what a store leaves free
 IMAGE_BYTES = 192 * 2**20  # of a file system with a journal
@@ -41,15 +41,19 @@ class Fault:
     def __init__(self, disk: Path) -> None:
         self.disk = disk
 
-    def mount(self) -> None:
-        call("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", self.disk)
-
     def begin(self) -> None: ...
 
     def end(self) -> None: ...
 
 
-class Full(Fault):
+class MountedFault(Fault):
+    """A fault that needs a disk of its own."""
+
+    def mount(self) -> None:
+        call("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", self.disk)
+
+
+class Full(MountedFault):
     def begin(self) -> None:
         with suppress(OSError), open(self.disk / "ballast", "wb", buffering=0) as file:
             while True:
@@ -59,7 +63,7 @@ class Full(Fault):
         (self.disk / "ballast").unlink()
 
 
-class ReadOnly(Fault):
+class ReadOnly(MountedFault):
     """A read-only view of the folder hides it. Files that are open, such as the lock, stay writable."""
 
     def begin(self) -> None:
@@ -104,12 +108,14 @@ class Patched(Fault):
 
 
 class Flaky(Patched):
-    """Five percent of the calls fail."""
+    """A fifth of the calls fail, among them the first."""
 
-    generator = random.Random(1)
+    def __init__(self, disk: Path) -> None:
+        super().__init__(disk)
+        self._generator = random.Random(1)
 
     def fail(self) -> None:
-        if self.generator.random() < 0.05:
+        if self._generator.random() < 0.2:
             raise OSError(errno.EIO, "Input/output error")
 
 
@@ -124,6 +130,7 @@ class Stalled(Patched):
         assert self.is_over.wait(100), "training waits for the disk"
 
     def end(self) -> None:
+        super().end()
         self.is_over.set()
 
 
@@ -133,7 +140,7 @@ class StalledFolder(Stalled):
     name = "mkdir"
 
 
-class Frozen(Fault):
+class Frozen(MountedFault):
     """The kernel lets every write wait. Needs root."""
 
     def mount(self) -> None:
@@ -150,7 +157,7 @@ class Frozen(Fault):
         call("fsfreeze", "--unfreeze", self.disk)
 
 
-FAULTS = {
+FAULTS: dict[str, type[Fault]] = {
     "full": Full,
     "read_only": ReadOnly,
     "vanished": Vanished,
@@ -161,12 +168,25 @@ FAULTS = {
 }
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a run with a fault saved and reported."""
+
+    saved: list[int]
+    alerts: list[str]
+    steps: list[int]
+    latest: str | None
+    damage: list[str]
+    partial: list[str]
+    """Folders of incomplete checkpoints."""
+
+
 class Recorder(Callback):
     """A callback after all others, which begins and ends the fault, and records what happens."""
 
     def __init__(self, fault: Fault) -> None:
-        self._fault = fault
-        self._has_fault = False
+        self._fault: Fault | None = None
+        self._coming = fault
         self.saved: list[int] = []
         self.alerts: list[str] = []
         self.steps: list[int] = []
@@ -174,15 +194,15 @@ class Recorder(Callback):
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         self.steps.append(report.global_step)
         if report.global_step == FIRST_STEP:
-            self._has_fault = True
+            self._fault = self._coming
             self._fault.begin()
         elif report.global_step == LAST_STEP:
             self._end()
 
     def _end(self) -> None:
-        if self._has_fault:
-            self._has_fault = False
-            self._fault.end()
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            fault.end()
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
         self.saved.append(int(path.name.removeprefix("global_step_")))
@@ -194,29 +214,28 @@ class Recorder(Callback):
         self._end()
 
 
-def main(fault_name: str, folder: str, *overrides: str) -> None:
-    register_catch()
-    disk = Path(folder)
-    fault = FAULTS[fault_name](disk)
-    fault.mount()
+def run_with_fault(fault: Fault, overrides: Sequence[str]) -> Outcome:
+    """Train with a checkpoint after each step on the faulty disk."""
     recorder = Recorder(fault)
-
-    class Experiment(BasePPOExp):
-        def get_callbacks(self, *parts: Any) -> list[Callback]:
-            return [*super().get_callbacks(*parts), recorder]
-
-    Experiment(parse_cli([*overrides, f"trainer.ckpt_path={disk}/ckpts", "trainer.ckpt_interval=1"])).run()
-    store = CheckpointStore(disk / "ckpts")
+    train_with(*overrides, f"trainer.ckpt_path={fault.disk}/ckpts", "trainer.ckpt_interval=1", last=[recorder])
+    store = CheckpointStore(fault.disk / "ckpts")
     latest = store.latest()
-    result = {
-        "saved": recorder.saved,
-        "alerts": recorder.alerts,
-        "steps": recorder.steps,
-        "latest": latest and latest.name,
-        "damage": [fault for step in store.steps() for fault in find_damage(store.path / f"global_step_{step}")],
-        "left": sorted(path.name for path in store.path.glob(".global_step_*")),
-    }
-    sys.stdout.write(json.dumps(result) + "\n")
+    return Outcome(
+        recorder.saved,
+        recorder.alerts,
+        recorder.steps,
+        latest and latest.name,
+        [damage for step in store.steps() for damage in find_damage(store.path / f"global_step_{step}")],
+        sorted(path.name for path in store.path.glob(".global_step_*")),
+    )
+
+
+def main(name: str, folder: str, *overrides: str) -> None:
+    register_catch()
+    fault = FAULTS[name](Path(folder))
+    assert isinstance(fault, MountedFault)
+    fault.mount()
+    sys.stdout.write(json.dumps(asdict(run_with_fault(fault, overrides))) + "\n")
 
 
 if __name__ == "__main__":

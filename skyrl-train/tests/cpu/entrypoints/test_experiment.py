@@ -1,0 +1,119 @@
+"""The experiment of `skyrl train`: complete runs, and errors before a run starts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from train_kit.runs import Run, expect_error, train
+
+from skyrl_train.algorithms import register_advantage_estimator
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
+from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from skyrl_train.errors import ConfigError
+
+
+def test_a_run_writes_its_folder(catch_run: list[str]) -> None:
+    run = train(*catch_run, "trainer.dump_trajectories=true", "trainer.hf_save_interval=1")
+    files = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file()}
+    assert files >= {
+        "config.yaml",
+        "metrics.jsonl",
+        "train.log",
+        "learning_curve.png",
+        "report.html",
+        "evals/global_step_0/synthetic_catch.jsonl",
+        "evals/global_step_2/aggregated_results.jsonl",
+        "trajectories/global_step_1.jsonl",
+        "ckpts/latest_ckpt_global_step.txt",
+        "ckpts/global_step_2/driver.pt",
+        "ckpts/global_step_2/policy/.metadata",
+        "export/global_step_2/policy/model.safetensors",
+        "export/global_step_2/policy/tokenizer.json",
+    }
+    assert run.steps == [0, 1, 2]
+    first, last = run.metrics[1:]
+    assert first["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
+    assert last["environment/avg_steps"] == 5  # the full number of turns
+    assert "eval/environment/catch_rate" in last
+
+
+def test_a_run_resumes_from_resume_path(catch_run: list[str], tmp_path: Path) -> None:
+    """Rollouts are batched, and environments run in this thread."""
+    settings = [*catch_run, "generator.batched=true", "environment.skyrl_gym.max_env_workers=0"]
+    run = train(*settings, "trainer.ckpt_interval=1")
+    assert run.metrics[-1]["environment/avg_steps"] == 5
+    path = f"trainer.resume_path='{run.folder}/ckpts/global_step_1'"
+    train(*settings, "trainer.run_name=resumed", "trainer.resume_mode=from_path", path)
+    resumed = Run(tmp_path / "skyrl/resumed")
+    assert resumed.reproducible_metrics == run.reproducible_metrics[2:]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["environment.env_class=catsh", "data.train_data=[rows.jsonl]"], ["catsh", "catch"]),
+        (["trainer.max_prompt_length=3"], ["trainer.max_prompt_length=3", "raise it"]),
+        (
+            ["trainer.resume_mode=from_path", "trainer.resume_path=nowhere/global_step_7"],
+            ["trainer.resume_path=nowhere/global_step_7 does not exist"],
+        ),
+    ],
+)
+def test_mistakes_are_named_before_the_run_starts(
+    catch_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], words: list[str]
+) -> None:
+    """`test_mistakes` has those that are found before PyTorch is imported."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "State"}]}')
+    message = expect_error(*catch_run, *overrides)
+    for word in words:
+        assert word in message
+    assert not any(path.read_text() for path in tmp_path.rglob("metrics.jsonl"))
+
+
+def test_a_setting_that_the_loss_ignores_is_logged_once(catch_run: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    settings = ["trainer.algorithm.policy_loss_type=cispo", "trainer.algorithm.eps_clip_low=0.1"]
+    BasePPOExp(parse_cli([*catch_run, *settings]))
+    assert [record.message.split(";")[0] for record in caplog.records] == [
+        "trainer.algorithm.eps_clip_low=0.1 is not read by trainer.algorithm.policy_loss_type=cispo"
+    ]
+
+
+def test_a_finished_run_is_reported_and_keeps_its_configuration(
+    catch_run: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    short = [*catch_run, "trainer.max_training_steps=1", "trainer.eval_interval=-1"]
+    run = train(*short, "trainer.policy.optimizer_config.num_warmup_steps=100")
+    assert "num_warmup_steps=100 is not below the 1 optimizer steps of this run" in caplog.text
+    assert "This run is finished" not in caplog.text
+    config = (run.folder / "config.yaml").read_text()
+    train(*short, "trainer.policy.optimizer_config.lr=0.5")
+    assert "This run is finished after its 1 steps. Set trainer.run_name" in caplog.text
+    assert (run.folder / "config.yaml").read_text() == config
+
+
+def test_an_estimator_registered_late_is_checked(catch_run: list[str]) -> None:
+    experiment = BasePPOExp(parse_cli([*catch_run, "trainer.algorithm.advantage_estimator=late"]))
+    register_advantage_estimator("late")(lambda token_level_rewards, values: (token_level_rewards, values))
+    try:
+        with pytest.raises(ConfigError, match="=late reads the values of a critic"):
+            experiment.run()
+    finally:
+        ADVANTAGE_ESTIMATORS.unregister("late")
+
+
+def test_the_chat_template_of_the_engine_replaces_a_broken_one(
+    catch_run: list[str], tiny_model_path: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model_path, tmp_path / "model")
+    file = tmp_path / "template.jinja"
+    (model / "chat_template.jinja").write_text("{{ broken }")
+    run = [*catch_run, f"trainer.policy.model.path='{model}'"]
+    key = "generator.engine_init_kwargs.chat_template"
+    with pytest.raises(ConfigError, match=f"is broken in line 1: .*; correct it, or set {re.escape(key)}$"):
+        BasePPOExp(parse_cli(run)).get_tokenizer()
+    file.write_text("{{ messages[0].role }}")
+    assert BasePPOExp(parse_cli([*run, f"+{key}='{file}'"])).get_tokenizer().chat_template == file.read_text()

@@ -1,0 +1,186 @@
+"""Plans of runs: steps, models, memory and processes, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from train_kit.models import SMALL
+from train_kit.runs import expect_error, train
+from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, LlamaConfig, PreTrainedConfig
+
+from skyrl_train.config import SkyRLConfig, load_config
+from skyrl_train.entrypoints.forecast import forecast_engine_bytes, format_bytes, plan_models
+from skyrl_train.entrypoints.plan import describe_plan
+
+N_PARAMETERS = 193_920
+"""Parameters of the tiny model."""
+
+VLLM = "generator.backend=vllm"
+TWO_NODES = ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=4"]
+
+
+@pytest.fixture
+def configure(catch_run: list[str]) -> Callable[..., SkyRLConfig]:
+    """Return the configuration of a run of Catch with further overrides; packages of engines need not be installed."""
+    return lambda *overrides: load_config(OmegaConf.from_dotlist([*catch_run, *overrides]))
+
+
+@pytest.fixture
+def describe(configure: Callable[..., SkyRLConfig]) -> Callable[..., str]:
+    """Return the plan of a run of Catch with further overrides."""
+    return lambda *overrides: describe_plan(configure(*overrides))
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    catch_run: list[str], tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    train(*catch_run, "--dry-run")
+    plan = capsys.readouterr().out
+    assert f"policy       {tiny_model_path} · {N_PARAMETERS:,} parameters · float32" in plan
+    assert "(8 rows)" in plan
+    assert "steps        2 (1 epoch × 2 batches)" in plan
+    assert "4 prompts × 5 samples = 20 trajectories, 1 optimizer step" in plan
+    assert "≤ 5 turns of ≤ 1 token after a prompt of ≤ 512 tokens" in plan
+    assert "processes    1: training and generation in this one" in plan
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_refuses_data_that_does_not_fill_a_batch(catch_run: list[str]) -> None:
+    batch = ["trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16"]
+    message = expect_error(*catch_run, *batch, "--dry-run")
+    assert "data.train_data has 8 usable rows, fewer than trainer.train_batch_size=16; lower the batch size" in message
+
+
+def test_trained_weights_count_in_float32(describe: Callable[..., str], tiny_model_path: Path) -> None:
+    plan = describe("trainer.policy.model.dtype=bfloat16", "trainer.ckpt_interval=1")
+    assert f"policy       {tiny_model_path} · {N_PARAMETERS:,} parameters · bfloat16, trained in float32" in plan
+    assert f"reference    {tiny_model_path} · {N_PARAMETERS:,} parameters · bfloat16\n" in plan
+    assert f"memory       {format_bytes((16 + 2) * N_PARAMETERS)} for weights, gradients and optimizer" in plan
+    assert f"disk         {format_bytes(12 * N_PARAMETERS)} per checkpoint" in plan
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "policy_share", "reference_share"),
+    [
+        ([], "18 on Ray: this one, engine, ", 1 / 8, 1 / 8),
+        (["trainer.policy.fsdp_config.fsdp_size=4"], "18 on Ray: this one, engine, ", 1 / 4, 1 / 8),
+        (
+            ["trainer.strategy=megatron", "trainer.policy.megatron_config.tensor_model_parallel_size=4"],
+            "18 on Ray: this one, engine, ",
+            1 / 4,
+            1,
+        ),
+        (["generator.num_inference_engines=2"], "19 on Ray: this one, 2 engines, ", 1 / 8, 1 / 8),
+    ],
+)
+def test_processes_and_what_each_of_them_holds(
+    settings: list[str], processes: str, policy_share: float, reference_share: float, describe: Callable[..., str]
+) -> None:
+    plan = describe(*TWO_NODES, *settings)
+    assert f"{processes}ranks (nodes × per node) policy 2 × 4, reference 2 × 4" in plan
+    policy, reference = (4 * n * N_PARAMETERS / 1000 for n in (4 * policy_share, reference_share))
+    assert f"per process  policy {policy:.3g} KB, reference {reference:.3g} KB; engine" in plan
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (GemmaConfig(**SMALL), [], "trainer.strategy=megatron does not support a GemmaForCausalLM"),
+        (
+            LlamaConfig(**SMALL),
+            ["lora.rank=2", "lora.target_modules=[q_proj,lm_head]"],
+            "has no adapter for the head lm_head; leave it out of trainer.policy.model.lora.target_modules",
+        ),
+        (
+            LlamaConfig(**SMALL),
+            ["lora.rank=2", r"lora.target_modules='model\.layers\.1\..*_proj'"],
+            "has no matrix of the layers 0 to 0, and each of the trainer.policy.megatron_config.pipeline_model_",
+        ),
+    ],
+    ids=["model", "head", "stage"],
+)
+def test_a_plan_refuses_what_megatron_does_not_compute(
+    catch_run: list[str],
+    tiny_model_path: Path,
+    tmp_path: Path,
+    config: PreTrainedConfig,
+    settings: list[str],
+    message: str,
+) -> None:
+    path = tmp_path / "model"
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(path)
+    settings = [f"trainer.policy.model.{setting}" for setting in (f"path={path}", *settings)]
+    run = [*catch_run, *settings, "trainer.placement.policy_num_gpus_per_node=2", "--dry-run"]
+    train(*run)
+    stages = "trainer.policy.megatron_config.pipeline_model_parallel_size=2"
+    assert message in expect_error(*run, "trainer.strategy=megatron", stages)
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "cluster", "is_refused"),
+    [(2, "local", True), (1, "local", False), (2, "192.0.2.1:6379", False)],  # whose processes may wait for longer
+)
+def test_a_dry_run_refuses_weight_syncs_that_ranks_would_not_wait_for(
+    catch_run: list[str], monkeypatch: pytest.MonkeyPatch, n_ranks: int, cluster: str, is_refused: bool
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    settings = ["trainer.placement.launcher=ray", f"trainer.placement.policy_num_gpus_per_node={n_ranks}"]
+    command = [*catch_run, *settings, "generator.weight_sync_timeout_seconds=571", "--dry-run"]
+    if not is_refused:
+        train(*command)
+        return
+    message = "weight_sync_timeout_seconds=571 must be at least 30 s less than SKYRL_WORKER_NCCL_TIMEOUT_IN_S=600"
+    assert message in expect_error(*command)
+
+
+def test_the_weights_of_an_engine_count_by_its_dtype_and_devices(
+    configure: Callable[..., SkyRLConfig], describe: Callable[..., str]
+) -> None:
+    def engine_bytes(*overrides: str, has_gpu: bool = False) -> float:
+        cfg = configure(*overrides)
+        return forecast_engine_bytes(cfg, plan_models(cfg)[0], has_gpu=has_gpu)
+
+    n_gpus = "trainer.placement.policy_num_gpus_per_node=8"
+    assert "optimizer; activations and the key-value cache come on top" in describe()
+    size = format_bytes(4 * N_PARAMETERS)
+    assert f"; activations, {size} for the engine's weights, and the key-value" in describe(VLLM)
+    assert engine_bytes(VLLM, has_gpu=True) == 2 * N_PARAMETERS
+    assert engine_bytes(VLLM, "trainer.bf16=false", has_gpu=True) == 4 * N_PARAMETERS
+    assert engine_bytes(has_gpu=True) == 4 * N_PARAMETERS, "the embedded engine computes with the policy's dtype"
+    sizes = [f"generator.inference_engine_{name}_parallel_size=2" for name in ("tensor", "pipeline", "data")]
+    assert engine_bytes(VLLM, n_gpus, *sizes) == N_PARAMETERS
+    assert f"; engine {format_bytes(N_PARAMETERS)}\n" in describe(VLLM, n_gpus, *sizes)
+
+
+def test_idle_models_and_engines_take_host_memory(describe: Callable[..., str]) -> None:
+    def expected(shares: float, staying: float) -> str:
+        return (
+            f"offloading   {format_bytes(shares * N_PARAMETERS)} in host memory on each node for what is idle; "
+            f"{format_bytes(staying * N_PARAMETERS)} of the policy's weights stay on each device beside the engine\n"
+        )
+
+    on = "trainer.placement.offload_idle=true"
+    inline = describe(on, VLLM)
+    assert expected(12 + 4 + 4, 4) in inline, "the policy, the reference and the engine"
+    without_reference = describe(on, VLLM, "trainer.algorithm.use_kl_loss=false")
+    assert expected(8 + 4, 4) in without_reference, "the weights of the policy stay"
+    assert "vLLM · 80% of the memory beside the policy's weights" in inline
+    rounded = describe(on, VLLM, "trainer.policy.model.dtype=bfloat16")
+    assert expected(12 + 2 + 2, 4) in rounded, "weights of the policy are trained in float32"
+    sharded = describe(on, *TWO_NODES)
+    assert expected(4 * ((12 + 4) / 8 + 4), 4 / 8) in sharded
+    assert "all share the policy's devices, and are offloaded while idle" in sharded
+    assert "offloading" not in describe(*TWO_NODES), "there is no GPU"
+    assert "offloading" not in describe(VLLM)
+
+
+def test_the_size_of_a_model_that_is_not_here_is_unknown(describe: Callable[..., str]) -> None:
+    plan = describe("trainer.ref.model.path=owner/unknown")
+    assert "reference    owner/unknown · size unknown before the download" in plan
+    assert "memory       unknown before the download" in plan

@@ -1,0 +1,236 @@
+"""Supervised fine-tuning: what a run learns and logs, and that a resumed one ends like an uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from train_kit.datasets import write_answers
+from train_kit.runs import Run, assert_equal_runs, expect_error, read_lines, stop_after, supervised_run, train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from skyrl_train.supervised_trainer import count_flops
+
+UNSAVED = ["trainer.eval_interval=-1", "trainer.ckpt_interval=-1"]
+Overrides = Callable[..., list[str]]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_answers(tmp_path)
+
+
+@pytest.fixture
+def named(data: Path, tiny_model_path: Path, tmp_path: Path) -> Overrides:
+    """Return the overrides of a named run of six steps."""
+    return lambda name, *overrides: supervised_run(tmp_path, *overrides, model=tiny_model_path, data=data, name=name)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of six steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    return train(*supervised_run(folder, model=tiny_model_path, data=write_answers(folder)), command="sft")
+
+
+def naive_loss(model_path: Path, file: Path) -> float:
+    """Return the mean cross-entropy of the answers of a file, one row after the other."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    total, n_tokens = 0.0, 0
+    for row in read_lines(file):
+        turns = row.get("messages") or [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["response"]},
+        ]
+        token_ids: list[int] = []
+        labels: list[int] = []
+        for turn in turns:
+            parts = (encode(f"<|im_start|>{turn['role']}\n"), encode(turn["content"] + "<|im_end|>"), encode("\n"))
+            token_ids += [*parts[0], *parts[1], *parts[2]]
+            trained = parts[1] if turn["role"] == "assistant" else [-100] * len(parts[1])
+            labels += [-100] * len(parts[0]) + trained + [-100] * len(parts[2])
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([token_ids])).logits[0].double()
+        loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(labels[1:]), reduction="sum")
+        total += loss.item()
+        n_tokens += sum(label != -100 for label in labels)
+    return total / n_tokens
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        ["micro_train_batch_size_per_gpu=1", "micro_forward_batch_size_per_gpu=1", "gradient_checkpointing=true"],
+        ["micro_train_batch_size_per_gpu=3", "max_tokens_per_microbatch=60"],
+        ["micro_train_batch_size_per_gpu=null"],
+    ],
+)
+def test_the_loss_is_the_mean_over_all_answer_tokens_for_any_micro_batch(
+    memory: list[str], named: Overrides, data: Path, tiny_model_path: Path
+) -> None:
+    settings = ["eval_before_train=true", "epochs=1", "train_batch_size=11", "ckpt_interval=-1", *memory]
+    run = train(*named("run", *(f"trainer.{setting}" for setting in settings)), command="sft")
+    before, first = run.metrics
+    assert before["val/loss"] == pytest.approx(naive_loss(tiny_model_path, data / "val.jsonl"), abs=1e-6)
+    assert first["train/loss"] == pytest.approx(naive_loss(tiny_model_path, data / "train.jsonl"), abs=1e-6)
+    assert first["val/loss"] == pytest.approx(naive_loss(run.export(1), data / "val.jsonl"), abs=1e-6)
+
+
+def test_one_sample_is_learned_and_ends_with_the_eos_token(named: Overrides, data: Path) -> None:
+    (data / "train.jsonl").write_text(json.dumps({"prompt": "Who are you?", "response": "A model of 2 layers."}))
+    settings = ["trainer.train_batch_size=1", "trainer.epochs=30", "trainer.policy.optimizer_config.lr=1e-2"]
+    run = train(*named("run", *settings, *UNSAVED), command="sft")
+    assert run.metrics[-1]["train/loss"] < 0.05
+    tokenizer = AutoTokenizer.from_pretrained(run.export(30))
+    model = AutoModelForCausalLM.from_pretrained(run.export(30))
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Who are you?"}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    reply = model.generate(prompt, max_new_tokens=50, do_sample=False)[0, prompt.shape[1] :]
+    assert tokenizer.decode(reply) == "A model of 2 layers.<|im_end|>"
+
+
+def test_bfloat16_weights_learn_like_float32_ones(named: Overrides, tiny_model_path: Path, tmp_path: Path) -> None:
+    """At the learning rate of the recipe, most updates are too small to change a bfloat16 number."""
+    base, losses = tmp_path / "base", {}
+    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(base)
+    AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.bfloat16).save_pretrained(base)
+    settings = [
+        f"trainer.policy.model.path='{base}'",
+        "trainer.epochs=4",
+        "trainer.policy.optimizer_config.lr=2e-6",
+        "trainer.eval_before_train=true",
+        "trainer.eval_interval=4",
+    ]
+    for dtype in ("float32", "bfloat16"):
+        run = train(*named(dtype, *settings, f"trainer.policy.model.dtype={dtype}"), command="sft")
+        losses[dtype] = [row["val/loss"] for row in run.metrics if "val/loss" in row]
+        assert {str(tensor.dtype) for tensor in run.weights(8).values()} == {f"torch.{dtype}"}
+    assert losses["float32"][-1] < losses["float32"][0] - 4e-4
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], abs=1e-5)
+    parts = named("parts", *settings, "trainer.policy.model.dtype=bfloat16")
+    stop_after(5, *parts, command="sft")
+    assert_equal_runs(train(*parts, command="sft"), run)
+
+
+def test_a_run_that_ends_by_epochs_keeps_its_batch_size(named: Overrides) -> None:
+    settings = named("run", "trainer.eval_interval=-1")
+    train(*settings, "trainer.train_batch_size=2", "trainer.max_training_steps=2", command="sft")
+    message = expect_error(*settings, command="sft")
+    assert "with trainer.train_batch_size=5, because it was saved with 2 and the last step of trainer.epochs" in message
+    fix = "set trainer.train_batch_size=2, or set trainer.max_training_steps to the last step, at most 6"
+    assert fix in message
+    assert train(*settings, "trainer.max_training_steps=4", command="sft").steps == [1, 2, 3, 4]
+
+
+def test_the_metrics_have_the_names_of_the_recipes(whole: Run) -> None:
+    assert whole.steps == [1, 2, 3, 4, 5, 6]
+    rows = whole.metrics
+    assert ["val/loss" in row for row in rows] == [False, True] * 3
+    for row in rows:
+        assert row["train/global_step"] == row["step"]
+        assert row["train/epoch"] == row["step"] / 2
+        assert row["train/learning_rate"] == row["train/lr"] == pytest.approx(row["train/lr(1e-3)"] / 1e3)
+        assert row["train/lr"] == pytest.approx(3e-3 * (0.5 + 0.5 * math.cos(math.pi * (row["step"] - 1) / 6)))
+        assert row["train/throughput"] == pytest.approx(5 / row["train/time(s)"])
+        assert 0.05 < row["system/memory_usage"] < 100
+        assert row["train/grad_norm"] > 0
+        assert row["train/trained_tokens"] < row["train/global_tokens"]
+    assert rows[-1]["train/total_tokens(B)"] * 1e9 == pytest.approx(sum(row["train/global_tokens"] for row in rows))
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+    assert whole.checkpoints.steps() == [2, 4, 6]
+    assert "Validation loss" in (whole.folder / "report.html").read_text()
+    assert (whole.folder / "learning_curve.png").is_file()
+
+
+@pytest.mark.parametrize(("is_frozen", "n_per_weight"), [(False, 6), (True, 4)])
+def test_operations_are_those_that_torch_counts(is_frozen: bool, n_per_weight: int) -> None:
+    """The second of two layers, so that the gradient of the first layer's output is needed, too."""
+    n_tokens, layers = 7, torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 5, bias=False))
+    layers[1].requires_grad_(not is_frozen)
+    hidden = torch.randn(n_tokens, 8, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layers(hidden).sum().backward()
+    n_first, n_second = 64, 40
+    assert counter.get_total_flops() == n_tokens * (6 * n_first + n_per_weight * n_second)
+    n_trained = n_first + (0 if is_frozen else n_second)
+    assert count_flops(n_trained, n_first + n_second) * n_tokens == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.nightly) for step in (1, 3)), 2, 5])
+def test_a_run_that_stops_at_any_step_resumes_exactly(step: int, whole: Run, named: Overrides) -> None:
+    parts = named("parts")
+    stop_after(step, *parts, command="sft")
+    assert_equal_runs(train(*parts, command="sft"), whole)
+
+
+def test_the_dropout_of_an_adapter_is_applied_in_training_only_and_resumes_exactly(named: Overrides) -> None:
+    lora = ["trainer.policy.model.lora.rank=4", "trainer.eval_before_train=true", "trainer.epochs=2"]
+    dropout = [*lora, "trainer.policy.model.lora.dropout=0.5"]
+    exact, dropped = (
+        train(*named(name, *settings), command="sft") for name, settings in (("exact", lora), ("dropped", dropout))
+    )
+    for key in ("val/loss", "train/loss"):
+        (first, *later), (first_dropped, *later_dropped) = (
+            [row[key] for row in run.metrics if key in row] for run in (exact, dropped)
+        )
+        assert first == first_dropped, f"the adapter starts as 0, so {key} is the base's"
+        assert all(a != b for a, b in zip(later, later_dropped, strict=True))
+    parts = named("parts", *dropout)
+    stop_after(3, *parts, command="sft")
+    assert_equal_runs(train(*parts, command="sft"), dropped)
+    checkpointed = train(*named("checkpointed", *dropout, "trainer.gradient_checkpointing=true"), command="sft")
+    assert checkpointed.reproducible_metrics == [pytest.approx(row, abs=1e-5) for row in dropped.reproducible_metrics]
+    unsaved = train(*named("unsaved", *dropout, "trainer.ckpt_interval=-1"), command="sft")
+    assert unsaved.metrics[-1]["val/loss"] == dropped.metrics[-1]["val/loss"]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "shares", "jump"),
+    [
+        ("cosine", [0.5 + 0.5 * math.cos(math.pi * step / 6) for step in range(2, 6)], "0.00225"),
+        ("wsd", [1, 1, 0.75, 0.25], "0.003"),
+        ("constant_with_warmup", [1, 1, 1, 1], None),
+    ],
+)
+def test_a_run_with_more_epochs_than_before_follows_their_schedule(
+    scheduler: str, shares: list[float], jump: str | None, named: Overrides, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`shares` are the learning rates of steps 3 to 6, as shares of the highest."""
+    optimizer = "trainer.policy.optimizer_config"
+    schedule = [f"{optimizer}.scheduler={scheduler}", f"{optimizer}.wsd_decay_ratio=0.5", "trainer.eval_interval=-1"]
+    run = train(*named("run", *schedule, "trainer.epochs=1"), command="sft")
+    assert run.steps == [1, 2]
+    caplog.clear()
+    train(*named("run", *schedule, f"{optimizer}.lr=1"), command="sft")
+    rates = [step["train/lr"] for step in run.metrics]
+    assert rates[2:] == pytest.approx([3e-3 * share for share in shares])
+    assert "Changed since the checkpoint: trainer.epochs: 1 -> 3" in caplog.messages
+    change = "trainer.policy.optimizer_config.lr: 0.003 -> 1.0"
+    assert f"{change} has no effect: the optimizer has the settings of its checkpoint" in caplog.messages
+    jumps = [message for message in caplog.messages if message.startswith("The learning rate of the policy")]
+    rest = "not the 0 of the checkpoint: the schedule has changed"
+    assert jumps == ([f"The learning rate of the policy is {jump}, {rest}"] if jump else [])
+
+
+def test_a_checkpoint_of_other_data_is_refused(named: Overrides, data: Path) -> None:
+    train(*named("run", "trainer.max_training_steps=2"), command="sft")
+    (data / "train.jsonl").write_text((data / "val.jsonl").read_text() * 2)
+    message = expect_error(*named("run"), command="sft")
+    assert "the checkpoint was made with n_rows=11 and this run has n_rows=6" in message
+
+
+def test_a_diverging_run_ends_with_the_reason(named: Overrides) -> None:
+    optimizer = [f"trainer.policy.optimizer_config.{setting}" for setting in ("lr=1000", "weight_decay=0")]
+    message = expect_error(*named("run", *optimizer), command="sft", status=3)
+    assert "the policy has diverged with trainer.policy.optimizer_config.lr=1000" in message
