@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from train_kit.messages import assistant, render_prompt, system, user
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError
@@ -61,26 +62,13 @@ def tokenizers(tiny_tokenizer: PreTrainedTokenizerBase) -> dict[str, PreTrainedT
     return tokenizers_by_name
 
 
-def user(content: str) -> Message:
-    return Message(role="user", content=content)
-
-
-def assistant(content: str) -> Message:
-    return Message(role="assistant", content=content)
-
-
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 contents = st.text("ab1 \n", max_size=12)
 replies = contents.map(str.strip).filter(bool)  # templates that trim would change other replies
 
 
 @pytest.mark.parametrize("ends_with_eos", [True, False], ids=["ended with EOS", "truncated"])
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(question=contents, turns=st.lists(st.tuples(replies, contents), min_size=1, max_size=3))
 def test_joined_turns_equal_the_rendered_conversation(
     tokenizers: dict[str, PreTrainedTokenizerBase],
@@ -93,13 +81,13 @@ def test_joined_turns_equal_the_rendered_conversation(
     chat = ChatEncoder(tokenizer)
     messages = [user(question)]
     token_ids = chat.prompt_ids(messages)
-    assert token_ids == render(tokenizer, messages)
+    assert token_ids == render_prompt(tokenizer, messages)
     for reply, observation in turns:
         token_ids += tokenizer(reply, add_special_tokens=False)["input_ids"]
         token_ids += [tokenizer.eos_token_id] if ends_with_eos else []
         token_ids += chat.observation_ids([user(observation)], token_ids[-1])
         messages += [assistant(reply), user(observation)]
-        assert token_ids == render(tokenizer, messages)
+        assert token_ids == render_prompt(tokenizer, messages)
 
 
 @pytest.mark.parametrize("name", ["chatml", "chatml with a default system message", "llama 3"])
@@ -108,10 +96,10 @@ def test_a_system_message_is_rendered_once_at_the_front(
 ) -> None:
     tokenizer = tokenizers[name]
     chat = ChatEncoder(tokenizer)
-    start = [Message(role="system", content="You play."), user("one")]
+    start = [system("You play."), user("one")]
     token_ids = [*chat.prompt_ids(start), *tokenizer("two", add_special_tokens=False)["input_ids"]]
     token_ids += chat.observation_ids([user("three")], token_ids[-1])
-    assert token_ids == render(tokenizer, [*start, assistant("two"), user("three")])
+    assert token_ids == render_prompt(tokenizer, [*start, assistant("two"), user("three")])
 
 
 @pytest.mark.parametrize("observations", [[], [user("a"), user("b")], [Message(role="tool", content="4")]])
@@ -119,7 +107,7 @@ def test_any_number_of_observations(tiny_tokenizer: PreTrainedTokenizerBase, obs
     chat = ChatEncoder(tiny_tokenizer)
     reply = tiny_tokenizer("L", add_special_tokens=False)["input_ids"]
     token_ids = [*chat.prompt_ids([user("?")]), *reply, *chat.observation_ids(observations, reply[-1])]
-    assert token_ids == render(tiny_tokenizer, [user("?"), assistant("L"), *observations])
+    assert token_ids == render_prompt(tiny_tokenizer, [user("?"), assistant("L"), *observations])
 
 
 def test_an_eos_token_after_a_space_is_not_doubled(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
@@ -175,7 +163,7 @@ def test_the_cache_has_a_limit_in_tokens(
     monkeypatch.setattr(chat_template, "CACHED_TOKENS", 2 * n_tokens)
     rendered.clear()
     for content in "aabacba":  # c evicts b, because a was used more recently
-        assert chat.prompt_ids([user(content)]) == render(tiny_tokenizer, [user(content)])
+        assert chat.prompt_ids([user(content)]) == render_prompt(tiny_tokenizer, [user(content)])
     assert rendered == ["b", "c", "b", "a"]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from train_kit.datasets import write_pairs
-from train_kit.runs import preference_run, train
+from train_kit.datasets import write_pairs, write_prompts
+from train_kit.runs import expect_error, preference_run, small_run, train
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from skyrl_train.config.generator import RewardModelConfig
@@ -70,44 +70,34 @@ def test_a_rollout_beyond_the_context_has_no_reward(
     assert long is None
 
 
-def overrides(tmp_path: Path, model: Path, *others: str) -> list[str]:
-    rows = [{"prompt": [{"role": "user", "content": f"Question {n}"}]} for n in range(8)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        f"data.train_data='{tmp_path}/prompts.jsonl'",
-        f"data.val_data='{tmp_path}/prompts.jsonl'",
-        f"trainer.policy.model.path='{model}'",
-        f"trainer.output_dir='{tmp_path}'",
-        "trainer.run_name=test_run",
+def rollouts_run(folder: Path, model: Path, reward_model: Path, *overrides: str) -> list[str]:
+    """Return the overrides of a run that rewards 64 short replies a step with the reward model, and saves nothing."""
+    prompts = write_prompts(folder / "prompts.jsonl", 8)
+    return small_run(
+        folder,
         "trainer.train_batch_size=8",
         "trainer.policy_mini_batch_size=8",
-        "trainer.logger=jsonl",
+        "trainer.eval_interval=-1",
+        "trainer.ckpt_interval=-1",
         "environment.env_class=reply",
         "generator.n_samples_per_prompt=8",
         "generator.sampling_params.max_generate_length=4",
-        *others,
-    ]
-
-
-def metrics(tmp_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(x) for x in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+        f"generator.reward_model.path='{reward_model}'",
+        *overrides,
+        model=model,
+        data=prompts,
+        val_data=prompts,
+    )
 
 
 def test_a_policy_learns_what_the_reward_model_prefers(
     tmp_path: Path, tiny_model_path: Path, reward_model_path: Path
 ) -> None:
-    run = overrides(
-        tmp_path,
-        tiny_model_path,
-        f"generator.reward_model.path='{reward_model_path}'",
-        "trainer.policy.optimizer_config.lr=1e-2",
-        "trainer.epochs=15",
-        "trainer.eval_interval=15",
-        "trainer.eval_before_train=true",
-        "trainer.ckpt_interval=-1",
-    )
-    assert main(["train", *run]) == 0
-    before, *steps = metrics(tmp_path)
+    schedule = ["trainer.epochs=15", "trainer.eval_interval=15", "trainer.eval_before_train=true"]
+    learning_rate = "trainer.policy.optimizer_config.lr=1e-2"
+    before, *steps = train(
+        *rollouts_run(tmp_path, tiny_model_path, reward_model_path, *schedule, learning_rate)
+    ).metrics
     for step in steps:
         assert step["reward/avg_raw_reward"] == pytest.approx(step["reward/component/reward_model"], abs=1e-5)
     rewards = [step["reward/avg_raw_reward"] for step in steps]
@@ -120,20 +110,11 @@ def test_the_score_has_a_weight_beside_other_rewards(
     tmp_path: Path, tiny_model_path: Path, reward_model_path: Path
 ) -> None:
     register_reward_function("half")(lambda samples: [0.5] * len(samples))
-    run = overrides(
-        tmp_path,
-        tiny_model_path,
-        f"generator.reward_model.path='{reward_model_path}'",
-        "generator.reward_functions=[half]",
-        "generator.reward_weights.reward_model=0.1",
-        "trainer.eval_interval=-1",
-        "trainer.ckpt_interval=-1",
-    )
+    weights = ["generator.reward_functions=[half]", "generator.reward_weights.reward_model=0.1"]
     try:
-        assert main(["train", *run]) == 0
+        step = train(*rollouts_run(tmp_path, tiny_model_path, reward_model_path, *weights)).metrics[-1]
     finally:
         del REWARD_FUNCTIONS["half"]
-    step = metrics(tmp_path)[-1]
     expected = 0.5 + 0.1 * step["reward/component/reward_model"]
     assert step["reward/avg_raw_reward"] == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
@@ -141,35 +122,30 @@ def test_the_score_has_a_weight_beside_other_rewards(
 def test_a_reward_model_that_was_trained_as_an_adapter(
     tmp_path: Path, tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checkpoint is merged, the export is merged or read as an adapter: policies get the same rewards."""
-    settings = ["trainer.policy.model.lora.rank=4", "trainer.policy.optimizer_config.lr=1e-1"]
-    overrides = preference_run(tmp_path / "reward", *settings, model=tiny_model_path, data=write_pairs(tmp_path))
-    folder = train(*overrides, command="reward").folder
-    assert main(["merge", "checkpoint", str(folder / "ckpts"), str(tmp_path / "of_checkpoint"), "--role=reward"]) == 0
+    """The checkpoint is merged, the export is merged or read as an adapter: all give the same rewards."""
+    options = ["trainer.policy.model.lora.rank=4", "trainer.policy.optimizer_config.lr=1e-1"]
+    reward_run = preference_run(tmp_path / "reward", *options, model=tiny_model_path, data=write_pairs(tmp_path))
+    run = train(*reward_run, command="reward")
+    merged = tmp_path / "of_checkpoint", tmp_path / "of_export"
+    adapter = run.export(4, "reward")
+    assert main(["merge", "checkpoint", str(run.folder / "ckpts"), str(merged[0]), "--role=reward"]) == 0
     assert "25 tensors, 15 of them changed" in capsys.readouterr().out
-    adapter = folder / "export/global_step_4/reward"
-    assert main(["merge", "adapter", str(adapter), str(tmp_path / "of_export")]) == 0
-    rewards = []
-    for path in (adapter, tmp_path / "of_checkpoint", tmp_path / "of_export"):
-        rl = overrides(tmp_path, tiny_model_path, f"generator.reward_model.path='{path}'", "trainer.eval_interval=-1")
-        assert main(["train", *rl, f"trainer.output_dir='{tmp_path}/{path.name}_rl'", "trainer.ckpt_interval=-1"]) == 0
-        rewards.append(metrics(tmp_path / f"{path.name}_rl")[-1]["reward/avg_raw_reward"])
-    assert abs(rewards[0]) > 1e-2
-    assert rewards[1:] == pytest.approx([rewards[0]] * 2, rel=1e-4)
+    assert main(["merge", "adapter", str(adapter), str(merged[1])]) == 0
     rows = [[5, 6, 7, tiny_tokenizer.eos_token_id], [9, 8, 7, 6, 5]]
-    scores = RewardModel(RewardModelConfig(path=str(adapter)), tiny_tokenizer).score(rows)
-    assert scores == pytest.approx(
-        [transformers_reward(tmp_path / "of_export", row) for row in rows], rel=1e-5, abs=1e-5
-    )
+    expected = [transformers_reward(merged[1], row) for row in rows]
+    for path in (adapter, *merged):
+        scores = RewardModel(RewardModelConfig(path=str(path)), tiny_tokenizer).score(rows)
+        assert scores == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert abs(train(*rollouts_run(tmp_path, tiny_model_path, adapter)).metrics[-1]["reward/avg_raw_reward"]) > 1e-2
 
 
 def test_adapters_that_give_no_reward_are_refused(
-    tmp_path: Path, tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj"]}
     file = tmp_path / "adapter/adapter_config.json"
     file.parent.mkdir()
-    run = ["train", *overrides(tmp_path, tiny_model_path, f"generator.reward_model.path='{file.parent}'"), "--dry-run"]
+    run = [*rollouts_run(tmp_path, tiny_model_path, file.parent), "--dry-run"]
 
     def write(**changes: Any) -> RewardModelConfig:
         file.write_text(json.dumps(settings | changes))
@@ -177,25 +153,22 @@ def test_adapters_that_give_no_reward_are_refused(
 
     with pytest.raises(ConfigError, match="is an adapter without a reward head; use one that `skyrl reward` has"):
         RewardModel(write(base_model_name_or_path=str(tiny_model_path)), tiny_tokenizer)
-    assert main(run) == 1
-    assert "has adapter_config.json and no adapter_model.safetensors" in capsys.readouterr().err
+    assert "has adapter_config.json and no adapter_model.safetensors" in expect_error(*run)
     with pytest.raises(ConfigError, match="is an adapter that does not name its base model; merge both with"):
         RewardModel(write(task_type="SEQ_CLS", modules_to_save=["score"]), tiny_tokenizer)
     write(base_model_name_or_path="/nowhere")
-    assert main(run) == 1
-    assert "is an adapter of base_model_name_or_path=/nowhere: there is no such folder" in capsys.readouterr().err
+    assert "is an adapter of base_model_name_or_path=/nowhere: there is no such folder" in expect_error(*run)
 
 
 def test_models_that_give_no_reward_are_refused(
-    tmp_path: Path, tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     with pytest.raises(ConfigError, match=r"generator\.reward_model\.path=.* lacks 1 weights .*score\.weight"):
         RewardModel(RewardModelConfig(path=str(tiny_model_path)), tiny_tokenizer)
     with pytest.raises(ConfigError, match="reward function 'reward_model' is already registered"):
         register_reward_function("reward_model")(lambda samples: [0.0] * len(samples))
-    run = overrides(tmp_path, tiny_model_path, "generator.reward_model.path=/nowhere")
-    assert main(["train", *run]) == 1
-    assert "generator.reward_model.path=/nowhere: there is no such folder" in capsys.readouterr().err
+    message = expect_error(*rollouts_run(tmp_path, tiny_model_path, Path("/nowhere")))
+    assert "generator.reward_model.path=/nowhere: there is no such folder" in message
 
 
 def test_another_tokenizer_is_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from train_kit.messages import assistant, render, render_prompt, user
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.generators.utils import (
@@ -16,17 +17,8 @@ from skyrl_train.generators.utils import (
     get_rollout_metrics,
 )
 
-PROMPT = [{"role": "user", "content": "What is 2 + 2?"}]
-REPLIES: list[dict[str, Any]] = [
-    {"role": "assistant", "content": "5"},
-    {"role": "user", "content": "No."},
-    {"role": "assistant", "content": "4"},
-]
-
-
-def render(tokenizer: PreTrainedTokenizerBase, messages: Any, **options: Any) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+PROMPT = [user("What is 2 + 2?")]
+REPLIES: list[Any] = [assistant("5"), user("No."), assistant("4")]
 
 
 def test_parts_of_a_conversation_are_the_tokens_of_the_whole(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -34,7 +26,7 @@ def test_parts_of_a_conversation_are_the_tokens_of_the_whole(tiny_tokenizer: Pre
     n_prompt = len(render(tiny_tokenizer, PROMPT))
     assert encode_messages_subset(REPLIES, tiny_tokenizer) == whole[n_prompt:]
     header = get_generation_prompt_ids(tiny_tokenizer)
-    assert [*whole[:n_prompt], *header] == render(tiny_tokenizer, PROMPT, add_generation_prompt=True)
+    assert [*whole[:n_prompt], *header] == render_prompt(tiny_tokenizer, PROMPT)
 
 
 def test_what_assistants_wrote_is_trained_with_its_end(tiny_tokenizer: PreTrainedTokenizerBase) -> None:

@@ -104,28 +104,13 @@ class EngineKit:
 
     def greedy(self, prompt_ids: list[int], n_new: int) -> list[int]:
         """Generate greedily with transformers."""
-        input_ids = torch.tensor([prompt_ids], device=self.model.device)
-        output = self.model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            do_sample=False,
-            max_new_tokens=n_new,
-            eos_token_id=self.eos_id,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
-        return output[0, len(prompt_ids) :].tolist()
+        return greedy(self.model, prompt_ids, n_new, self.eos_id)
 
     def trainer_logprobs(
         self, request: EngineRequest, result: EngineResult, temperature: float | None = None
     ) -> list[float]:
         """Return the trainer's log-probs of the sampled tokens, by default at the temperature of the request."""
-        if temperature is None:
-            temperature = request.sampling.temperature or 1.0
-        sequences = torch.tensor([request.prompt_ids + result.token_ids], device=self.model.device)
-        mask = torch.ones(1, len(result.token_ids), device=self.model.device)
-        with torch.no_grad():
-            scores = response_logprobs(self.model, sequences, torch.ones_like(sequences), mask, temperature)
-        return scores.logprobs[0].tolist()
+        return trainer_logprobs(self.model, request, result, temperature)
 
     def logits(self, request: EngineRequest, result: EngineResult) -> torch.Tensor:
         """Return the logits (n, V) from which the tokens were sampled."""
@@ -165,6 +150,26 @@ class EngineKit:
             for dimension, (token_id, next_id) in enumerate(pairwise(token_ids)):
                 embeddings[token_id, dimension] = 1
                 head[next_id, dimension] = 10
+
+
+def greedy(model: PreTrainedModel, prompt_ids: list[int], n_new: int, eos_id: int) -> list[int]:
+    """Generate greedily with transformers."""
+    input_ids = torch.tensor([prompt_ids], device=model.device)
+    options = {"do_sample": False, "max_new_tokens": n_new, "eos_token_id": eos_id, "pad_token_id": 0}
+    output = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)
+    return output[0, len(prompt_ids) :].tolist()
+
+
+@torch.no_grad()
+def trainer_logprobs(
+    model: PreTrainedModel, request: EngineRequest, result: EngineResult, temperature: float | None = None
+) -> list[float]:
+    """Return the trainer's log-probs of the sampled tokens, by default at the temperature of the request."""
+    sequences = torch.tensor([request.prompt_ids + result.token_ids], device=model.device)
+    mask = torch.ones(1, len(result.token_ids), device=model.device)
+    temperature = temperature or request.sampling.temperature or 1.0
+    scores = response_logprobs(model, sequences, torch.ones_like(sequences), mask, temperature)
+    return scores.logprobs[0].tolist()
 
 
 async def distance(engine: InferenceEngine, kit: EngineKit) -> float:

@@ -26,3 +26,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], **option
     """Return the tokens of a whole conversation, as the chat template renders it."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:
+    """Return the tokens of a conversation and of the header of the next reply."""
+    return render(tokenizer, messages, add_generation_prompt=True)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from train_kit.engines import assert_same, greedy, trainer_logprobs
+from train_kit.models import perturbed
 from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
 from skyrl_train.inference_engines.hf import HFEngine, attention
-from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.models.memory import cache_bytes_per_token
-from skyrl_train.weight_sync.base import Transport
 
 NewEngine = Callable[..., HFEngine]
 Passes = list[int]
@@ -44,32 +44,14 @@ def ragged_requests(n: int = 6) -> list[EngineRequest]:
     return [*requests, replace(requests[2], seed=99)]
 
 
-def greedy(model: PreTrainedModel, prompt_ids: list[int], n_new: int) -> list[int]:
-    """Generate greedily with transformers."""
-    output = model.generate(
-        torch.tensor([prompt_ids]),
-        attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
-        do_sample=False,
-        max_new_tokens=n_new,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return output[0, len(prompt_ids) :].tolist()
+def assert_agrees(model: PreTrainedModel, request: EngineRequest, result: EngineResult) -> None:
+    """Assert that the log-probs equal those of the trainer."""
+    assert result.logprobs == pytest.approx(trainer_logprobs(model, request, result), abs=1e-5)
 
 
-@torch.no_grad()
-def trainer_logprobs(model: PreTrainedModel, request: EngineRequest, result: EngineResult) -> list[float]:
-    """Return the log-probs of the sampled tokens as computed by the trainer."""
-    sequences = torch.tensor([request.prompt_ids + result.token_ids])
-    mask = torch.ones(1, len(result.token_ids))
-    temperature = request.sampling.temperature or 1.0
-    return response_logprobs(model, sequences, torch.ones_like(sequences), mask, temperature)[0][0].tolist()
-
-
-def assert_same(actual: EngineResult, expected: EngineResult) -> None:
-    assert actual.token_ids == expected.token_ids
-    assert actual.stop_reason == expected.stop_reason
-    assert actual.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+def assert_all_same(actual: Sequence[EngineResult], expected: Sequence[EngineResult]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert_same(one, other, 5e-6)
 
 
 async def serve_separately(new_engine: NewEngine, requests: list[EngineRequest]) -> list[EngineResult]:
@@ -90,13 +72,13 @@ async def test_other_architectures_agree_with_transformers(
         request(prompt(n), n_new=12, temperature=0.0, session=str(n)) for n in (1, 9, 60, 90)
     ]  # a sliding window ends at 64
     first = await engine.generate(requests)
-    assert [r.token_ids for r in first] == [greedy(other_model, r.prompt_ids, 12) for r in requests]
+    assert [r.token_ids for r in first] == [greedy(other_model, r.prompt_ids, 12, eos_id=2) for r in requests]
     longer = [
         request(r.prompt_ids + result.token_ids + prompt(4), temperature=0.7, session=r.session_id)
         for r, result in zip(requests, first, strict=True)
     ]
     for turn, result in zip(longer, await engine.generate(longer), strict=True):
-        assert result.logprobs == pytest.approx(trainer_logprobs(other_model, turn, result), abs=1e-5)
+        assert_agrees(other_model, turn, result)
 
 
 # -- independence
@@ -112,8 +94,7 @@ async def test_results_do_not_depend_on_the_batch(new_engine: NewEngine, forward
     two_at_a_time = await new_engine(max_num_seqs=2).generate(requests)
     assert 2 in forward_passes
     for results in (batched, backwards[::-1], one_at_a_time, two_at_a_time):
-        for actual, result in zip(results, expected, strict=True):
-            assert_same(actual, result)
+        assert_all_same(results, expected)
     assert len({tuple(result.token_ids) for result in expected}) == len(requests)
 
 
@@ -128,30 +109,25 @@ async def test_results_do_not_depend_on_the_time_of_arrival(
     for n_calls, r in enumerate(requests):
         await eventually(lambda n=n_calls: len(forward_passes) >= 2 * n)
         calls.append(asyncio.create_task(engine.generate([r])))
-    for call, result in zip(calls, expected, strict=True):
-        assert_same((await call)[0], result)
+    assert_all_same([(await call)[0] for call in calls], expected)
     assert {2, 3} <= set(forward_passes)  # the requests did share passes
 
 
 # -- weights
 
 
-@pytest.mark.parametrize("transport", ["shared", "shared_memory", "gloo"])
 async def test_an_engine_with_its_own_copy_of_the_model_receives_new_weights(
-    new_engine: NewEngine, tiny_model: PreTrainedModel, transport: Transport
+    new_engine: NewEngine, tiny_model: PreTrainedModel
 ) -> None:
-    policy = copy.deepcopy(tiny_model)
+    policy = perturbed(tiny_model, 0.02, seed=1)
     engine, turn = new_engine(copy.deepcopy(tiny_model)), request(prompt(20), temperature=0.8)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     for version, model in enumerate((tiny_model, policy, tiny_model)):
         if version:
-            await sync_weights(engine, model.named_parameters, version, transport)
+            await sync_weights(engine, model.named_parameters, version)
         (result,) = await engine.generate([turn])
         assert result.weight_spans == ((version, len(result.token_ids)),)
         assert result.n_reused == 0
-        assert result.logprobs == pytest.approx(trainer_logprobs(model, turn, result), abs=1e-5)
+        assert_agrees(model, turn, result)
 
 
 async def test_a_failed_sync_clears_the_cache_and_keeps_the_old_weights(
@@ -186,8 +162,8 @@ async def test_the_next_turn_of_a_session_reads_only_new_tokens(
         n_new = 30 if len(turn.prompt_ids) == 30 else 12  # the last sampled token and 11 observed tokens
         assert forward_passes == [n_new, 1, 1, 1, 1]
         assert result.n_reused == len(turn.prompt_ids) - n_new
-        assert_same(result, without)
-        assert result.logprobs == pytest.approx(trainer_logprobs(tiny_model, turn, result), abs=1e-5)
+        assert_same(result, without, 5e-6)
+        assert_agrees(tiny_model, turn, result)
         turn = replace(turn, prompt_ids=turn.prompt_ids + result.token_ids + prompt(11))
 
 
@@ -201,7 +177,7 @@ async def test_a_shared_prompt_is_read_once(
     assert [result.n_reused for result in results] == [0, 0, 39, 39, 39]
     assert len({tuple(result.token_ids) for result in results}) == 5
     for r, result in zip([group[0], other, *group[1:]], results, strict=True):
-        assert result.logprobs == pytest.approx(trainer_logprobs(tiny_model, r, result), abs=1e-5)
+        assert_agrees(tiny_model, r, result)
 
 
 async def test_a_shared_prompt_stays_while_any_of_its_samples_runs(
@@ -226,7 +202,7 @@ async def test_a_late_sample_of_a_group_does_not_read_its_prompt(
     first = asyncio.create_task(engine.generate([request(prompt(100), n_new=40)]))
     await eventually(lambda: len(forward_passes) > 3)
     (result,) = await engine.generate([late])
-    assert_same(result, expected)
+    assert_same(result, expected, 5e-6)
     await first
     assert max(forward_passes[1:]) == 2
 
@@ -249,7 +225,7 @@ async def test_a_longer_prompt_without_a_session_reads_only_new_tokens(
     (second,) = await engine.generate([longer])
     assert forward_passes[0] == 21  # the last token of the first response was never read
     assert second.n_reused == 100 + len(first.token_ids) - 1
-    assert_same(second, expected)
+    assert_same(second, expected, 5e-6)
 
 
 async def test_long_prompts_are_read_in_chunks_while_others_decode(
@@ -258,8 +234,7 @@ async def test_long_prompts_are_read_in_chunks_while_others_decode(
     requests = [request(prompt(5), n_new=20), request(prompt(300, seed=1), n_new=4), request(prompt(90, seed=2))]
     expected = await serve_separately(new_engine, requests)
     forward_passes.clear()
-    for actual, result in zip(await new_engine(max_num_batched_tokens=70).generate(requests), expected, strict=True):
-        assert_same(actual, result)
+    assert_all_same(await new_engine(max_num_batched_tokens=70).generate(requests), expected)
     assert forward_passes[:7] == [5 + 65, 1 + 69, 1 + 69, 1 + 69, 1 + 28 + 41, 1 + 1 + 49, 3]
 
 
@@ -317,5 +292,4 @@ async def test_samples_of_shared_prompts_get_the_tokens_of_separate_ones(
     assert shared_calls
     monkeypatch.setattr(attention, "MIN_SAVED", 10**12)
     separate = await serve_separately(new_engine, [asked for asked, _ in played])
-    for (_, result), expected in zip(played, separate, strict=True):
-        assert_same(result, expected)
+    assert_all_same([result for _, result in played], separate)
