@@ -43,12 +43,12 @@ SPECIFICATION = "workers/test_gradient_specification.py"
 RUNS = ("test_trainer.py", *(f"runs/test_{name}.py" for name in ("divergence", "checkpoints", "algorithms", "resume")))
 TESTS = {
     "algorithms/advantages/": ("algorithms/advantages", "algorithms/test_trajectories.py", SPECIFICATION),
-    "algorithms/losses/": ("algorithms/losses", SPECIFICATION, "workers/test_critic.py"),
+    "algorithms/losses/": ("algorithms/losses", SPECIFICATION, "workers/test_worker_critic.py"),
     "algorithms/objectives/": (
         SPECIFICATION,
         "algorithms/objectives",
-        "workers/test_objective.py",
-        "workers/test_critic.py",
+        "workers/test_worker_losses.py",
+        "workers/test_worker_critic.py",
     ),
     "algorithms/": ("algorithms", "config/rules/test_algorithm.py", SPECIFICATION),
     "dataset/batch.py": ("dataset/test_batch.py", SPECIFICATION),

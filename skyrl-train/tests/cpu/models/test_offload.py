@@ -87,6 +87,7 @@ def tensors_are_restored_later() -> None:
     assert [tensor[-1].item() for tensor in tensors] == [7, 7]
 
 
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize("check", [nothing_is_released, tensors_are_restored_later])
 def test_too_little_memory(check: Callable[[], None]) -> None:
     # In a new process: the limit does not count memory that earlier tests have freed and their allocator has kept.

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from train_kit.ranks import load_group, spec
+from train_kit.ranks import close, load_group, load_policy, spec
 from train_kit.workers import config, policy_objective
 from transformers import PreTrainedModel
 
@@ -29,6 +29,8 @@ from skyrl_train.types.specs import World
 from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, rendezvous
 from skyrl_train.weight_sync import stream as stream_module
 from skyrl_train.weight_sync.sync import free_port
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 N_RANKS = 2
 PLACE: ContextVar[str] = ContextVar("place")
@@ -73,8 +75,7 @@ async def start_ranks(serve: Callable[[Connection, World, str], None]) -> AsyncI
     try:
         yield started
     finally:
-        for started_rank in started:
-            await started_rank.close()
+        await close(started)
 
 
 @pytest.fixture
@@ -115,8 +116,7 @@ class Sink:
 async def test_each_rank_sends_again_after_a_receiver_was_replaced(
     place: str, is_lost: bool, ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel
 ) -> None:
-    cfg, lost = config().trainer, Sink(place, is_lost=is_lost)
-    group = await load_group(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    group, lost = await load_policy(ranks, tiny_model_path), Sink(place, is_lost=is_lost)
     sinks = {"engine 0": lost, "engine 1": Sink("GPU-1")}
     sync = WeightSync(group, sinks, SyncOptions("cuda_ipc", ipc_bytes=1 << 16, timeout_s=60))
     n_failures = 0

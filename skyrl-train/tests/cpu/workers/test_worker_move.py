@@ -21,9 +21,7 @@ LORA = {"model": {"lora": {"rank": 4}}}
 
 def memory(worker: SingleRankGroup) -> dict[str, int]:
     """Return the bytes on the device of the weights, and of gradients and optimizer state."""
-    optimizer = worker.rank.worker._state.optimizer
-    assert optimizer is not None
-    moments = [value for values in optimizer.state.values() for value in values.values()]
+    moments = [value for values in worker.optimizer.state.values() for value in values.values()]
     gradients = [p.grad for p in worker.model.parameters() if p.grad is not None]
     parts = {"weights": [*worker.model.parameters(), *worker.model.buffers()], "optimizer": [*moments, *gradients]}
     return {part: sum(tensor.untyped_storage().nbytes() for tensor in tensors) for part, tensors in parts.items()}

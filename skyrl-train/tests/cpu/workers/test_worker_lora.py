@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from train_kit.batches import random_batch
 from train_kit.models import perturbed
 from train_kit.workers import SingleRankGroup, complete, config, gradients, make_worker
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.errors import CheckpointError
@@ -23,9 +23,11 @@ from skyrl_train.models.lora import trained_parameters
 OPTIMIZER = {"lr": 1e-2, "scheduler": "linear", "num_warmup_steps": 2}
 
 
-def lora_worker(model: PreTrainedModel, **lora: Any) -> SingleRankGroup:
+def lora_worker(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **lora: Any
+) -> SingleRankGroup:
     section = {"model": {"lora": {"rank": 4, **lora}}, "optimizer_config": OPTIMIZER}
-    return make_worker(model, policy=section)
+    return make_worker(model, tokenizer=tokenizer, policy=section)
 
 
 def test_an_update_changes_the_adapter_like_adamw_and_nothing_else(policy: PreTrainedModel) -> None:
@@ -144,10 +146,11 @@ def test_a_checkpoint_without_the_checksum_of_its_base_is_resumed_with_a_warning
 def test_an_export_is_the_adapter_or_the_merged_model(
     policy: PreTrainedModel,
     tiny_model: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
     is_merged: bool,
 ) -> None:
-    worker = lora_worker(policy, merge_on_export=is_merged)
+    worker = lora_worker(policy, tiny_tokenizer, merge_on_export=is_merged)
     for seed in range(2):
         worker.update(random_batch(seed))
     complete(worker.group.export(tmp_path))
@@ -157,6 +160,7 @@ def test_an_export_is_the_adapter_or_the_merged_model(
     adapter = tmp_path / "lora_adapter" if is_merged else tmp_path
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(tiny_model), str(adapter))
     assert torch.equal(theirs(input_ids=tokens).logits, expected)
+    assert (tmp_path / "tokenizer.json").exists()
     if is_merged:
         merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
         torch.testing.assert_close(merged(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
