@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -78,21 +77,6 @@ def test_values_by_hand_without_the_standard_deviation(estimator: Estimator, exp
     assert row_advantages(estimator, SCORES, UIDS, LENGTHS, grpo_norm_by_std=False) == expected
 
 
-@pytest.mark.parametrize("estimator", [rloo, opo, grpo])
-def test_a_shift_of_all_scores_changes_nothing(estimator: Estimator) -> None:
-    shifted = row_advantages(estimator, [score - 2.5 for score in SCORES], UIDS, LENGTHS)
-    assert shifted == pytest.approx(row_advantages(estimator, SCORES, UIDS, LENGTHS), abs=1e-9)
-
-
-def test_grpo_by_hand() -> None:
-    # Group a: 1, 2, 6 has mean 3 and unbiased variance (4 + 1 + 9) / 2 = 7. Group b: 0, 1 has std 1/√2.
-    expected = [-2 / math.sqrt(7), -math.sqrt(0.5), -1 / math.sqrt(7), 3 / math.sqrt(7), math.sqrt(0.5)]
-    actual = row_advantages(grpo, [1, 0, 2, 6, 1], ["a", "b", "a", "a", "b"])
-    assert actual == pytest.approx(expected, rel=5e-6)  # the 1e-6 added to the standard deviation
-    centred = row_advantages(grpo, [1, 0, 2, 6, 1], ["a", "b", "a", "a", "b"], grpo_norm_by_std=False)
-    assert centred == [-2, -0.5, -1, 3, 0.5]
-
-
 @given(rows=scores_and_prompts)
 def test_leave_one_out_is_the_score_less_the_mean_of_the_others(rows: list[tuple[str, float]]) -> None:
     uids, scores = [uid for uid, _ in rows], [score for _, score in rows]
@@ -143,15 +127,8 @@ def test_gpg_counts_only_trained_trajectories() -> None:
 
 
 class TestMaxRL:
-    def test_rewards_of_zero_and_one_are_weighted_by_one_over_p(self) -> None:
-        scores: list[float] = [1, 0, 0, 0, 1, 1, 1, 0]
-        expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1]
-        assert row_advantages(maxrl, scores, ["hard"] * 4 + ["easy"] * 4) == pytest.approx(expected, abs=2e-5)
-
-    def test_negative_rewards_do_not_flip_the_sign(self) -> None:
+    def test_the_denominator_is_positive_if_the_mean_is_not(self) -> None:
         assert row_advantages(maxrl, [-3, -1], ["a", "a"]) == pytest.approx([-1, 1], abs=1e-6)
-
-    def test_a_mean_of_zero_does_not_explode(self) -> None:
         assert row_advantages(maxrl, [-1, 1], ["a", "a"]) == pytest.approx([-1, 1], abs=1e-6)
 
     @given(st.lists(st.integers(0, 8).map(lambda eighths: eighths / 8), min_size=2, max_size=8))
@@ -168,16 +145,13 @@ class TestMaxRL:
         assert signed == pytest.approx(row_advantages(maxrl, [int(s) for s in solved], uids), abs=1e-4)
 
     @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
-    def test_bounded_and_of_the_right_sign(self, scores: list[float]) -> None:
-        mean, n = statistics.fmean(scores), len(scores)
-        for score, advantage in zip(scores, row_advantages(maxrl, scores, ["a"] * n), strict=True):
+    def test_bounded_and_increasing_with_scores(self, scores: list[float]) -> None:
+        mean, n, scores = statistics.fmean(scores), len(scores), sorted(scores)
+        advantages = row_advantages(maxrl, scores, ["a"] * n)
+        assert advantages == sorted(advantages)
+        for score, advantage in zip(scores, advantages, strict=True):
             assert -1 <= advantage <= n - 1
             assert advantage * (score - mean) >= -1e-12
-
-    @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
-    def test_advantages_increase_with_scores(self, scores: list[float]) -> None:
-        actual = row_advantages(maxrl, sorted(scores), ["a"] * len(scores))
-        assert actual == sorted(actual)
 
 
 ALL = [grpo, rloo, opo, gpg, maxrl, grpo_passk, reinforce_plus_plus_baseline]
@@ -230,15 +204,3 @@ def test_the_score_is_the_row_sum_and_every_sampled_token_gets_the_advantage() -
     )
     assert advantages.tolist() == [[0.5, 0.5, 0.0, 0.5], [-0.5, 0.0, 0.0, 0.0]]
     assert torch.equal(returns, advantages)
-
-
-@given(rows=scores_and_prompts)
-def test_advantages_of_a_group_sum_to_zero_with_unit_variance(rows: list[tuple[str, float]]) -> None:
-    uids, scores = [uid for uid, _ in rows], torch.tensor([score for _, score in rows])
-    advantages = torch.tensor(row_advantages(grpo, scores.tolist(), uids))
-    for uid in set(uids):
-        in_group = torch.tensor([other == uid for other in uids])
-        if in_group.sum() > 1:
-            assert advantages[in_group].sum().item() == pytest.approx(0, abs=1e-3)
-            if scores[in_group].double().std() > 0.01:
-                assert advantages[in_group].std().item() == pytest.approx(1, rel=1e-3)
