@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -53,7 +55,7 @@ class Calculator(ToolGroup):
 
 
 class Speaking(BaseTool):
-    """A tool that returns `says`, raises it, or calls it."""
+    """A tool that returns `says`, raises it, or returns what it returns, such as a coroutine."""
 
     name = "speak"
     description = "Speak."
@@ -66,33 +68,21 @@ class Speaking(BaseTool):
         return self.says() if callable(self.says) else self.says
 
 
-class AsyncTool(BaseTool):
-    """A tool whose coroutine raises."""
+class Async(BaseTool):
+    """A tool whose coroutine returns its arguments, or raises `error`."""
 
-    name = "speak"
+    name = "wait"
     description = "Wait."
-    parameters: ClassVar[dict[str, Any]] = NO_PARAMETERS
-    error: ClassVar[Exception]
-
-    async def call(self, params: dict[str, Any], **kwargs: Any) -> Any:
-        raise self.error
-
-
-class Wrapped(BaseTool):
-    """A tool whose plain method returns a coroutine."""
-
-    name = "wrapped"
-    description = "Wrapped."
     parameters: ClassVar[dict[str, Any]] = {
         "type": "object",
         "properties": {"code": {"type": ["string", "null"]}, "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
     }
+    error: ClassVar[Exception | None] = None
 
-    def call(self, params: dict[str, Any], **kwargs: Any) -> Any:
-        async def answer() -> dict[str, Any]:
-            return params
-
-        return answer()
+    async def call(self, params: dict[str, Any], **kwargs: Any) -> Any:
+        if self.error:
+            raise self.error
+        return params
 
 
 class Nameless(BaseTool):
@@ -165,12 +155,6 @@ async def test_each_trajectory_has_its_own_tool_and_groups_of_skyrl_gym_are_tool
         assert trajectory.total_reward == 1.0
 
 
-async def test_wrapped_coroutines_are_awaited_and_unions_of_types_are_read() -> None:
-    replies = [tool_call("wrapped", code="42", n="3"), FINISH]
-    _, engine = await play_one(replies, tools=(f"{__name__}.Wrapped", "finish"))
-    assert 'EXECUTION RESULT of [wrapped]:\n{"code": "42", "n": 3}' in engine.prompts()[1]
-
-
 @pytest.mark.parametrize(
     ("says", "shown"),
     [
@@ -179,8 +163,9 @@ async def test_wrapped_coroutines_are_awaited_and_unions_of_types_are_read() -> 
         ("x" * 200_000, "[150,000 characters are left out]"),
         (None, "EXECUTION RESULT of [speak]:\nnull<|im_end|>\n<|im_start|>assistant\n"),
         ("file \udc80.txt", "EXECUTION RESULT of [speak]:\nfile "),
+        (partial(asyncio.sleep, 0, "slept"), "EXECUTION RESULT of [speak]:\nslept"),
     ],
-    ids=["raises", "exits", "long", "nothing", "broken characters"],
+    ids=["raises", "exits", "long", "nothing", "broken characters", "coroutine"],
 )
 async def test_results_and_errors_are_shown_to_the_model(says: Any, shown: str) -> None:
     trajectory, engine = await speak(says, max_response_length=10**6)
@@ -211,17 +196,20 @@ async def test_a_tool_that_hangs_ends_the_trajectory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "stop_reason"),
+    ("error", "stop_reason", "shown"),
     [
-        (TimeoutError("the site is slow"), "FINISH_TOOL"),
-        (EngineError("no memory"), "engine_error"),
-        (ToolFailure("down"), "error_runtime"),
+        (None, "FINISH_TOOL", 'EXECUTION RESULT of [wait]:\n{"code": "42", "n": 3}'),
+        (TimeoutError("the site is slow"), "FINISH_TOOL", "ERROR: TimeoutError: the site is slow"),
+        (EngineError("no memory"), "engine_error", None),
+        (ToolFailure("down"), "error_runtime", None),
     ],
 )
-async def test_errors_of_asynchronous_tools_are_distinguished(error: Exception, stop_reason: str) -> None:
-    AsyncTool.error = error
-    tools = (f"{__name__}.AsyncTool", "finish")
-    trajectory, engine = await play_one([tool_call("speak"), FINISH], tools=tools, n_retries=0)
+async def test_results_and_errors_of_asynchronous_tools(
+    error: Exception | None, stop_reason: str, shown: str | None
+) -> None:
+    """Arguments may have one of several types."""
+    Async.error = error
+    replies, tools = [tool_call("wait", code="42", n="3"), FINISH], (f"{__name__}.Async", "finish")
+    trajectory, engine = await play_one(replies, tools=tools, n_retries=0)
     assert trajectory.stop_reason == stop_reason
-    if trajectory.is_valid:
-        assert "ERROR: TimeoutError: the site is slow" in engine.prompts()[1]
+    assert shown is None or shown in engine.prompts()[1]

@@ -20,11 +20,13 @@ def test_parquet_for_sft_and_rl(generated: Path, tmp_path: Path) -> None:
     assert convert(generated, folder, *flags, "--format", "sft") == 0
     train, val = (pq.read_table(folder / f"{name}.parquet").to_pylist() for name in ("train", "val"))
     assert (len(train), len(val)) == (6, 2)
+    assert train[0].keys() >= {"prompt", "response"}
     records = {record["prompt"]: record for record in read_records(generated)}
     assert all(row["response"] == records[row["prompt"]]["answer"] for row in train + val)
     assert convert(generated, folder, *flags, "--format", "rl") == 0
     rows = pq.read_table(folder / "train.parquet").to_pylist()
     assert [row["prompt"][0]["content"] for row in rows] == [row["prompt"] for row in train]
+    assert not {"response"} & rows[0].keys()
     for row in rows:
         record = records[row["prompt"][0]["content"]]
         truth = row["reward_model"]["ground_truth"]

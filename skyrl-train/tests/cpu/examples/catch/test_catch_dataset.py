@@ -32,9 +32,8 @@ def test_the_command_writes_both_splits_and_prints_a_summary(tmp_path: Path) -> 
     assert read(folder / "validation.parquet") == dataset.validation_rows()
 
 
-def test_the_columns_of_a_row(tmp_path: Path) -> None:
-    main(["--output_dir", str(tmp_path), *SMALL])
-    row = read(tmp_path / "validation.parquet")[0]
+def test_the_columns_of_a_row() -> None:
+    row = CatchDataset(train_size=30, test_size=10).validation_rows()[0]
     start = row["extra_info"]
     assert list(row) == ["data_source", "prompt", "env_class", "reward_spec", "extra_info"]
     assert (row["data_source"], row["env_class"]) == ("synthetic_catch", "catch")
@@ -43,19 +42,15 @@ def test_the_columns_of_a_row(tmp_path: Path) -> None:
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
 
 
-def test_every_prompt_shows_the_game_that_is_played(tmp_path: Path) -> None:
-    main(["--output_dir", str(tmp_path), "--grid_w", "9", "--grid_h", "4", "--max_turns", "8", *SMALL])
+def test_every_row_has_the_game_and_the_reward_of_the_flags(tmp_path: Path) -> None:
+    grid = ["--grid_w", "9", "--grid_h", "4", "--max_turns", "8"]
+    reward = ["--reward_mode", "episodic", "--step_penalty", "-0.5", "--terminal_catch", "2", "--terminal_miss", "-3"]
+    main(["--output_dir", str(tmp_path), *SMALL, *grid, *reward])
     for row in read(tmp_path / "train.parquet"):
         env = CatchEnv({}, row)
         assert parse_state(row["prompt"][-1]["content"]) == env.state
         assert env.max_turns == 8
-
-
-def test_reward_flags_are_passed_to_the_environment(tmp_path: Path) -> None:
-    flags = ["--reward_mode", "episodic", "--step_penalty", "-0.5", "--terminal_catch", "2", "--terminal_miss", "-3"]
-    main(["--output_dir", str(tmp_path), *SMALL, *flags])
-    row = read(tmp_path / "train.parquet")[0]
-    assert CatchEnv({}, row).reward == CatchReward("episodic", -0.5, 2.0, -3.0)
+        assert env.reward == CatchReward("episodic", -0.5, 2.0, -3.0)
 
 
 def test_the_defaults_of_the_flags() -> None:
@@ -73,30 +68,23 @@ def test_the_defaults_of_the_flags() -> None:
         "terminal_catch": 1.0,
         "terminal_miss": -1.0,
     }
-    assert CatchDataset().n_turns == 5
+    assert (CatchDataset().n_turns, CatchDataset(grid_h=10).n_turns) == (5, 9)
 
 
-def test_games_depend_on_the_seed() -> None:
-    same = CatchDataset(train_size=30, seed=7)
-    assert CatchDataset(train_size=30, seed=7).train_rows() == same.train_rows()
-    assert CatchDataset(train_size=30, seed=8).train_rows() != same.train_rows()
-
-
-def test_the_splits_use_consecutive_seeds() -> None:
-    def starts(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
-        return [(row["extra_info"]["ball_x"], row["extra_info"]["paddle_x"]) for row in rows]
-
-    validation = CatchDataset(test_size=30, seed=7).validation_rows()
-    assert starts(validation) == starts(CatchDataset(train_size=30, seed=8).train_rows())
+def test_games_depend_on_the_seed_and_the_splits_use_consecutive_seeds() -> None:
+    same = CatchDataset(train_size=30, test_size=30, seed=7)
+    other = CatchDataset(train_size=30, seed=8).train_rows()
+    assert CatchDataset(train_size=30, seed=7).train_rows() == same.train_rows() != other
+    starts = [
+        [(row["extra_info"]["ball_x"], row["extra_info"]["paddle_x"]) for row in rows]
+        for rows in (same.validation_rows(), other)
+    ]
+    assert starts[0] == starts[1]
 
 
 def test_every_start_occurs() -> None:
     rows = CatchDataset(grid_w=3, train_size=500).train_rows()
     assert len({(row["extra_info"]["ball_x"], row["extra_info"]["paddle_x"]) for row in rows}) == 9
-
-
-def test_a_taller_grid_has_more_turns() -> None:
-    assert CatchDataset(grid_h=10).n_turns == 9
 
 
 @pytest.mark.parametrize(

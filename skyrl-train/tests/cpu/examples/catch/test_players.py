@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.catch.catch_dataset import CatchDataset, dataset_row
+from examples.catch.catch_dataset import dataset_row
 from examples.catch.env import CatchReward
 from examples.catch.game import CatchState
 from examples.catch.players import Player, catch_rate, expected_random_catch_rate, optimal_player, play, random_player
@@ -50,6 +50,7 @@ def test_the_random_player_catches_no_ball_that_the_optimal_player_misses(row: d
 
 def test_two_of_the_49_starts_are_out_of_reach() -> None:
     assert catch_rate(ALL_STARTS, optimal_player) == pytest.approx(47 / 49)
+    assert expected_random_catch_rate(ALL_STARTS) < 0.2
 
 
 def test_a_game_too_short_for_the_ball_is_never_caught() -> None:
@@ -83,12 +84,6 @@ def test_a_random_player_is_deterministic_for_a_seed() -> None:
     assert replies(1) == replies(1)
     assert replies(1) != replies(2)
     assert set(replies(1)) == {"L", "R", "S"}
-
-
-def test_random_play_is_poor_and_optimal_play_good_on_the_dataset() -> None:
-    generated = CatchDataset(test_size=200).validation_rows()
-    assert expected_random_catch_rate(generated) < 0.2
-    assert catch_rate(generated, optimal_player) > 0.9
 
 
 def test_a_catch_rate_without_rows_is_refused() -> None:
