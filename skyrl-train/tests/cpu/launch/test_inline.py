@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from socket import AF_INET
-from typing import Any
 
 import psutil
 import pytest
 import torch
+from train_kit.runs import run_of
 from transformers import PreTrainedModel
 
 from skyrl_train.config.cli import parse_cli
@@ -24,6 +22,8 @@ from skyrl_train.inference_engines.hf import load_engine
 from skyrl_train.inference_engines.process import ServerProcess
 from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.weight_sync import Receipt, SyncPlan, rendezvous
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 SERVER = [
     "generator.backend=vllm",
@@ -77,16 +77,12 @@ def test_a_sync_does_not_round_the_weights_that_the_engine_shares(catch_run: lis
     assert (weights != weights.bfloat16()).float().mean() > 0.5
 
 
-def rows(tmp_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("transport", ["auto", "gloo", "nccl"])
 def test_weights_reach_a_server_through_the_configured_transport(
-    catch_run: list[str], tmp_path: Path, transport: str, caplog: pytest.LogCaptureFixture
+    catch_run: list[str], transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     Served(parse_cli([*catch_run, *SERVER, f"generator.weight_sync_backend={transport}"])).run()
-    for row in rows(tmp_path):
+    for row in run_of(catch_run).metrics:
         assert row["sync/megabytes"] > 0.5
         assert row["sync/verified_copies"] == 1
         assert row["sync/logprob_gap"] < 1e-5

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launch.sysfs import GPU, MAX_CORE, write_sysfs
+from train_kit.processes import python
+from train_kit.sysfs import GPU, MAX_CORE, write_sysfs
 
 from skyrl_train.launch import numa
 from skyrl_train.launch.numa import bind_to_device, parse_cores
@@ -27,7 +27,7 @@ def test_a_rank_and_its_threads_run_on_the_cores_of_the_node(tmp_path: Path) -> 
         "thread = threading.Thread(target=lambda: print(os.sched_getaffinity(0))); thread.start(); thread.join()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+        [python(), "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == str({MAX_CORE})
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from launch.sysfs import MAX_CORE, write_sysfs
 from torch.distributed import distributed_c10d
 from train_kit.ranks import spec
+from train_kit.sysfs import MAX_CORE, write_sysfs
 from train_kit.workers import config
 
 from skyrl_train.config.policy import MegatronConfig
@@ -22,6 +22,8 @@ from skyrl_train.distributed import FSDP2Strategy
 from skyrl_train.launch import numa
 from skyrl_train.launch.rank_host import COLLECTIVE_TIMEOUT, RankHost
 from skyrl_train.types.specs import World
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 def write_cores(_: int, folder: Path, device: str) -> None:
