@@ -177,9 +177,7 @@ def test_value_loss(batch: Batch, value_clip: float) -> None:
     ours = reduce_loss(loss, batch.mask, "token_mean")
     theirs, _ = verl.compute_value_loss(their_values, returns, old_values, batch.mask, value_clip)
     assert_same_loss(
-        (ours, torch.autograd.grad(ours, our_values)[0]),
-        (theirs, torch.autograd.grad(theirs, their_values)[0]),
-        EXACT,
+        (ours, torch.autograd.grad(ours, our_values)[0]), (theirs, torch.autograd.grad(theirs, their_values)[0]), EXACT
     )
 
 

@@ -67,8 +67,7 @@ def test_token_mask(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "statistic", "prefix"),
-    [("product", "seq_sum_k1", "product"), ("geometric", "seq_mean_k1", "geo")],
+    ("metric", "statistic", "prefix"), [("product", "seq_sum_k1", "product"), ("geometric", "seq_mean_k1", "geo")]
 )
 @given(batch=batches())
 def test_sequence_mask(metric: str, statistic: str, prefix: str, batch: Batch) -> None:

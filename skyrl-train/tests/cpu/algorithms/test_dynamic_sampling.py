@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -38,6 +39,15 @@ def add(collected: GroupCollector, trajectories: list[Trajectory], n_failed: int
     collected.add(trajectories, [*draws, *range(1000, 1000 + n_failed)])
 
 
+def collect(n_prompts: int, *batches: str, seed: int = 0, **settings: Any) -> GroupCollector:
+    """Add batches of groups, numbered from 0, that are good (+) or bad (-); only the last may complete the step."""
+    collected, uids = collector(n_prompts, seed, **settings), count()
+    for batch in batches:
+        assert not collected.is_complete
+        add(collected, [t for sign in batch for t in (good if sign == "+" else bad)(str(next(uids)))])
+    return collected
+
+
 def groups(trajectories: list[Trajectory]) -> list[tuple[int, str]]:
     """Return (draw, dataset row) of each group, in order; assert that each group is contiguous."""
     names = [(t.id.draw, t.id.instance_id) for t in trajectories]
@@ -63,22 +73,14 @@ def metrics(collected: GroupCollector) -> tuple[float, float, float, float]:
 
 
 def test_without_dynamic_sampling_one_batch_completes_the_step() -> None:
-    collected = collector(n_prompts=2)
-    assert not collected.is_complete
-    batch = [*good("0"), *bad("1"), *good("2")]
-    add(collected, batch)
+    collected = collect(2, "+-+")
     assert collected.is_complete
-    assert collected.take() == batch
+    assert collected.take() == [*good("0"), *bad("1"), *good("2")]
     assert metrics(collected) == (1, 0, 0, 2 / 3)
 
 
 def test_filter_collects_batches_until_it_has_enough_good_groups() -> None:
-    collected = collector(n_prompts=3, type="filter")
-    add(collected, [*bad("0"), *good("1"), *bad("2")])
-    assert not collected.is_complete
-    add(collected, [*good("3"), *bad("4"), *bad("5")])
-    assert not collected.is_complete
-    add(collected, [*good("6"), *good("7"), *bad("8")])
+    collected = collect(3, "-+-", "+--", "++-", type="filter")
     assert collected.is_complete
     assert uids(collected.take()) == ["1", "3", "6"], "in arrival order, the surplus is dropped"
     assert len(collected.take()) == 6
@@ -106,16 +108,13 @@ def test_rows_of_a_prompt_need_not_be_contiguous() -> None:
 
 
 def test_replace_fills_bad_slots_with_distinct_good_groups_if_there_are_enough() -> None:
-    batch = [*good("0"), *bad("1"), *good("2"), *bad("3"), *good("4")]
     seen = set()
     for seed in range(20):
-        collected = collector(n_prompts=5, seed=seed, type="replace")
-        add(collected, batch)
+        collected = collect(5, "+-+-+", seed=seed, type="replace")
         taken = collected.take()
-        first, _, third, _, fifth = uids(taken)
+        first, second, third, fourth, fifth = uids(taken)
         assert (first, third, fifth) == ("0", "2", "4")
-        copies = (uids(taken)[1], uids(taken)[3])
-        seen.add(copies)
+        seen.add((second, fourth))
         assert len(taken) == 10
         assert [draw for draw, _ in groups(taken)] == [0, 1, 2, 3, 4], "a copy takes the draw of the group it replaces"
         assert metrics(collected) == (1, 2, 2, 3 / 5)
@@ -132,8 +131,7 @@ def test_a_copy_equals_its_source_except_for_the_draw() -> None:
 
 
 def test_replace_repeats_groups_when_there_are_too_few() -> None:
-    collected = collector(n_prompts=5, type="replace")
-    add(collected, [*bad("0"), *bad("1"), *good("2"), *good("3"), *bad("4")])
+    collected = collect(5, "--++-", type="replace")
     names = uids(collected.take())
     assert len(names) == 5, "every copy is a separate group"
     assert names[2:4] == ["2", "3"]
@@ -143,18 +141,15 @@ def test_replace_repeats_groups_when_there_are_too_few() -> None:
 
 @pytest.mark.parametrize(("ratio", "is_enough"), [(0.2, True), (0.25, False), (0.3, False)])
 def test_replace_samples_again_unless_the_good_share_exceeds_min_replace_ratio(ratio: float, is_enough: bool) -> None:
-    collected = collector(n_prompts=4, type="replace", min_replace_ratio=ratio)
-    add(collected, [*good("0"), *bad("1"), *bad("2"), *bad("3")])
-    assert collected.is_complete == is_enough
+    assert collect(4, "+---", type="replace", min_replace_ratio=ratio).is_complete == is_enough
     if not is_enough:
-        add(collected, [*good("4"), *good("5"), *bad("6"), *good("7")])
+        collected = collect(4, "+---", "++-+", type="replace", min_replace_ratio=ratio)
         assert uids(collected.take())[:2] == ["4", "5"], "the first batch is discarded"
         assert metrics(collected) == (2, 5, 1, 4 / 8)
 
 
 def test_a_batch_of_good_groups_needs_no_replacement() -> None:
-    collected = collector(n_prompts=2, type="replace", min_replace_ratio=1.0)
-    add(collected, [*good("0"), *good("1")])
+    collected = collect(2, "++", type="replace", min_replace_ratio=1.0)
     assert uids(collected.take()) == ["0", "1"]
     assert metrics(collected) == (1, 0, 0, 1)
 
@@ -169,22 +164,15 @@ def test_replace_fills_the_slots_of_failed_prompts() -> None:
 
 
 def test_replace_drops_surplus_groups() -> None:
-    collected = collector(n_prompts=2, type="replace")
-    add(collected, [*bad("0"), *good("1"), *bad("2"), *good("3"), *good("4")])
+    collected = collect(2, "-+-++", type="replace")
     assert uids(collected.take()) == ["1", "3"]
     assert metrics(collected) == (1, 3, 0, 3 / 5)
 
 
 def test_the_same_seed_chooses_the_same_copies() -> None:
-    batch = [t for i in range(8) for t in (good if i % 2 else bad)(str(i))]
-
-    def names(seed: int) -> list[str]:
-        collected = collector(n_prompts=8, seed=seed, type="replace")
-        add(collected, batch)
-        return uids(collected.take())
-
-    assert names(3) == names(3)
-    assert len({tuple(names(seed)) for seed in range(10)}) > 1
+    chosen = [uids(collect(8, "-+" * 4, seed=seed, type="replace").take()) for seed in (3, 3, *range(10))]
+    assert chosen[0] == chosen[1]
+    assert len({tuple(names) for names in chosen}) > 1
 
 
 @pytest.mark.parametrize(
@@ -200,17 +188,11 @@ def test_it_raises_after_max_sample_batches(kind: str, needed: str) -> None:
 
 
 def test_the_last_batch_may_complete_the_step() -> None:
-    collected = collector(n_prompts=2, type="filter", max_sample_batches=2)
-    add(collected, good("0"))
-    add(collected, good("1"))
-    assert collected.is_complete
+    assert collect(2, "+", "+", type="filter", max_sample_batches=2).is_complete
 
 
 def test_minus_one_never_gives_up() -> None:
-    collected = collector(n_prompts=1, type="filter", max_sample_batches=-1)
-    for i in range(100):
-        add(collected, bad(str(i)))
-    assert not collected.is_complete
+    assert not collect(1, *"-" * 100, type="filter", max_sample_batches=-1).is_complete
 
 
 def test_a_draw_is_added_once() -> None:

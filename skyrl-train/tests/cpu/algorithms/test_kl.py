@@ -211,9 +211,7 @@ def test_the_adaptive_weight_by_hand(current: float, n_steps: int, factor: float
 
 
 @given(st.lists(st.tuples(st.floats(-1, 10), st.integers(1, 3000)), max_size=20))
-def test_the_adaptive_weight_stays_positive_and_is_restored_from_a_checkpoint(
-    steps: list[tuple[float, int]],
-) -> None:
+def test_the_adaptive_weight_stays_positive_and_is_restored_from_a_checkpoint(steps: list[tuple[float, int]]) -> None:
     controller = AdaptiveKLController(0.5, target=0.1, horizon=1000)
     for current, n_steps in steps:
         controller.update(current, n_steps)

@@ -10,12 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.off_policy import (
-    ROLLOUT_GAP_METRICS,
-    add_rollout_gap,
-    correction_weights,
-    sequence_mask,
-)
+from skyrl_train.algorithms.off_policy import ROLLOUT_GAP_METRICS, add_rollout_gap, correction_weights, sequence_mask
 from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
 from skyrl_train.types import MetricSums
 

@@ -55,7 +55,7 @@ REFUSED: Cases = {
         GAE,
     ],
     f"{ESTIMATOR}=on_policy_distillation {TEACHER} {ALGORITHM}.dynamic_sampling.type=replace": [
-        *(f"{ESTIMATOR}={name}" for name in ("grpo", "reinforce++", "mine")),
+        *(f"{ESTIMATOR}={name}" for name in ("grpo", "reinforce++", "mine"))
     ],
     f"{ESTIMATOR}=token_rewards {ZERO_VARIANCE}": [GAE],
     f"{ESTIMATOR}=grpo_per_turn {LOSS}=gmpo": [
@@ -79,11 +79,7 @@ WARNED: Cases = {
     CRITIC: [f"{ESTIMATOR}=gae_per_turn", MINE],
     f"{ESTIMATOR}=gdpo {NORMALIZE}": [f"{ESTIMATOR}=rloo"],
     f"{LOSS}=gspo": [f"{LOSS}=cispo", f"{LOSS}=vespo"],
-    f"{LOSS}=cispo {ALGORITHM}.eps_clip_high=0.28": [
-        f"{ALGORITHM}.eps_clip_high=0.2",
-        f"{LOSS}=regular",
-        MY_LOSS,
-    ],
+    f"{LOSS}=cispo {ALGORITHM}.eps_clip_high=0.28": [f"{ALGORITHM}.eps_clip_high=0.2", f"{LOSS}=regular", MY_LOSS],
     f"{LOSS}=policy_gradient {ALGORITHM}.eps_clip_low=0.1": [f"{LOSS}=dual_clip"],
     f"{ASYNC} trainer.fully_async.max_staleness_steps=2": [
         f"{LOSS}=rollout_is",

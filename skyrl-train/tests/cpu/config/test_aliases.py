@@ -88,12 +88,7 @@ SPELLINGS: list[tuple[str, object, str, object]] = [
     ("algorithm.gamma", 0.99, "trainer.algorithm.gamma", 0.99),
     ("algorithm.lam", 0.95, "trainer.algorithm.lambd", 0.95),
     ("algorithm.filter_groups.enable", True, "trainer.algorithm.dynamic_sampling.type", "filter"),
-    (
-        "algorithm.filter_groups.max_num_gen_batches",
-        0,
-        "trainer.algorithm.dynamic_sampling.max_sample_batches",
-        -1,
-    ),
+    ("algorithm.filter_groups.max_num_gen_batches", 0, "trainer.algorithm.dynamic_sampling.max_sample_batches", -1),
     ("actor_rollout_ref.actor.clip_ratio_c", 10.0, "trainer.algorithm.clip_ratio_c", 10.0),
     ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla", "trainer.algorithm.policy_loss_type", "dual_clip"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode", "gspo", "trainer.algorithm.policy_loss_type", "gspo"),

@@ -18,10 +18,7 @@ from train_kit.datasets import prompt_row, write_rows
 from skyrl_train.dataset.files import Rows, read_rows, write_jsonl
 from skyrl_train.errors import DataError
 
-ROWS = [
-    prompt_row("Wie geht’s?", extra_info={"index": 0}),
-    prompt_row("two\nlines", extra_info={"index": 1}),
-]
+ROWS = [prompt_row("Wie geht’s?", extra_info={"index": 0}), prompt_row("two\nlines", extra_info={"index": 1})]
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.json", "rows.jsonl"])

@@ -62,9 +62,7 @@ def test_a_complete_run_has_every_section_and_loads_no_urls(folder: RunFolder) -
         row = {"input_prompt": "Catch!", "output_response": "L", "score": [1.0], "env_class": "catch"}
         (folder.evals(step) / "synthetic_catch.jsonl").write_text(json.dumps(row) + "\n")
     page, text = _write(
-        folder,
-        command="make catch SEED=7",
-        baselines={"eval/environment/catch_rate": {"random play": 0.2}},
+        folder, command="make catch SEED=7", baselines={"eval/environment/catch_rate": {"random play": 0.2}}
     )
     assert page.headings == [
         "shaped",

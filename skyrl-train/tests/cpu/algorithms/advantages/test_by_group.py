@@ -11,15 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.advantages import (
-    gpg,
-    grpo,
-    grpo_passk,
-    maxrl,
-    opo,
-    reinforce_plus_plus_baseline,
-    rloo,
-)
+from skyrl_train.algorithms.advantages import gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
 
 Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -70,8 +62,7 @@ def test_values_by_hand(estimator: Estimator, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [(grpo, [0.5, -0.5, -0.5, 0.5, -0.5, 0.5]), (grpo_passk, [0, 0, 0, 0, 0, 1])],
+    ("estimator", "expected"), [(grpo, [0.5, -0.5, -0.5, 0.5, -0.5, 0.5]), (grpo_passk, [0, 0, 0, 0, 0, 1])]
 )
 def test_values_by_hand_without_the_standard_deviation(estimator: Estimator, expected: list[float]) -> None:
     assert row_advantages(estimator, SCORES, UIDS, LENGTHS, grpo_norm_by_std=False) == expected

@@ -29,12 +29,7 @@ CLIPPED = [  # ratio, advantage, loss, gradient, is_clipped. The gradient of -ρ
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient", "is_clipped"), CLIPPED)
 @pytest.mark.parametrize("name", ["regular", "dual_clip"])
 def test_both_signs_on_both_sides_of_each_clip(
-    name: str,
-    ratio: float,
-    advantage: float,
-    loss: float,
-    gradient: float,
-    is_clipped: float,
+    name: str, ratio: float, advantage: float, loss: float, gradient: float, is_clipped: float
 ) -> None:
     scored = score(name, [[-1.5 + math.log(ratio)]], [[advantage]], old=[[-1.5]], config=CONFIG)
     assert scored.loss == [[pytest.approx(loss)]]

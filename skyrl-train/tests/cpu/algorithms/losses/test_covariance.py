@@ -41,10 +41,7 @@ def marked(rows: list[list[float]]) -> list[tuple[int, int]]:
     ],
 )
 def test_clip_cov_masks_a_few_tokens_of_high_covariance(
-    share: float,
-    bounds: dict[str, float],
-    candidates: list[tuple[int, int]],
-    n_masked: int,
+    share: float, bounds: dict[str, float], candidates: list[tuple[int, int]], n_masked: int
 ) -> None:
     torch.manual_seed(0)
     scored = score("clip_cov", LOG_PROBS, ADVANTAGES, mask=MASK, config=clip_cov_config(share, **bounds))

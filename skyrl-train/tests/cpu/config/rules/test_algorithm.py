@@ -41,20 +41,15 @@ REFUSED: Cases = {
     f"{ALGORITHM}.dynamic_sampling.type=filter {ONE_SAMPLE}": ["generator.n_samples_per_prompt=2"],
     f"{ALGORITHM}.zero_variance_filter=true {ONE_SAMPLE}": ["generator.n_samples_per_prompt=2"],
     # kl_in_reward_is_possible
-    f"{ALGORITHM}.use_kl_in_reward=true": [
-        f"{ALGORITHM}.use_kl_loss=false",
-        f"{ALGORITHM}.use_kl_in_reward=false",
-    ],
+    f"{ALGORITHM}.use_kl_in_reward=true": [f"{ALGORITHM}.use_kl_loss=false", f"{ALGORITHM}.use_kl_in_reward=false"],
     f"{KL_IN_REWARD} {ALGORITHM}.kl_estimator_type=k3+": [
-        f"{ALGORITHM}.use_kl_in_reward=false {ALGORITHM}.use_kl_loss=true",
+        f"{ALGORITHM}.use_kl_in_reward=false {ALGORITHM}.use_kl_loss=true"
     ],
     # kl_settings_have_a_kl_term
     f"{ALGORITHM}.kl_ctrl.type=adaptive": [],
-    f"{KL_IN_REWARD} {ALGORITHM}.kl_ctrl.type=adaptive {ALGORITHM}.kl_loss_coef=0": [
-        f"{ALGORITHM}.kl_ctrl.type=fixed",
-    ],
+    f"{KL_IN_REWARD} {ALGORITHM}.kl_ctrl.type=adaptive {ALGORITHM}.kl_loss_coef=0": [f"{ALGORITHM}.kl_ctrl.type=fixed"],
     f"{KL_IN_REWARD} {ALGORITHM}.use_bias_correction_kl=true": [
-        f"{ALGORITHM}.use_kl_in_reward=false {ALGORITHM}.use_kl_loss=true",
+        f"{ALGORITHM}.use_kl_in_reward=false {ALGORITHM}.use_kl_loss=true"
     ],
     # intervals_are_not_empty
     f"{CORRECTION}.token_mask_is_threshold_low=0.5": [f"{CORRECTION}.token_mask_is_threshold_high=5.0"],
@@ -83,10 +78,7 @@ WARNED: Cases = {
     f"generator.apply_overlong_filtering=true {ONE_TOKEN}": ["generator.sampling_params.max_generate_length=2"],
     # loss_learns_from_rewards
     f"{ALGORITHM}.policy_loss_type=cross_entropy": [],
-    f"{ALGORITHM}.kl_estimator_type=k1": [
-        f"{ALGORITHM}.use_kl_loss=false",
-        f"{ALGORITHM}.use_bias_correction_kl=true",
-    ],
+    f"{ALGORITHM}.kl_estimator_type=k1": [f"{ALGORITHM}.use_kl_loss=false", f"{ALGORITHM}.use_bias_correction_kl=true"],
     # coefficients_are_unusual
     f"{ALGORITHM}.kl_loss_coef=100": [f"{ALGORITHM}.kl_loss_coef=1", f"{ALGORITHM}.use_kl_loss=false"],
 }

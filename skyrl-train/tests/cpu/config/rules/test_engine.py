@@ -26,7 +26,7 @@ REFUSED: Cases = {
     f"{N_ENGINES}=3 {PLACEMENT}.policy_num_gpus_per_node=2": [],
     f"{TWO_GPUS} {N_ENGINES}=3 {PLACEMENT}.policy_num_nodes=2 {PLACEMENT}.policy_num_gpus_per_node=3": [],
     f"{TWO_GPUS} generator.inference_engine_data_parallel_size=2 {PLACEMENT}.policy_num_gpus_per_node=2": [
-        "generator.inference_engine_data_parallel_size=1",
+        "generator.inference_engine_data_parallel_size=1"
     ],
     # engine_fits_its_devices
     f"{TENSOR_SIZE}=2": [],
