@@ -13,6 +13,7 @@ import pytest
 import yaml
 from train_kit.datasets import write_prompts
 from train_kit.processes import TRAIN_FOLDER, write_commands
+from train_kit.runs import small_run
 
 from skyrl_train.config import parse_cli
 from skyrl_train.config.validation import WARNINGS, find_problems
@@ -40,16 +41,9 @@ def run_script(name: str, overrides: list[str], commands: Path, cwd: Path | None
 def run(tiny_model_path: Path, tmp_path: Path) -> list[str]:
     """Overrides of a run on one row."""
     data = write_prompts(tmp_path / "train.jsonl", 1, "gsm8k", reward_spec={"ground_truth": "2"})
-    return [
-        f"data.train_data={data}",
-        "data.val_data=[]",
-        f"trainer.policy.model.path={tiny_model_path}",
-        f"trainer.output_dir={tmp_path}",
-        "trainer.eval_interval=-1",
-        "trainer.train_batch_size=1",
-        "trainer.policy_mini_batch_size=1",
-        "generator.sampling_params.max_generate_length=8",
-    ]
+    return small_run(
+        tmp_path, "trainer.train_batch_size=1", "trainer.policy_mini_batch_size=1", model=tiny_model_path, data=data
+    )
 
 
 @pytest.fixture

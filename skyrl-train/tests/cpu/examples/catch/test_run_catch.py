@@ -50,18 +50,6 @@ def test_the_commands_of_the_guide_train(tiny_model_path: Path, tmp_path: Path) 
     assert list((run.folder / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize("has_vllm", [True, False])
-def test_vllm_samples_on_a_gpu_where_it_is_installed(has_vllm: bool, tmp_path: Path) -> None:
-    machine = {"has_gpu": True, "has_vllm": has_vllm}
-    recording = record(SCRIPT, tmp_path, **machine, DATA_DIR=str(tmp_path))
-    assert recording.output == (
-        "Sampling with vLLM\n" if has_vllm else "vLLM is not installed: sampling with the embedded engine\n"
-    )
-    assert ("generator.backend=vllm" in recording.training[1]) == has_vllm
-    _, overrides = record([*SCRIPT, "generator.backend=hf"], tmp_path, **machine, DATA_DIR=str(tmp_path)).training
-    assert [word for word in overrides if word.startswith("generator.backend=")] == ["generator.backend=hf"]
-
-
 def test_missing_data_is_prepared(tmp_path: Path) -> None:
     (dataset, flags), (module, overrides) = record(
         SCRIPT, tmp_path, has_gpu=True, DATA_DIR=str(tmp_path), REWARD_MODE="episodic"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from train_kit.fleet.tasks import fleet_entries, write_dataset, write_tasks
-from train_kit.runs import Run
+from train_kit.runs import Run, small_run
 
 from integrations.fleet.entrypoints.main_fleet import main
 
@@ -16,14 +16,8 @@ N_STEPS = 3
 def fleet_run(fleet_model: Path, tmp_path: Path, openenv: Any) -> list[str]:
     """Overrides for a run of three steps on two environments, with evaluations of a held-out one."""
     tasks = write_dataset(tmp_path, {"github": (6, 0), "booking": (6, 0), "outlook": (2, 0)})
-    return [
-        f"data.train_data=['{tmp_path}/data/train.parquet']",
-        f"data.val_data=['{tmp_path}/data/validation.parquet']",
-        f"trainer.policy.model.path='{fleet_model}'",
-        f"trainer.output_dir='{tmp_path}'",
-        "trainer.run_name=test_run",
-        "trainer.train_batch_size=4",
-        "trainer.policy_mini_batch_size=4",
+    return small_run(
+        tmp_path,
         f"trainer.max_training_steps={N_STEPS}",
         f"trainer.eval_interval={N_STEPS}",
         "trainer.eval_before_train=false",
@@ -35,7 +29,10 @@ def fleet_run(fleet_model: Path, tmp_path: Path, openenv: Any) -> list[str]:
         "generator.eval_sampling_params.max_generate_length=12",
         f"environment.skyrl_gym.fleet_task.tasks_file='{tasks}'",
         "environment.skyrl_gym.fleet_task.provisioning_wait_s=0.01",
-    ]
+        model=fleet_model,
+        data=tmp_path / "data/train.parquet",
+        val_data=tmp_path / "data/validation.parquet",
+    )
 
 
 def test_a_run_in_which_a_fifth_of_all_services_fail(
