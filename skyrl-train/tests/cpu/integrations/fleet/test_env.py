@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from train_kit.fleet.tasks import write_tasks
+from train_kit.processes import wait_until
 
 from integrations.fleet.env import FleetTaskEnv, ProvisioningError, is_transient
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
@@ -46,12 +47,8 @@ async def test_an_episode_from_the_prompt_to_the_grade(openenv: Any, tasks_file:
     assert [message["role"] for message in prompt] == ["system", "user"]
     assert prompt[1]["content"] == "Write a note."
     system = prompt[0]["content"]
-    assert (
-        system.index("2026-01-31")
-        < system.index("LOGGED_IN_USER: ann")
-        < system.index("ZONE")
-        < system.index("add_note")
-    )
+    facts_and_tools = [system.index(text) for text in ("2026-01-31", "LOGGED_IN_USER: ann", "ZONE", "add_note")]
+    assert facts_and_tools == sorted(facts_and_tools)
     assert '"computer"' not in system
     assert facts == {"task_key": "notes_1", "env_key": "notes", "modality": "tool_use"}
     step = await env.step_async(call("add_note", text="milk"))
@@ -78,11 +75,8 @@ async def test_an_episode_from_the_prompt_to_the_grade(openenv: Any, tasks_file:
     ],
 )
 async def test_which_replies_end_an_episode(reply: str, is_done: bool, openenv: Any, tasks_file: Path) -> None:
-    env = make(tasks_file)
-    (output,) = await play(env, reply)
-    assert output["done"] is is_done
-    assert (output["reward"] == 1.0) is is_done
-    await env.close_async()
+    (output,) = await play(make(tasks_file), reply)
+    assert (output["done"], output["reward"] == 1.0) == (is_done, is_done)
 
 
 async def test_the_verifier_grades_the_last_turn_and_unfinished_episodes(openenv: Any, tasks_file: Path) -> None:
@@ -126,12 +120,8 @@ async def test_only_transient_provisioning_failures_are_repeated(
     with pytest.raises(ProvisioningError, match="attempt 1 of 3"):
         await make(tasks_file).init_async([])
     assert len(openenv.created) == 4
-
-
-def test_transient_errors() -> None:
     assert is_transient(TimeoutError())
     assert is_transient(RuntimeError("Too many in-flight requests"))
-    assert not is_transient(RuntimeError("environment notes:v3 does not exist"))
 
 
 async def test_software_that_starts_after_a_cancel_is_stopped(
@@ -142,21 +132,17 @@ async def test_software_that_starts_after_a_cancel_is_stopped(
 
     def slow(self: Any, *args: Any, **options: Any) -> None:
         started.set()
-        may_continue.wait(10)
+        may_continue.wait()
         create(self, *args, **options)
 
     monkeypatch.setattr(openenv, "__init__", slow)
     task = asyncio.create_task(make(tasks_file).init_async([]))
-    await asyncio.to_thread(started.wait, 10)
+    await asyncio.to_thread(started.wait)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     may_continue.set()
-    for _ in range(200):
-        if openenv.created and openenv.created[0].is_closed:
-            break
-        await asyncio.sleep(0.01)
-    assert openenv.created[0].is_closed
+    await asyncio.to_thread(wait_until, lambda: openenv.created and openenv.created[0].is_closed)
 
 
 async def test_errors_of_calls_are_shown_and_counted(openenv: Any, tasks_file: Path) -> None:
