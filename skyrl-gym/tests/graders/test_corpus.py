@@ -151,7 +151,7 @@ def score_of(grader: str, reply: str, shop: Path) -> float:
 
 
 @pytest.mark.parametrize("grader", ATTEMPTS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     attempts=st.lists(st.sampled_from(["42", "41", "4", "2"]), min_size=1, max_size=4),
     texts=st.lists(st.text(alphabet="abc ,.\n", max_size=20), min_size=5, max_size=5),
@@ -167,7 +167,7 @@ def test_more_attempts_and_more_text_never_raise_the_score(
 
 
 @pytest.mark.parametrize("grader", sorted(ATTEMPTS.keys() - {"gsm8k_flexible"}))  # reads the last of any numbers
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     wrong=st.lists(st.sampled_from(["41", "7", "100"]), min_size=1, max_size=3),
     place=st.integers(0, 3),

@@ -25,13 +25,13 @@ IDS = {
     "openspiel": [0, 1, 119],
     "swe-synth": [0, 1, 99_999],
 }
-FINGERPRINTS = """
+TASKS = """
 import json, sys
 from skyrl_gym.tasks import task_family, task_row
 configs, ids = json.loads(sys.argv[1])
-for env in sorted(configs):
+for env in sorted(configs, reverse=True):
     family = task_family(env, configs[env])
-    for task_id in reversed(ids[env]):
+    for task_id in ids[env]:
         task = family.generate(task_id)
         print(json.dumps([task_row(family, task, family.split_of(task_id)), family.solve(task), dict(task.facts)]))
 """
@@ -47,22 +47,25 @@ def generate(name: str, seed: int = 3) -> tuple[TaskFamily, Task]:
     return family, family.generate(FIRST_NUMBER[name] * SEEDS_PER_TYPE + seed)
 
 
-def test_an_id_is_the_same_bytes_in_every_process() -> None:
-    arguments = json.dumps([CONFIGS, IDS])
-    first, second = (run_python(FINGERPRINTS, arguments, PYTHONHASHSEED=seed).stdout for seed in ("0", "1"))
-    assert first == second
-    assert len(first.splitlines()) == sum(map(len, IDS.values())) == len(set(first.splitlines()))
+def describe(family: TaskFamily, task: Task) -> str:
+    row = task_row(family, task, family.split_of(task.task_id))
+    return json.dumps([row, family.solve(task), dict(task.facts)])
 
 
-@pytest.mark.parametrize("env", IDS)
-def test_ids_are_the_tasks_that_they_were(env: str) -> None:
-    """A hash of the row, the answer and the facts, for each type of `lgc-v2` and each other family."""
-    family, hashes = task_family(env, CONFIGS[env]), {}
-    for task_id in IDS[env]:
-        task = family.generate(task_id)
-        text = json.dumps([task_row(family, task, family.split_of(task_id)), family.solve(task), dict(task.facts)])
-        hashes[f"{task.task_type} {task_id}"] = int.from_bytes(blake2b(text.encode(), digest_size=6).digest())
-    assert hashes == json.loads((Path(__file__).parent / "fingerprints.json").read_text())[env]
+def test_ids_are_the_tasks_that_they_were_in_every_process() -> None:
+    """The file has a hash of each task: of the row, the answer and the facts."""
+    lines, hashes = [], {}
+    for env in sorted(CONFIGS):
+        family, hashes[env] = task_family(env, CONFIGS[env]), {}
+        for task_id in reversed(IDS[env]):
+            task = family.generate(task_id)
+            lines.append(describe(family, task))
+            digest = blake2b(lines[-1].encode(), digest_size=6).digest()
+            hashes[env][f"{task.task_type} {task_id}"] = int.from_bytes(digest)
+    assert hashes == json.loads((Path(__file__).parent / "fingerprints.json").read_text())
+    assert len(set(lines)) == sum(map(len, IDS.values()))
+    elsewhere = run_python(TASKS, json.dumps([CONFIGS, IDS]), PYTHONHASHSEED="1").stdout
+    assert elsewhere.splitlines() == lines[::-1]
 
 
 @settings(max_examples=30)

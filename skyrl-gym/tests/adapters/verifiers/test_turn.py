@@ -1,29 +1,12 @@
 from __future__ import annotations
 
-import json
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from gym_kit.texts import TAGGED_TEXTS
+from hypothesis import given
 
 from skyrl_gym.adapters.verifiers.turn import ChatTurn, chat_messages, next_turn, parse_reply
 
-TAGS = st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f"}', "\n", "\ud800", "\0"])
-REPLIES = st.lists(TAGS | st.text(max_size=5), max_size=12).map("".join)
 
-
-@settings(deadline=None, max_examples=50)  # the first import of verifiers takes seconds
-@given(REPLIES)
-def test_wire_format_round_trip(text: str) -> None:
-    """Otherwise environments would appear to rewrite every conversation."""
-    from verifiers.v1.dialects.chat import message_to_wire, parse_message
-
-    from skyrl_gym.adapters.verifiers.agent import to_answer
-
-    message = to_answer(parse_reply(text, has_tools=True), 1).message
-    assert parse_message(json.loads(json.dumps(message_to_wire(message)))) == message
-
-
-@given(REPLIES)
+@given(TAGGED_TEXTS)
 def test_calls_are_parsed_only_if_there_are_tools(text: str) -> None:
     reply = parse_reply(text, has_tools=False)
     assert (reply.calls, reply.problem) == ((), None)

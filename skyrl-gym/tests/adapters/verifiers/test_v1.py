@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 from gym_kit.messages import call, message_text, user
 from gym_kit.processes import no_leaks, wait_for_no_tasks
+from gym_kit.texts import TAGGED_TEXTS
 from gym_kit.verifiers_contract import VerifiersContract, make_env, make_row, play
+from hypothesis import HealthCheck, given, settings
 
 from skyrl_gym.adapters.verifiers import rows
-from skyrl_gym.adapters.verifiers.turn import VerifiersError
+from skyrl_gym.adapters.verifiers.turn import VerifiersError, parse_reply
 
 pytestmark = pytest.mark.usefixtures("verifiers_packages")
 
@@ -267,3 +270,15 @@ class TestRefusals:
             rows("arithmetic-v1", env={"agent": {"harness": {"id": "bash"}}})
         with pytest.raises(ValueError, match="runs agent in DockerConfig; only subprocess"):
             rows("arithmetic-v1", env={"agent": {"runtime": {"type": "docker"}}})
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TAGGED_TEXTS)
+def test_wire_format_round_trip(text: str) -> None:
+    """Otherwise environments would appear to rewrite every conversation."""
+    from verifiers.v1.dialects.chat import message_to_wire, parse_message
+
+    from skyrl_gym.adapters.verifiers.agent import to_answer
+
+    message = to_answer(parse_reply(text, has_tools=True), 1).message
+    assert parse_message(json.loads(json.dumps(message_to_wire(message)))) == message

@@ -15,6 +15,8 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3),
     max_leaves=6,
 )
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f"}', "\n", "\ud800", "\0")
+TAGGED_TEXTS = st.lists(st.sampled_from(TAGS) | st.text(max_size=5), max_size=12).map("".join)
 
 
 def long_text(unit: str) -> str:

@@ -134,8 +134,8 @@ class VerifiersContract:
             await env.close_async()
             return rewards
 
-        played = await asyncio.gather(*(one(i) for i in range(24)))
-        assert played == [[0.0] * (i % 4) + [1.0] for i in range(24)]
+        played = await asyncio.gather(*(one(i) for i in range(12)))
+        assert played == [[0.0] * (i % 4) + [1.0] for i in range(12)]
         await wait_for_no_tasks()
 
     def test_threads_load_an_environment_once(self) -> None:
