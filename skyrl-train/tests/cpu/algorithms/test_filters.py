@@ -29,11 +29,7 @@ def test_the_tolerance_is_a_standard_deviation(tolerance: float, is_informative:
 
 
 def test_equal_rewards_are_uninformative_at_zero_tolerance() -> None:
-    assert informative_groups([0.1] * 7, ["a"] * 7, 0.0) == set()
-
-
-def test_without_trajectories_there_are_no_groups() -> None:
-    assert informative_groups([], [], 1e-6) == set()
+    assert informative_groups([0.1] * 7, ["a"] * 7, 0.0) == informative_groups([], [], 0.0) == set()
 
 
 CUT_OFF = make_trajectory("cut", [0.0, 0.5, 1.0], loss_mask=[1, 0, 1], stop_reason="length")
@@ -58,20 +54,14 @@ def rewritten(**fields: Any) -> Trajectory:
     return make_trajectory("rewritten", [0.0, 1.0], earlier=(earlier,), **fields)
 
 
-def test_earlier_rows_of_truncated_trajectories_are_masked_too() -> None:
+def test_earlier_rows_of_truncated_trajectories_are_filtered_too() -> None:
     (masked,) = leave_out_truncated([rewritten(stop_reason="length")])
-    assert masked.loss_mask == [0, 0]
-    assert [row.loss_mask for row in masked.segments[:-1]] == [[0, 0, 0]]
-    assert [row.rewards for row in masked.segments[:-1]] == [[0.0, 0.0, 0.75]]
-    assert leave_out_truncated([rewritten()]) == [rewritten()]
-
-
-def test_earlier_rows_of_truncated_trajectories_lose_their_rewards() -> None:
+    assert [row.loss_mask for row in masked.segments] == [[0, 0, 0], [0, 0]]
+    assert masked.segments[0].rewards == [0.0, 0.0, 0.75]
     (zeroed,) = zero_reward_on_non_stop([rewritten(stop_reason="max_turns")])
-    assert zeroed.total_reward == 0
-    assert [row.rewards for row in zeroed.segments[:-1]] == [[0.0, 0.0, 0.0]]
-    assert [row.loss_mask for row in zeroed.segments[:-1]] == [[1, 0, 1]]
-    assert zero_reward_on_non_stop([rewritten()]) == [rewritten()]
+    assert [row.rewards for row in zeroed.segments] == [[0.0, 0.0, 0.0], [0.0, 0.0]]
+    assert zeroed.segments[0].loss_mask == [1, 0, 1]
+    assert leave_out_truncated([rewritten()]) == zero_reward_on_non_stop([rewritten()]) == [rewritten()]
 
 
 def test_a_reply_that_ends_with_a_stop_string_is_not_truncated() -> None:

@@ -122,10 +122,6 @@ def test_per_sequence_is_declared_correctly(name: str) -> None:
     assert bool(gradient[0, 1:].any()) == (POLICY_LOSSES.traits(name).per_sequence and name != "vespo")
 
 
-def test_whole_batch_losses() -> None:
-    assert [name for name in LOSSES if POLICY_LOSSES.traits(name).whole_batch] == ["clip_cov", "kl_cov"]
-
-
 def test_losses_published_with_a_sequence_mean() -> None:
     published = {name: POLICY_LOSSES.traits(name).loss_reduction for name in LOSSES}
     means = {"gspo", "gspo_token", "gmpo", "luspo", "sapo"}

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from skyrl_train.config import get_default_config, load_config
 from skyrl_train.config.aliases import ALIASES, SKYRL, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, VERL
 from skyrl_train.config.base import as_section, value_at
-from skyrl_train.config.problems import FIELDS
+from skyrl_train.config.problems import FIELDS, show
 from skyrl_train.errors import ConfigError
 
 NAMED = {"trainer": {"run_name": "run"}}
@@ -47,69 +47,53 @@ def test_the_alias_tables_are_disjoint() -> None:
     assert not SKYRL.keys() & VERL.keys()
 
 
-SPELLINGS: list[tuple[str, object, str, object]] = [
-    ("data.train_files", "train/parquet/train.parquet", "data.train_data", ["train/parquet/train.parquet"]),
-    ("actor_rollout_ref.rollout.n", 8, "generator.n_samples_per_prompt", 8),
-    (
-        "actor_rollout_ref.actor.loss_agg_mode",
-        "seq-mean-token-mean",
-        "trainer.algorithm.loss_reduction",
-        "sequence_mean",
-    ),
-    ("actor_rollout_ref.actor.kl_loss_type", "low_var_kl", "trainer.algorithm.kl_estimator_type", "k3"),
-    ("actor_rollout_ref.actor.kl_loss_type", "abs", "trainer.algorithm.kl_estimator_type", "abs"),
-    ("algorithm.adv_estimator", "grpo", "trainer.algorithm.advantage_estimator", "grpo"),
-    ("trainer.test_freq", 50, "trainer.eval_interval", 50),
-    ("trainer.max_actor_ckpt_to_keep", None, "trainer.max_ckpts_to_keep", -1),
-    ("generator.inference_engine.num_engines", 1, "generator.num_inference_engines", 1),
-    ("trainer.algorithm.use_abs_kl", True, "trainer.algorithm.kl_estimator_type", "abs"),
-    ("trainer.algorithm.use_abs_kl", False, "trainer.algorithm.kl_estimator_type", "k3"),
-    ("trainer.algorithm.use_tis", True, "trainer.algorithm.off_policy_correction.tis_ratio_type", "token"),
-    ("trainer.algorithm.use_tis", False, "trainer.algorithm.off_policy_correction.tis_ratio_type", None),
-    (
-        "trainer.algorithm.tis_imp_ratio_cap",
-        4,
-        "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
-        4.0,
-    ),
-    (
-        "trainer.algorithm.tis_imp_ratio_cap",
-        -1,
-        "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
-        2.0,
-    ),
-    (
-        "algorithm.adv_estimator",
-        "reinforce_plus_plus_baseline",
-        "trainer.algorithm.advantage_estimator",
-        "reinforce++-baseline",
-    ),
-    ("algorithm.adv_estimator", "grpo_passk", "trainer.algorithm.advantage_estimator", "grpo_passk"),
-    ("algorithm.gamma", 0.99, "trainer.algorithm.gamma", 0.99),
-    ("algorithm.lam", 0.95, "trainer.algorithm.lambd", 0.95),
-    ("algorithm.filter_groups.enable", True, "trainer.algorithm.dynamic_sampling.type", "filter"),
-    ("algorithm.filter_groups.max_num_gen_batches", 0, "trainer.algorithm.dynamic_sampling.max_sample_batches", -1),
-    ("actor_rollout_ref.actor.clip_ratio_c", 10.0, "trainer.algorithm.clip_ratio_c", 10.0),
-    ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla", "trainer.algorithm.policy_loss_type", "dual_clip"),
-    ("actor_rollout_ref.actor.policy_loss.loss_mode", "gspo", "trainer.algorithm.policy_loss_type", "gspo"),
-    ("actor_rollout_ref.actor.entropy_coeff", 0.001, "trainer.algorithm.entropy_loss_coef", 0.001),
-    ("actor_rollout_ref.actor.entropy_coeff", 0.001, "trainer.algorithm.use_entropy_loss", True),
-    ("actor_rollout_ref.actor.entropy_coeff", 0, "trainer.algorithm.use_entropy_loss", False),
-    ("actor_rollout_ref.actor.loss_agg_mode", "token-sum", "trainer.algorithm.loss_reduction", "token_sum"),
-    ("actor_rollout_ref.actor.kl_loss_type", "low_var_kl+", "trainer.algorithm.kl_estimator_type", "k3+"),
-    ("critic.model.path", "tiny", "trainer.critic.model.path", "tiny"),
-    ("critic.optim.lr", 1e-5, "trainer.critic.optimizer_config.lr", 1e-5),
-    ("critic.grad_clip", 0.5, "trainer.critic.optimizer_config.max_grad_norm", 0.5),
-    ("critic.ppo_mini_batch_size", 64, "trainer.critic_mini_batch_size", 64),
-    ("critic.cliprange_value", 0.5, "trainer.algorithm.value_clip", 0.5),
-]
+SPELLINGS = """
+data.train_files=train/parquet/train.parquet → data.train_data=[train/parquet/train.parquet]
+actor_rollout_ref.rollout.n=8 → generator.n_samples_per_prompt=8
+actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean → trainer.algorithm.loss_reduction=sequence_mean
+actor_rollout_ref.actor.kl_loss_type=low_var_kl → trainer.algorithm.kl_estimator_type=k3
+actor_rollout_ref.actor.kl_loss_type=abs → trainer.algorithm.kl_estimator_type=abs
+algorithm.adv_estimator=grpo → trainer.algorithm.advantage_estimator=grpo
+trainer.test_freq=50 → trainer.eval_interval=50
+trainer.max_actor_ckpt_to_keep=null → trainer.max_ckpts_to_keep=-1
+generator.inference_engine.num_engines=1 → generator.num_inference_engines=1
+trainer.algorithm.use_abs_kl=true → trainer.algorithm.kl_estimator_type=abs
+trainer.algorithm.use_abs_kl=false → trainer.algorithm.kl_estimator_type=k3
+trainer.algorithm.use_tis=true → trainer.algorithm.off_policy_correction.tis_ratio_type=token
+trainer.algorithm.use_tis=false → trainer.algorithm.off_policy_correction.tis_ratio_type=null
+trainer.algorithm.tis_imp_ratio_cap=4 → trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=4.0
+trainer.algorithm.tis_imp_ratio_cap=-1 → trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=2.0
+algorithm.adv_estimator=reinforce_plus_plus_baseline → trainer.algorithm.advantage_estimator=reinforce++-baseline
+algorithm.adv_estimator=grpo_passk → trainer.algorithm.advantage_estimator=grpo_passk
+algorithm.gamma=0.99 → trainer.algorithm.gamma=0.99
+algorithm.lam=0.95 → trainer.algorithm.lambd=0.95
+algorithm.filter_groups.enable=true → trainer.algorithm.dynamic_sampling.type=filter
+algorithm.filter_groups.max_num_gen_batches=0 → trainer.algorithm.dynamic_sampling.max_sample_batches=-1
+actor_rollout_ref.actor.clip_ratio_c=10.0 → trainer.algorithm.clip_ratio_c=10.0
+actor_rollout_ref.actor.policy_loss.loss_mode=vanilla → trainer.algorithm.policy_loss_type=dual_clip
+actor_rollout_ref.actor.policy_loss.loss_mode=gspo → trainer.algorithm.policy_loss_type=gspo
+actor_rollout_ref.actor.entropy_coeff=0.001 → trainer.algorithm.entropy_loss_coef=0.001
+actor_rollout_ref.actor.entropy_coeff=0.001 → trainer.algorithm.use_entropy_loss=true
+actor_rollout_ref.actor.entropy_coeff=0 → trainer.algorithm.use_entropy_loss=false
+actor_rollout_ref.actor.loss_agg_mode=token-sum → trainer.algorithm.loss_reduction=token_sum
+actor_rollout_ref.actor.kl_loss_type=low_var_kl+ → trainer.algorithm.kl_estimator_type=k3+
+critic.model.path=tiny → trainer.critic.model.path=tiny
+critic.optim.lr=1e-05 → trainer.critic.optimizer_config.lr=1e-05
+critic.grad_clip=0.5 → trainer.critic.optimizer_config.max_grad_norm=0.5
+critic.ppo_mini_batch_size=64 → trainer.critic_mini_batch_size=64
+critic.cliprange_value=0.5 → trainer.algorithm.value_clip=0.5
+"""
 
 
 @pytest.mark.parametrize("has_defaults", [False, True])
 def test_other_spellings_are_read(has_defaults: bool) -> None:
-    source: Any = OmegaConf.to_container(get_default_config()) if has_defaults else {}
-    for old, value, new, new_value in SPELLINGS:
-        assert value_at(load_config(put(deepcopy(source), old, value)), new) == new_value, old
+    source = get_default_config() if has_defaults else OmegaConf.create()
+    OmegaConf.set_struct(source, False)
+    for case in SPELLINGS.strip().splitlines():
+        old, new = case.split(" → ")
+        key = new.partition("=")[0]
+        cfg = load_config(OmegaConf.merge(source, OmegaConf.from_dotlist([old])))
+        assert f"{key}={show(value_at(cfg, key))}" == new
 
 
 def test_each_alias_is_logged(caplog: pytest.LogCaptureFixture) -> None:

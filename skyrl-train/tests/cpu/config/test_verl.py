@@ -9,6 +9,7 @@ from skyrl_train.config import changed_settings
 from skyrl_train.config.base import value_at, with_value
 from skyrl_train.config.cli import parse
 from skyrl_train.config.loading import Schema, resolve
+from skyrl_train.config.problems import show
 from skyrl_train.config.verl import find_torchrun_flags, read_command
 from skyrl_train.config.verl_programs import FSDP_SFT_TRAINER, MAIN_PPO, PROGRAMS, VerlProgram
 from skyrl_train.errors import ConfigError
@@ -137,41 +138,36 @@ RECIPE = """main_ppo algorithm.adv_estimator=grpo data.train_files=a actor_rollo
 actor_rollout_ref.model.lora_alpha=32 trainer.save_freq=50 trainer.total_epochs=10 trainer.n_gpus_per_node=1"""
 
 
-@pytest.mark.parametrize(
-    ("override", "key", "value"),
-    [
-        ("trainer.epochs=1", "trainer.epochs", 1),  # our default, like the next two
-        ("trainer.policy.model.lora.alpha=16", "trainer.policy.model.lora.alpha", 16),
-        ("trainer.ckpt_interval=10", "trainer.ckpt_interval", 10),
-        ("trainer.ckpt_interval=20", "trainer.ckpt_interval", 20),
-        ("trainer.save_freq=20", "trainer.ckpt_interval", 20),
-        ("trainer={epochs:3}", "trainer.epochs", 3),
-        ("trainer.placement.policy_num_gpus_per_node=2", "trainer.placement.policy_num_gpus_per_node", 2),
-        ("trainer.algorithm={use_kl_loss:true}", "trainer.algorithm.use_kl_loss", True),  # verl's default is false
-        ("~trainer.epochs", "trainer.epochs", 1),
-        ("~trainer.eval_interval", "trainer.eval_interval", 5),  # verl's default is -1
-        ("~trainer.algorithm.use_kl_loss", "trainer.algorithm.use_kl_loss", True),
-        ("~trainer.save_freq", "trainer.ckpt_interval", 10),
-    ],
-)
-def test_overrides_of_a_recipe_win_in_any_spelling(override: str, key: str, value: object) -> None:
-    program, overrides = read_command([*RECIPE.split(), override])
-    assert value_at(parse(overrides, program.schema), key) == value
+LAST_WINS = """
+trainer.epochs=1 → trainer.epochs=1
+trainer.policy.model.lora.alpha=16 → trainer.policy.model.lora.alpha=16
+trainer.ckpt_interval=10 → trainer.ckpt_interval=10
+trainer.ckpt_interval=20 → trainer.ckpt_interval=20
+trainer.save_freq=20 → trainer.ckpt_interval=20
+trainer={epochs:3} → trainer.epochs=3
+trainer.placement.policy_num_gpus_per_node=2 → trainer.placement.policy_num_gpus_per_node=2
+trainer.algorithm={use_kl_loss:true} → trainer.algorithm.use_kl_loss=true
+~trainer.epochs → trainer.epochs=1
+~trainer.eval_interval → trainer.eval_interval=5
+~trainer.algorithm.use_kl_loss → trainer.algorithm.use_kl_loss=true
+~trainer.save_freq → trainer.ckpt_interval=10
+"""  # some are our defaults, which differ from those of verl and of the recipe
+LAST_WINS_IN_SFT = """
+-m verl.trainer.sft_trainer model.partial_pretrain=a model.path=b → trainer.policy.model.path=b
+-m verl.trainer.sft_trainer model.path=b model.partial_pretrain=a → trainer.policy.model.path=a
+--nproc_per_node=2 -m verl.trainer.sft_trainer trainer.n_gpus_per_node=4 → trainer.placement.policy_num_gpus_per_node=4
+--nproc_per_node=2 --nproc_per_node=3 -m verl.trainer.sft_trainer → trainer.placement.policy_num_gpus_per_node=3
+"""
 
 
-@pytest.mark.parametrize(
-    ("launcher", "options", "key", "value"),
-    [
-        ("", "model.partial_pretrain=a model.path=b", "trainer.policy.model.path", "b"),
-        ("", "model.path=b model.partial_pretrain=a", "trainer.policy.model.path", "a"),
-        ("--nproc_per_node=2", "trainer.n_gpus_per_node=4", "trainer.placement.policy_num_gpus_per_node", 4),
-        ("--nproc_per_node=2 --nproc_per_node=3", "", "trainer.placement.policy_num_gpus_per_node", 3),
-    ],
-)
-def test_the_last_of_several_options_wins(launcher: str, options: str, key: str, value: object) -> None:
-    command = f"torchrun {launcher} -m verl.trainer.fsdp_sft_trainer data.train_files=a {options}"
-    program, overrides = read_command(command.split())
-    assert value_at(parse(overrides, program.schema), key) == value
+def test_the_last_of_several_options_wins_in_any_spelling() -> None:
+    commands = [f"{RECIPE} {case}" for case in LAST_WINS.strip().splitlines()]
+    commands += [f"torchrun {case}" for case in LAST_WINS_IN_SFT.strip().splitlines()]
+    for case in commands:
+        command, _, expected = case.partition(" → ")
+        key = expected.partition("=")[0]
+        program, overrides = read_command([*command.split(), "data.train_files=a"])
+        assert f"{key}={show(value_at(parse(overrides, program.schema), key))}" == expected, case
 
 
 @pytest.mark.parametrize("option", ["trainer.n_gpus_per_node=many", "~trainer.nnodes", "trainer.n_gpus_per_node=0"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from train_kit.runs import run_of
 
 from skyrl_train.config import load_config
 from skyrl_train.dataset.custom import CustomDataset
@@ -137,20 +137,17 @@ def run(catch_run: list[str], file: str, *more: str) -> list[str]:
     ]
 
 
-def metrics(tmp_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_run_with_a_class_and_a_function(catch_run: list[str], file: str, tmp_path: Path) -> None:
-    main(run(catch_run, file))
-    first, *steps = metrics(tmp_path)
+def test_a_run_with_a_class_and_a_function(catch_run: list[str], file: str) -> None:
+    arguments = run(catch_run, file)
+    main(arguments)
+    first, *steps = run_of(arguments).metrics
     assert first["eval/sums/avg_score"] > 0
     assert [step["generate/n_invalid"] for step in steps] == [0, 0]
     assert 1 <= steps[0]["environment/reward_function/truth"] <= 8
 
 
 def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
-    catch_run: list[str], file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    catch_run: list[str], file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = [argument for argument in run(catch_run, file) if "reward_function" not in argument]
     options = ["n=16", "bad=9", "unknown=11", "columns={env_class: gsm8k, reward_spec: {ground_truth: 3}}"]
@@ -158,13 +155,14 @@ def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
     assert "Skipped: row 9 of Sums" in caplog.text
     assert "Skipped: row 11 of Sums" in caplog.text
     assert "env_class=kaboom" in caplog.text
-    last = metrics(tmp_path)[-1]
+    last = run_of(arguments).metrics[-1]
     assert (last["step"], last["data/n_skipped"], last.get("generate/n_invalid", 0)) == (4, 2, 0)
 
 
-def test_errors_of_a_function_are_counted_and_are_no_rewards(catch_run: list[str], file: str, tmp_path: Path) -> None:
-    main(run(catch_run, file, "custom_reward_function.name=sometimes", "trainer.eval_interval=-1"))
-    _, *steps = metrics(tmp_path)
+def test_errors_of_a_function_are_counted_and_are_no_rewards(catch_run: list[str], file: str) -> None:
+    arguments = run(catch_run, file, "custom_reward_function.name=sometimes", "trainer.eval_interval=-1")
+    main(arguments)
+    _, *steps = run_of(arguments).metrics
     assert sum(step.get("generate/n_invalid/env_error", 0) for step in steps) == 2  # samples of one sum
     assert all(step["reward/avg_raw_reward"] == 1 for step in steps)
 

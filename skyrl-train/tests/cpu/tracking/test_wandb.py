@@ -7,6 +7,14 @@ from pathlib import Path
 import pytest
 from train_kit.processes import python
 
+
+def run_offline(home: Path, code: str, *arguments: object, **variables: str) -> str:
+    """Run code with wandb's offline mode and without its other settings; return the output."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environ |= {"WANDB_MODE": "offline", "HOME": str(home), **variables}
+    return subprocess.check_output([python(), "-c", code, *map(str, arguments)], env=environ, text=True, timeout=120)
+
+
 _OFFLINE_RUN = """
 import sys
 from pathlib import Path
@@ -17,9 +25,7 @@ with Tracking("catch", "shaped", "wandb", {"trainer": {"seed": 1}}, Path(sys.arg
 
 
 def test_offline_mode_works_without_a_key(tmp_path: Path) -> None:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environ |= {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
-    subprocess.run([python(), "-c", _OFFLINE_RUN, str(tmp_path / "run")], env=environ, check=True, timeout=120)
+    run_offline(tmp_path, _OFFLINE_RUN, tmp_path / "run")
     (log,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     assert b"reward/avg_raw_reward" in log.read_bytes()
     assert (tmp_path / "run" / "metrics.jsonl").exists()
@@ -50,10 +56,7 @@ with Tracking("catch", "shaped", "wandb", {"trainer": {"seed": 1}}, folder / "ru
 
 def log_offline(folder: Path, first: int, last: int, **variables: str) -> str:
     """Log steps in another process; return the wandb run's ID."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environ |= {"WANDB_MODE": "offline", "HOME": str(folder), **variables}
-    command = [python(), "-c", _RESUMED_RUN, str(folder), str(first), str(last)]
-    subprocess.run(command, env=environ, check=True, timeout=120)
+    run_offline(folder, _RESUMED_RUN, folder, first, last, **variables)
     return (folder / "run/wandb_run_id.txt").read_text()
 
 
@@ -113,9 +116,6 @@ print((root / "sft/wandb_run_id.txt").read_text(), (root / "evaluation/p/run/wan
 
 
 def test_the_wandb_run_is_that_of_the_checkpoints(tmp_path: Path) -> None:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environ |= {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
-    output = subprocess.check_output([python(), "-c", _RUNS, str(tmp_path)], env=environ, text=True, timeout=120)
-    first, second, *others, after_evaluation, evaluation = output.split()
+    first, second, *others, after_evaluation, evaluation = run_offline(tmp_path, _RUNS, tmp_path).split()
     assert first == second == after_evaluation
     assert len({first, *others, evaluation}) == 4

@@ -6,8 +6,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
 from skyrl_train.absent import CLIENT_METHODS, EXPERIMENT_METHODS, TRAINER_METHODS
 
 GUIDE = Path(__file__).parents[4] / "docs/guides/coming-from-skyrl.md"
@@ -61,26 +59,20 @@ ABSENT = {
 }
 
 
-@pytest.mark.parametrize("module", NAMES)
-def test_names_that_scripts_import_exist(module: str) -> None:
-    for name in NAMES[module]:
-        value = getattr(import_module(f"skyrl_train.{module}"), name)
-        assert value is not None
+def test_names_that_scripts_import_exist() -> None:
+    for module, names in NAMES.items():
+        for name in names:
+            assert getattr(import_module(f"skyrl_train.{module}"), name) is not None
 
 
-@pytest.mark.parametrize("module", ABSENT)
-def test_other_names_are_listed_as_absent(module: str) -> None:
-    for name in ABSENT[module]:
-        assert not hasattr(import_module(f"skyrl_train.{module}"), name)
-        assert name in GUIDE.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("module", ABSENT_MODULES)
-def test_other_modules_are_listed_as_absent(module: str) -> None:
-    assert find_spec(f"skyrl_train.{module}") is None
-    assert module in GUIDE.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", sorted(CLIENT_METHODS | EXPERIMENT_METHODS | TRAINER_METHODS))
-def test_methods_without_a_counterpart_are_in_the_guide(name: str) -> None:
-    assert f"`{name}`" in GUIDE.read_text(encoding="utf-8")
+def test_names_and_methods_without_a_counterpart_are_in_the_guide() -> None:
+    guide = GUIDE.read_text(encoding="utf-8")
+    for module, names in ABSENT.items():
+        for name in names:
+            assert not hasattr(import_module(f"skyrl_train.{module}"), name)
+            assert name in guide
+    for module in ABSENT_MODULES:
+        assert find_spec(f"skyrl_train.{module}") is None
+        assert module in guide
+    for name in CLIENT_METHODS | EXPERIMENT_METHODS | TRAINER_METHODS:
+        assert f"`{name}`" in guide

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 from train_kit.workers import SingleRankGroup, config
+from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import PreferenceObjective
 from skyrl_train.types import TrainingBatch
@@ -61,7 +61,7 @@ def test_loss_and_gradient_are_those_of_the_formula(tiny_model: PreTrainedModel,
 
 def test_the_loss_reaches_its_optimum_on_two_answers(tiny_model: PreTrainedModel) -> None:
     """A is preferred 3 times of 4: the optimum is σ(margin) = 3/4, with the entropy of that coin as loss."""
-    cfg = config(policy={"optimizer_config": {"lr": 3e-3}}, algorithm={"temperature": 1.0}).trainer
+    cfg = config(policy={"optimizer_config": {"lr": 5e-3}}, algorithm={"temperature": 1.0}).trainer
     worker = SingleRankGroup("policy", copy.deepcopy(tiny_model), cfg, PreferenceObjective(BETA))
     batch = pairs((A, B), (A, B), (A, B), (B, A))
     reference = copy.deepcopy(tiny_model)
@@ -69,7 +69,7 @@ def test_the_loss_reaches_its_optimum_on_two_answers(tiny_model: PreTrainedModel
         before = answer_logprob(reference, A) - answer_logprob(reference, B)
     batch = replace(batch, ref_logprobs=worker.score(batch)["logprobs"])
     assert worker.update(batch)["policy/loss"] == pytest.approx(math.log(2), abs=1e-6)
-    for _ in range(100):
+    for _ in range(60):
         metrics = worker.update(batch)
     assert metrics["policy/loss"] == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25), abs=1e-4)
     with torch.no_grad():
