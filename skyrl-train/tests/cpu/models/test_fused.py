@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from train_kit.models import SMALL, create_model
+from transformers import Gemma2Config, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from skyrl_train.models.fused import ROTARY, fuse_operations
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
+CONFIGS = {
+    "qwen3": Qwen3Config(**SMALL),
+    "llama": LlamaConfig(**SMALL),
+    "gemma2": Gemma2Config(**SMALL, attn_logit_softcapping=None),
 }
 
 
@@ -45,24 +34,13 @@ def originals() -> Iterator[None]:
         setattr(module, ROTARY, rotary)
 
 
-def make_qwen3() -> PreTrainedModel:
-    return _randomize(Qwen3ForCausalLM(Qwen3Config(**SIZES)))
-
-
-def make_llama() -> PreTrainedModel:
-    return _randomize(LlamaForCausalLM(LlamaConfig(**SIZES)))
-
-
-def make_gemma2() -> PreTrainedModel:
-    return _randomize(Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_logit_softcapping=None)))
-
-
-def _randomize(model: PreTrainedModel) -> PreTrainedModel:
-    """Give every weight a value that shows in the logits: norms begin with ones."""
-    torch.manual_seed(0)
+def make_model(name: str = "qwen3") -> PreTrainedModel:
+    """Create a model, every weight of which shows in the logits: norms begin with ones."""
+    model = create_model(CONFIGS[name]).eval()
+    generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
 
 
 def logits_and_gradients(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -73,18 +51,17 @@ def logits_and_gradients(model: PreTrainedModel) -> list[torch.Tensor]:
     return [logits.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
 
-@pytest.mark.parametrize("make", [make_qwen3, make_llama, make_gemma2])
-def test_logits_and_gradients_are_those_of_the_model(make: Callable[[], PreTrainedModel]) -> None:
-    expected = logits_and_gradients(make())
-    model = make()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_gradients_are_those_of_the_model(name: str) -> None:
+    expected, model = logits_and_gradients(make_model(name)), make_model(name)
     fuse_operations(model)
     for own, reference in zip(logits_and_gradients(model), expected, strict=True):
         torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
 
 
-@pytest.mark.parametrize(("make", "n_fused"), [(make_qwen3, 9), (make_llama, 5), (make_gemma2, 0)])
-def test_only_the_usual_formula_is_replaced(make: Callable[[], PreTrainedModel], n_fused: int) -> None:
-    model = make()
+@pytest.mark.parametrize(("name", "n_fused"), [("qwen3", 9), ("llama", 5), ("gemma2", 0)])
+def test_only_the_usual_formula_is_replaced(name: str, n_fused: int) -> None:
+    model = make_model(name)
     fuse_operations(model)
     assert sum("forward" in vars(module) for module in model.modules()) == n_fused  # Gemma adds 1 to its weights
     rotary = getattr(sys.modules[type(model).__module__], ROTARY)
@@ -94,7 +71,7 @@ def test_only_the_usual_formula_is_replaced(make: Callable[[], PreTrainedModel],
 
 def test_a_model_without_weights_is_fused() -> None:
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+        model = Qwen3ForCausalLM(CONFIGS["qwen3"])
     fuse_operations(model)
     assert "forward" in vars(model.model.norm)
 
@@ -103,13 +80,13 @@ def test_a_norm_with_another_signature_is_kept() -> None:
     class GatedRMSNorm(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight, self.eps = torch.nn.Parameter(torch.ones(24)), 1e-6
+            self.weight, self.eps = torch.nn.Parameter(torch.ones(32)), 1e-6
 
         def forward(self, states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.rms_norm(states, (24,), self.weight, self.eps) * gate
+            return torch.nn.functional.rms_norm(states, (32,), self.weight, self.eps) * gate
 
-    for norm in (GatedRMSNorm(), torch.nn.RMSNorm(24)):  # torch's has no epsilon of its own
-        model = make_qwen3()
+    for norm in (GatedRMSNorm(), torch.nn.RMSNorm(32)):  # torch's has no epsilon of its own
+        model = make_model()
         model.model.norm = norm
         fuse_operations(model)
         assert "forward" not in vars(norm)
@@ -117,7 +94,7 @@ def test_a_norm_with_another_signature_is_kept() -> None:
 
 
 def test_frozen_norms_get_no_gradient() -> None:
-    model = make_qwen3()
+    model = make_model()
     fuse_operations(model)
     model.model.norm.weight.requires_grad_(False)
     logits_and_gradients(model)
@@ -126,7 +103,7 @@ def test_frozen_norms_get_no_gradient() -> None:
 
 
 def test_other_types_use_the_operations_of_the_model() -> None:
-    plain, fused = make_qwen3().bfloat16(), make_qwen3().bfloat16()
+    plain, fused = make_model().bfloat16(), make_model().bfloat16()
     fuse_operations(fused)
     ids = torch.arange(1, 8)[None]
     assert torch.equal(plain(input_ids=ids).logits, fused(input_ids=ids).logits)

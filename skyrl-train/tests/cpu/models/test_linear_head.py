@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from train_kit.cases import pairs_by_default
 
 from skyrl_train.models import linear_head
 from skyrl_train.models.linear_head import linear_head_scores
@@ -11,18 +15,6 @@ from skyrl_train.types import TokenScores
 
 N, HIDDEN, VOCABULARY = 11, 5, 23
 SCALE = 1.7
-
-
-@pytest.fixture(params=[(2048, 1024), (4, 7), (3, 23), (1, 1)], ids=str)
-def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default block, which holds everything, and smaller ones."""
-    monkeypatch.setattr(linear_head, "CPU_BLOCK", request.param)
-
-
-@pytest.fixture(params=[0, 13, VOCABULARY], ids="{}_saved_tokens".format)
-def n_saved_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exponentials of no token, of some and of all are saved for the backward pass."""
-    monkeypatch.setattr(linear_head, "MAX_SAVED_BYTES", 4 * N * request.param)
 
 
 def inputs(dtype: torch.dtype = torch.float32, spread: float = 3.0) -> tuple[torch.Tensor, ...]:
@@ -46,12 +38,20 @@ def naive(
     return TokenScores(chosen, -(probs * logprobs).sum(dim=-1), probs.square().sum(dim=-1))
 
 
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("entropy_grad", [True, False])
-@pytest.mark.parametrize("spread", [0.1, 3.0, 40.0])
-def test_values_and_gradients(
-    block: None, n_saved_tokens: None, has_bias: bool, entropy_grad: bool, spread: float
-) -> None:
+CASES: dict[str, Sequence[Any]] = {
+    "block": [(2048, 1024), (4, 7), (3, 23), (1, 1)],  # the default holds everything
+    "n_saved_tokens": [0, 13, VOCABULARY],  # whose exponentials are kept for the backward pass
+    "has_bias": [True, False],
+    "entropy_grad": [True, False],
+    "spread": [0.1, 3.0, 40.0],
+}
+
+
+@pytest.mark.parametrize("case", pairs_by_default(CASES))
+def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
+    monkeypatch.setattr(linear_head, "CPU_BLOCK", case["block"])
+    monkeypatch.setattr(linear_head, "MAX_SAVED_BYTES", 4 * N * case["n_saved_tokens"])
+    has_bias, entropy_grad, spread = case["has_bias"], case["entropy_grad"], case["spread"]
     *leaves, token_ids = inputs(spread=spread)
     if not has_bias:
         leaves[2] = None

@@ -10,17 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    PreTrainedTokenizerBase,
-    Qwen3ForCausalLM,
-)
+from train_kit.models import CPU, SMALL, create_model, load_on_cpu
+from transformers import Gemma2Config, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import check_vocabulary_size, load_model, load_tokenizer
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -77,11 +71,11 @@ def test_a_damaged_weights_file_is_a_config_error(tiny_model_path: Path, tmp_pat
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ConfigError, match="cannot load the model"):
-        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+        load_on_cpu(tmp_path)
 
 
 def test_a_model_is_loaded_in_the_given_dtype_and_in_eval_mode(tiny_model_path: Path) -> None:
-    model = load_model(str(tiny_model_path), dtype=torch.bfloat16, device=CPU, gradient_checkpointing=True)
+    model = load_on_cpu(tiny_model_path, dtype=torch.bfloat16, gradient_checkpointing=True)
     assert isinstance(model, Qwen3ForCausalLM)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert not any(module.training for module in model.modules())
@@ -93,7 +87,7 @@ def test_weights_of_another_shape_are_a_config_error(tiny_model_path: Path, tmp_
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"intermediate_size": 256', '"intermediate_size": 128'))
     with pytest.raises(ConfigError, match="cannot load the model"):
-        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+        load_on_cpu(tmp_path)
 
 
 def test_a_model_that_post_processes_its_logits_is_refused(
@@ -108,38 +102,36 @@ def test_a_model_that_post_processes_its_logits_is_refused(
 
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", doubled_forward)
     with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM changes its logits .* use another architecture"):
-        load_model(str(tiny_model_path), dtype=torch.float32, device=CPU)
+        load_on_cpu(tiny_model_path)
 
 
 def test_a_model_with_softcapped_attention_is_refused(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Gemma2Config(vocab_size=32, num_hidden_layers=1, head_dim=8, **sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    create_model(Gemma2Config(**SMALL)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="attn_logit_softcapping"):
-        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+        load_on_cpu(tmp_path)
 
 
-def copy_model(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+def copy_model(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     """Copy a model folder with changed weights; return its path."""
     shutil.copytree(source, target, dirs_exist_ok=True)
     weights = load_file(target / "model.safetensors")
     change(weights)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    return str(target)
+    return target
 
 
 def test_weights_that_lack_a_layer_are_refused(tiny_model_path: Path, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     folder = copy_model(tiny_model_path, tmp_path, lambda weights: weights.pop(name))
     with pytest.raises(ConfigError, match=rf"{folder} lacks 1 weights of a Qwen3ForCausalLM, e.g. {name};"):
-        load_model(folder, dtype=torch.float32, device=CPU)
+        load_on_cpu(folder)
 
 
 def test_weights_that_are_nan_are_named(tiny_model_path: Path, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     folder = copy_model(tiny_model_path, tmp_path, lambda weights: weights[name].fill_(float("nan")))
     with pytest.raises(ConfigError, match=rf"{folder} has NaN or infinite weights in {name}; use another checkpoint"):
-        load_model(folder, dtype=torch.float32, device=CPU)
+        load_on_cpu(folder)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "{", "", "5", '{"a": ' * 2000])
@@ -147,7 +139,7 @@ def test_a_config_that_is_no_object_is_a_config_error(tiny_model_path: Path, tmp
     shutil.copytree(tiny_model_path, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="cannot load the model from trainer"):
-        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+        load_on_cpu(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "{", "", "{}", '{"model": 5}'])

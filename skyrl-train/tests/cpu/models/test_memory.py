@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from train_kit.models import CPU, SMALL, create_model
+from transformers import PreTrainedModel, Qwen3Config
 
 from skyrl_train.models.memory import MAX_ACTIVATION_BYTES, activation_bytes_per_token, default_max_tokens
 
 
-def make_model(hidden_size: int, n_layers: int) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=64,
-            hidden_size=hidden_size,
-            intermediate_size=3 * hidden_size,
-            num_hidden_layers=n_layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=hidden_size // 4,
-        )
-    )
+def make_model(hidden_size: int, n_layers: int) -> PreTrainedModel:
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 3 * hidden_size, "head_dim": hidden_size // 4}
+    return create_model(Qwen3Config(**SMALL | sizes | {"num_hidden_layers": n_layers}))
 
 
 def test_larger_models_take_fewer_tokens_at_once() -> None:
     small, medium, large = (
-        default_max_tokens(make_model(*sizes).config, torch.device("cpu")) for sizes in ((128, 4), (256, 16), (512, 24))
+        default_max_tokens(make_model(*sizes).config, CPU) for sizes in ((128, 4), (256, 16), (512, 24))
     )
     assert (small, large) == (8192, 1024)
     assert large < medium < small
@@ -43,8 +35,8 @@ def test_the_estimate_covers_the_activations(sizes: tuple[int, int]) -> None:
 
     n_tokens = 256
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.model(input_ids=torch.arange(n_tokens)[None] % 64, use_cache=False)
+        model.model(input_ids=torch.arange(n_tokens)[None] % 61, use_cache=False)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / n_tokens
     estimate = activation_bytes_per_token(model.config)
     assert 0.7 * estimate < measured < 1.1 * estimate
-    assert default_max_tokens(model.config, torch.device("cpu")) * estimate <= MAX_ACTIVATION_BYTES
+    assert default_max_tokens(model.config, CPU) * estimate <= MAX_ACTIVATION_BYTES

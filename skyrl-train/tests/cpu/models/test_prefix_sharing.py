@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -10,54 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    AutoModelForCausalLM,
-    GemmaConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from train_kit.models import PREFIX_SHARING_ARCHITECTURES, create_model
+from transformers import PreTrainedModel
 
 from skyrl_train.models import prefix_sharing
 from skyrl_train.models.last_layer import is_narrow, narrow_last_layer
 from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.models.prefix_sharing import PrefixTree, find_sharing_fault
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-}
-CONFIGS = {
-    "llama": LlamaConfig(**SIZES),
-    "qwen2": Qwen2Config(**SIZES),
-    "qwen3": Qwen3Config(**SIZES),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
-    "gemma": GemmaConfig(**SIZES),
-    "mistral, sliding window": MistralConfig(**SIZES, sliding_window=5),
-    "gpt2": GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=512),
-}
 
-
-def make_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model with random weights."""
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.float32
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4)  # differences between tokens are large
+def make_model(name: str) -> PreTrainedModel:
+    model = create_model(PREFIX_SHARING_ARCHITECTURES[name], attn_implementation="sdpa", dtype=torch.float32).eval()
     narrow_last_layer(model)
     return model
 
@@ -97,13 +59,13 @@ def assert_equal(model: PreTrainedModel, rows: list[list[int]], n_trained: int |
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * max(1.0, float(expected.abs().max())))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PREFIX_SHARING_ARCHITECTURES)
 def test_scores_and_gradients_are_those_of_separate_rows(name: str) -> None:
-    model = make_model(CONFIGS[name])
+    model = make_model(name)
     assert find_sharing_fault(model) is None
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 40, n).tolist() for n in (40, 7, 150)]
-    rows = [prompt + rng.integers(0, 40, rng.integers(1, 60)).tolist() for prompt in prompts for _ in range(4)]
+    prompts = [rng.integers(0, 61, n).tolist() for n in (40, 7, 150)]
+    rows = [prompt + rng.integers(0, 61, rng.integers(1, 60)).tolist() for prompt in prompts for _ in range(4)]
     assert_equal(model, rows)
     for n_trained in (0, 1, 30):  # the last layer computes these only
         assert_equal(model, rows, n_trained)
@@ -116,13 +78,13 @@ def test_any_rows(rows: list[list[int]]) -> None:
     assert_equal(MODEL, rows)
 
 
-MODEL = make_model(CONFIGS["qwen3"])
+MODEL = make_model("qwen3")
 
 
 @pytest.mark.parametrize("span", [1, 3, 64])
 def test_attention_does_not_depend_on_the_size_of_its_calls(monkeypatch: pytest.MonkeyPatch, span: int) -> None:
     monkeypatch.setattr(prefix_sharing, "SPAN", span)
-    assert_equal(make_model(CONFIGS["mistral, sliding window"]), [[1] * 9 + [i, i, 3] for i in range(4)] + [[5, 6]])
+    assert_equal(make_model("mistral, sliding window"), [[1] * 9 + [i, i, 3] for i in range(4)] + [[5, 6]])
 
 
 def test_each_token_is_computed_once() -> None:
@@ -133,14 +95,14 @@ def test_each_token_is_computed_once() -> None:
 
 
 def test_a_model_that_mixes_neighboring_tokens_computes_each_row() -> None:
-    model = make_model(CONFIGS["llama"])
+    model = make_model("llama")
     norm = model.base_model.layers[0].input_layernorm
     norm.register_forward_hook(lambda module, inputs, output: output + output.roll(1, dims=1))
     assert "would change its hidden states" in (find_sharing_fault(model) or "")
 
 
 def test_a_model_that_refuses_the_tree_computes_each_row() -> None:
-    model = make_model(CONFIGS["llama"])
+    model = make_model("llama")
 
     def refuse(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if "prefix_tree" in kwargs:
@@ -151,7 +113,7 @@ def test_a_model_that_refuses_the_tree_computes_each_row() -> None:
 
 
 def test_the_last_layer_computes_trained_tokens_only() -> None:
-    model = make_model(CONFIGS["qwen3"])
+    model = make_model("qwen3")
     assert find_sharing_fault(model) is None
     n_computed = [0, 0]
     for layer, module in enumerate(model.base_model.layers):
@@ -165,7 +127,7 @@ def test_the_last_layer_computes_trained_tokens_only() -> None:
 
 
 def test_a_layer_that_refuses_wanted_tokens_computes_all() -> None:
-    model = make_model(CONFIGS["llama"])
+    model = make_model("llama")
 
     def refuse(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if "keys_and_values" in kwargs:
@@ -179,7 +141,7 @@ def test_a_layer_that_refuses_wanted_tokens_computes_all() -> None:
 
 
 def test_a_lack_of_memory_is_no_fault_of_the_model() -> None:
-    model = make_model(CONFIGS["llama"])
+    model = make_model("llama")
 
     def exhaust(module: torch.nn.Module, inputs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -194,7 +156,7 @@ def test_a_last_layer_without_attention_computes_all_tokens() -> None:
         def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
             return hidden_states, None
 
-    model = make_model(CONFIGS["llama"])
+    model = make_model("llama")
     model.model.layers[-1].self_attn = Identity()
     assert find_sharing_fault(model) is None
     assert not is_narrow(model)

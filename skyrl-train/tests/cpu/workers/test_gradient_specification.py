@@ -14,9 +14,9 @@ from typing import Any, get_args
 import pytest
 import torch
 from train_kit.batches import as_trajectories
-from train_kit.cases import pairwise_table
+from train_kit.cases import format_case, pairwise_table
 from train_kit.models import SMALL, perturbed
-from train_kit.oracle import OracleRow, OracleTrajectory, OracleUpdate, Settings, update
+from train_kit.oracle import OracleRow, OracleTrajectory, Settings, update
 from train_kit.oracle.rollouts import random_rollouts
 from train_kit.oracle.scores import Gradient, OracleScores, score_row
 from train_kit.workers import TEMPERATURE, SingleRankGroup, complete, config, policy_objective
@@ -27,9 +27,11 @@ from skyrl_train.algorithms.objectives import ValueObjective
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.algorithm import KLEstimator, LossReduction
+from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.learner import Learner
 from skyrl_train.types import TrainingBatch
+from skyrl_train.types.specs import Role
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
 
@@ -117,54 +119,42 @@ class PartRank:
         """Do nothing."""
 
 
-@dataclass(frozen=True)
-class TrainerResult:
-    """Gradients of the trainer by parameter name, and metrics."""
-
-    policy: Gradient
-    critic: Gradient
-    metrics: dict[str, float]
-    critic_metrics: dict[str, float]
-
-
 @cache
-def frozen_groups() -> dict[str, WorkerGroup]:
-    """Return the models as of the start of the update, which score the batch."""
-    m, cfg = models(), config().trainer
-    groups = {
+def scored_batch(several_rows: bool) -> TrainingBatch:
+    """Return the batch with the scores of the models as of the start of the update."""
+    m, cfg = models(), configured(Settings()).trainer
+    workers: dict[str, SingleRankGroup] = {
         "policy": SingleRankGroup("policy", m.old, cfg, policy_objective(cfg)),
         "critic": SingleRankGroup("critic", m.old_critic, cfg, ValueObjective(None)),
         "ref": SingleRankGroup("ref", m.ref, cfg, None),
     }
-    return {name: worker.group for name, worker in groups.items()}
+    learner = Learner(cfg, advantage_estimator("gae"), **{role: worker.group for role, worker in workers.items()})
+    batch = build_training_batch(as_trajectories(specified(several_rows)[0]), pad_token_id=0)
+    return complete(learner.score(batch))
 
 
-def scored_batch(rollouts: Sequence[OracleTrajectory], cfg: SkyRLConfig) -> TrainingBatch:
-    """Return the batch with advantages, as the learner computes it before the update."""
-    estimator = advantage_estimator(cfg.trainer.algorithm.advantage_estimator)
-    learner = Learner(cfg.trainer, estimator, **frozen_groups())
-    batch = build_training_batch(as_trajectories(rollouts), pad_token_id=0)
-    return learner.advantages(complete(learner.score(batch)))[0]
+def batch_with_advantages(several_rows: bool, cfg: TrainerConfig) -> TrainingBatch:
+    """Return the batch with advantages, as the learner computes them before the update."""
+    estimator = advantage_estimator(cfg.algorithm.advantage_estimator)
+    return Learner(cfg, estimator, policy=_UNUSED).advantages(scored_batch(several_rows))[0]
 
 
-def run_trainer(rollouts: Sequence[OracleTrajectory], cfg: SkyRLConfig, n_ranks: int = 1) -> TrainerResult:
-    """Return the results of one mini-batch split over `n_ranks`."""
-    m, trainer = models(), cfg.trainer
-    batch = scored_batch(rollouts, cfg)
-    policy = policy_objective(trainer, trainer.algorithm.policy_loss_type)
-    workers = (
-        SingleRankGroup("policy", m.policy, trainer, policy),
-        SingleRankGroup("critic", m.critic, trainer, ValueObjective(trainer.algorithm.value_clip)),
-    )
-    gradients, metrics = [], []
-    for worker in workers:
-        ranks = [PartRank(worker.rank) for _ in range(n_ranks)]
-        group = WorkerGroup(worker.group._spec, ranks, worker.group._objective)
-        worker.model.zero_grad()
-        metrics.append(complete(group.forward_backward(batch)).numbers())
-        parameters = worker.model.named_parameters()
-        gradients.append({name: p.new_zeros(p.shape) if p.grad is None else p.grad.clone() for name, p in parameters})
-    return TrainerResult(*gradients, *metrics)
+_UNUSED: Any = None  # advantages are computed from scores alone
+
+
+def train(role: Role, several_rows: bool, cfg: SkyRLConfig, n_ranks: int = 1) -> tuple[Gradient, dict[str, float]]:
+    """Return gradient and metrics of one mini-batch split over `n_ranks`."""
+    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+    if role == "policy":
+        worker = SingleRankGroup(role, models().policy, trainer, policy_objective(trainer, algorithm.policy_loss_type))
+    else:
+        worker = SingleRankGroup(role, models().critic, trainer, ValueObjective(algorithm.value_clip))
+    ranks = [PartRank(worker.rank) for _ in range(n_ranks)]
+    group = WorkerGroup(worker.group._spec, ranks, worker.group._objective)
+    worker.model.zero_grad()
+    metrics = complete(group.forward_backward(batch_with_advantages(several_rows, trainer))).numbers()
+    parameters = worker.model.named_parameters()
+    return {name: p.new_zeros(p.shape) if p.grad is None else p.grad.clone() for name, p in parameters}, metrics
 
 
 def assert_same_gradient(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -176,10 +166,12 @@ def assert_same_gradient(actual: Mapping[str, torch.Tensor], expected: Mapping[s
         )
 
 
-def assert_same_update(actual: TrainerResult, expected: OracleUpdate, scored: OracleScores) -> None:
-    """Compare gradients and logged losses."""
-    assert_same_gradient(actual.policy, scored.policy.gradient(expected.final))
-    assert_same_gradient(actual.critic, scored.critic.gradient(expected.critic))
+def assert_policy_as_specified(s: Settings, several_rows: bool, n_ranks: int = 1, **trainer: Any) -> dict[str, float]:
+    """Compare gradient and logged losses; return all metrics."""
+    gradient, metrics = train("policy", several_rows, configured(s, **trainer), n_ranks)
+    rollouts, scored = specified(several_rows)
+    expected = update(rollouts, scored, s)
+    assert_same_gradient(gradient, scored.policy.gradient(expected.final))
     losses = {
         "policy_loss": expected.policy,
         "final_loss": expected.final,
@@ -187,8 +179,8 @@ def assert_same_update(actual: TrainerResult, expected: OracleUpdate, scored: Or
         "policy_entropy": expected.entropy,
     }
     numbers = {name: loss.item() for name, loss in losses.items()}
-    assert {name: actual.metrics[name] for name in numbers} == pytest.approx(numbers, **FLOAT_METRICS)
-    assert actual.critic_metrics["critic_loss"] == pytest.approx(expected.critic.item(), **FLOAT_METRICS)
+    assert {name: metrics[name] for name in numbers} == pytest.approx(numbers, **FLOAT_METRICS)
+    return metrics
 
 
 # -- advantages
@@ -200,7 +192,7 @@ def test_advantages_and_returns_equal_the_specification(name: str, several_rows:
     rollouts, scored = specified(several_rows)
     for options in ({}, {"gamma": 0.5, "lambd": 0.25, "grpo_norm_by_std": False, "advantage_batch_normalize": True}):
         s = Settings(advantage_estimator=name, **options)
-        batch = scored_batch(rollouts, configured(s))
+        batch = batch_with_advantages(several_rows, configured(s).trainer)
         expected = update(rollouts, scored, s)
         assert batch.advantages is not None
         assert batch.returns is not None
@@ -239,7 +231,7 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
         {"tis_ratio_type": "token"},
         {"tis_ratio_type": "sequence"},
         {"off_policy_sequence_mask_threshold": 0.01},
-        {"advantage_batch_normalize": True, "value_clip": None},
+        {"advantage_batch_normalize": True},
     ],
 }
 
@@ -263,41 +255,65 @@ def test_a_pairwise_table_contains_every_pair() -> None:
     assert len(cases) < 18
 
 
-def format_case(case: dict[str, Any]) -> str:
-    return "-".join(map(str, case.values()))
-
-
-@pytest.mark.parametrize(
-    "case",
-    pairwise_table({"n_ranks": [1, 2, 4, 16], "loss": ["regular", "kl_cov"], "several_rows": [False, True]}),
-    ids=format_case,
-)
-def test_gradient_and_metrics_do_not_depend_on_the_number_of_ranks(case: dict[str, Any]) -> None:
-    """With ten trajectories some of 16 ranks have no row; the others have one or several micro-batches."""
-    s = Settings(policy_loss_type=case["loss"], use_entropy_loss=True, top_entropy_quantile=0.5, tis_ratio_type="token")
-    rollouts, scored = specified(case["several_rows"])
-    whole = run_trainer(rollouts, configured(s, micro_train_batch_size_per_gpu=64))
-    divided = run_trainer(rollouts, configured(s, micro_train_batch_size_per_gpu=2), case["n_ranks"])
-    assert_same_update(divided, update(rollouts, scored, s), scored)
-    assert divided.metrics == pytest.approx(whole.metrics, **FLOAT_METRICS)
-    assert divided.critic_metrics == pytest.approx(whole.critic_metrics, **FLOAT_METRICS)
-
-
 @pytest.mark.parametrize("case", CASES, ids=format_case)
-def test_gradients_equal_the_specification(case: dict[str, Any]) -> None:
+def test_gradients_of_the_policy(case: dict[str, Any]) -> None:
     named = {key: case[key] for key in ("policy_loss_type", "advantage_estimator", "loss_reduction")}
     s = Settings(**named, **case["kl"], **case["terms"])
-    rollouts, scored = specified(case["several_rows"])
-    actual = run_trainer(rollouts, configured(s, **case["micro_batches"]))
-    assert_same_update(actual, update(rollouts, scored, s), scored)
+    assert_policy_as_specified(s, case["several_rows"], **case["micro_batches"])
 
 
 @pytest.mark.parametrize("corrected", [False, True], ids=["plain", "bias correction"])
 @pytest.mark.parametrize("name", get_args(KLEstimator))
-def test_gradients_of_kl_losses_equal_the_specification(name: str, corrected: bool) -> None:
+def test_gradients_of_kl_losses(name: str, corrected: bool) -> None:
     s = Settings(kl_estimator_type=name, use_bias_correction_kl=corrected, kl_loss_coef=1.0)
-    rollouts, scored = specified(several_rows=True)
-    assert_same_update(run_trainer(rollouts, configured(s)), update(rollouts, scored, s), scored)
+    assert_policy_as_specified(s, several_rows=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairwise_table(
+        {
+            "n_ranks": [1, 2, 4, 16],
+            "loss": ["regular", "kl_cov"],
+            "reduction": REDUCTIONS,
+            "several_rows": [False, True],
+        }
+    ),
+    ids=format_case,
+)
+def test_gradient_and_metrics_of_the_policy_do_not_depend_on_the_number_of_ranks(case: dict[str, Any]) -> None:
+    """With ten trajectories some of 16 ranks have no row; the others have one or several micro-batches."""
+    terms: dict[str, Any] = {"use_entropy_loss": True, "top_entropy_quantile": 0.5, "tis_ratio_type": "token"}
+    s = Settings(policy_loss_type=case["loss"], loss_reduction=case["reduction"], **terms)
+    metrics = assert_policy_as_specified(s, case["several_rows"], case["n_ranks"], micro_train_batch_size_per_gpu=2)
+    _, whole = train("policy", case["several_rows"], configured(s, micro_train_batch_size_per_gpu=64))
+    assert metrics == pytest.approx(whole, **FLOAT_METRICS)
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairwise_table(
+        {
+            "n_ranks": [1, 3, 16],
+            "several_rows": [False, True],
+            "micro_batches": DIMENSIONS["micro_batches"],
+            "settings": [
+                {"advantage_estimator": "gae"},
+                {"advantage_estimator": "gae", "gamma": 0.5, "value_clip": None},
+                {"advantage_estimator": "gae_per_turn"},
+                {"advantage_estimator": "grpo", "value_clip": None},
+            ],
+        }
+    ),
+    ids=format_case,
+)
+def test_gradient_and_loss_of_the_critic(case: dict[str, Any]) -> None:
+    s, several_rows = Settings(**case["settings"]), case["several_rows"]
+    gradient, metrics = train("critic", several_rows, configured(s, **case["micro_batches"]), case["n_ranks"])
+    rollouts, scored = specified(several_rows)
+    expected = update(rollouts, scored, s).critic
+    assert_same_gradient(gradient, scored.critic.gradient(expected))
+    assert metrics["critic_loss"] == pytest.approx(expected.item(), **FLOAT_METRICS)
 
 
 # -- the specification itself

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 
 def pairwise_table(dimensions: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
@@ -30,3 +32,17 @@ def pairwise_table(dimensions: Mapping[str, Sequence[Any]], seed: int = 0) -> li
         missing -= set(combinations(best.items(), 2))
         cases.append({name: dimensions[name][index] for name, index in best.items()})
     return cases
+
+
+def pairs_by_default(dimensions: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Return all combinations as parameters of a test, those beyond a pairwise table marked as nightly."""
+    table = pairwise_table(dimensions)
+    cases = [dict(zip(dimensions, values, strict=True)) for values in product(*dimensions.values())]
+    return [
+        pytest.param(case, id=format_case(case), marks=() if case in table else pytest.mark.nightly) for case in cases
+    ]
+
+
+def format_case(case: Mapping[str, Any]) -> str:
+    """Return the id of a case."""
+    return "-".join(map(str, case.values()))
