@@ -1,25 +1,61 @@
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")  # before JAX is imported
+# Before JAX is imported. Without LLVM's optimizations, programs of tiny models compile twice as fast.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0")
 
+import jax
 import pytest
-from tx_kit.databases import ABSENT, TEST_URL, postgresql, programs
-from tx_kit.models import FAMILIES, new_model
-from tx_kit.servers import CHILD_ENVIRONMENT
+from sqlalchemy import Engine as Database
+from tx_kit.databases import ABSENT, TEST_URL, find_programs, new_database_url, postgresql
+from tx_kit.engines import Desk
+from tx_kit.models import FAMILIES, new_model, save_minimal_model
+from tx_kit.servers import config_for
+
+from tx.tinker.backends.jax.config import user_cache
+from tx.tinker.backends.jax.programs import cache_programs, programs
+from tx.tinker.store.database import open_database
+
+MAX_PROGRAMS = 100
+"""Number of programs in memory, of about 6 MB each."""
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Cache compiled programs for the duration of the tests, in this process and its children."""
-    folder = str(tmp_path_factory.mktemp("cache"))
+def _compiled_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep the programs that JAX compiles, for all processes of this run and for later runs; `make clean` deletes them.
+
+    A program's key is its code, so a change of the product compiles it again.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        for environment in (os.environ, CHILD_ENVIRONMENT):
-            patch.setitem(environment, "XDG_CACHE_HOME", folder)
+        patch.setenv("XDG_CACHE_HOME", str(request.config.cache.mkdir("skyrl-tx")))
+        cache_programs(user_cache())
         yield
+
+
+@pytest.fixture(scope="session")
+def _freed() -> list[int]:
+    """The number of programs when they were freed last."""
+    return [0]
+
+
+@pytest.fixture(autouse=True)
+def _memory(_freed: list[int]) -> Iterator[None]:
+    """Free the programs in memory once there are many of them; those that are needed again are read from the cache."""
+    yield
+    if programs().n_compiled > _freed[-1] + MAX_PROGRAMS:
+        _freed.append(programs().n_compiled)
+        jax.clear_caches()
+        gc.collect()
+        if os.uname().sysname == "Linux":
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+# -- models
 
 
 @pytest.fixture(scope="session", params=FAMILIES)
@@ -45,14 +81,57 @@ def folder(models: Path, family: str) -> Path:
 
 
 @pytest.fixture(scope="session")
+def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Qwen3 model with a single layer."""
+    folder = tmp_path_factory.mktemp("shallow")
+    new_model("qwen3", n_layers=1).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def minimal_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model that engines serve."""
+    folder = tmp_path_factory.mktemp("minimal")
+    save_minimal_model(folder)
+    return folder
+
+
+# -- databases and engines
+
+
+@pytest.fixture(scope="session")
 def postgresql_url() -> Iterator[str]:
     """The URL of a PostgreSQL server: the one in TX_TEST_DATABASE_URL, or a temporary one."""
     if url := os.environ.get(TEST_URL):
         yield url
         return
-    folder = programs()
+    folder = find_programs()
     if folder is None:
         assert "CI" not in os.environ, ABSENT
         pytest.skip(ABSENT)
     with postgresql(folder) as url:
         yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def each_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty SQLite database, then of one in PostgreSQL."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/new/folder/tinker.db"
+    return new_database_url(request.getfixturevalue("postgresql_url"))
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    """The database of a server that is not running."""
+    opened = open_database(config_for(tmp_path).database_url)
+    yield opened
+    opened.dispose()
+
+
+@pytest.fixture
+def desk(tmp_path: Path, minimal_model: Path) -> Iterator[Desk]:
+    """A desk with an engine on JAX."""
+    opened = Desk(tmp_path, minimal_model)
+    yield opened
+    opened.close()

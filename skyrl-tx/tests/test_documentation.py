@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tx_kit.models import new_model, new_tokenizer
-from tx_kit.processes import process
+from tx_kit.engines import serving_with_engine
+from tx_kit.models import new_tokenizer, save_chat_model
 
+from tx.tinker.backends.factory import new_backend
 from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.torch.config import TorchConfig
 from tx.tinker.config import TxConfig
@@ -56,12 +57,12 @@ def test_the_compatibility_table_is_the_measured_one() -> None:
 
 
 def test_the_example_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = new_tokenizer()
-    new_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    model = tmp_path / "model"
+    save_chat_model("qwen3", model)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    with process(tmp_path / "state", "--base-model", str(tmp_path / "model")) as server:
-        code = code.replace("http://127.0.0.1:8000", server.url).replace("Qwen/Qwen3-0.6B", str(tmp_path / "model"))
+    backend = new_backend("torch", model, {}, str(model))
+    with serving_with_engine(tmp_path / "state", backend, base_model=str(model)) as server:
+        code = code.replace("http://127.0.0.1:8000", server.url).replace("Qwen/Qwen3-0.6B", str(model))
         written: dict[str, Any] = {}
         exec(compile(code, "docs/guides/tinker.md", "exec"), written)
         written["service"].close(status="success").result()
@@ -69,4 +70,4 @@ def test_the_example_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     losses = [float(line.split()[1]) for line in steps]
     assert len(losses) == 20
     assert losses[-1] < losses[0]
-    assert sampled == repr(tokenizer.decode(written["result"].sequences[0].tokens))
+    assert sampled == repr(new_tokenizer().decode(written["result"].sequences[0].tokens))

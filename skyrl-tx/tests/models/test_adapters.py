@@ -15,8 +15,8 @@ from tx.models import config
 from tx.models.adapters import adapter_of, load_adapter, named_factors, save_adapter
 from tx.models.checkpoints import load_params
 from tx.models.config import LoraConfig, ModelConfig, read_config
-from tx.models.decoder import hidden_states, logits_of
-from tx.models.lora import Adapter, covered_names, new_adapter, rows_of
+from tx.models.decoder import Params, hidden_states, logits_of
+from tx.models.lora import Adapter, Rows, covered_names, new_adapter, rows_of
 
 
 def random_adapter(lora: LoraConfig, shape: ModelConfig) -> Adapter:
@@ -25,9 +25,16 @@ def random_adapter(lora: LoraConfig, shape: ModelConfig) -> Adapter:
     return adapter_of({name: rng.standard_normal(one.shape).astype(np.float32) * 0.1 for name, one in new}, lora, shape)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @pytest.mark.parametrize(
-    "lora", [LoraConfig(rank=6), LoraConfig(rank=8, train_mlp=False), LoraConfig(rank=1, alpha=2.0)]
+    ("kind", "lora"),
+    [
+        ("qwen3", LoraConfig(rank=6)),
+        ("llama", LoraConfig(rank=8, train_mlp=False)),
+        ("llama", LoraConfig(rank=1, alpha=2.0)),
+        pytest.param("llama", LoraConfig(rank=6), marks=pytest.mark.nightly),
+        pytest.param("qwen3", LoraConfig(rank=8, train_mlp=False), marks=pytest.mark.nightly),
+        pytest.param("qwen3", LoraConfig(rank=1, alpha=2.0), marks=pytest.mark.nightly),
+    ],
 )
 def test_matches_peft(models: Path, tmp_path: Path, kind: str, lora: LoraConfig) -> None:
     folder = models / kind
@@ -36,31 +43,27 @@ def test_matches_peft(models: Path, tmp_path: Path, kind: str, lora: LoraConfig)
     save_adapter(tmp_path, adapter, lora, shape, str(folder))
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 30))
     rows = rows_of([adapter, adapter], jnp.full(2, lora.scale))
-    hidden, _ = hidden_states(shape, params, rows, tokens, jnp.broadcast_to(jnp.arange(30), (2, 30)))
+
+    @jax.jit
+    def logits(params: Params, rows: Rows, tokens: np.ndarray) -> jax.Array:
+        hidden, _ = hidden_states(shape, params, rows, tokens, jnp.broadcast_to(jnp.arange(30), (2, 30)))
+        return logits_of(params, rows, hidden)
+
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path)
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
-    np.testing.assert_allclose(np.asarray(logits_of(params, rows, hidden)), expected, atol=1e-4)
+    np.testing.assert_allclose(logits(params, rows, tokens), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("max_unrolled", [0, 8])
 def test_round_trip(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_unrolled: int) -> None:
     monkeypatch.setattr(config, "MAX_UNROLLED", max_unrolled)
-    shape, lora = read_config(folder), LoraConfig(rank=5)
+    shape, lora = read_config(folder), LoraConfig(rank=12)
     adapter = random_adapter(lora, shape)
     save_adapter(tmp_path, adapter, lora, shape, "base")
     jax.tree.map(np.testing.assert_array_equal, adapter, load_adapter(tmp_path, lora, shape))
-    with pytest.raises(ValueError, match=r"lora_A\.weight has shape \(5, 32\) instead of \(9, 32\)"):
+    with pytest.raises(ValueError, match=r"lora_A\.weight has shape \(12, 32\) instead of \(9, 32\)"):
         load_adapter(tmp_path, LoraConfig(rank=9), shape)
-
-
-def test_a_new_adapter_changes_nothing(folder: Path) -> None:
-    shape = read_config(folder)
-    params = load_params(folder, shape, jnp.float32)
-    tokens, positions = jnp.arange(10)[None], jnp.arange(10)[None]
-    rows = rows_of([new_adapter(LoraConfig(), shape, seed=1)], jnp.ones(1))
-    with_adapter, without = (hidden_states(shape, params, one, tokens, positions)[0] for one in (rows, None))
-    np.testing.assert_array_equal(with_adapter, without)
 
 
 def test_a_tied_head_has_no_adapter(models: Path) -> None:

@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,30 +14,28 @@ import pytest
 from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
-from tx_kit.models import new_model, new_tokenizer
-from tx_kit.servers import CHILD_ENVIRONMENT
+from tx_kit.models import save_chat_model
+from tx_kit.processes import start_python
 
 from tx.run.train import TrainCommand, TrainConfig, main
 from tx.tinker.types import UserError
 
 N_ROWS, BATCH = 12, 4
-N_STEPS = 300
+N_STEPS = 120
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tokenizer, and a dataset."""
     folder = tmp_path_factory.mktemp("train")
-    tokenizer = new_tokenizer()
-    new_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_chat_model("qwen3", folder / "model", n_layers=1)
     rows = [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(N_ROWS)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
 
 def arguments(folder: Path, output: Path, **flags: object) -> list[str]:
-    """Return the arguments of a run of a hundred epochs."""
+    """Return the arguments of a run of forty epochs."""
     settings = {
         "base_model": folder / "model",
         "dataset": folder / "rows.jsonl",
@@ -46,7 +43,7 @@ def arguments(folder: Path, output: Path, **flags: object) -> list[str]:
         "lora_rank": 8,
         "learning_rate": 1e-2,
         "batch_size": BATCH,
-        "epochs": 100,
+        "epochs": 40,
         "save_steps": 20,
         **flags,
     }
@@ -81,10 +78,10 @@ def test_the_loss_falls_and_peft_reads_the_adapter(folder: Path, whole: Path) ->
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_a_killed_run_resumes(folder: Path, whole: Path, tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "tx.run.main", "train", *arguments(folder, tmp_path)]
-    process = subprocess.Popen(command, env=CHILD_ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = start_python("-m", "tx.run.main", "train", *arguments(folder, tmp_path), **quiet)
     file = tmp_path / "metrics.jsonl"
-    while process.poll() is None and not (file.is_file() and len(metrics(tmp_path)) >= 30):
+    while process.poll() is None and not (file.is_file() and len(metrics(tmp_path)) >= 25):
         time.sleep(0.01)
     process.send_signal(number)
     process.wait()

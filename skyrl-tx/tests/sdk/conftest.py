@@ -7,9 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from sdk.environments import ENVIRONMENTS, write_description
-from sdk.models import save
 from tx_kit.processes import process
+from tx_kit.sdk import ENVIRONMENTS, save_model, write_description
 
 collect_ignore = ["client"]  # runs in the environments of the SDKs
 
@@ -21,9 +20,7 @@ FLAGS = {"qwen3": (), "llama": ("--compress-passes",)}
 def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One folder per model family."""
     base = tmp_path_factory.mktemp("models")
-    for family in FLAGS:
-        save(family, base / "tiny" / family)
-    return {family: base / "tiny" / family for family in FLAGS}
+    return {family: save_model(family, base / "tiny" / family) for family in FLAGS}
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sdk.environments import NEWEST, environment, python
-from sdk.processes import processes_with
+from tx_kit.sdk import NEWEST, environment, processes_with, python
 
 N_ROWS, N_STEPS = 16, 30
 N_AHEAD = 2

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from sdk.environments import HERE, SECONDS, VERSIONS, python, run_client
-from sdk.processes import processes_with
+from tx_kit.sdk import SDK_TESTS, SECONDS, VERSIONS, processes_with, python, run_client
 
-TABLE = HERE / "compatibility.md"
+TABLE = SDK_TESTS / "compatibility.md"
 MARKS = {"passed": "✓", "pytest.skip": "no such call", "pytest.xfail": "fails in the SDK"}
 
 

@@ -13,11 +13,9 @@ from typing import Any
 import httpx
 import pytest
 from tx_kit.processes import SECONDS, process
-from tx_kit.servers import BASE_MODEL, Running, serving
+from tx_kit.servers import SAMPLE, Running, serving
 
 from tx.tinker.db_models import Kind, RequestStatus
-
-SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": BASE_MODEL}
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
-from tx_kit.servers import CHILD_ENVIRONMENT
+from tx_kit.processes import start_python
 
 from tx.tinker.doorbell import POLL_SEC, Doorbell
 
@@ -95,7 +93,7 @@ def test_another_process_inherits_it() -> None:
     with ours:
         with theirs:
             fd = theirs.fileno()
-            child = subprocess.Popen([sys.executable, "-c", program, str(fd)], pass_fds=(fd,), env=CHILD_ENVIRONMENT)
+            child = start_python("-c", program, str(fd), pass_fds=(fd,))
         ours.ring()
         assert ours.wait(20)
     assert child.wait(20) == 0

@@ -14,13 +14,12 @@ import numpy as np
 import psutil
 import pytest
 import tinker
-from tx_kit.backends import STEP, learn, sample, some_data
+from tx_kit.backends import load, random_data, sample, train
 from tx_kit.models import new_model
 from tx_kit.processes import process
 
 from tx.models.config import LoraConfig
-from tx.tinker.backends.jax.backend import JaxBackend
-from tx.tinker.backends.jax.config import JaxConfig
+from tx.tinker.backends.base import Backend
 from tx.tinker.backends.vllm import VllmSampler, VllmWeights
 from tx.tinker.types import SampleRequest, SampleResult, SamplingParams, TinkerError, UserError
 
@@ -82,22 +81,22 @@ def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 
 
 @pytest.fixture(scope="module")
-def backend(folder: Path) -> JaxBackend:
-    backend = JaxBackend(folder, "org/tiny", JaxConfig(cache_gib=0.005))
+def backend(folder: Path) -> Backend:
+    backend = load("jax", folder)
     backend.create_model("m", LORA)
     for seed in range(3):
-        learn(backend, "m", some_data(seed), STEP)
+        train(backend, "m", random_data(seed))
     return backend
 
 
 @pytest.fixture
-def sampler(backend: JaxBackend, url: str, tmp_path: Path) -> Iterator[VllmSampler]:
+def sampler(backend: Backend, url: str, tmp_path: Path) -> Iterator[VllmSampler]:
     sampler = VllmSampler(f"{url}/v1", "EMPTY", tmp_path / "adapters", SECONDS)
     yield sampler
     sampler.close()
 
 
-def exported(sampler: VllmSampler, backend: JaxBackend, folder: Path, name: str = "m") -> VllmWeights:
+def exported(sampler: VllmSampler, backend: Backend, folder: Path, name: str = "m") -> VllmWeights:
     """Return the current weights of a model."""
     saved = folder / f"export-{len(list(folder.iterdir()))}"
     saved.mkdir()
@@ -124,7 +123,7 @@ def assert_alike(one: SampleResult, other: SampleResult) -> None:
     np.testing.assert_array_equal(one.top_prompt.tokens, other.top_prompt.tokens)
 
 
-def test_samples_match_the_backends(backend: JaxBackend, sampler: VllmSampler, tmp_path: Path) -> None:
+def test_samples_match_the_backends(backend: Backend, sampler: VllmSampler, tmp_path: Path) -> None:
     for elsewhere, here in (
         (sampler.base_weights(), backend.base_weights()),
         (exported(sampler, backend, tmp_path), backend.weights_of("m")),
@@ -134,14 +133,12 @@ def test_samples_match_the_backends(backend: JaxBackend, sampler: VllmSampler, t
         assert_alike(theirs, ours)
 
 
-def test_weights_are_immutable_and_loaded_from_folders(
-    backend: JaxBackend, sampler: VllmSampler, tmp_path: Path
-) -> None:
+def test_weights_are_immutable_and_loaded_from_folders(backend: Backend, sampler: VllmSampler, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     backend.save_weights("m", tmp_path / "saved")
     frozen = [exported(sampler, backend, tmp_path), sampler.load_weights(tmp_path / "saved")]
     before = [sample(sampler, (scored(), weights))[0] for weights in frozen]
-    learn(backend, "m", some_data(9), STEP)
+    train(backend, "m", random_data(9))
     after = [sample(sampler, (scored(), weights))[0] for weights in (*frozen, exported(sampler, backend, tmp_path))]
     assert_alike(before[0], before[1])
     assert_alike(before[0], after[0])
@@ -176,9 +173,7 @@ def test_refusals_are_user_errors(sampler: VllmSampler) -> None:
         sample(sampler, (SampleRequest(PROMPT, params, n_top_sampled=32), None))
 
 
-def test_a_restarted_server_reloads_adapters(
-    backend: JaxBackend, sampler: VllmSampler, url: str, tmp_path: Path
-) -> None:
+def test_a_restarted_server_reloads_adapters(backend: Backend, sampler: VllmSampler, url: str, tmp_path: Path) -> None:
     weights = exported(sampler, backend, tmp_path)
     (before,) = sample(sampler, (scored(), weights))
     httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": weights.name}).raise_for_status()
@@ -186,7 +181,7 @@ def test_a_restarted_server_reloads_adapters(
     assert_alike(before, after)
 
 
-def test_unreferenced_adapters_are_deleted(backend: JaxBackend, sampler: VllmSampler, url: str, tmp_path: Path) -> None:
+def test_unreferenced_adapters_are_deleted(backend: Backend, sampler: VllmSampler, url: str, tmp_path: Path) -> None:
     weights = exported(sampler, backend, tmp_path)
     sample(sampler, (scored(), weights))
     name, folder = weights.name, weights.folder
@@ -212,7 +207,7 @@ def test_the_server_uses_vllm(folder: Path, url: str, tmp_path: Path) -> None:
         client.close(status="success").result()
 
 
-def test_unsupported_requests(backend: JaxBackend, sampler: VllmSampler, tmp_path: Path) -> None:
+def test_unsupported_requests(backend: Backend, sampler: VllmSampler, tmp_path: Path) -> None:
     backend.create_model("whole", LoraConfig(rank=0))
     with pytest.raises(UserError, match="samples from adapters only"):
         exported(sampler, backend, tmp_path, "whole")
@@ -222,7 +217,7 @@ def test_unsupported_requests(backend: JaxBackend, sampler: VllmSampler, tmp_pat
     nobody.close()
 
 
-def test_a_rank_above_the_servers_limit(folder: Path, backend: JaxBackend, tmp_path: Path) -> None:
+def test_a_rank_above_the_servers_limit(folder: Path, backend: Backend, tmp_path: Path) -> None:
     """It makes vLLM 0.32 exit, so the test has its own server."""
     backend.create_model("large", LoraConfig(rank=64, train_unembed=False))
     with serving(folder, tmp_path / "vllm.log") as address:

@@ -1,50 +1,53 @@
-"""Run passes and samples on a backend, with small data."""
+"""Load backends, and run passes and samples on them with small data."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
 
 from tx.models.config import LoraConfig
-from tx.tinker.backends.base import Backend, Weights
-from tx.tinker.types import (
-    AdamParams,
-    Datum,
-    Pass,
-    PassResult,
-    SampleRequest,
-    SampleResult,
-    SamplingParams,
-)
+from tx.tinker.backends.base import Backend, Sampler, Weights
+from tx.tinker.backends.factory import BackendName, new_backend
+from tx.tinker.types import AdamParams, Datum, Pass, PassResult, SampleRequest, SampleResult, SamplingParams
 from tx_kit.models import VOCABULARY
 
+NAME = "org/tiny"
+SIZES = {"sample_lanes": 8, "sample_groups": 3, "cache_gib": 0.005}
+"""Settings of all backends unless a test is about them, so that they share their compiled programs."""
 LORA = LoraConfig(rank=8, seed=3)
 WHOLE = LoraConfig(rank=0)
 STEP = AdamParams(learning_rate=1e-2)
-LENGTHS = (5, 40, 31, 64, 32, 33, 7, 20, 12, 48, 28, 3, 17)
-"""On JAX, they form micro-batches of 16 rows with 9 data, 4 rows with 3, and 1 row. Tests keep to these shapes,
-since each takes seconds to compile.
+LENGTHS = (40, 33, 48)
+"""The lengths of three sequences. On JAX they are a micro-batch of 4 × 48 tokens, the shape that most tests use, since
+each shape takes seconds to compile.
 """
-MIDDLE = (40, 33, 48)
-"""The lengths in the micro-batch of 4 rows."""
 Load = Callable[[Path], Backend]
 """Loads a backend with the model in a folder."""
 
 
-def datum(length: int, seed: int = 0, weight: float = 1.0) -> Datum:
+def load(backend: BackendName, folder: Path, **settings: Any) -> Backend:
+    """Load a backend with the model in a folder."""
+    return new_backend(backend, folder, SIZES | settings, NAME)
+
+
+# -- training
+
+
+def random_datum(length: int, seed: int = 0, weight: float = 1.0) -> Datum:
     """Return a random sequence with random targets."""
     rng = np.random.default_rng(seed * 1000 + length)
     tokens, targets = rng.integers(0, VOCABULARY, (2, length)).astype(np.int32)
     return Datum(tokens, {"target_tokens": targets, "weights": np.full(length, weight, np.float32)})
 
 
-def some_data(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Datum]:
-    """Return data whose lengths need several shapes."""
-    return [datum(length, seed) for length in lengths]
+def random_data(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Datum]:
+    """Return random sequences."""
+    return [random_datum(length, seed) for length in lengths]
 
 
 def next_tokens(tokens: np.ndarray) -> Datum:
@@ -52,7 +55,7 @@ def next_tokens(tokens: np.ndarray) -> Datum:
     return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)})
 
 
-def run(backend: Backend, *passes: Pass) -> list[PassResult]:
+def run_passes(backend: Backend, *passes: Pass) -> list[PassResult]:
     """Run interleaved passes; return their results."""
     results: dict[int, PassResult] = {}
     waiting = deque((number, backend.compute(one)) for number, one in enumerate(passes))
@@ -66,48 +69,62 @@ def run(backend: Backend, *passes: Pass) -> list[PassResult]:
     return [results[number] for number in range(len(passes))]
 
 
-def learn(backend: Backend, model_id: str, data: Sequence[Datum], params: AdamParams = STEP) -> float:
+def run_pass(backend: Backend, model_id: str, data: Sequence[Datum], loss_fn: str = "cross_entropy") -> PassResult:
+    """Run a forward and backward pass."""
+    (result,) = run_passes(backend, Pass(model_id, data, loss_fn))
+    return result
+
+
+def train(backend: Backend, model_id: str, data: Sequence[Datum], params: AdamParams = STEP) -> float:
     """Run a training step; return the loss before it."""
-    (result,) = run(backend, Pass(model_id, data, "cross_entropy"))
+    result = run_pass(backend, model_id, data)
     backend.optim_step(model_id, params)
     return result.loss
 
 
-def losses(backend: Backend, model_id: str, data: Sequence[Datum]) -> list[np.ndarray]:
-    """Return the current log-probs of the targets."""
-    (result,) = run(backend, Pass(model_id, data, "cross_entropy", is_forward_only=True))
+def target_logprobs(backend: Backend, model_id: str, data: Sequence[Datum]) -> list[np.ndarray]:
+    """Return the current log-probs of the targets, from a forward pass."""
+    (result,) = run_passes(backend, Pass(model_id, data, "cross_entropy", is_forward_only=True))
     return list(result.logprobs)
 
 
-def sample(backend: Backend, *requests: tuple[SampleRequest, Weights]) -> list[SampleResult]:
+def saved_tensors(backend: Backend, model_id: str, folder: Path) -> dict[str, np.ndarray]:
+    """Save weights and moments to a new folder, and load them."""
+    folder.mkdir()
+    backend.save_model(model_id, folder)
+    return {
+        f"{file.name} {name}": one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()
+    }
+
+
+# -- sampling
+
+
+def sample_request(
+    prompt: Sequence[int] = (5, 6, 7), *, n: int = 1, max_tokens: int = 8, scores_prompt: bool = False, **params: Any
+) -> SampleRequest:
+    """Return a request with a seed."""
+    return SampleRequest(
+        prompt, SamplingParams(max_tokens=max_tokens, **({"seed": 1} | params)), n, wants_prompt_logprobs=scores_prompt
+    )
+
+
+def sample(sampler: Sampler, *requests: tuple[SampleRequest, Weights]) -> list[SampleResult]:
     """Run concurrent requests; return their results."""
     found: dict[int, SampleResult | Exception] = {}
-
-    def note(number: int) -> Callable[[SampleResult | Exception], None]:
-        return lambda result: found.__setitem__(number, result)
-
     for number, (request, weights) in enumerate(requests):
-        backend.sample(request, weights, note(number))
-    while backend.step():
+        sampler.sample(request, weights, lambda result, number=number: found.update({number: result}))  # type: ignore[misc]
+    while sampler.step():
         pass
-    results = []
-    for number in range(len(requests)):
-        result = found[number]
+    for result in found.values():
         if isinstance(result, Exception):
             raise result
-        results.append(result)
-    return results
-
-
-def request(prompt: Sequence[int] = (5, 6, 7), *, n: int = 1, max_tokens: int = 8, **params: object) -> SampleRequest:
-    """Return a request with a seed."""
-    return SampleRequest(prompt, SamplingParams(max_tokens=max_tokens, **({"seed": 1} | params)), n)  # type: ignore[arg-type]
+    return [found[number] for number in range(len(requests))]  # type: ignore[misc]
 
 
 def prompt_logprobs(backend: Backend, prompt: np.ndarray, weights: Weights) -> np.ndarray:
     """Return the log-probs of all tokens but the first."""
-    ask = SampleRequest(prompt.tolist(), SamplingParams(max_tokens=1, seed=0), wants_prompt_logprobs=True)
-    (found,) = sample(backend, (ask, weights))
+    (found,) = sample(backend, (sample_request(prompt.tolist(), max_tokens=1, scores_prompt=True), weights))
     assert found.prompt_logprobs is not None
     assert np.isnan(found.prompt_logprobs[0])
     return found.prompt_logprobs[1:]
@@ -119,13 +136,7 @@ def running_and_waiting(backend: Backend) -> tuple[int, int]:
     return counts["samples running"], counts["sample requests waiting"]
 
 
-def tensors_of(backend: Backend, model_id: str, folder: Path) -> dict[str, np.ndarray]:
-    """Save weights and moments to a new folder, and load them."""
-    folder.mkdir()
-    backend.save_model(model_id, folder)
-    return {
-        f"{file.name} {name}": one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()
-    }
+# -- comparisons
 
 
 def assert_close_tensors(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> None:
@@ -133,6 +144,12 @@ def assert_close_tensors(one: Mapping[str, np.ndarray], other: Mapping[str, np.n
     assert one.keys() == other.keys()
     for name, expected in other.items():
         np.testing.assert_allclose(one[name], expected, rtol=0, atol=1e-4 * np.abs(expected).max(), err_msg=name)
+
+
+def assert_close_arrays(one: Sequence[np.ndarray], other: Sequence[np.ndarray], tolerance: float = 1e-4) -> None:
+    """Compare arrays pairwise."""
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 def assert_same(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:

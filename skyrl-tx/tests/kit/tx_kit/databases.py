@@ -10,6 +10,7 @@ import getpass
 import hashlib
 import os
 import pwd
+import secrets
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ ABSENT = "PostgreSQL is not installed here (no initdb): what is particular to it
 SECONDS_TO_START = 30
 
 
-def programs() -> Path | None:
+def find_programs() -> Path | None:
     """Return the folder of PostgreSQL's executables."""
     found = shutil.which("initdb")
     if found is not None:
@@ -102,6 +103,11 @@ def database_url(server_url: str, name: str) -> str:
     finally:
         engine.dispose()
     return server.set(database=name).render_as_string(hide_password=False)
+
+
+def new_database_url(server_url: str) -> str:
+    """Return the URL of a new database on the server."""
+    return database_url(server_url, f"tx_{secrets.token_hex(8)}")
 
 
 def _create_if_missing(engine: Engine, name: str) -> None:

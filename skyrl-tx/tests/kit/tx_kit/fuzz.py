@@ -18,10 +18,12 @@ import zstandard
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from tx.tinker.losses import LOSSES
 from tx.tinker.wire import tinker_pb2 as pb
 
 EXAMPLES = int(os.environ.get("TX_FUZZ_EXAMPLES", "0"))
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
+Strategy = st.SearchStrategy[Any]
 
 
 def n_requests(n_examples: int) -> int:
@@ -55,34 +57,22 @@ class Post:
 HUGE = [2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**12, 10**400]
 FLOATS = [float("nan"), float("inf"), -float("inf"), 1e308, -1e308, 5e-324, 1e-50, -0.0]
 DEEP = "\x00deep\x00"  # placeholder for deeply nested JSON
+DEPTHS = st.sampled_from([10, 200, 1000, 100_000])
 WORDS = ["", "\0", "a\0b", "\ud800", "\U0010ffff", "‮", "../../etc/passwd", "%2e%2e%2f", "x" * 5000, "null", DEEP]
-PATHS = [
-    "tinker://a:train:0/weights/x",
-    "tinker://../weights/..",
-    "tinker:///weights/x",
-    "tinker://a:train:99999999999/weights/x",
-    "/etc/passwd",
-    "file:///etc/passwd",
-]
+PATHS = [f"tinker://{path}/weights/x" for path in ("a:train:0", "", "a:train:99999999999")]
+WORDS += [*PATHS, "tinker://../weights/..", "/etc/passwd", "file:///etc/passwd"]
 LEAVES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-2, 5),
-    st.integers(),
-    st.sampled_from(HUGE),
-    st.floats(),
-    st.sampled_from(FLOATS),
-    st.text(max_size=5),
-    st.sampled_from(WORDS + PATHS),
+    *(st.none(), st.booleans(), st.integers(-2, 5), st.integers(), st.sampled_from(HUGE)),
+    *(st.floats(), st.sampled_from(FLOATS), st.text(max_size=5), st.sampled_from(WORDS)),
 )
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
 
 
-def shaped_like(schema: dict[str, Any], known: dict[str, Any], names: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+def shaped_like(schema: dict[str, Any], known: dict[str, Any], names: Strategy) -> Strategy:
     """Generate values that roughly fit a schema, and sometimes other values; `names` are ids of existing objects."""
     if "$ref" in schema:
         return shaped_like(known[schema["$ref"].rsplit("/", 1)[-1]], known, names)
@@ -94,19 +84,16 @@ def shaped_like(schema: dict[str, Any], known: dict[str, Any], names: st.SearchS
     return st.one_of(plain, plain, plain, plain, plain, VALUES)
 
 
-def _plain(schema: dict[str, Any], known: dict[str, Any], names: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+def _plain(schema: dict[str, Any], known: dict[str, Any], names: Strategy) -> Strategy:
     kind = schema.get("type")
     if kind == "array":
         return st.lists(shaped_like(schema.get("items", {}), known, names), max_size=3)
     if kind == "object" and "properties" in schema:
-        required = set(schema.get("required", ()))
         fields = {name: shaped_like(one, known, names) for name, one in schema["properties"].items()}
-        return st.fixed_dictionaries(
-            {name: one for name, one in fields.items() if name in required},
-            optional={name: one for name, one in fields.items() if name not in required},
-        )
+        required = {name: fields.pop(name) for name in schema.get("required", ())}
+        return st.fixed_dictionaries(required, optional=fields)
     return {
-        "string": names | st.text(max_size=4) | st.sampled_from(WORDS + PATHS),
+        "string": names | st.text(max_size=4) | st.sampled_from(WORDS),
         "integer": st.integers(-1, 5) | st.integers() | st.sampled_from(HUGE),
         "number": st.floats() | st.floats(0, 1) | st.sampled_from(FLOATS),
         "boolean": st.booleans(),
@@ -136,14 +123,12 @@ def mutated(draw: st.DrawFn, value: Any, names: Sequence[str]) -> Any:
             return {name: one for name, one in value.items() if name != key}
         return {**value, key: draw(mutated(value[key], names))}
     if isinstance(value, list) and value and not rarely(draw, 8):
-        place = draw(st.integers(0, len(value) - 1))
-        return [*value[:place], draw(mutated(value[place], names)), *value[place + 1 :]]
-    if rarely(draw, 5):
-        return draw(VALUES)
-    return draw(_of_kind(value, names))
+        index = draw(st.integers(0, len(value) - 1))
+        return [*value[:index], draw(mutated(value[index], names)), *value[index + 1 :]]
+    return draw(VALUES if rarely(draw, 5) else _of_kind(value, names))
 
 
-def _of_kind(value: Any, names: Sequence[str]) -> st.SearchStrategy[Any]:
+def _of_kind(value: Any, names: Sequence[str]) -> Strategy:
     """Generate a value of the same type."""
     if isinstance(value, bool):
         return st.booleans()
@@ -152,7 +137,7 @@ def _of_kind(value: Any, names: Sequence[str]) -> st.SearchStrategy[Any]:
     if isinstance(value, float):
         return st.floats(0, 1) | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from(FLOATS)
     if isinstance(value, str):
-        return st.sampled_from(names) | st.sampled_from(WORDS + PATHS) | st.text(max_size=20)
+        return st.sampled_from(names) | st.sampled_from(WORDS) | st.text(max_size=20)
     if isinstance(value, list):
         return st.sampled_from([[], value * 2, value * 1000])
     return st.dictionaries(st.text(max_size=5), VALUES, max_size=3)
@@ -163,11 +148,9 @@ def broken(draw: st.DrawFn, body: bytes) -> bytes:
     """Change some bytes, or truncate."""
     if not body or draw(st.booleans()):
         return body[: draw(st.integers(0, len(body)))]
-    place = draw(st.integers(0, len(body) - 1))
-    more = draw(
-        st.sampled_from([b"", b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\0", b'"', b"}", b"1e999999", b"9" * 5000])
-    )
-    return body[:place] + more + body[place + draw(st.integers(0, 3)) :]
+    start = draw(st.integers(0, len(body) - 1))
+    inserted = [b"", b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\0", b'"', b"}", b"1e999999", b"9" * 5000]
+    return body[:start] + draw(st.sampled_from(inserted)) + body[start + draw(st.integers(0, 3)) :]
 
 
 # -- protobuf
@@ -177,34 +160,32 @@ def valid_pass(model_id: str) -> pb.ForwardBackwardRequest:
     """Return a client's valid pass."""
     message = pb.ForwardBackwardRequest(model_id=model_id, loss_fn="cross_entropy")
     for n_tokens in (3, 5):
-        tokens = np.arange(n_tokens)
+        tokens, ones = np.arange(n_tokens), np.ones(n_tokens, "<f4").tobytes()
+        target = pb.Tensor(dense=tokens.astype("<i8").tobytes(), dtype=pb.DTYPE_INT64, shape=[n_tokens])
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
-        target, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
-        target.dense, target.dtype = tokens.astype("<i8").tobytes(), pb.DTYPE_INT64
-        weights.dense, weights.dtype = np.ones(n_tokens, "<f4").tobytes(), pb.DTYPE_FLOAT32
-        for tensor in (target, weights):
-            tensor.shape.append(n_tokens)
+        datum.loss_fn_inputs["target_tokens"].CopyFrom(target)
+        datum.loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=ones, dtype=pb.DTYPE_FLOAT32, shape=[n_tokens]))
     return message
 
 
 @st.composite
 def wrong_tensor(draw: st.DrawFn, tensor: pb.Tensor) -> None:
     """Corrupt a tensor."""
-    what = draw(st.sampled_from(["dense", "sparse", "dtype", "shape", "nothing"]))
+    part = draw(st.sampled_from(["dense", "sparse", "dtype", "shape", "nothing"]))
     numbers = draw(st.lists(st.sampled_from([0, 1, 2, -1, 2**31, 2**62, -(2**63)]), max_size=4))
-    if what == "dense":
+    if part == "dense":
         kind = draw(st.sampled_from(["<f4", "<i8", "<i4"]))
         values = draw(st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e38, *FLOATS]), max_size=5))
         with np.errstate(all="ignore"):
             tensor.dense = np.array(values, "<f8").astype(kind).tobytes() + draw(st.binary(max_size=3))
-    elif what == "sparse":
+    elif part == "sparse":
         packed = np.array(numbers, "<i8").tobytes()
         tensor.sparse_csr.values, tensor.sparse_csr.crow_indices = draw(st.binary(max_size=16)), packed
         tensor.sparse_csr.col_indices = draw(st.sampled_from([packed, b"", b"\0" * 8]))
-    elif what == "dtype":
+    elif part == "dtype":
         tensor.dtype = draw(st.sampled_from([0, 1, 2, 3, 4, 99]))
-    elif what == "shape":
+    elif part == "shape":
         del tensor.shape[:]
         tensor.shape.extend(numbers)
 
@@ -215,13 +196,12 @@ def passes(draw: st.DrawFn, model_ids: Sequence[str]) -> bytes:
     message = valid_pass(draw(st.sampled_from(model_ids)))
     message.seq_id = draw(st.sampled_from([0, 1, 2, -1, 2**31 - 1]))
     message.forward_only = draw(st.booleans())
-    message.loss_fn = draw(st.sampled_from(["cross_entropy", "ppo", "cispo", "dro", "gspo", "importance_sampling", ""]))
+    message.loss_fn = draw(st.sampled_from([*LOSSES, ""]))
     for name in draw(st.lists(st.sampled_from(["clip_low_threshold", "beta", "\0", "x" * 999]), max_size=2)):
         message.loss_fn_config[name] = draw(st.floats())
     datum = message.data[draw(st.integers(0, 1))]
-    for name in draw(
-        st.lists(st.sampled_from(["target_tokens", "weights", "logprobs", "advantages", "x"]), max_size=2)
-    ):
+    inputs = st.sampled_from(["target_tokens", "weights", "logprobs", "advantages", "x"])
+    for name in draw(st.lists(inputs, max_size=2)):
         draw(wrong_tensor(datum.loss_fn_inputs[name]))
     tokens = draw(st.lists(st.sampled_from([0, 1, 63, 64, 10**6, -1, 2**31 - 1, -(2**31)]), max_size=5))
     if draw(st.booleans()):
@@ -235,47 +215,36 @@ def passes(draw: st.DrawFn, model_ids: Sequence[str]) -> bytes:
 # -- encodings
 
 BOMB = zstandard.ZstdCompressor(level=1).compress(bytes(64 << 20))
-ENDLESS = (
-    b"\x28\xb5\x2f\xfd\x00\xf8" + b"\x02\xff\xff\xff" * 100
-)  # claims a window of terabytes, and long runs of zeros
+ENDLESS = b"\x28\xb5\x2f\xfd\x00\xf8" + b"\x02\xff\xff\xff" * 100  # claims a window of terabytes, and runs of zeros
 
 
 @st.composite
 def encoded(draw: st.DrawFn, body: bytes) -> tuple[bytes, dict[str, str]]:
     """Compress a body, correctly or not, or mislabel it."""
     packed = zstandard.ZstdCompressor(level=1).compress(body)
-    what = draw(st.sampled_from([packed, packed[:-3], packed + packed, packed + b"x", BOMB, ENDLESS, body]))
+    content = draw(st.sampled_from([packed, packed[:-3], packed + packed, packed + b"x", BOMB, ENDLESS, body]))
     name = draw(st.sampled_from(["zstd", "zstd", "zstd", "ZSTD", "gzip", "identity", "zstd, zstd", ""]))
-    return what, {"Content-Encoding": name}
+    return content, {"Content-Encoding": name}
 
 
 # -- whole requests
 
 SEGMENTS = [
-    "..",
-    "../../../../etc/passwd",
-    "weights/../../x",
-    "weights/x",
-    "sampler_weights/..%2f..%2fx",
-    "%2e%2e",
-    "%00",
-    "%ff%fe",
-    "%ed%a0%80",
-    "a" * 8000,
     "-1",
     "९",
-    "a:train:0",
     "*",
+    "a:train:0",
+    "weights/x",
+    "weights/../../x",
+    "sampler_weights/..%2f..%2fx",
+    "../../../../etc/passwd",
+    "..",
+    "%2e%2e",
 ]
-QUERIES = [
-    "",
-    "?limit=-1",
-    "?limit=99999999999999999999&offset=1",
-    "?offset=nan",
-    "?project_id=%00",
-    "?limit=%ff",
-    "?&&==",
-]
+SEGMENTS += ["%00", "%ff%fe", "%ed%a0%80", "a" * 8000]
+QUERIES = ["", "?limit=-1", "?limit=99999999999999999999&offset=1", "?offset=nan", "?project_id=%00", "?limit=%ff"]
+METHODS = ["get", "head", "put", "delete", "options", "trace", "brew"]
+CONTENT_TYPES = ["", "text/plain", PROTOBUF, JSON + "; charset=utf-16", "a/b;;=,"]
 
 
 @st.composite
@@ -286,7 +255,7 @@ def addressed(draw: st.DrawFn, path: str, names: Sequence[str]) -> str:
         text = draw(st.sampled_from([*SEGMENTS, *names]))
         return text if draw(st.booleans()) else urllib.parse.quote(text, safe="%")
 
-    return re.sub(r"\{[^}]*\}", segment, path) + draw(st.sampled_from(QUERIES))
+    return re.sub(r"\{[^}]*\}", segment, path) + draw(st.sampled_from([*QUERIES, "?&&=="]))
 
 
 @dataclass(frozen=True)
@@ -300,9 +269,7 @@ class Surface:
     @classmethod
     def of(cls, description: dict[str, Any]) -> Surface:
         """Parse `openapi.json`."""
-        known = dict(description["components"]["schemas"])
-        bodies = {}
-        paths = []
+        known, bodies, paths = dict(description["components"]["schemas"]), {}, []
         for path, methods in description["paths"].items():
             for method, one in methods.items():
                 paths.append((method, path))
@@ -321,33 +288,25 @@ def posts(
     `expendable` are the ids that may be ended.
     """
     kind = draw(st.sampled_from(["schema", *["mutated"] * 6, "pass", "pass", "address", "broken"]))
-    headers = {"Content-Type": JSON}
+    method, headers = "post", {"Content-Type": JSON}
     if kind == "address":
         method, path = draw(st.sampled_from(surface.paths))
-        method = (
-            draw(st.sampled_from(["get", "head", "put", "delete", "options", "trace", "brew"]))
-            if rarely(draw, 3)
-            else method
-        )
-        body = draw(st.sampled_from([b"", b"{}"]))
-        return Post(method, draw(addressed(path, expendable)), body, headers)
+        method = draw(st.sampled_from(METHODS)) if rarely(draw, 3) else method
+        return Post(method, draw(addressed(path, expendable)), draw(st.sampled_from([b"", b"{}"])), headers)
     if kind == "pass":
-        method, path = "post", "/api/v1/" + draw(st.sampled_from(["forward_backward", "forward"]))
+        path = "/api/v1/" + draw(st.sampled_from(["forward_backward", "forward"]))
         body, headers = draw(passes([name for name in names if ":train:" in name])), {"Content-Type": PROTOBUF}
     elif kind == "schema":
         method, path = draw(st.sampled_from(sorted(surface.bodies)))
         value = draw(shaped_like(surface.bodies[method, path], surface.schemas, st.sampled_from(expendable)))
-        body = written(value, draw(st.sampled_from([10, 200, 1000, 100_000])))
+        body = written(value, draw(DEPTHS))
     else:
         path = draw(st.sampled_from(sorted(valid)))
-        method = "post"
         value = draw(mutated(valid[path], names)) if kind == "mutated" else valid[path]
-        body = written(value, draw(st.sampled_from([10, 200, 1000, 100_000])))
+        body = written(value, draw(DEPTHS))
         body = draw(broken(body)) if kind == "broken" else body
     if rarely(draw, 20):
-        headers["Content-Type"] = draw(
-            st.sampled_from(["", "text/plain", PROTOBUF, JSON + "; charset=utf-16", "a/b;;=,"])
-        )
+        headers["Content-Type"] = draw(st.sampled_from(CONTENT_TYPES))
     if rarely(draw, 20):
         body, more = draw(encoded(body))
         headers |= more

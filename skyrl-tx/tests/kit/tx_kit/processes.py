@@ -1,25 +1,68 @@
-"""The server as users run it: a process that can be killed and restarted."""
+"""Processes that tests start and kill: Python programs, and the server as users run it."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import tinker
+from train_kit.zygote import Zygote
 
 from tx_kit.databases import url_for
-from tx_kit.servers import BASE_MODEL, CHILD_ENVIRONMENT
+from tx_kit.servers import API_KEY, BASE_MODEL
 
 SECONDS = 120
 """Timeout for operations that take a few seconds on an idle machine."""
+PRELOADED = (
+    "tx.run.status",
+    "tx.run.train",
+    "tx.tinker.api",
+    "tx.tinker.backends.jax.backend",
+    "tx.tinker.engine.loop",
+    "tx.tinker.engine.watcher",
+    "tx.tinker.store.state_lock",
+)
+
+
+@functools.cache
+def zygote() -> Zygote:
+    """Return the zygote of this pytest process, which is started at the first call."""
+    folder = tempfile.TemporaryDirectory(prefix="tx-zygote-")
+    started = Zygote(Path(folder.name), PRELOADED)
+    atexit.register(folder.cleanup)
+    atexit.register(started.close)
+    return started
+
+
+def python() -> str:
+    """Return a Python that has imported the server and the engine: `subprocess.run([python(), "-m", …])`.
+
+    Use `sys.executable` instead if the subject of the test is start-up, or the tree of processes.
+    """
+    return sys.executable if "TEST_REAL_PYTHON" in os.environ else str(zygote().python)
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """Return the environment of child processes, which import what the test imports."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
+
+
+def start_python(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Start a Python program."""
+    return subprocess.Popen([python(), *arguments], env=child_environment(), text=True, **options)
 
 
 class ServerProcess:
@@ -29,9 +72,9 @@ class ServerProcess:
         self.folder = folder
         self.port = 0  # chosen on the first start
         model_flag = () if "--base-model" in arguments else ("--base-model", BASE_MODEL)
-        self._command = (sys.executable, "-m", "tx.run.main", "serve", "--checkpoints-base", str(folder))
+        self._command = (python(), "-m", "tx.run.main", "serve", "--checkpoints-base", str(folder))
         self._arguments = (*model_flag, *arguments)
-        self._environment = {**CHILD_ENVIRONMENT, "TX_DATABASE_URL": url_for(folder), **environment}
+        self._environment = child_environment(TX_DATABASE_URL=url_for(folder), **environment)
         self._log = folder.with_suffix(".log")
         self.start()
 
@@ -57,6 +100,14 @@ class ServerProcess:
                 raise AssertionError(f"the server did not start: {self.log[-3000:]}")
             time.sleep(0.05)
         self.port = int(match[1])
+        self.process = self._find()
+
+    def _find(self) -> psutil.Process:
+        """Return the server's process, which is the zygote's child if it was started there."""
+        if self._command[0] == sys.executable:
+            return psutil.Process(self.child.pid)
+        candidates = psutil.Process(zygote().pid).children()
+        return next(one for one in candidates if self.port in {it.laddr.port for it in one.net_connections("tcp")})
 
     def wait_for_engine(self) -> None:
         """Wait until the server knows what only the engine can report."""
@@ -68,7 +119,7 @@ class ServerProcess:
     @property
     def engine(self) -> psutil.Process:
         """Return the engine's process once it is up."""
-        (child,) = psutil.Process(self.child.pid).children()
+        (child,) = self.process.children()
         return child
 
     def client(self, **headers: str) -> httpx.Client:
@@ -77,14 +128,12 @@ class ServerProcess:
 
     def n_pending(self) -> int:
         """Return the number of pending requests."""
-        text = httpx.get(f"{self.url}/metrics").text
-        return sum(
-            int(float(number)) for number in re.findall(r"^tx_requests_pending\{.*\} (\S+)$", text, re.MULTILINE)
-        )
+        numbers = re.findall(r"^tx_requests_pending\{.*\} (\S+)$", httpx.get(f"{self.url}/metrics").text, re.MULTILINE)
+        return int(sum(map(float, numbers)))
 
     def sdk(self) -> tinker.ServiceClient:
         """Return a real client."""
-        return tinker.ServiceClient(base_url=self.url, api_key="tml-test")  # pragma: allowlist secret
+        return tinker.ServiceClient(base_url=self.url, api_key=API_KEY)
 
     def kill(self) -> None:
         """Kill the server, as an out-of-memory killer would; the engine exits by itself."""
@@ -95,10 +144,10 @@ class ServerProcess:
         self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:
-        engines = psutil.Process(self.child.pid).children()
+        programs = [self.process, *self.process.children()]
         self.child.send_signal(number)
         assert self.child.wait(SECONDS) == -number, self.log[-3000:]
-        _, alive = psutil.wait_procs(engines, SECONDS)
+        _, alive = psutil.wait_procs(programs, SECONDS)
         assert not alive
 
 

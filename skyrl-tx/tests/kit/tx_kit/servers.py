@@ -2,82 +2,47 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-import numpy as np
 import tinker
 import uvicorn
-from sqlmodel import Session, col, select
+from sqlmodel import Session, SQLModel
 
 from tx.tinker.api import create_app
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import (
-    Checkpoint,
-    CheckpointKind,
-    EngineState,
-    Kind,
-    Model,
-    ModelStatus,
-    Request,
-    RequestStatus,
-    SamplingSession,
-    now,
-)
+from tx.tinker.db_models import EngineState, Kind, Request
 from tx.tinker.server.service import Service
 from tx.tinker.server.supervisor import Supervisor
-from tx.tinker.store.checkpoint_files import TinkerPath, checkpoint_folder
-from tx.tinker.store.database import reading, writing
-from tx.tinker.store.queries import expiry
-from tx.tinker.types import Datum, PassResult, Sample, SampleResult
-from tx.tinker.wire import codec
-from tx.tinker.wire import requests as wire
-from tx.tinker.wire import responses as responses
-from tx.tinker.wire.sample_job import SampleJob
+from tx.tinker.store.database import writing
 from tx_kit.databases import url_for
+from tx_kit.fake_engine import STATE, answer_pending
+from tx_kit.rows import change_row, read_row, read_rows
 
 T = TypeVar("T")
+R = TypeVar("R", bound=SQLModel)
 BASE_MODEL = "org/tiny"
-CHILD_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-"""The environment of child processes, which import what the test imports."""
-
+API_KEY = "tml-test"  # pragma: allowlist secret
+SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": BASE_MODEL}
+"""The body of a request for one token."""
 SECONDS = 60
 """Timeout for operations that take less than a second on an idle machine."""
-VOCABULARY = 100
-CONTEXT = 64
-STATE = {
-    "base_model": BASE_MODEL,
-    "vocab_size": VOCABULARY,
-    "max_context": CONTEXT,
-    "eos_ids": [2],
-    "can_train_all": False,
-    "has_tokenizer": True,
-}
-KINDS = {
-    Kind.SAVE_WEIGHTS: CheckpointKind.TRAINING,
-    Kind.SAVE_WEIGHTS_FOR_SAMPLER: CheckpointKind.SAMPLER,
-    Kind.SAVE_WEIGHTS_EXTERNAL: CheckpointKind.EXTERNAL,
-}
 
 
 @dataclass
 class Running:
-    """A running server, and the requests that its engine has received."""
+    """A running server."""
 
     service: Service
     port: int
     is_engine_paused: bool = False
     fails_with: tuple[str, str] | None = None  # error and category of the next requests, if they are to fail
-    done: list[Request] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -95,12 +60,24 @@ class Running:
 
     def sdk(self, **options: Any) -> tinker.ServiceClient:
         """Return a real client."""
-        return tinker.ServiceClient(base_url=self.url, api_key="tml-test", **options)  # pragma: allowlist secret
+        return tinker.ServiceClient(base_url=self.url, api_key=API_KEY, **options)
+
+    def rest(self) -> tinker.RestClient:
+        """Return a real client for listings."""
+        return tinker.RestClient(base_url=self.url, api_key=API_KEY)
 
     def change(self, change: Callable[[Session], T]) -> T:
         """Run a transaction."""
         with writing(self.service.database) as db:
             return change(db)
+
+    def set(self, kind: type[Any], key: Any, **fields: Any) -> None:
+        """Change columns of a row."""
+        change_row(self.service.database, kind, key, **fields)
+
+    def get(self, kind: type[R], key: Any) -> R:
+        """Return a row by its primary key."""
+        return read_row(self.service.database, kind, key)
 
     def model(self, **headers: str) -> str:
         """Create a session and a model."""
@@ -110,8 +87,7 @@ class Running:
 
     def rows(self, kind: Kind) -> list[Request]:
         """Return all requests of a kind, in order."""
-        with reading(self.service.database) as db:
-            return list(db.exec(select(Request).where(Request.kind == kind).order_by(col(Request.request_id))))
+        return [one for one in read_rows(self.service.database, Request) if one.kind == kind]
 
 
 def new_session(http: httpx.Client) -> str:
@@ -138,10 +114,10 @@ def result_of(http: httpx.Client, accepted: httpx.Response, **headers: str) -> d
     return dict(http.post("retrieve_future", json=body, headers=headers).json())
 
 
-def until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_true: Callable[[], object]) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + SECONDS
-    while not is_so():
+    while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -162,117 +138,49 @@ def serving(
     server = uvicorn.Server(
         uvicorn.Config(create_app(config, service), port=0, root_path=config.root_path, log_level="warning")
     )
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=server.run, name="server")
     thread.start()
     while not server.started:
         assert thread.is_alive(), "the server has died"
         time.sleep(0.01)
     running = Running(service, server.servers[0].sockets[0].getsockname()[1])
-    end = threading.Event()
-    player = threading.Thread(target=_play, args=(running, end))
+    answering = _Answering(running)
     if engine:
         running.change(lambda db: db.merge(EngineState(**STATE)))
-        player.start()
+        answering.start()
     try:
         yield running
     finally:
-        end.set()
-        if engine:
-            player.join()
+        answering.end()
         service.promises.release()
         server.should_exit = True
         thread.join()
 
 
-def _play(running: Running, end: threading.Event) -> None:
-    while not end.wait(0.005):
-        if not running.is_engine_paused:
-            running.change(lambda db: answer_pending(db, running))
+class _Answering(threading.Thread):
+    """Answers requests when the server rings."""
 
+    def __init__(self, running: Running) -> None:
+        super().__init__(name="fake engine")
+        self._running = running
+        self._rung, self._is_over = threading.Event(), False
 
-def answer_pending(db: Session, running: Running) -> None:
-    """Answer pending requests like an engine, without computing."""
-    waiting = select(Request).where(Request.status == RequestStatus.PENDING).order_by(col(Request.request_id))
-    for request in db.exec(waiting).all():
-        request.completed_at = now()
-        if running.fails_with is not None:
-            request.status = RequestStatus.FAILED
-            request.error, request.error_category = running.fails_with
-        else:
-            request.status = RequestStatus.DONE
-            request.result, request.is_result_protobuf = _result(db, request, running.config)
-        running.done.append(request)
+    def start(self) -> None:
+        self._running.service.ring = self._rung.set  # type: ignore[method-assign]
+        super().start()
 
+    def run(self) -> None:
+        running = self._running
+        while not self._is_over:
+            self._rung.wait(0.1)  # if it was paused, there is no ring for what it missed
+            self._rung.clear()
+            if not running.is_engine_paused and running.change(
+                lambda db: answer_pending(db, running.config, running.fails_with)
+            ):
+                running.service._ring_from_thread()
 
-def _result(db: Session, request: Request, config: TxConfig) -> tuple[bytes, bool]:
-    if request.kind is Kind.FORWARD_BACKWARD:
-        pass_ = codec.pass_of(codec.message_from_bytes(request.payload))
-        return codec.forward_backward_bytes(pass_result(pass_.data)), True
-    if request.kind is Kind.SAMPLE:
-        return codec.sample_bytes(sample_result(SampleJob.model_validate_json(request.payload))), True
-    return _answer(db, request, config).to_bytes(), False
-
-
-def pass_result(data: list[Datum] | Any) -> PassResult:
-    """Return log-probs of -1, -2, …, whose sum is the loss."""
-    logprobs = [-np.arange(1, datum.inputs["target_tokens"].size + 1, dtype=np.float32) for datum in data]
-    shaped = [row.reshape(datum.inputs["target_tokens"].shape) for row, datum in zip(logprobs, data, strict=True)]
-    return PassResult(-float(sum(row.sum() for row in logprobs)), shaped, [-row for row in shaped])
-
-
-def sample_result(job: SampleJob) -> SampleResult:
-    """Return samples 0 0 …, 1 1 …, of the maximum length."""
-    n_tokens = min(job.max_tokens or 4, 4)
-    samples = [Sample([number] * n_tokens, [-0.5] * n_tokens, is_stopped=False) for number in range(job.n_samples)]
-    logprobs = np.array([np.nan, *itertools.repeat(-1.0, len(job.prompt) - 1)], np.float32)
-    return SampleResult(samples, logprobs if job.wants_prompt_logprobs else None)
-
-
-def _answer(db: Session, request: Request, config: TxConfig) -> responses.ResponseBody:
-    model = db.get_one(Model, request.model_id)
-    if request.kind is Kind.CREATE_MODEL:
-        model.status = ModelStatus.READY
-        return responses.ModelCreated(model_id=model.model_id)
-    if request.kind is Kind.LOAD_WEIGHTS:
-        model.status = ModelStatus.READY
-        body = wire.LoadWeightsRequest.model_validate_json(request.payload)
-        return responses.WeightsLoaded(model_id=model.model_id, path=body.path)
-    if request.kind is Kind.UNLOAD_MODEL:
-        model.status = ModelStatus.UNLOADED
-        return responses.ModelUnloaded(model_id=model.model_id)
-    if request.kind is Kind.OPTIM_STEP:
-        return responses.OptimStepDone(metrics={"skyrl.ai/grad_norm": 1.0})
-    return _save_sampler(db, request, model, config)
-
-
-def _save_sampler(db: Session, request: Request, model: Model, config: TxConfig) -> responses.ResponseBody:
-    body = wire.SaveWeightsForSamplerRequest.model_validate_json(request.payload)
-    if body.sampling_session_id is not None:
-        db.add(
-            SamplingSession(
-                sampling_session_id=body.sampling_session_id,
-                session_id=model.session_id,
-                seq_id=body.sampling_session_seq_id,
-                base_model=model.base_model,
-                model_id=model.model_id,
-            )
-        )
-        return responses.SnapshotSaved(sampling_session_id=body.sampling_session_id)
-    path = TinkerPath(model.model_id, KINDS[request.kind], body.path or "")
-    folder = checkpoint_folder(config, str(path))
-    (folder / "more").mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text('{"r": 4}')
-    (folder / "more" / "weights.bin").write_bytes(bytes(range(256)) * 10)
-    db.merge(
-        Checkpoint(
-            model_id=path.model_id,
-            kind=path.kind,
-            name=path.name,
-            base_model=model.base_model,
-            lora=model.lora,
-            size_bytes=2568,
-            user_metadata=body.user_metadata,
-            expires_at=expiry(body.ttl_seconds),
-        )
-    )
-    return responses.WeightsSaved(path=str(path), type=request.kind.value)
+    def end(self) -> None:
+        self._is_over = True
+        if self.is_alive():
+            self._rung.set()
+            self.join()

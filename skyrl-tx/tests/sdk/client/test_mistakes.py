@@ -143,7 +143,7 @@ def test_mistakes(name: str, server: Server, service: tinker.ServiceClient, trai
     assert time.monotonic() - started < SECONDS
 
 
-@pytest.mark.parametrize("where", [0, 1500, 2499])
+@pytest.mark.parametrize("where", [0, 2499])
 def test_a_wrong_datum_among_many(where: int, training: tinker.TrainingClient) -> None:
     """A step fails as a whole if a part of the data before it is wrong, and the next one succeeds."""
     right = datum_of([5], [6])

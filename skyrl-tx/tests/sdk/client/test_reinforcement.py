@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import tinker
 from conftest import datum_of
 from differences import client_of
@@ -30,8 +29,7 @@ def datum(sequence: types.SampledSequence, advantage: float) -> types.Datum:
     )
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
-def test_reward_rises(training: tinker.TrainingClient, loss: str) -> None:
+def test_reward_rises(training: tinker.TrainingClient) -> None:
     """The mean reward rises from 0.5 to more than 0.8 in ten steps."""
     adam = types.AdamParams(learning_rate=0.02)
     means = []
@@ -43,7 +41,7 @@ def test_reward_rises(training: tinker.TrainingClient, loss: str) -> None:
         means.append(rewards.mean())
         advantages = rewards - rewards.mean()
         data = [datum(one, advantage) for one, advantage in zip(sequences, advantages, strict=True)]
-        passed, stepped = training.forward_backward(data, loss), training.optim_step(adam)
+        passed, stepped = training.forward_backward(data, "importance_sampling"), training.optim_step(adam)
         passed.result()
         stepped.result()
     assert means[0] < 0.6, means

@@ -74,7 +74,7 @@ def reference(params: Arrays) -> Step:
     return step
 
 
-def some_gradients() -> Iterator[Arrays]:
+def gradients_of_steps() -> Iterator[Arrays]:
     """Yield the gradients of each step; one parameter never has any."""
     rng = np.random.default_rng(1)
     for size in (1.0, 2.0, 0.7, 1.0, 3.0, 1e-7):
@@ -89,10 +89,20 @@ def test_settings_change_with_every_step(stepper: Callable[[Arrays], Step]) -> N
     params = [0.1 * rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
     ours, theirs = stepper(params), reference(params)
     before: Arrays = params
-    for settings, gradients in zip(STEPS, some_gradients(), strict=True):
+    for settings, gradients in zip(STEPS, gradients_of_steps(), strict=True):
         (found, norm), (expected, expected_norm) = ours(gradients, settings), theirs(gradients, settings)
         np.testing.assert_allclose(norm, expected_norm, rtol=1e-6)
         assert settings.grad_clip_norm == 0 or (norm > settings.grad_clip_norm) == (settings.grad_clip_norm == CLIPPED)
         for one, other, start in zip(found, expected, before, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-4 * np.abs(other - start).max())
         before = expected
+
+
+@pytest.mark.parametrize("stepper", [jax_step, torch_step])
+@pytest.mark.parametrize("betas", [(1 - 1e-9, 1 - 1e-12), (0.0, 0.0)])  # the first ones round to 1 in float32
+def test_the_first_step_is_the_learning_rate_for_any_betas(
+    stepper: Callable[[Arrays], Step], betas: tuple[float, float]
+) -> None:
+    settings = AdamParams(learning_rate=0.01, beta1=betas[0], beta2=betas[1], eps=0.0)
+    (found,), _ = stepper([np.zeros(3, np.float32)])([np.array([0.5, -2.0, 0.0], np.float32)], settings)
+    np.testing.assert_allclose(found, [-0.01, 0.01, 0.0], rtol=1e-4)

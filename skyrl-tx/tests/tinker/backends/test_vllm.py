@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tx_kit.servers import SECONDS, wait_until
 from tx_kit.vllm import answering_server
 
 from tx.tinker.backends.vllm import MAX_CONNECTIONS, VllmSampler
 from tx.tinker.types import SampleRequest, SampleResult, SamplingParams, UserError
 
-SECONDS = 60
 N_SAMPLES = 20
 ASKED = SampleRequest([1, 2], SamplingParams(max_tokens=1, temperature=0.0))
 
 
 def sampler_of(port: int, folder: Path, answer_sec: float = SECONDS) -> VllmSampler:
     return VllmSampler(f"http://127.0.0.1:{port}/v1", "EMPTY", folder, answer_sec)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -48,7 +40,7 @@ def test_results_are_reported_at_once(answering: VllmSampler) -> None:
     found: list[SampleResult | Exception] = []
     for _ in range(N_SAMPLES):
         answering.sample(ASKED, None, found.append)
-    until(lambda: answering._found.qsize() == N_SAMPLES)
+    wait_until(lambda: answering._found.qsize() == N_SAMPLES)
     assert answering.step()
     assert [list(one.samples[0].tokens) for one in found if isinstance(one, SampleResult)] == [[3]] * N_SAMPLES
     assert not answering.step()
@@ -57,7 +49,7 @@ def test_results_are_reported_at_once(answering: VllmSampler) -> None:
 def test_a_cancelled_result_is_not_reported(answering: VllmSampler) -> None:
     found: list[SampleResult | Exception] = []
     cancel = answering.sample(ASKED, None, found.append)
-    until(lambda: answering._found.qsize() == 1)
+    wait_until(lambda: answering._found.qsize() == 1)
     cancel()
     assert answering.step()
     assert found == []
@@ -67,7 +59,7 @@ def test_a_cancelled_result_is_not_reported(answering: VllmSampler) -> None:
 def test_greedy_requests_sample_once(answering: VllmSampler) -> None:
     found: list[SampleResult | Exception] = []
     answering.sample(SampleRequest([1], ASKED.params, n_samples=3), None, found.append)
-    until(lambda: answering.step() and bool(found))
+    wait_until(lambda: answering.step() and bool(found))
     (result,) = found
     assert isinstance(result, SampleResult)
     assert [list(one.tokens) for one in result.samples] == [[3], [3], [3]]
@@ -76,7 +68,7 @@ def test_greedy_requests_sample_once(answering: VllmSampler) -> None:
 def test_refusals_of_the_server_are_user_errors(answering: VllmSampler) -> None:
     found: list[SampleResult | Exception] = []
     answering.sample(SampleRequest([13], ASKED.params), None, found.append)
-    until(lambda: answering.step() and bool(found))
+    wait_until(lambda: answering.step() and bool(found))
     assert isinstance(found[0], UserError)
     assert "Requested sample logprobs of 32" in str(found[0])
 
@@ -97,5 +89,5 @@ def test_a_slow_response_is_an_error(silent: int, tmp_path: Path) -> None:
     found: list[SampleResult | Exception] = []
     with closing(sampler_of(silent, tmp_path, answer_sec=0.1)) as sampler:
         sampler.sample(ASKED, None, found.append)
-        until(lambda: sampler.step() and bool(found))
+        wait_until(lambda: sampler.step() and bool(found))
     assert "failed: ReadTimeout" in str(found[0])

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine as Database
-from sqlmodel import col, select
+from tx_kit.rows import add_rows, change_row, read_rows, request_row
 
 from tx.tinker.db_models import Kind, Request, RequestStatus, Session
 from tx.tinker.engine import queue as queues
 from tx.tinker.engine.queue import Outcome, Queue, give_up
-from tx.tinker.store.database import reading, writing
+from tx.tinker.store.database import reading
 from tx.tinker.types import UserError
 
 
@@ -21,22 +21,13 @@ def queue(database: Database) -> Queue:
 
 
 def put(database: Database, kind: Kind = Kind.SAMPLE, **fields: Any) -> int:
-    request = Request(kind=kind, payload=b"asked", payload_hash="", **fields)
-    with writing(database) as db:
-        db.add(request)
-    assert request.request_id is not None
-    return request.request_id
+    """Add a request; return its number."""
+    add_rows(database, request_row(kind, **fields))
+    return read_rows(database, Request)[-1].request_id or 0
 
 
-def change(database: Database, request_id: int, **fields: Any) -> None:
-    with writing(database) as db:
-        for name, value in fields.items():
-            setattr(db.get_one(Request, request_id), name, value)
-
-
-def rows(database: Database) -> list[Request]:
-    with reading(database) as db:
-        return list(db.exec(select(Request).order_by(col(Request.request_id))))
+def cancel(database: Database, request_id: int) -> None:
+    change_row(database, Request, request_id, status=RequestStatus.CANCELLED)
 
 
 def test_each_request_begins_once(database: Database, queue: Queue) -> None:
@@ -55,7 +46,7 @@ def test_requests_of_a_model_are_in_order(database: Database, queue: Queue) -> N
     assert [head.request_id for head in heads] == [ids["a"][0], ids["b"][0]]
     assert [head.request_id for head in queue.heads(busy={"a"})] == [ids["b"][0]]
     (begun,) = queue.begin([heads[0]])
-    assert (begun.request_id, begun.payload) == (ids["a"][0], b"asked")
+    assert (begun.request_id, begun.payload) == (ids["a"][0], b"p")
     assert [head.request_id for head in queue.heads(busy=())] == [ids["a"][1], ids["b"][0]]
 
 
@@ -63,7 +54,7 @@ def test_requests_cancelled_while_pending_do_not_begin(database: Database, queue
     cancelled = put(database, Kind.FORWARD_BACKWARD, model_id="a")
     stays = put(database, Kind.FORWARD_BACKWARD, model_id="b")
     queue.fetch()
-    change(database, cancelled, status=RequestStatus.CANCELLED)
+    cancel(database, cancelled)
     assert [one.request_id for one in queue.begin(queue.heads(busy=()))] == [stays]
     assert queue.heads(busy=()) == []
     assert queue.begun == {stays}
@@ -115,7 +106,7 @@ def test_running_requests_can_be_cancelled(database: Database, queue: Queue, mon
     assert queue.find_cancelled() == set()
     queue.begin(queue.next_samples(3, {}))
     for request_id in ids[1:]:
-        change(database, request_id, status=RequestStatus.CANCELLED)
+        cancel(database, request_id)
     assert queue.find_cancelled() == set()  # the server has not rung
     queue.fetch()
     assert queue.find_cancelled() == {ids[1]}  # the third has not begun
@@ -135,7 +126,7 @@ def test_cancellations_are_checked_at_intervals(
     queue.begin(queue.next_samples(1, {}))
     queue.fetch()
     assert queue.find_cancelled() == set()
-    change(database, request_id, status=RequestStatus.CANCELLED)
+    cancel(database, request_id)
     queue.fetch()
     assert queue.find_cancelled() == set()  # after 3599 s
     assert queue.find_cancelled() == {request_id}  # after 3600 s
@@ -145,7 +136,7 @@ def test_outcomes_are_written_together(database: Database, queue: Queue) -> None
     done, wrong, bug, cancelled = (put(database) for _ in range(4))
     queue.fetch()
     queue.begin(queue.next_samples(9, {}))
-    change(database, cancelled, status=RequestStatus.CANCELLED)
+    cancel(database, cancelled)
     queue.finish(
         [
             Outcome(done, b"result", is_protobuf=True, also=lambda db: db.add(Session(session_id="new"))),
@@ -154,7 +145,7 @@ def test_outcomes_are_written_together(database: Database, queue: Queue) -> None
             Outcome(cancelled, b"late"),
         ]
     )
-    found = rows(database)
+    found = read_rows(database, Request)
     assert [one.status.value for one in found] == ["done", "failed", "failed", "cancelled"]
     assert (found[0].result, found[0].is_result_protobuf) == (b"result", True)
     assert [(one.error, one.error_category) for one in found[1:3]] == [
@@ -177,7 +168,7 @@ def test_outcomes_are_written_atomically(database: Database, queue: Queue) -> No
 
     with pytest.raises(ZeroDivisionError):
         queue.finish([Outcome(request_id, b"result", also=fail)])
-    assert rows(database)[0].status is RequestStatus.PENDING
+    assert read_rows(database, Request)[0].status is RequestStatus.PENDING
 
 
 @pytest.mark.parametrize(
@@ -186,16 +177,16 @@ def test_outcomes_are_written_atomically(database: Database, queue: Queue) -> No
 )
 def test_error_messages_of_libraries_are_stored(database: Database, queue: Queue, message: str, expected: str) -> None:
     queue.finish([Outcome(put(database), error=ValueError(message))])
-    assert rows(database)[0].error == expected
+    assert read_rows(database, Request)[0].error == expected
 
 
 def test_requests_released_on_shutdown_are_not_suspect(database: Database, queue: Queue) -> None:
     request_id = put(database)
     queue.fetch()
     queue.begin(queue.next_samples(1, {}))
-    assert rows(database)[0].n_tries == 1
+    assert read_rows(database, Request)[0].n_tries == 1
     queue.release_running()
-    assert rows(database)[0].n_tries == 0
+    assert read_rows(database, Request)[0].n_tries == 0
     again = Queue(database, "m")
     again.fetch()
     assert [one.request_id for one in again.next_samples(1, {})] == [request_id]
@@ -212,7 +203,7 @@ def test_requests_that_are_cut_short_by_a_requested_stop_are_not_suspect(databas
     queue.fetch()
     queue.begin(queue.next_samples(9, {}))
     assert queue.begun
-    assert {one.n_tries for one in rows(database)} == {0}  # and then the engine is killed
+    assert {one.n_tries for one in read_rows(database, Request)} == {0}  # and then the engine is killed
 
 
 def test_suspects_run_alone_and_are_then_given_up(database: Database) -> None:

@@ -3,233 +3,304 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import event
-from tx_kit.engines import SETTINGS, Desk, new_backend
+from tx_kit.engines import Desk
 
 from tx.tinker.backends.jax.backend import JaxBackend
-from tx.tinker.backends.jax.config import JaxConfig
-from tx.tinker.db_models import Model, ModelStatus, RequestStatus, Session, SessionStatus
-from tx.tinker.engine import loop, restore
+from tx.tinker.db_models import ModelStatus, Request, RequestStatus, Session, SessionStatus
+from tx.tinker.engine import restore
 from tx.tinker.refusal import Refusal
 from tx.tinker.store import queries
-from tx.tinker.submission.training import load_weights, save_weights, unload_model
 from tx.tinker.types import Pass, PassResult
-from tx.tinker.wire import requests as wire
 
 
-def die_and_come_back(desk: Desk, tiny_model: Path) -> None:
-    """Start another engine, as after `kill -9`: the first one writes nothing more."""
-    desk.start(new_backend(tiny_model))
-    desk.engine._points.restore()
-
-
-def learn(desk: Desk, model: str, *tokens: int) -> None:
-    desk.train(model, [1, 2, *tokens])
-    desk.step(model)
-
-
-def write_point(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> int:
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "POINT_DELAY_SECONDS", 0.0)
-        desk.engine._write_points()
-        desk.engine._points.wait()
-    return desk.change(lambda db: db.get_one(Model, "s:train:0").restored_until)
-
-
-def probe(desk: Desk, model: str) -> float:
-    """Return a number that depends on every weight and, through a step, on the optimizer."""
-    desk.train(model, [3, 4, 5])
-    desk.step(model)
-    request_id = desk.train(model, [7, 8, 9], is_forward_only=True)
+@pytest.fixture
+def pair(desk: Desk) -> tuple[str, str]:
+    """Two equal models, each after a step."""
+    model, twin = desk.models()
+    for one in (model, twin):
+        desk.train(one, [1, 2, 5])
     desk.work()
-    return desk.loss(request_id)
+    return model, twin
+
+
+@pytest.fixture
+def model(desk: Desk) -> str:
+    """A model after a step."""
+    name = desk.model()
+    desk.train(name, [1, 2, 5])
+    desk.work()
+    return name
+
+
+def write_point(desk: Desk, model: str) -> int:
+    """Write a restore point; return the last request that it includes."""
+    desk.write_points()
+    return desk.model_row(model).restored_until
+
+
+def point_folder(desk: Desk, model: str) -> Path:
+    """Return the folder of a model's restore points."""
+    return desk.config.checkpoints_base / "restore" / model.replace(":", "_")
+
+
+def out_of_memory(*_: object, **__: object) -> None:
+    raise MemoryError("no room")
+
+
+# -- restored models
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_restored_model_is_the_same(
-    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, is_written: bool
-) -> None:
-    session = desk.session()
-    model, twin = desk.model(session, 0), desk.model(session, 1)
-    for name in (model, twin):
-        learn(desk, name, 5)
-    desk.work()
+def test_a_restored_model_is_the_same(desk: Desk, pair: tuple[str, str], is_written: bool) -> None:
+    model, twin = pair
     if is_written:
-        assert write_point(desk, monkeypatch) > 0
-    for name in (model, twin):
-        learn(desk, name, 6)
-        desk.train(name, [9, 9])  # gradients without a step
+        assert write_point(desk, model) > 0
+    for name in pair:
+        desk.train(name, [1, 2, 6])
+        desk.run_pass(name, [9, 9])  # gradients without a step
     desk.work()
-    expected = probe(desk, twin)
-    die_and_come_back(desk, tiny_model)
-    assert probe(desk, model) == expected
+    expected = desk.probe(twin)
+    desk.restart()
+    assert desk.probe(model) == expected
 
 
-def test_a_step_with_an_infinite_gradient_is_not_repeated(desk: Desk, tiny_model: Path) -> None:
-    session = desk.session()
-    model, twin = desk.model(session, 0), desk.model(session, 1)
-    for name in (model, twin):
-        learn(desk, name, 5)
-    desk.train(model, weight=3e38)
+def test_a_step_with_an_infinite_gradient_is_not_repeated(desk: Desk, pair: tuple[str, str]) -> None:
+    model, twin = pair
+    desk.run_pass(model, weight=3e38)
     failed = desk.step(model)
     desk.work()
     assert desk.row(failed).status is RequestStatus.FAILED
-    die_and_come_back(desk, tiny_model)
-    assert probe(desk, model) == probe(desk, twin)
+    desk.restart()
+    assert desk.probe(model) == desk.probe(twin)
 
 
-def test_unfinished_requests_are_not_repeated(desk: Desk, tiny_model: Path) -> None:
-    session = desk.session()
-    model, twin = desk.model(session, 0), desk.model(session, 1)
-    for name in (model, twin):
-        learn(desk, name, 5)
-    cancelled = desk.train(model, [6, 6])
+def test_unfinished_requests_are_not_repeated(desk: Desk, pair: tuple[str, str]) -> None:
+    model, twin = pair
+    cancelled = desk.run_pass(model, [6, 6])
     desk.work()
-
-    def undo(db: object) -> None:
-        db.get_one(type(desk.row(cancelled)), cancelled).status = RequestStatus.CANCELLED  # type: ignore[attr-defined]
-
-    desk.change(undo)
-    die_and_come_back(desk, tiny_model)
-    assert probe(desk, model) == probe(desk, twin)
+    desk.set(Request, cancelled, status=RequestStatus.CANCELLED)
+    desk.restart()
+    assert desk.probe(model) == desk.probe(twin)
 
 
-def test_loaded_models(desk: Desk, tiny_model: Path) -> None:
-    """The checkpoint may be gone."""
-    session = desk.session()
-    model = desk.model(session)
-    learn(desk, model, 5)
-    desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="x")))
+def test_passes_without_gradients_are_not_repeated(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = desk.model()
+    for is_forward_only in (True, False, True):
+        desk.run_pass(model, is_forward_only=is_forward_only)
+    desk.work()
+    repeated: list[bool] = []
+    compute = JaxBackend.compute
+
+    def record(backend: JaxBackend, pass_: Pass) -> Iterator[PassResult | None]:
+        repeated.append(pass_.is_forward_only)
+        return compute(backend, pass_)
+
+    monkeypatch.setattr(JaxBackend, "compute", record)
+    desk.restart()
+    assert repeated == [False]
+
+
+def test_loaded_models_are_restored_without_their_checkpoint(desk: Desk, model: str) -> None:
+    desk.save(model)
     desk.work()
     for number in (1, 2):
-        body = wire.LoadWeightsRequest(
-            path=f"tinker://{model}/weights/x", optimizer=True, session_id=session, model_seq_id=number
-        )
-        desk.submit(lambda to, body=body: load_weights(to, body))  # type: ignore[misc]
+        desk.load(f"tinker://{model}/weights/x", model_seq_id=number)
     desk.work()
     shutil.rmtree(desk.config.checkpoints_base / "s_train_0")
-    expected = probe(desk, "s:train:1")
-    die_and_come_back(desk, tiny_model)
-    assert probe(desk, "s:train:2") == expected
+    expected = desk.probe("s:train:1")
+    desk.restart()
+    assert desk.probe("s:train:2") == expected
 
 
-def test_deleted_models_stay_deleted(desk: Desk, tiny_model: Path) -> None:
-    session = desk.session()
-    models = [desk.model(session, number) for number in range(2)]
+def test_deleted_models_stay_deleted(desk: Desk) -> None:
+    models = desk.models()
     desk.work()
-    desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=models[0])))
+    desk.unload(models[0])
     desk.work()
-    die_and_come_back(desk, tiny_model)
+    left = point_folder(desk, models[0]) / "7"
+    left.mkdir(parents=True)
+    desk.restart()
     assert list(desk.backend.models()) == models[1:]
+    assert not left.parent.exists()
 
 
-def test_models_are_restored_when_their_base_model_is_served(desk: Desk, tmp_path: Path, tiny_model: Path) -> None:
-    session = desk.session()
-    model, twin = desk.model(session, 0), desk.model(session, 1)
-    for name in (model, twin):
-        learn(desk, name, 5)
+def test_a_model_that_only_waits_to_be_unloaded_is_not_restored(desk: Desk, model: str) -> None:
+    unload = desk.unload(model)
+    desk.restart()
+    assert dict(desk.backend.models()) == {}
     desk.work()
-    expected = probe(desk, twin)
-    waiting, sample = desk.train(model, [3, 4, 5]), desk.sample()
-    other = Desk(tmp_path, JaxBackend(tiny_model, "org/other", JaxConfig(**SETTINGS)), base_model="org/other")
+    assert desk.result(unload)
+
+
+def test_models_are_restored_when_their_base_model_is_served(
+    desk: Desk, pair: tuple[str, str], tmp_path: Path, minimal_model: Path
+) -> None:
+    model, twin = pair
+    expected = desk.probe(twin)
+    waiting, sample = desk.run_pass(model, [3, 4, 5]), desk.sample()
+    other = Desk(tmp_path, minimal_model, name="org/other")
     assert other.change(lambda db: queries.engine_state(db, "org/other")) is None
     other.engine.run(lambda: other.row(sample).status is not RequestStatus.PENDING)
     assert dict(other.backend.models()) == {}
-    assert "the weights belong to base model org/tiny, and this server has org/other" in (other.row(sample).error or "")
+    assert "the weights belong to base model org/tiny, and this server has org/other" in other.error(sample)[1]
     assert other.row(waiting).status is RequestStatus.PENDING
     assert other.change(lambda db: [queries.n_models(db, name) for name in ("org/tiny", "org/other")]) == [2, 0]
     other.close()
-    die_and_come_back(desk, tiny_model)
+    desk.restart()
     desk.step(model)
-    request_id = desk.train(model, [7, 8, 9], is_forward_only=True)
-    desk.work()
-    assert desk.loss(request_id) == expected
+    assert desk.current_loss(model) == expected
+
+
+# -- lost models: those that could not be restored
 
 
 def test_a_lost_model_waits_for_the_next_engine(
-    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = desk.session()
-    lost, other, twin = (desk.model(session, number) for number in range(3))
+    lost, other, twin = desk.models(3)
     for name in (lost, other, twin):
-        learn(desk, name, 5)
+        desk.train(name, [1, 2, 5])
     desk.work()
-    write_point(desk, monkeypatch)
-    expected = probe(desk, twin)
-    waiting = desk.train(lost, [3, 4, 5])
-
-    def full(*_: object, **__: object) -> None:
-        raise MemoryError("no room")
-
+    write_point(desk, lost)
+    expected = desk.probe(twin)
+    waiting = desk.run_pass(lost, [3, 4, 5])
     with monkeypatch.context() as patch:
-        patch.setattr(JaxBackend, "load_model", full)
-        patch.setattr(JaxBackend, "create_model", full)
-        die_and_come_back(desk, tiny_model)
+        patch.setattr(JaxBackend, "load_model", out_of_memory)
+        patch.setattr(JaxBackend, "create_model", out_of_memory)
+        desk.restart()
     assert list(desk.backend.models()) == []
     assert "model s:train:0 cannot be restored" in caplog.text
-    new = desk.model(session, 3)
+    new = desk.model("s", 3)
     desk.engine.serve(lambda: desk.row(waiting + 1).status is not RequestStatus.PENDING)
     assert list(desk.backend.models()) == [new]
     assert desk.row(waiting).status is RequestStatus.PENDING
     with pytest.raises(Refusal, match=r"s:train:0 could not be restored .* MemoryError: no room; restart the server"):
         desk.step(lost)
-    die_and_come_back(desk, tiny_model)
+    desk.restart()
     assert set(desk.backend.models()) == {lost, other, twin, new}
     desk.step(lost)
-    request_id = desk.train(lost, [7, 8, 9], is_forward_only=True)
-    desk.work()
-    assert desk.loss(request_id) == expected
+    assert desk.current_loss(lost) == expected
 
 
-def test_a_partially_restored_model_takes_no_memory(
-    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_partially_restored_model_takes_no_memory(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(JaxBackend, "optim_step", out_of_memory)
+        desk.restart()
+    assert dict(desk.backend.models()) == {}
+    assert desk.model_row(model).lost_because == "MemoryError: no room"
+
+
+def test_a_model_that_is_unloaded_during_its_failing_restore(
+    desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = desk.model(desk.session())
-    learn(desk, model, 5)
-    desk.work()
+    unloads = []
 
-    def fail(*_: object) -> None:
+    def unload(*_: object) -> None:
+        unloads.append(desk.unload(model))
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(JaxBackend, "optim_step", fail)
-        die_and_come_back(desk, tiny_model)
-    assert dict(desk.backend.models()) == {}
-    assert desk.change(lambda db: db.get_one(Model, model).lost_because) == "MemoryError: no room"
+        patch.setattr(JaxBackend, "create_model", unload)
+        desk.restart()
+    desk.work_until_done(*unloads)
+    assert desk.result(unloads[0])
 
 
-def test_passes_without_gradients_are_not_repeated(
-    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = desk.model(desk.session())
-    for is_forward_only in (True, False, True):
-        desk.train(model, is_forward_only=is_forward_only)
+@pytest.fixture
+def spoilt(desk: Desk, model: str) -> Path:
+    """The folder of a restore point that cannot be read."""
+    folder = point_folder(desk, model)
+    (folder / str(write_point(desk, model)) / "training.json").unlink()
+    return folder
+
+
+def end_session(desk: Desk) -> None:
+    desk.change(lambda db: queries.end_session(db, db.get_one(Session, "s"), SessionStatus.FINISHED, ""))
+
+
+def test_a_lost_model_whose_session_has_ended_is_given_up(desk: Desk, model: str, spoilt: Path) -> None:
+    wanted = [desk.run_pass(model), desk.save(model)]
+    desk.restart()
+    end_session(desk)
+    desk.fetch()
+    assert not desk.engine.work()
+    assert spoilt.exists()
+    desk.restart()
+    for one in wanted:
+        category, message = desk.error(one)
+        assert f"model {model} could not be restored: FileNotFoundError" in message
+        assert category == "server"
     desk.work()
-    done: list[bool] = []
-    compute = JaxBackend.compute
-
-    def record(backend: JaxBackend, pass_: Pass) -> Iterator[PassResult]:
-        done.append(pass_.is_forward_only)
-        return compute(backend, pass_)
-
-    monkeypatch.setattr(JaxBackend, "compute", record)
-    die_and_come_back(desk, tiny_model)
-    assert done == [False]
+    assert desk.model_row(model).status is ModelStatus.UNLOADED
+    assert not spoilt.exists()
 
 
-def test_an_earlier_point_is_deleted_after_the_new_one_is_durable(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_model_without_pending_saves_is_unloaded_at_once(desk: Desk, model: str, spoilt: Path) -> None:
+    desk.restart()
+    end_session(desk)
+    desk.restart()
+    desk.work()
+    assert desk.model_row(model).status is ModelStatus.UNLOADED
+    assert not spoilt.exists()
+
+
+def test_a_lost_model_can_be_unloaded(desk: Desk, model: str, spoilt: Path) -> None:
+    waiting = desk.run_pass(model)
+    desk.restart()
+    unload = desk.unload(model)
+    assert desk.change(lambda db: queries.n_models(db, "org/tiny")) == 0
+    desk.work()
+    assert desk.result(unload)
+    assert "could not be restored" in desk.error(waiting)[1]
+    assert not spoilt.exists()
+
+
+# -- restore points
+
+
+@pytest.mark.parametrize(
+    ("queue", "is_written"), [(Desk.score, True), (Desk.run_pass, False)], ids=["forward pass", "gradients"]
+)
+def test_gradients_delay_a_restore_point(desk: Desk, queue: Callable[[Desk, str], int], is_written: bool) -> None:
+    model = desk.model()
+    last_step = desk.train(model)
+    queue(desk, model)
+    desk.work()
+    assert write_point(desk, model) == (last_step if is_written else 0)
+
+
+def test_points_are_replaced_and_deleted(desk: Desk) -> None:
+    model = desk.model()
+    for _ in range(2):
+        desk.train(model)
+        desk.work()
+        last = write_point(desk, model)
+        assert [path.name for path in point_folder(desk, model).iterdir()] == [str(last)]
+    desk.unload(model)
+    desk.work()
+    assert not point_folder(desk, model).exists()
+
+
+def test_points_are_written_between_steps(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "POINT_INTERVAL_SEC", -1.0)
+    last_step = desk.step(model)
+    desk.work()
+    assert desk.model_row(model).restored_until == last_step
+
+
+def test_an_earlier_point_is_deleted_after_the_new_one_is_durable(
+    desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if desk.database.dialect.name != "sqlite":
         pytest.skip("every commit to PostgreSQL is durable")
-    model = desk.model(desk.session())
-    learn(desk, model, 5)
-    desk.work()
-    first = write_point(desk, monkeypatch)
-    learn(desk, model, 6)
+    first = write_point(desk, model)
+    desk.train(model)
     desk.work()
     events: list[str] = []
     rmtree = shutil.rmtree
@@ -245,132 +316,6 @@ def test_an_earlier_point_is_deleted_after_the_new_one_is_durable(desk: Desk, mo
     event.listen(desk.database, "before_cursor_execute", record_statement)
     event.listen(desk.database, "commit", lambda _: events.append("commit"))
     monkeypatch.setattr(shutil, "rmtree", record_rmtree)
-    write_point(desk, monkeypatch)
+    write_point(desk, model)
     deleted = events.index(f"delete {first}")
     assert events[deleted - 2 : deleted] == ["FULL", "commit"]
-
-
-def with_spoilt_point(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
-    """A model that cannot be restored, and the folder of its restore point."""
-    model = desk.model(desk.session())
-    learn(desk, model, 5)
-    desk.work()
-    point = write_point(desk, monkeypatch)
-    folder = desk.config.checkpoints_base / "restore" / model.replace(":", "_")
-    (folder / str(point) / "training.json").unlink()
-    return model, folder
-
-
-def end_session(desk: Desk) -> None:
-    desk.change(lambda db: queries.end_session(db, db.get_one(Session, "s"), SessionStatus.FINISHED, ""))
-
-
-def test_a_lost_model_whose_session_has_ended_is_given_up(
-    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, folder = with_spoilt_point(desk, monkeypatch)
-    wanted = [
-        desk.train(model),
-        desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="x"))),
-    ]
-    die_and_come_back(desk, tiny_model)
-    end_session(desk)
-    desk.engine._queue.fetch()
-    assert not desk.engine.work()
-    assert folder.exists()
-    die_and_come_back(desk, tiny_model)
-    for one in wanted:
-        assert f"model {model} could not be restored: FileNotFoundError" in (desk.row(one).error or "")
-        assert desk.row(one).error_category == "server"
-    desk.work()
-    assert desk.change(lambda db: db.get_one(Model, model).status) is ModelStatus.UNLOADED
-    assert not folder.exists()
-
-
-def test_a_lost_model_without_pending_saves_is_unloaded_at_once(
-    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, folder = with_spoilt_point(desk, monkeypatch)
-    die_and_come_back(desk, tiny_model)
-    end_session(desk)
-    die_and_come_back(desk, tiny_model)
-    desk.work()
-    assert desk.change(lambda db: db.get_one(Model, model).status) is ModelStatus.UNLOADED
-    assert not folder.exists()
-
-
-def test_a_lost_model_can_be_unloaded(desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, folder = with_spoilt_point(desk, monkeypatch)
-    waiting = desk.train(model)
-    die_and_come_back(desk, tiny_model)
-    unload = desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model)))
-    assert desk.change(lambda db: queries.n_models(db, "org/tiny")) == 0
-    desk.work()
-    assert desk.result(unload)
-    assert "could not be restored" in (desk.row(waiting).error or "")
-    assert not folder.exists()
-
-
-def test_a_model_that_only_waits_to_be_unloaded_is_not_restored(desk: Desk, tiny_model: Path) -> None:
-    model = desk.model(desk.session())
-    learn(desk, model, 5)
-    desk.work()
-    unload = desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model)))
-    die_and_come_back(desk, tiny_model)
-    assert dict(desk.backend.models()) == {}
-    desk.work()
-    assert desk.result(unload)
-
-
-def test_a_model_that_is_unloaded_during_its_restore(
-    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its restore fails, too."""
-    model = desk.model(desk.session())
-    learn(desk, model, 5)
-    desk.work()
-    unloads = []
-
-    def unload(*_: object) -> None:
-        unloads.append(desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model))))
-        raise MemoryError("no room")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JaxBackend, "create_model", unload)
-        die_and_come_back(desk, tiny_model)
-    desk.engine._queue.fetch()
-    desk.engine.work()
-    assert desk.result(unloads[0])
-
-
-def test_points_of_deleted_models_are_deleted(desk: Desk, tiny_model: Path) -> None:
-    model = desk.model(desk.session())
-    desk.work()
-    desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model)))
-    desk.work()
-    left = desk.config.checkpoints_base / "restore" / "s_train_0" / "7"
-    left.mkdir(parents=True)
-    die_and_come_back(desk, tiny_model)
-    assert not left.parent.exists()
-
-
-def test_points_are_replaced_and_deleted(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = desk.model(desk.session())
-    folder = desk.config.checkpoints_base / "restore" / "s_train_0"
-    for _ in range(2):
-        learn(desk, model, 5)
-        desk.work()
-        last = write_point(desk, monkeypatch)
-        assert [path.name for path in folder.iterdir()] == [str(last)]
-    desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model)))
-    desk.work()
-    assert not folder.exists()
-
-
-def test_points_are_written_between_steps(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "POINT_INTERVAL_SEC", -1.0)
-    model = desk.model(desk.session())
-    learn(desk, model, 5)
-    last_step = desk.step(model)
-    desk.work()
-    assert desk.change(lambda db: db.get_one(Model, model).restored_until) == last_step

@@ -13,15 +13,13 @@ from tx_kit.engines import Desk
 
 from tx.tinker.engine import samplers as module
 from tx.tinker.store.checkpoint_files import checkpoint_folder, delete_folder, snapshot_folder
-from tx.tinker.submission.training import save_weights, save_weights_for_sampler
 from tx.tinker.types import UserError
-from tx.tinker.wire import requests as wire
 from tx.tinker.wire.sample_job import SampleWeights
 
 
 @pytest.fixture
 def model(desk: Desk) -> str:
-    name = desk.model(desk.session())
+    name = desk.model()
     desk.work()
     return name
 
@@ -36,16 +34,16 @@ def read(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def save(desk: Desk, model: str, name: str = "x") -> SampleWeights:
-    body = wire.SaveWeightsRequest(model_id=model, path=name, overwrite=True)
-    desk.submit(lambda to: save_weights(to, body))
+    desk.save(model, name, overwrite=True)
     desk.work()
     return SampleWeights(base_model="m", model_path=f"tinker://{model}/weights/{name}")
 
 
-def freeze(desk: Desk, model: str, number: int = 0) -> None:
-    body = wire.SaveWeightsForSamplerRequest(model_id=model, sampling_session_seq_id=number)
-    desk.submit(lambda to: save_weights_for_sampler(to, body))
+def save_snapshot(desk: Desk, model: str, number: int = 0) -> SampleWeights:
+    """Save unnamed weights."""
+    desk.save_for_sampler(model, sampling_session_seq_id=number)
     desk.work()
+    return SampleWeights(base_model="m", snapshot=f"s:sample:{number}")
 
 
 def test_weights_are_read_once(desk: Desk, model: str, read: list[Path]) -> None:
@@ -62,8 +60,7 @@ def test_an_overwritten_checkpoint_is_read_again(desk: Desk, model: str, read: l
 
 
 def test_snapshots_need_not_be_read(desk: Desk, model: str, read: list[Path]) -> None:
-    freeze(desk, model)
-    desk.engine._samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))
+    desk.engine._samplers.find(save_snapshot(desk, model))
     assert read == []
 
 
@@ -86,34 +83,32 @@ def test_recently_used_weights_stay_in_memory(
 
 def test_deleted_weights_are_evicted(desk: Desk, model: str) -> None:
     samplers = desk.engine._samplers
-    freeze(desk, model)
-    saved = save(desk, model)
+    snapshot, saved = save_snapshot(desk, model), save(desk, model)
     samplers.find(saved)
     delete_folder(snapshot_folder(desk.config, "s:sample:0"))
-    desk.engine._state_at = 0.0
-    desk.engine._report()
+    desk.report()
     assert list(samplers._in_memory) == [checkpoint_folder(desk.config, str(saved.model_path))]
     with pytest.raises(UserError, match="there are no weights s:sample:0; unnamed weights are deleted"):
-        samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))
+        samplers.find(snapshot)
 
 
 def test_the_number_in_memory_is_limited(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_IN_MEMORY", 2)
     for number in range(4):
-        freeze(desk, model, number)
+        save_snapshot(desk, model, number)
     assert [folder.name for folder in desk.engine._samplers._in_memory] == ["2", "3"]
 
 
 def test_large_weights_evict_others(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1)
     for number in range(3):
-        freeze(desk, model, number)
+        save_snapshot(desk, model, number)
     assert list(desk.engine._samplers._in_memory) == [snapshot_folder(desk.config, "s:sample:2")]
 
 
 def test_used_snapshots_are_kept(desk: Desk, model: str) -> None:
-    freeze(desk, model)
+    snapshot = save_snapshot(desk, model)
     folder = snapshot_folder(desk.config, "s:sample:0")
     os.utime(folder, (0, 0))
-    desk.engine._samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))
+    desk.engine._samplers.find(snapshot)
     assert time.time() - folder.stat().st_mtime < 60

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tx_kit.engines import Desk, new_backend
+from tx_kit.engines import Desk
 
 from tx.tinker.backends.base import Done
 from tx.tinker.backends.jax.backend import JaxBackend
-from tx.tinker.db_models import Request
 from tx.tinker.engine import queue
 from tx.tinker.store.queries import cancel_sample
 from tx.tinker.types import Sample, SampleRequest, SampleResult
@@ -27,34 +26,23 @@ class Careless(JaxBackend):
 
 
 @pytest.fixture
-def careless(tmp_path: Path, tiny_model: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path, new_backend(tiny_model, kind=Careless))
-    yield made
-    made.close()
+def careless(tmp_path: Path, minimal_model: Path) -> Iterator[Desk]:
+    desk = Desk(tmp_path, minimal_model, kind=Careless)
+    yield desk
+    desk.close()
 
 
 def test_a_result_after_a_cancellation(careless: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "CHECK_INTERVAL_SEC", 0.0)
     cancelled = careless.sample(max_tokens=100)
-    careless.engine._queue.fetch()
+    careless.fetch()
     careless.engine.work()
     careless.change(lambda db: cancel_sample(db, cancelled))
-    careless.engine._queue.fetch()
+    careless.fetch()
     while careless.engine.work():
         pass
     assert careless.engine._queue.begun == set()
     assert careless.row(cancelled).result is None
-
-
-def test_users_take_turns(desk: Desk, tiny_model: Path) -> None:
-    """A user with a single sample does not wait for all requests of another user."""
-    desk.start(new_backend(tiny_model, sample_lanes=4, sample_groups=1))
-    many = [desk.sample(num_samples=4) for _ in range(9)]
-    few = desk.sample(num_samples=4)
-    desk.change(lambda db: setattr(db.get_one(Request, few), "owner", "another"))
-    desk.work()
-    n_before = sum(desk.row(one).completed_at < desk.row(few).completed_at for one in many)
-    assert n_before <= 2
 
 
 def test_a_result_that_cannot_be_serialized(careless: Desk, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import textwrap
 
 import pytest
-from tx_kit.servers import CHILD_ENVIRONMENT
+from tx_kit.processes import start_python
 
 PROGRAM = textwrap.dedent("""
     import hashlib
+    from tx.tinker.engine import watcher as module
     from tx.tinker.engine.watcher import Watcher
+
+    module.BEAT_SECONDS = 0.1
 
     def say(word):
         print(word, flush=True)
@@ -32,9 +34,7 @@ PROGRAM = textwrap.dedent("""
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_request_is_seen_during_a_long_computation(number: signal.Signals) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=CHILD_ENVIRONMENT, bufsize=1
-    )
+    child = start_python("-c", PROGRAM, stdout=subprocess.PIPE, bufsize=1)
     assert child.stdout is not None
     with child:
         assert child.stdout.readline() == "ready\n"

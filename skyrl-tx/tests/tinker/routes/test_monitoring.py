@@ -68,7 +68,7 @@ def test_a_page_with_objects(server: Running) -> None:
     server.fails_with = ("<b>out of memory</b>", "server")
     with server.client() as http:
         assert "error" in result_of(http, http.post("optim_step", json={"model_id": model, "adam_params": {}}))
-    server.change(lambda db: setattr(db.get_one(EngineState, 1), "status", {"tokens_trained": 1234567, "models": []}))
+    server.set(EngineState, 1, status={"tokens_trained": 1234567, "models": []})
     words = words_of(server.url)
     assert "Engine up for" in words
     assert f"skyrl-tx {version('skyrl-tx')}, server up for" in words
@@ -93,7 +93,7 @@ def test_users_see_only_their_own_objects(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_is_silent_is_not_up(server: Running) -> None:
-    server.change(lambda db: setattr(db.get_one(EngineState, 1), "last_seen_at", now() - timedelta(minutes=1)))
+    server.set(EngineState, 1, last_seen_at=now() - timedelta(minutes=1))
     assert "Engine not up" in words_of(server.url)
     assert "tx_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
 

@@ -25,9 +25,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-@pytest.mark.parametrize("headers", [{}, {"X-API-Key": "tml-eve"}, {"X-API-Key": "é"}, {"Authorization": "Basic !"}])
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "create_session"), ("GET", "checkpoints"), ("GET", "/"), ("GET", "/metrics")]
+    ("method", "path", "headers"),
+    [
+        ("POST", "create_session", {}),
+        ("GET", "checkpoints", {"X-API-Key": "tml-eve"}),
+        ("GET", "/", {"X-API-Key": "é"}),
+        ("GET", "/metrics", {"Authorization": "Basic !"}),
+    ],
 )
 def test_without_a_key(server: Running, headers: dict[str, str], method: str, path: str) -> None:
     url = server.url + path if path.startswith("/") else f"{server.url}/api/v1/{path}"

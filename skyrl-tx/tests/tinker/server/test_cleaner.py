@@ -1,18 +1,19 @@
+"""What the cleaner ends and deletes. The tests set its clock."""
+
 from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
-from sqlmodel import select
+from tx_kit.rows import add_rows, change_row, checkpoint_row, model_row, read_row, read_rows, request_row
 from tx_kit.servers import config_for
 
 from tx.tinker.db_models import (
     Checkpoint,
-    CheckpointKind,
     Kind,
     Model,
     ModelStatus,
@@ -38,12 +39,6 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
         yield started
 
 
-def model(session_id: str, **fields: object) -> Model:
-    model_id = f"{session_id}:train:0"
-    defaults = {"model_seq_id": 0, "base_model": "m", "rank": 4, "lora": {"rank": 4}, "status": ModelStatus.READY}
-    return Model(model_id=model_id, session_id=session_id, **{**defaults, **fields})
-
-
 class Clock:
     """A monotonic clock that moves on request."""
 
@@ -54,43 +49,51 @@ class Clock:
         return self.seconds
 
 
-async def clean_later(service: Service, seconds: float = OLD.total_seconds()) -> None:
-    """Clean up twice, with some time between."""
-    clock = Clock()
-    cleaner = Cleaner(service, clock)
-    await cleaner.clean()
-    clock.seconds += seconds
-    await cleaner.clean()
+def session(name: str, status: SessionStatus = SessionStatus.ACTIVE, **fields: Any) -> Session:
+    return Session(session_id=name, status=status, **fields)
 
 
-async def see(service: Service, session_id: str, at: datetime) -> None:
-    await service.write(lambda db: setattr(db.get_one(Session, session_id), "last_seen_at", at))
+def model(session_id: str, status: ModelStatus = ModelStatus.READY, **fields: Any) -> Model:
+    return model_row(session_id, status=status, **fields)
+
+
+def old_request(model_id: str | None = None, **fields: Any) -> Request:
+    """Return a request that was done three days ago."""
+    done = {"status": RequestStatus.DONE, "completed_at": now() - OLD, "result": b"r"}
+    return request_row(model_id=model_id, **(done | fields))
+
+
+def new_request(**fields: Any) -> Request:
+    """Return a request that has just been done."""
+    return old_request(**{"completed_at": now(), **fields})
+
+
+def pending_request(**fields: Any) -> Request:
+    return old_request(**{"status": RequestStatus.PENDING, "completed_at": None, "result": None, **fields})
+
+
+# -- sessions
 
 
 async def test_silent_sessions_end(service: Service) -> None:
-    def fill(db: object) -> None:
-        for name in ("silent", "heard"):
-            db.add(Session(session_id=name))  # type: ignore[attr-defined]
-            db.flush()  # type: ignore[attr-defined]
-            db.add(model(name))  # type: ignore[attr-defined]
-
-    await service.write(fill)
+    for name in ("silent", "heard"):
+        add_rows(service.database, session(name), model(name))
     clock = Clock()
     cleaner = Cleaner(service, clock)
     for _ in range(3):
         await cleaner.clean()
-        await see(service, "heard", now() + timedelta(seconds=clock.seconds))
+        change_row(service.database, Session, "heard", last_seen_at=now() + timedelta(seconds=clock.seconds))
         clock.seconds += 0.7 * service.config.session_timeout_sec
-    found = await service.read(lambda db: {one.session_id: one.status for one in db.exec(select(Session))})
+    found = {one.session_id: one.status for one in read_rows(service.database, Session)}
     assert found == {"silent": SessionStatus.EXPIRED, "heard": SessionStatus.ACTIVE}
-    unloads = await service.read(lambda db: [(one.kind, one.model_id) for one in db.exec(select(Request))])
+    unloads = [(one.kind, one.model_id) for one in read_rows(service.database, Request)]
     assert unloads == [(Kind.UNLOAD_MODEL, "silent:train:0")]
 
 
 @pytest.mark.parametrize("jump", [OLD, -OLD])
 async def test_live_sessions_survive_jumps_of_the_wall_clock(service: Service, jump: timedelta) -> None:
     """The last heartbeat seems to be days ago, or is in the future and is not replaced by later ones."""
-    await service.write(lambda db: db.add(Session(session_id="live", last_seen_at=now() - jump)))
+    add_rows(service.database, session("live", last_seen_at=now() - jump))
     snapshot = snapshot_folder(service.config, "live:sample:1")
     snapshot.mkdir(parents=True)
     os.utime(snapshot, (0, 0))
@@ -100,51 +103,49 @@ async def test_live_sessions_survive_jumps_of_the_wall_clock(service: Service, j
         await cleaner.clean()
         await service.write(lambda db: queries.active_session(db, "live", "local"))
         clock.seconds += 0.3 * service.config.session_timeout_sec
-    found = await service.read(lambda db: db.get_one(Session, "live"))
-    assert found.status is SessionStatus.ACTIVE
+    assert read_row(service.database, Session, "live").status is SessionStatus.ACTIVE
     assert snapshot.is_dir()
 
 
 async def test_session_expiry_can_be_disabled(tmp_path: Path) -> None:
     service = Service(config_for(tmp_path, session_timeout_sec=-1))
     async with service.running():
-        await service.write(lambda db: db.add(Session(session_id="silent")))
-        await clean_later(service)
-        found = await service.read(lambda db: db.get(Session, "silent"))
-    assert found is not None
-    assert found.status is SessionStatus.ACTIVE
+        add_rows(service.database, session("silent"))
+        clock = Clock()
+        cleaner = Cleaner(service, clock)
+        for _ in range(2):
+            await cleaner.clean()
+            clock.seconds += OLD.total_seconds()
+        assert read_row(service.database, Session, "silent").status is SessionStatus.ACTIVE
+
+
+# -- checkpoints
 
 
 async def test_expired_checkpoints(service: Service) -> None:
-    defaults = {"kind": CheckpointKind.TRAINING, "base_model": "m", "lora": {}, "size_bytes": 1}
-    over = Checkpoint(model_id="a:train:0", name="over", expires_at=now() - OLD, **defaults)
-    stays = [
-        Checkpoint(model_id="a:train:0", name="later", expires_at=now() + OLD, **defaults),
-        Checkpoint(model_id="a:train:0", name="always", **defaults),
-    ]
-    for one in (over, *stays):
+    times = {"over": now() - OLD, "later": now() + OLD, "always": None}
+    checkpoints = [checkpoint_row("a:train:0", name, expires_at=at) for name, at in times.items()]
+    for one in checkpoints:
         checkpoint_folder(service.config, one.path).mkdir(parents=True)
-    await service.write(lambda db: db.add_all([over, *stays]))
+    add_rows(service.database, *checkpoints)
     await Cleaner(service).clean()
-    left = await service.read(lambda db: sorted(one.name for one in db.exec(select(Checkpoint))))
     folder = service.config.checkpoints_base / "a_train_0" / "weights"
+    left = [one.name for one in read_rows(service.database, Checkpoint)]
     assert left == sorted(one.name for one in folder.iterdir()) == ["always", "later"]
 
 
 async def test_a_freed_name_can_be_reused_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = {"kind": CheckpointKind.TRAINING, "base_model": "m", "lora": {}, "size_bytes": 1}
-    over = Checkpoint(model_id="a:train:0", name="x", expires_at=now() - OLD, **defaults)
+    over = checkpoint_row("a:train:0", expires_at=now() - OLD)
     folder = checkpoint_folder(service.config, over.path)
     folder.mkdir(parents=True)
-    await service.write(lambda db: db.add(over))
+    add_rows(service.database, over)
     write = service.write
-    key = (over.model_id, over.kind, over.name)
     saved: list[str] = []
 
     async def write_and_save(change: Callable[[object], T]) -> T:
         """Save like an engine as soon as the row is gone."""
         written = await write(change)
-        if not saved and await service.read(lambda db: db.get(Checkpoint, key)) is None:
+        if not saved and not read_rows(service.database, Checkpoint):
             saved.append("new")
             write_folder(folder, lambda unnamed: (unnamed / "new").touch())
         return written
@@ -155,135 +156,106 @@ async def test_a_freed_name_can_be_reused_at_once(service: Service, monkeypatch:
     assert [one.name for one in folder.parent.iterdir()] == ["x"]
 
 
+# -- requests
+
+
 async def test_old_results_are_deleted_in_batches(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "MAX_ROWS", 2)
-    old = {"status": RequestStatus.DONE, "completed_at": now() - OLD, "kind": Kind.SAMPLE, "payload_hash": ""}
-    rows = [Request(session_id="s", payload=b"p", result=b"r", **old) for _ in range(5)]
-    await service.write(lambda db: db.add_all([Session(session_id="s"), *rows]))
+    add_rows(service.database, session("s"), *(old_request(session_id="s") for _ in range(5)))
     assert await service.write(lambda db: retention.delete_results(db, 1.0)) == 2
     await Cleaner(service).clean()
-    left = await service.read(lambda db: [(one.payload, one.result) for one in db.exec(select(Request))])
-    assert left == [(b"", None)] * 5
+    assert [(one.payload, one.result) for one in read_rows(service.database, Request)] == [(b"", None)] * 5
 
 
 async def test_payloads_are_deleted_once_no_restore_needs_them(service: Service) -> None:
-    def fill(db: object) -> None:
-        fields = {"kind": Kind.FORWARD_BACKWARD, "payload": b"p", "payload_hash": "h", "completed_at": now()}
-        db.add(Session(session_id="s"))  # type: ignore[attr-defined]
-        db.flush()  # type: ignore[attr-defined]
-        db.add(model("s", restored_until=1))  # type: ignore[attr-defined]
-        for number, status in enumerate(("done", "done", "pending"), start=1):
-            one = Request(request_id=number, model_id="s:train:0", status=status, result=b"r", **fields)
-            db.add(one)  # type: ignore[attr-defined]
-
-    await service.write(fill)
+    rows = [
+        new_request(request_id=1, model_id="s:train:0"),
+        new_request(request_id=2, model_id="s:train:0"),
+        pending_request(request_id=3, model_id="s:train:0"),
+    ]
+    add_rows(service.database, session("s"), model("s", restored_until=1), *rows)
     await Cleaner(service).clean()
-    left = await service.read(lambda db: [(one.payload, one.result) for one in db.exec(select(Request))])
-    assert left == [(b"", b"r"), (b"p", b"r"), (b"p", b"r")]
+    assert [one.payload for one in read_rows(service.database, Request)] == [b"", b"p", b"p"]
 
 
 async def test_requests_that_a_restore_needs_are_kept(service: Service) -> None:
     """Requests after a model's restore point are repeated when an engine restarts."""
-
-    def request(model_id: str | None, **fields: object) -> Request:
-        defaults = {"status": RequestStatus.DONE, "completed_at": now() - OLD, "kind": Kind.OPTIM_STEP, "payload": b"p"}
-        return Request(model_id=model_id, payload_hash="h", result=b"r", **{**defaults, **fields})
-
-    def fill(db: object) -> None:
-        db.add(Session(session_id="s"))  # type: ignore[attr-defined]
-        db.add(Session(session_id="t"))  # type: ignore[attr-defined]
-        db.flush()  # type: ignore[attr-defined]
-        db.add(model("s", restored_until=2))  # type: ignore[attr-defined]
-        db.add(model("t", status=ModelStatus.UNLOADED))  # type: ignore[attr-defined]
-        for number, one in enumerate(
-            [
-                request("s:train:0"),  # 1: before the restore point
-                request("s:train:0"),  # 2: the restore point
-                request("s:train:0"),  # 3: after it
-                request("t:train:0"),  # 4: its model is gone
-                request(None, kind=Kind.SAMPLE),  # 5
-                request(None, completed_at=now()),  # 6: new
-                request("t:train:0", status=RequestStatus.PENDING, completed_at=None),  # 7
-            ],
-            start=1,
-        ):
-            one.request_id = number
-            db.add(one)  # type: ignore[attr-defined]
-
-    await service.write(fill)
+    rows = {
+        "before the restore point": old_request("s:train:0", request_id=1),
+        "at the restore point": old_request("s:train:0", request_id=2),
+        "after the restore point": old_request("s:train:0", request_id=3),
+        "of a gone model": old_request("t:train:0", request_id=4),
+        "sample": old_request(request_id=5),
+        "new": new_request(request_id=6),
+        "pending": pending_request(model_id="t:train:0", request_id=7),
+    }
+    models = [model("s", restored_until=2), model("t", ModelStatus.UNLOADED)]
+    add_rows(service.database, session("s"), session("t"), *models, *rows.values())
+    names = dict(zip(range(1, 8), rows, strict=True))
     await Cleaner(service).clean()
-    rows = await service.read(lambda db: db.exec(select(Request)).all())
-    assert {one.request_id for one in rows if one.payload} == {3, 7}
-    assert {one.request_id for one in rows if one.result} == {6, 7}
+    left = read_rows(service.database, Request)
+    assert [names[one.request_id] for one in left if one.payload] == ["after the restore point", "pending"]  # type: ignore[index]
+    assert [names[one.request_id] for one in left if one.result] == ["new"]  # type: ignore[index]
 
 
 async def test_requests_of_ended_sessions_are_deleted(service: Service) -> None:
-    def request(session_id: str | None, model_id: str | None = None, **fields: object) -> Request:
-        defaults = {"status": RequestStatus.DONE, "completed_at": now() - OLD, "kind": Kind.SAMPLE, "payload": b"p"}
-        return Request(session_id=session_id, model_id=model_id, payload_hash="h", **{**defaults, **fields})
-
-    def fill(db: object) -> None:
-        db.add(Session(session_id="active"))  # type: ignore[attr-defined]
-        for name in ("ended", "stuck"):
-            db.add(Session(session_id=name, status=SessionStatus.FINISHED))  # type: ignore[attr-defined]
-        db.flush()  # type: ignore[attr-defined]
-        db.add(model("ended", status=ModelStatus.UNLOADED))  # type: ignore[attr-defined]
-        db.add(model("stuck", status=ModelStatus.UNLOADING))  # type: ignore[attr-defined]
-        for number, one in enumerate(
-            [
-                request("active"),  # 1: may be fetched again
-                request("ended"),  # 2
-                request("ended", "ended:train:0"),  # 3
-                request("stuck", "stuck:train:0"),  # 4: its model may have to be restored
-                request(None),  # 5
-                request(None, completed_at=now()),  # 6: new
-                request(None, status=RequestStatus.PENDING, completed_at=None),  # 7
-            ],
-            start=1,
-        ):
-            one.request_id = number
-            db.add(one)  # type: ignore[attr-defined]
-
-    await service.write(fill)
+    rows = {
+        "of an active session, which may fetch it again": old_request(session_id="active", request_id=1),
+        "of an ended session": old_request(session_id="ended", request_id=2),
+        "of a model of an ended session": old_request("ended:train:0", session_id="ended", request_id=3),
+        "of a model that may have to be restored": old_request("stuck:train:0", session_id="stuck", request_id=4),
+        "without a session": old_request(request_id=5),
+        "new": new_request(request_id=6),
+        "pending": pending_request(request_id=7),
+    }
+    sessions = [session("active"), *(session(name, SessionStatus.FINISHED) for name in ("ended", "stuck"))]
+    models = [model("ended", ModelStatus.UNLOADED), model("stuck", ModelStatus.UNLOADING)]
+    add_rows(service.database, *sessions, *models, *rows.values())
+    names = dict(zip(range(1, 8), rows, strict=True))
     await Cleaner(service).clean()
-    left = await service.read(lambda db: {one.request_id for one in db.exec(select(Request))})
-    assert left == {1, 4, 6, 7}
+    assert {names[one.request_id] for one in read_rows(service.database, Request)} == {  # type: ignore[index]
+        "of an active session, which may fetch it again",
+        "of a model that may have to be restored",
+        "new",
+        "pending",
+    }
 
 
 async def test_numbers_of_deleted_requests_are_not_reused(service: Service) -> None:
-    def add(db: object) -> int:
-        one = Request(kind=Kind.SAMPLE, payload=b"", payload_hash="", completed_at=now() - OLD, status="done")
-        db.add(one)  # type: ignore[attr-defined]
-        db.flush()  # type: ignore[attr-defined]
-        return one.request_id or 0
-
-    first = await service.write(add)
+    add_rows(service.database, old_request())
+    (first,) = read_rows(service.database, Request)
     await Cleaner(service).clean()
-    assert await service.write(add) == first + 1
+    add_rows(service.database, old_request())
+    (second,) = read_rows(service.database, Request)
+    assert second.request_id == first.request_id + 1  # type: ignore[operator]
+
+
+# -- folders
+
+
+def folders(service: Service, pattern: str) -> list[str]:
+    """Return the folders in the state that match a pattern."""
+    base = service.config.checkpoints_base
+    return sorted(path.relative_to(base).as_posix() for path in base.glob(pattern))
 
 
 async def test_snapshots_of_ended_sessions(service: Service) -> None:
-    def fill(db: object) -> None:
-        db.add(Session(session_id="active"))  # type: ignore[attr-defined]
-        db.add(Session(session_id="ended", status=SessionStatus.FINISHED))  # type: ignore[attr-defined]
-
-    await service.write(fill)
-    base = service.config.checkpoints_base
+    add_rows(service.database, session("active"), session("ended", SessionStatus.FINISHED))
     for name in ("active", "ended", "unknown"):
         snapshot_folder(service.config, f"{name}:sample:3").mkdir(parents=True)
     await Cleaner(service).clean()
-    assert [path.relative_to(base).as_posix() for path in base.glob("snapshots/*/*")] == ["snapshots/active/3"]
+    assert folders(service, "snapshots/*/*") == ["snapshots/active/3"]
 
 
 async def test_unused_snapshots(service: Service) -> None:
-    await service.write(lambda db: db.add(Session(session_id="s")))
+    add_rows(service.database, session("s"))
     used, unused = (snapshot_folder(service.config, f"s:sample:{number}") for number in range(2))
-    clock = Clock()
-    cleaner = Cleaner(service, clock)
     for folder in (used, unused):
         folder.mkdir(parents=True)
+    clock = Clock()
+    cleaner = Cleaner(service, clock)
     for number in range(3):
-        await see(service, "s", now() + timedelta(seconds=clock.seconds))
+        change_row(service.database, Session, "s", last_seen_at=now() + timedelta(seconds=clock.seconds))
         await cleaner.clean()
         os.utime(used, (number, number))
         clock.seconds += 0.7 * service.config.snapshot_retention_sec
@@ -294,28 +266,27 @@ async def test_unused_snapshots(service: Service) -> None:
 async def test_a_session_keeps_its_last_snapshots(tmp_path: Path) -> None:
     service = Service(config_for(tmp_path, max_snapshots_per_session=2))
     async with service.running():
-        await service.write(lambda db: db.add_all([Session(session_id="s"), Session(session_id="t")]))
-        for number, used in enumerate((7, 9, 5, 8)):
+        add_rows(service.database, session("s"), session("t"))
+        for number, used_at in enumerate((7, 9, 5, 8)):
             folder = snapshot_folder(service.config, f"s:sample:{number}")
             folder.mkdir(parents=True)
-            os.utime(folder, (used, used))
+            os.utime(folder, (used_at, used_at))
         snapshot_folder(service.config, "t:sample:0").mkdir(parents=True)
         await Cleaner(service).clean()
-    base = service.config.checkpoints_base / "snapshots"
-    assert sorted(path.relative_to(base).as_posix() for path in base.glob("*/*")) == ["s/1", "s/3", "t/0"]
+    assert folders(service, "snapshots/*/*") == ["snapshots/s/1", "snapshots/s/3", "snapshots/t/0"]
 
 
 async def test_leftovers_of_killed_processes(service: Service) -> None:
     base = service.config.checkpoints_base
     leftovers = ["a_train_0/weights/.unfinished-1", "restore/a_train_0/.deleted-2", "snapshots/.deleted-3"]
-    for name in (*leftovers, "snapshots/.deleted-new", "a_train_0/weights/there"):
+    others = ["a_train_0/weights/there", "snapshots/.deleted-new"]
+    for name in (*leftovers, *others):
         (base / name).mkdir(parents=True)
     clock = Clock()
     cleaner = Cleaner(service, clock)
     await cleaner.clean()
     clock.seconds += OLD.total_seconds()
-    os.utime(base / "snapshots/.deleted-new", (0, 0))
+    os.utime(base / "snapshots/.deleted-new", (0, 0))  # it was written to in the meantime
     await cleaner.clean()
     assert not any((base / name).exists() for name in leftovers)
-    assert (base / "snapshots/.deleted-new").is_dir()
-    assert (base / "a_train_0/weights/there").is_dir()
+    assert all((base / name).is_dir() for name in others)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tx_kit.servers import BASE_MODEL, STATE, Running, serving, until
+from tx_kit.fake_engine import STATE
+from tx_kit.servers import BASE_MODEL, SAMPLE, Running, serving, wait_until
 from tx_kit.vllm import answering_server
 
 from tx.models import peft
@@ -25,8 +26,6 @@ from tx.tinker.db_models import (
 )
 from tx.tinker.store.checkpoint_files import checkpoint_folder
 
-SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
-BASE = {**SAMPLE, "base_model": BASE_MODEL}
 Received = list[tuple[str, Any]]
 
 
@@ -55,7 +54,7 @@ def statuses(running: Running) -> set[RequestStatus]:
 
 def test_samples_need_no_engine(tmp_path: Path, external: tuple[str, Received]) -> None:
     with dispatching(tmp_path, external[0]) as running:
-        (request_id,) = submit(running, BASE)
+        (request_id,) = submit(running, SAMPLE)
         with running.client() as http:
             found = http.post("retrieve_future", json={"request_id": request_id}).json()
         assert [one["tokens"] for one in found["sequences"]] == [[3]]
@@ -66,10 +65,10 @@ def test_samples_need_no_engine(tmp_path: Path, external: tuple[str, Received]) 
 
 def test_samples_wait_for_the_state_of_the_model(tmp_path: Path, external: tuple[str, Received]) -> None:
     with dispatching(tmp_path, external[0], has_state=False) as running:
-        submit(running, BASE)
+        submit(running, SAMPLE)
         assert statuses(running) == {RequestStatus.PENDING}
         running.change(lambda db: db.merge(EngineState(**STATE)))
-        until(lambda: statuses(running) == {RequestStatus.DONE})
+        wait_until(lambda: statuses(running) == {RequestStatus.DONE})
 
 
 def test_adapters_are_loaded_from_checkpoints(tmp_path: Path, external: tuple[str, Received]) -> None:
@@ -84,8 +83,8 @@ def test_adapters_are_loaded_from_checkpoints(tmp_path: Path, external: tuple[st
             (folder / file).write_text("x")
         running.change(lambda db: db.add(Session(session_id="s")))
         running.change(lambda db: db.add_all([Model(**model, lora={}, status=ModelStatus.READY), saved]))
-        submit(running, {**SAMPLE, "model_path": saved.path}, n=2)
-        until(lambda: statuses(running) == {RequestStatus.DONE})
+        submit(running, {**SAMPLE, "base_model": None, "model_path": saved.path}, n=2)
+        wait_until(lambda: statuses(running) == {RequestStatus.DONE})
         loads = [body for path, body in received if path == "/v1/load_lora_adapter"]
         assert len(loads) == 1
         assert {one.name for one in Path(loads[0]["lora_path"]).iterdir()} == {peft.CONFIG, peft.WEIGHTS}
@@ -95,9 +94,9 @@ def test_adapters_are_loaded_from_checkpoints(tmp_path: Path, external: tuple[st
 
 def test_refusals_fail_single_samples(tmp_path: Path, external: tuple[str, Received]) -> None:
     with dispatching(tmp_path, external[0]) as running:
-        submit(running, {**BASE, "prompt": {"chunks": [{"tokens": [13]}]}})
-        submit(running, BASE)
-        until(lambda: RequestStatus.PENDING not in statuses(running))
+        submit(running, {**SAMPLE, "prompt": {"chunks": [{"tokens": [13]}]}})
+        submit(running, SAMPLE)
+        wait_until(lambda: RequestStatus.PENDING not in statuses(running))
         wrong, right = running.rows(Kind.SAMPLE)
     assert (wrong.error_category, right.status) == ("user", RequestStatus.DONE)
     assert "Requested sample logprobs of 32" in (wrong.error or "")
@@ -108,8 +107,8 @@ def test_one_of_several_servers_dispatches(tmp_path: Path, external: tuple[str, 
     with ExitStack() as stack:
         servers = [stack.enter_context(dispatching(tmp_path, url)) for _ in range(2)]
         for running in servers:
-            submit(running, BASE, n=10)
-        until(lambda: statuses(servers[0]) == {RequestStatus.DONE})
+            submit(running, SAMPLE, n=10)
+        wait_until(lambda: statuses(servers[0]) == {RequestStatus.DONE})
     assert len([path for path, _ in received if path == "/v1/completions"]) == 20
 
 
@@ -117,10 +116,10 @@ def test_samples_of_other_servers_do_not_wait_for_running_ones(tmp_path: Path, e
     """The running sample is answered after the next one."""
     url, received = external
     with dispatching(tmp_path, url) as running, dispatching(tmp_path, url) as other:
-        (first,) = submit(running, {**BASE, "prompt": {"chunks": [{"tokens": [14]}]}})
-        until(lambda: bool(received))
-        (second,) = submit(other, BASE)
-        until(lambda: statuses(running) == {RequestStatus.DONE})
+        (first,) = submit(running, {**SAMPLE, "prompt": {"chunks": [{"tokens": [14]}]}})
+        wait_until(lambda: bool(received))
+        (second,) = submit(other, SAMPLE)
+        wait_until(lambda: statuses(running) == {RequestStatus.DONE})
         ended = {str(one.request_id): one.completed_at for one in running.rows(Kind.SAMPLE)}
     assert ended[second] <= ended[first]  # type: ignore[operator]
 
@@ -128,8 +127,8 @@ def test_samples_of_other_servers_do_not_wait_for_running_ones(tmp_path: Path, e
 def test_unfinished_samples_are_sent_again_after_a_restart(tmp_path: Path, external: tuple[str, Received]) -> None:
     """However often the server was killed: a sample on another server is not to blame."""
     with serving(tmp_path, engine=False) as running:
-        (request_id,) = submit(running, BASE)
-        running.change(lambda db: setattr(db.get_one(Request, int(request_id)), "n_tries", 9))
+        (request_id,) = submit(running, SAMPLE)
+        running.set(Request, int(request_id), n_tries=9)
     with dispatching(tmp_path, external[0]) as running:
-        until(lambda: RequestStatus.PENDING not in statuses(running))
+        wait_until(lambda: RequestStatus.PENDING not in statuses(running))
         assert running.rows(Kind.SAMPLE)[-1].status is RequestStatus.DONE

@@ -2,35 +2,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine as Database
-from tx_kit.databases import database_url
-from tx_kit.servers import config_for
+from tx_kit.rows import add_rows, model_row, request_row
 
-from tx.tinker.db_models import Kind, Model, ModelStatus, Request, RequestStatus, Session, SessionStatus, now
+from tx.tinker.db_models import Kind, ModelStatus, Request, RequestStatus, Session, SessionStatus, now
 from tx.tinker.server.status import RequestCounts, Status, query_status
-from tx.tinker.store.database import open_database, reading, writing
+from tx.tinker.store.database import open_database, reading
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    """The data of two users, one of whom has left."""
-    url = config_for(tmp_path).database_url
-    if request.param == "postgresql":
-        url = database_url(request.getfixturevalue("postgresql_url"), tmp_path.name)
-    opened = open_database(url)
-    with writing(opened) as db:
-        for owner in ("alice", "bob", "carol"):
-            status = SessionStatus.FINISHED if owner == "carol" else SessionStatus.ACTIVE
-            db.add(Session(session_id=owner, owner=owner, status=status))
-            db.flush()
-            defaults = {"model_seq_id": 0, "base_model": "m", "rank": 4, "lora": {}}
-            state = ModelStatus.UNLOADED if owner == "carol" else ModelStatus.READY
-            db.add(Model(model_id=f"{owner}:train:0", session_id=owner, status=state, **defaults))
-        db.add_all(requests())
+@pytest.fixture
+def database(each_database_url: str) -> Iterator[Database]:
+    """The data of three users, one of whom has left."""
+    opened = open_database(each_database_url)
+    for owner in ("alice", "bob", "carol"):
+        has_left = owner == "carol"
+        status = SessionStatus.FINISHED if has_left else SessionStatus.ACTIVE
+        model = model_row(owner, status=ModelStatus.UNLOADED if has_left else ModelStatus.READY)
+        add_rows(opened, Session(session_id=owner, owner=owner, status=status), model)
+    add_rows(opened, *requests())
     yield opened
     opened.dispose()
 
@@ -39,8 +31,8 @@ def requests() -> Iterator[Request]:
     def one(owner: str, seconds: float, **fields: Any) -> Request:
         done = now() - timedelta(seconds=1)
         defaults = {"status": RequestStatus.DONE, "completed_at": done, "created_at": done - timedelta(seconds=seconds)}
-        defaults |= {"kind": Kind.OPTIM_STEP, "model_id": f"{owner}:train:0", "payload": b"", "payload_hash": ""}
-        return Request(owner=owner, **{**defaults, **fields})
+        defaults |= {"kind": Kind.OPTIM_STEP, "model_id": f"{owner}:train:0"}
+        return request_row(owner=owner, **(defaults | fields))
 
     yield one("alice", 1.0)
     yield one("alice", 2.5)

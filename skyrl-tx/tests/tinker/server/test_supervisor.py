@@ -13,7 +13,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tx_kit.servers import CHILD_ENVIRONMENT
+from tx_kit.fake_engine import STATE
+from tx_kit.processes import child_environment
+from tx_kit.rows import add_rows
 
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import STALLED, EngineState
@@ -28,7 +30,7 @@ ECHO = BELL + "while not bell.is_hung_up:\n    if bell.wait(10) and not bell.is_
 
 @pytest.fixture(autouse=True)
 def _import_as_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", CHILD_ENVIRONMENT["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", child_environment()["PYTHONPATH"])
 
 
 def child(program: str) -> tuple[str, ...]:
@@ -175,47 +177,50 @@ async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, is_killed:
         os.kill(int(ready.read_text()), 0)
 
 
-HANG_SECONDS = 6
-"""More than the imports of an engine take."""
+HANG_SECONDS = 3
 HANGS = """
-    import faulthandler, time
-    from sqlmodel import Session
-    from tx.tinker.db_models import EngineState
-    from tx.tinker.engine.state import report_alive
-    from tx.tinker.store.database import open_database
+    import faulthandler, json, sqlite3, time
+    from datetime import datetime, timezone
+
     faulthandler.enable()
-    database = open_database({url!r})
+    database = sqlite3.connect({database!r}, timeout=60)
+
+    def report(stalled):
+        now = datetime.now(timezone.utc).replace(tzinfo=None).isoformat(" ")
+        with database:
+            status = json.dumps({{"seconds without progress": stalled}})
+            database.execute("UPDATE engine_state SET last_seen_at = ?, status = ?", (now, status))
+
     def hang():
         while True:
-            {report}
+            {action}
             time.sleep(0.05)
+
     hang()
 """
 
 
 @pytest.mark.parametrize(
-    ("report", "reason"),
+    ("action", "reason"),
     [
-        ("report_alive(database, 'org/m', status={'seconds without progress': 9})", "it has made no progress for 9 s"),
-        ("pass", "it has not reported for 6 s"),
-        ("report_alive(database, 'org/m', status={'seconds without progress': 0})", None),
+        ("report(stalled=9)", "it has made no progress for 9 s"),
+        ("pass", "it has not reported for 3 s"),
+        ("report(stalled=0)", None),
     ],
 )
 async def test_a_hung_engine_is_restarted(
-    report: str, reason: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    action: str, reason: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It shows where it hangs. An engine that compiles for hours reports progress."""
     config = TxConfig(base_model="org/m", checkpoints_base=tmp_path, engine_hang_sec=HANG_SECONDS)
-    program = child(HANGS.format(url=config.database_url, report=report))
-    service = Service(config, Supervisor(config, lambda: None, command=program, first_pause_sec=0.01))
-    state = {"vocab_size": 1, "max_context": 1, "eos_ids": [], "can_train_all": True, "has_tokenizer": True}
-    await service.write(lambda db: db.add(EngineState(base_model="org/m", status={STALLED: 99}, **state)))
-    supervisor = service.supervisor
-    assert supervisor is not None
+    program = child(HANGS.format(database=config.database_url.removeprefix("sqlite:///"), action=action))
+    supervisor = Supervisor(config, lambda: None, command=program, first_pause_sec=0.01)
+    service = Service(config, supervisor)
+    add_rows(service.database, EngineState(**(STATE | {"base_model": "org/m", "status": {STALLED: 99}})))
     async with service.running():
         if reason is None:
             await until(lambda: supervisor.is_running)
-            await asyncio.sleep(2 * HANG_SECONDS)
+            await asyncio.sleep(1.7 * HANG_SECONDS)
         else:
             await until(lambda: supervisor.n_starts > 1)
     assert (supervisor.n_starts > 1) == (reason is not None)

@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Engine as Database
 from sqlmodel import Session as Db
+from tx_kit.rows import add_rows, change_row, checkpoint_row, model_row
 
-from tx.tinker.db_models import Checkpoint, CheckpointKind, Model, Session, SessionStatus, now
+from tx.tinker.db_models import Checkpoint, CheckpointKind, Session, SessionStatus, now
 from tx.tinker.store import catalog
-from tx.tinker.store.database import reading, writing
+from tx.tinker.store.database import reading
 from tx.tinker.types import UserError
 from tx.tinker.wire.listings import SearchSessionsRequest
 
@@ -23,17 +24,16 @@ ALL = tuple(CheckpointKind)
 @pytest.fixture
 def db(database: Database) -> Iterator[Db]:
     """Sessions a0 … a3 and b0 of two users, with a model and checkpoints in each."""
-    with writing(database) as filling:
-        for number, name in enumerate(("a0", "a1", "a2", "a3", "b0")):
-            filling.add(session(name, number))
-            filling.flush()
-            model = {"model_seq_id": 0, "base_model": "m", "rank": number % 2 * 4, "lora": {}}
-            at = START + timedelta(hours=number)
-            filling.add(Model(model_id=f"{name}:train:0", session_id=name, last_request_at=at, **model))
-            for minute, kind in enumerate((CheckpointKind.TRAINING, CheckpointKind.SAMPLER)):
-                created_at = at + timedelta(minutes=minute)
-                fields = {"base_model": "m", "lora": {}, "size_bytes": 1 << 40, "created_at": created_at}
-                filling.add(Checkpoint(model_id=f"{name}:train:0", kind=kind, name="c", **fields))
+    for number, name in enumerate(("a0", "a1", "a2", "a3", "b0")):
+        at = START + timedelta(hours=number)
+        model = model_row(name, rank=number % 2 * 4, last_request_at=at)
+        checkpoints = [
+            checkpoint_row(
+                model.model_id, "c", kind=kind, size_bytes=1 << 40, created_at=at + timedelta(minutes=minute)
+            )
+            for minute, kind in enumerate((CheckpointKind.TRAINING, CheckpointKind.SAMPLER))
+        ]
+        add_rows(database, session(name, number), model, *checkpoints)
     with reading(database) as opened:
         yield opened
 
@@ -75,8 +75,7 @@ def test_checkpoints(db: Db, database: Database) -> None:
     assert (found.cursor.total_count, found.checkpoints[0].size_bytes) == (8, 1 << 40)
     only = catalog.list_checkpoints(db, "b", (CheckpointKind.TRAINING,), limit=9, offset=0)
     assert [one.tinker_path for one in only.checkpoints] == ["tinker://b0:train:0/weights/c"]
-    with writing(database) as changing:
-        changing.get_one(Checkpoint, ("b0:train:0", "weights", "c")).expires_at = now()
+    change_row(database, Checkpoint, ("b0:train:0", "weights", "c"), expires_at=now())
     with reading(database) as again:
         left = catalog.list_checkpoints(again, "b", ALL, limit=9, offset=0)
         assert [one.checkpoint_type for one in left.checkpoints] == ["sampler"]

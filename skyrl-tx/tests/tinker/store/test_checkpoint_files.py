@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tx_kit.servers import CHILD_ENVIRONMENT
+from tx_kit.processes import start_python
 
 from tx.tinker.config import TxConfig
 from tx.tinker.store.checkpoint_files import (
@@ -207,8 +205,7 @@ except OSError as error:
 
 
 def test_a_full_disk_raises_oserror(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FILLING, str(tmp_path / "there")]
-    assert subprocess.run(command, env=CHILD_ENVIRONMENT, check=False).returncode == 7
+    assert start_python("-c", FILLING, str(tmp_path / "there")).wait(60) == 7
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine as Database
 from sqlmodel import select
+from tx_kit.rows import add_rows, change_row, checkpoint_row, model_row, read_rows
 from tx_kit.servers import config_for
 
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import Checkpoint, CheckpointKind, Model, ModelStatus, Session, SessionStatus
+from tx.tinker.db_models import Checkpoint, Model, ModelStatus, Session, SessionStatus
 from tx.tinker.refusal import Refusal
 from tx.tinker.store import copying
 from tx.tinker.store.checkpoint_files import checkpoint_folder, delete_folder
@@ -27,12 +28,8 @@ def config(tmp_path: Path) -> TxConfig:
 @pytest.fixture
 def database(config: TxConfig, database: Database) -> Database:
     """A database with a user who has a checkpoint, and one who has a session."""
-    with writing(database) as db:
-        db.add_all([Session(session_id="s", owner="alice"), Session(session_id="t", owner="bob")])
-        db.flush()
-        db.add(Model(model_id="s:train:0", session_id="s", model_seq_id=0, base_model="m", rank=4, lora={"rank": 4}))
-        fields = {"base_model": "m", "lora": {"rank": 4}, "size_bytes": 7, "user_metadata": {"a": "b"}}
-        db.add(Checkpoint(model_id="s:train:0", kind=CheckpointKind.TRAINING, name="x", **fields))
+    sessions = [Session(session_id="s", owner="alice"), Session(session_id="t", owner="bob")]
+    add_rows(database, *sessions, model_row(), checkpoint_row(size_bytes=7, user_metadata={"a": "b"}))
     folder = checkpoint_folder(config, SOURCE)
     (folder / "deep").mkdir(parents=True)
     (folder / "deep" / "file").write_bytes(b"weights")
@@ -71,13 +68,11 @@ def test_a_repeated_copy_is_the_same_copy(config: TxConfig, database: Database) 
     assert copy(config, database, key="l", **body) != copy(config, database, key=None, **body)
     into = {"session_id": "s", "model_seq_id": 5}
     assert copy(config, database, **into) == copy(config, database, **into) == "tinker://s:train:5/weights/x"
-    with reading(database) as db:
-        assert len(db.exec(select(Checkpoint)).all()) == 5
+    assert len(read_rows(database, Checkpoint)) == 5
 
 
 def test_idempotency_keys_are_per_user(config: TxConfig, database: Database) -> None:
-    with writing(database) as db:
-        db.get_one(Checkpoint, ("s:train:0", "weights", "x")).is_public = True
+    change_row(database, Checkpoint, ("s:train:0", "weights", "x"), is_public=True)
     body = {"destination_project_id": "p"}
     assert copy(config, database, "alice", key="k", **body) != copy(config, database, "bob", key="k", **body)
 
@@ -96,8 +91,7 @@ def test_a_copy_that_is_not_recorded_has_no_files(config: TxConfig, database: Da
 def test_copies_of_public_checkpoints(config: TxConfig, database: Database) -> None:
     with pytest.raises(Refusal, match="there is no checkpoint"):
         copy(config, database, "bob", session_id="t", model_seq_id=0)
-    with writing(database) as db:
-        db.get_one(Checkpoint, ("s:train:0", "weights", "x")).is_public = True
+    change_row(database, Checkpoint, ("s:train:0", "weights", "x"), is_public=True)
     assert copy(config, database, "bob", session_id="t", model_seq_id=0) == "tinker://t:train:0/weights/x"
     with pytest.raises(Refusal, match="there is no session"):
         copy(config, database, "bob", session_id="s", model_seq_id=1)
@@ -120,8 +114,7 @@ def test_refused_copies(config: TxConfig, database: Database, fields: dict[str, 
 
 
 def test_existing_models_are_not_overwritten(config: TxConfig, database: Database) -> None:
-    with writing(database) as db:
-        db.add(Model(model_id="s:train:7", session_id="s", model_seq_id=7, base_model="m", rank=4, lora={"rank": 4}))
+    add_rows(database, model_row(number=7))
     with pytest.raises(Refusal, match="model s:train:7 already exists"):
         copy(config, database, session_id="s", model_seq_id=7)
 

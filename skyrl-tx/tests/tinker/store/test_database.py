@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,24 +14,17 @@ from alembic.migration import MigrationContext
 from sqlalchemy import BigInteger, Engine, Integer, text
 from sqlalchemy.exc import StatementError
 from sqlmodel import SQLModel, func, select
-from tx_kit.databases import database_url
-from tx_kit.servers import CHILD_ENVIRONMENT
+from tx_kit.processes import start_python
+from tx_kit.rows import add_rows, checkpoint_row, model_row, read_rows, request_row
 
-from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, Request, now
+from tx.tinker.db_models import Checkpoint, Model, Request, now
 from tx.tinker.db_models import Session as ClientSession
 from tx.tinker.store.database import open_database, reading, writing
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/new/folder/tinker.db"
-    return database_url(request.getfixturevalue("postgresql_url"), secrets.token_hex(8))
-
-
 @pytest.fixture
-def database(url: str) -> Iterator[Engine]:
-    opened = open_database(url)
+def database(each_database_url: str) -> Iterator[Engine]:
+    opened = open_database(each_database_url)
     yield opened
     opened.dispose()
 
@@ -56,10 +44,10 @@ def test_migrations_match_the_models(database: Engine) -> None:
         assert compare_metadata(context, SQLModel.metadata) == []
 
 
-def test_opening_again_changes_nothing(database: Engine, url: str) -> None:
+def test_opening_again_changes_nothing(database: Engine, each_database_url: str) -> None:
     with writing(database) as db:
         db.add(ClientSession(session_id="a"))
-    again = open_database(url)
+    again = open_database(each_database_url)
     with reading(again) as db:
         assert [one.session_id for one in db.exec(select(ClientSession))] == ["a"]
     again.dispose()
@@ -88,18 +76,11 @@ def test_a_time_without_a_zone_is_refused(database: Engine) -> None:
 
 def test_large_numbers(database: Engine) -> None:
     large = 1 << 40  # bytes of a checkpoint, or number of requests
-    fields = {"kind": CheckpointKind.TRAINING, "base_model": "m", "lora": {}}
-    with writing(database) as db:
-        db.add(session("s"))
-        db.flush()
-        told_of_model = {"model_seq_id": 0, "base_model": "m", "rank": 1, "lora": {}}
-        db.add(Model(model_id="m", session_id="s", restored_until=large, **told_of_model))
-        db.add(Checkpoint(model_id="m", name="n", size_bytes=large, **fields))
-        db.add(Request(request_id=large, kind=Kind.SAMPLE, payload=b"", payload_hash="", sample_seq_id=large))
-    with reading(database) as db:
-        assert db.exec(select(Checkpoint)).one().size_bytes == large
-        assert db.exec(select(Request)).one().sample_seq_id == large
-        assert db.exec(select(Model)).one().restored_until == large
+    request = request_row(request_id=large, sample_seq_id=large)
+    add_rows(database, session("s"), model_row(restored_until=large), checkpoint_row(size_bytes=large), request)
+    assert [one.size_bytes for one in read_rows(database, Checkpoint)] == [large]
+    assert [one.sample_seq_id for one in read_rows(database, Request)] == [large]
+    assert [one.restored_until for one in read_rows(database, Model)] == [large]
 
 
 def test_exceptions_roll_back(database: Engine) -> None:
@@ -115,14 +96,14 @@ def test_exceptions_roll_back(database: Engine) -> None:
         assert db.get(ClientSession, "a") is None
 
 
-@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("each_database_url", ["sqlite"], indirect=True)
 def test_settings_of_sqlite(database: Engine) -> None:
     with database.connect() as connection:
         found = [connection.execute(text(f"PRAGMA {name}")).scalar() for name in ("journal_mode", "foreign_keys")]
     assert found == ["wal", 1]
 
 
-@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("each_database_url", ["sqlite"], indirect=True)
 def test_some_commits_of_sqlite_are_durable(database: Engine) -> None:
     found = []
     for is_durable in (False, True, False):
@@ -143,8 +124,8 @@ def test_readers_see_a_snapshot(database: Engine) -> None:
         assert db.get(ClientSession, "b") is not None
 
 
-def test_writers_wait_for_each_other(database: Engine, url: str) -> None:
-    others = [open_database(url) for _ in range(3)]
+def test_writers_wait_for_each_other(database: Engine, each_database_url: str) -> None:
+    others = [open_database(each_database_url) for _ in range(3)]
     errors: list[Exception] = []
 
     def write(engine: Engine, name: str) -> None:
@@ -169,14 +150,13 @@ def test_writers_wait_for_each_other(database: Engine, url: str) -> None:
         other.dispose()
 
 
-def test_concurrent_processes_can_open_a_new_database(url: str) -> None:
+def test_concurrent_processes_can_open_a_new_database(each_database_url: str) -> None:
     program = "import sys; from tx.tinker.store.database import open_database; open_database(sys.argv[1]).dispose()"
-    command = [sys.executable, "-c", program, url]
-    children = [subprocess.Popen(command, env=CHILD_ENVIRONMENT) for _ in range(3)]
+    children = [start_python("-c", program, each_database_url) for _ in range(3)]
     assert [child.wait(60) for child in children] == [0, 0, 0]
 
 
-def test_commits_survive_a_kill(url: str) -> None:
+def test_commits_survive_a_kill(each_database_url: str) -> None:
     program = (
         "import os, sys\n"
         "from tx.tinker.store.database import open_database, writing\n"
@@ -188,21 +168,15 @@ def test_commits_survive_a_kill(url: str) -> None:
         "with writing(database) as db:\n"
         "    db.add(Session(session_id='never')); db.flush(); print('open', flush=True); input()\n"
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, url],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=CHILD_ENVIRONMENT,
-    )
+    child = start_python("-c", program, each_database_url, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None
     assert child.stdout is not None
     with child.stdin, child.stdout:
         for line in child.stdout:
             if line.strip() == "open":
-                os.kill(child.pid, signal.SIGKILL)
+                child.kill()
         child.wait()
-    database = open_database(url)
+    database = open_database(each_database_url)
     with reading(database) as db:
         assert sorted(one.session_id for one in db.exec(select(ClientSession))) == [str(n) for n in range(10)]
     database.dispose()

@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import pytest
 from sqlalchemy import Engine as Database
-from sqlmodel import Session as Db
+from tx_kit.rows import add_rows, checkpoint_row, model_row, request_row
 
-from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, Request, RequestStatus, Session, now
+from tx.tinker.db_models import Kind, Request, RequestStatus, Session, now
 from tx.tinker.refusal import Refusal
 from tx.tinker.store import queries
 from tx.tinker.store.database import reading, writing
@@ -15,20 +15,10 @@ MODEL = "s:train:0"
 OWNER = Session(session_id="s").owner
 
 
-def add_model(db: Db) -> None:
-    """Add a model and its session."""
-    db.add(Session(session_id="s"))
-    db.flush()
-    db.add(Model(model_id=MODEL, session_id="s", model_seq_id=0, base_model="m", rank=4, lora={}))
-
-
 def test_an_expired_checkpoint_is_not_found_before_it_is_deleted(database: Database) -> None:
-    fields = {"kind": CheckpointKind.TRAINING, "base_model": "m", "lora": {}, "size_bytes": 1}
-    with writing(database) as db:
-        add_model(db)
-        for name, expires_in in (("expired", -1), ("valid", 3600)):
-            expires_at = now() + timedelta(seconds=expires_in)
-            db.add(Checkpoint(model_id=MODEL, name=name, expires_at=expires_at, **fields))
+    expiries = {"expired": now() - timedelta(seconds=1), "valid": now() + timedelta(hours=1)}
+    checkpoints = [checkpoint_row(MODEL, name, expires_at=at) for name, at in expiries.items()]
+    add_rows(database, Session(session_id="s"), model_row(), *checkpoints)
     with reading(database) as db:
         assert queries.find_checkpoint(db, f"tinker://{MODEL}/weights/valid", OWNER).name == "valid"
         with pytest.raises(Refusal, match="expired at") as refused:
@@ -37,8 +27,7 @@ def test_an_expired_checkpoint_is_not_found_before_it_is_deleted(database: Datab
 
 
 def request(kind: Kind, payload: bytes) -> Request:
-    payload_hash = queries.hash_of(payload)
-    return Request(kind=kind, model_id=MODEL, seq_id=3, payload=payload, payload_hash=payload_hash)
+    return request_row(kind, model_id=MODEL, seq_id=3, payload=payload, payload_hash=queries.hash_of(payload))
 
 
 def test_a_repeated_request_has_the_same_kind_and_the_same_payload(database: Database) -> None:
@@ -55,7 +44,7 @@ def test_a_repeated_request_has_the_same_kind_and_the_same_payload(database: Dat
 
 
 def test_a_sample_that_is_done_cannot_be_cancelled(database: Database) -> None:
-    samples = [Request(kind=Kind.SAMPLE, payload=b"", payload_hash="", status=status) for status in RequestStatus]
+    samples = [request_row(status=status) for status in RequestStatus]
     with writing(database) as db:
         db.add_all(samples)
         db.flush()

@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import pytest
 from sqlalchemy import Engine as Database
-from sqlmodel import select
+from tx_kit.rows import add_rows, read_rows, request_row
 
-from tx.tinker.db_models import Kind, Request, RequestStatus, Session, SessionStatus, now
+from tx.tinker.db_models import Request, RequestStatus, Session, SessionStatus, now
 from tx.tinker.store import retention
 from tx.tinker.store.database import reading, writing
 
@@ -15,9 +15,7 @@ OLD = now() - timedelta(days=3)
 
 def test_only_active_sessions_can_expire(database: Database) -> None:
     """A session that its client has finished does not expire afterwards."""
-    with writing(database) as db:
-        for status in SessionStatus:
-            db.add(Session(session_id=status.value, status=status, last_seen_at=OLD))
+    add_rows(database, *(Session(session_id=one.value, status=one, last_seen_at=OLD) for one in SessionStatus))
     with reading(database) as db:
         assert retention.active_sessions(db) == {"active": OLD}
 
@@ -25,13 +23,10 @@ def test_only_active_sessions_can_expire(database: Database) -> None:
 def test_old_requests_are_deleted_in_batches(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deletion blocks other writers."""
     monkeypatch.setattr(retention, "MAX_ROWS", 2)
-    old = {"status": RequestStatus.DONE, "completed_at": OLD, "payload": b"", "payload_hash": ""}
-    with writing(database) as db:
-        db.add_all([Request(kind=Kind.SAMPLE, **old) for _ in range(5)])
+    add_rows(database, *(request_row(status=RequestStatus.DONE, completed_at=OLD) for _ in range(5)))
     n_deleted = []
     for _ in range(4):
         with writing(database) as db:
             n_deleted.append(retention.delete_requests(db, 1.0))
     assert n_deleted == [2, 2, 1, 0]
-    with reading(database) as db:
-        assert db.exec(select(Request)).all() == []
+    assert read_rows(database, Request) == []

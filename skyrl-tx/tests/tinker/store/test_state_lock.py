@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import secrets
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tx_kit.databases import database_url
-from tx_kit.servers import CHILD_ENVIRONMENT
+from tx_kit.processes import start_python
 
 from tx.tinker.config import TxConfig, arguments_of
 from tx.tinker.store.state_lock import StateLock, StateTakenError
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def config(request: pytest.FixtureRequest, tmp_path: Path) -> TxConfig:
-    url = f"sqlite:///{tmp_path}/db/tinker.db"
-    if request.param == "postgresql":
-        url = database_url(request.getfixturevalue("postgresql_url"), secrets.token_hex(8))
-    return TxConfig(base_model="org/none", checkpoints_base=tmp_path / "state", database_url=url)
+@pytest.fixture
+def config(each_database_url: str, tmp_path: Path) -> TxConfig:
+    return TxConfig(base_model="org/none", checkpoints_base=tmp_path / "state", database_url=each_database_url)
 
 
-on_sqlite = pytest.mark.parametrize("config", ["sqlite"], indirect=True)
+on_sqlite = pytest.mark.parametrize("each_database_url", ["sqlite"], indirect=True)
 
 
 def elsewhere(config: TxConfig, tmp_path: Path) -> TxConfig:
@@ -36,8 +29,10 @@ def elsewhere(config: TxConfig, tmp_path: Path) -> TxConfig:
     return config.model_copy(update={"checkpoints_base": tmp_path / "other"})
 
 
-def child(command: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True, env=CHILD_ENVIRONMENT)
+def start(config: TxConfig, *program: str) -> subprocess.Popen[str]:
+    """Start a Python program with these settings."""
+    flags = [*arguments_of(config), f"--database-url={config.database_url}"]
+    return start_python(*program, *flags, stderr=subprocess.PIPE)
 
 
 def test_only_one_engine_holds_it(config: TxConfig, tmp_path: Path) -> None:
@@ -67,22 +62,22 @@ def test_a_folder_has_one_database(config: TxConfig, tmp_path: Path) -> None:
 
 def test_a_kill_releases_it(config: TxConfig, caplog: pytest.LogCaptureFixture) -> None:
     program = (
-        "import sys, time\nfrom tx.tinker.config import parse_config\n"
+        "import os, sys, time\nfrom tx.tinker.config import parse_config\n"
         "from tx.tinker.store.state_lock import StateLock\n"
         "lock = StateLock(parse_config(sys.argv[1:], program='test'), 'engine')\n"
-        "lock.take(); print('taken', file=sys.stderr, flush=True); time.sleep(60)\n"
+        "lock.take(); print('taken by', os.getpid(), file=sys.stderr, flush=True); time.sleep(60)\n"
     )
-    url = f"--database-url={config.database_url}"
-    holder = child(["-c", program, *arguments_of(config), url])
+    holder = start(config, "-c", program)
     assert holder.stderr is not None
-    assert holder.stderr.readline() == "taken\n"
+    words, _, pid = holder.stderr.readline().rpartition(" ")
+    assert words == "taken by"
     with holder.stderr, StateLock(config, "engine") as lock:
         threading.Timer(0.5, holder.send_signal, (signal.SIGKILL,)).start()
         pause = threading.Event()
         lock.wait(60, lambda: pause.wait(0.05))
         assert holder.wait(20) == -signal.SIGKILL
     (waited,) = [one.getMessage() for one in caplog.records if one.name == "tx.tinker.store.state_lock"]
-    assert f"another engine, process {holder.pid} on" in waited
+    assert f"another engine, process {int(pid)} on" in waited
 
 
 @on_sqlite
@@ -106,7 +101,7 @@ def test_waiting_times_out(config: TxConfig) -> None:
                 second.wait(seconds, lambda should_end=should_end: should_end)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("config", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("each_database_url", ["postgresql"], indirect=True)
 def test_a_lost_connection(config: TxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tx.tinker.store.state_lock.CHECK_INTERVAL_SEC", 0.0)
     with StateLock(config, "engine") as lock:
@@ -119,10 +114,9 @@ def test_a_lost_connection(config: TxConfig, monkeypatch: pytest.MonkeyPatch) ->
 
 @on_sqlite
 def test_a_second_server_names_the_holder_and_exits(config: TxConfig) -> None:
-    url = f"--database-url={config.database_url}"
     with StateLock(config, "server") as lock:
         lock.take()
-        second = child(["-m", "tx.run.main", "serve", *arguments_of(config), url])
+        second = start(config, "-m", "tx.run.main", "serve")
         _, output = second.communicate(timeout=60)
     assert second.returncode == 1
     assert "server.lock is in use by another server, process" in output
@@ -131,10 +125,9 @@ def test_a_second_server_names_the_holder_and_exits(config: TxConfig) -> None:
 
 @on_sqlite
 def test_a_second_engine_waits_and_logs_it(config: TxConfig) -> None:
-    url = f"--database-url={config.database_url}"
     with StateLock(config, "engine") as lock:
         lock.take()
-        second = child(["-m", "tx.tinker.engine", *arguments_of(config), url])
+        second = start(config, "-m", "tx.tinker.engine")
         assert second.stderr is not None
         with second.stderr:
             while "Waiting up to 300 s for it to exit" not in second.stderr.readline():

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine as Database
+from tx_kit.rows import change_row, request_row
 
-from tx.tinker.db_models import Kind, Request, RequestStatus
+from tx.tinker.db_models import Request, RequestStatus
 from tx.tinker.refusal import Refusal
 from tx.tinker.store.database import writing
 from tx.tinker.submission import admission as module
@@ -19,7 +20,7 @@ def admission_of(max_requests: int, max_bytes: int, user: Limits = UNLIMITED) ->
 
 
 def accept(database: Database, admission: Admission, **fields: Any) -> int:
-    request = Request(kind=Kind.SAMPLE, payload_hash="", **{"payload": b"12345678", **fields})
+    request = request_row(**{"payload": b"12345678", **fields})
     with writing(database) as db:
         admission.admit(db, request)
         db.add(request)
@@ -28,8 +29,7 @@ def accept(database: Database, admission: Admission, **fields: Any) -> int:
 
 
 def finish(database: Database, request_id: int) -> None:
-    with writing(database) as db:
-        db.get_one(Request, request_id).status = RequestStatus.DONE
+    change_row(database, Request, request_id, status=RequestStatus.DONE)
 
 
 def test_the_number_of_requests_is_limited(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_cached_counts_are_bounded(database: Database, monkeypatch: pytest.Monke
     admission = admission_of(1, 1000)
     with writing(database) as db:
         for number in range(10):
-            admission.admit(db, Request(kind=Kind.SAMPLE, payload=b"", payload_hash="", model_id=str(number)))
+            admission.admit(db, request_row(model_id=str(number)))
     assert len(admission._known) == 4
 
 
@@ -127,7 +127,7 @@ def test_the_least_recently_used_count_is_evicted_first(database: Database, monk
 
     def admit(model_id: str) -> None:
         with writing(database) as db:
-            admission.admit(db, Request(kind=Kind.SAMPLE, payload=b"", payload_hash="", model_id=model_id))
+            admission.admit(db, request_row(model_id=model_id))
 
     for model_id in ("a", "a", "b", "c", "c"):
         admit(model_id)

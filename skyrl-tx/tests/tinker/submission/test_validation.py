@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from tx_kit.servers import STATE
+from tx_kit.fake_engine import STATE
 
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import EngineState

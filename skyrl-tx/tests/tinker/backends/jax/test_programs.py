@@ -10,36 +10,10 @@ import numpy as np
 import pytest
 from jax.extend.core import Primitive
 
-from tx.models.config import LoraConfig
-from tx.tinker.backends.jax.backend import JaxBackend
-from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.jax.programs import evict_programs, programs
-from tx.tinker.types import AdamParams, Datum, Pass
+from tx.tinker.types import Datum
 
 DATUM = Datum(np.arange(8, dtype=np.int32), {"target_tokens": np.arange(8, dtype=np.int32)})
-
-
-@pytest.mark.parametrize("rank", [3, 0])
-def test_programs_are_compiled_once(models: Path, tmp_path: Path, rank: int) -> None:
-    backend = JaxBackend(models / "qwen3", "tiny", JaxConfig(compile_cache=tmp_path))
-
-    def train(model_id: str) -> int:
-        for _ in range(2):
-            list(backend.compute(Pass(model_id, [DATUM], "cross_entropy")))
-            backend.optim_step(model_id, AdamParams())
-        backend.optim_step(model_id, AdamParams())  # without any gradient
-        return backend.counts()["programs compiled"]
-
-    backend.create_model("a", LoraConfig(rank, seed=0))
-    list(backend.compute(Pass("a", [DATUM], "cross_entropy")))
-    backend.optim_step("a", AdamParams())
-    n_programs = backend.counts()["programs compiled"]
-    assert train("a") == n_programs
-    backend.save_model("a", tmp_path)
-    backend.load_model("b", tmp_path, with_optimizer=True)
-    backend.load_model("c", tmp_path, with_optimizer=False)
-    n_programs = backend.counts()["programs compiled"]
-    assert train("b") == train("c") == n_programs
 
 
 def test_unused_programs_are_evicted(tmp_path: Path) -> None:
@@ -75,7 +49,7 @@ def test_other_threads_see_that_a_program_is_compiled() -> None:
             seen.add(programs().is_compiling)
 
     def program(x: jax.Array) -> jax.Array:
-        for number in range(200):
+        for number in range(40):
             x = jnp.sin(x * number) @ x
         return x
 

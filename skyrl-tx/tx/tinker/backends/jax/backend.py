@@ -168,6 +168,9 @@ class JaxBackend:
         model.gradients = None
         weights, moments, norm = adam_step(model.weights, model.moments, gradients, step_of(params))
         check_grad_norm(float(norm))
+        if self._mesh.size > 1:  # where the compiler left them, the next step would compile other programs
+            placement = jax.tree.map(lambda array: array.sharding, (model.weights, model.moments))
+            weights, moments = jax.device_put((weights, moments), placement)
         model.weights, model.moments = weights, moments
         return {"skyrl.ai/grad_norm": float(norm), "skyrl.ai/learning_rate": params.learning_rate}
 

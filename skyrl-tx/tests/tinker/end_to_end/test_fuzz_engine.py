@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,24 +18,27 @@ import tinker
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker import types
-from tx_kit.engines import CONTEXT, SETTINGS, VOCABULARY
+from tx_kit.engines import SETTINGS
 from tx_kit.fuzz import EXAMPLES, FLOATS, PROTOBUF, fuzzed, n_requests, rarely
+from tx_kit.models import MINIMAL_CONTEXT, MINIMAL_VOCABULARY
 from tx_kit.processes import ServerProcess, process
-from tx_kit.servers import BASE_MODEL, new_model, new_sampler, new_session
+from tx_kit.servers import BASE_MODEL, SECONDS, new_model, new_sampler, new_session, wait_until
 
+from tx.tinker.losses import LOSSES
 from tx.tinker.wire import tinker_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-MAX_SECONDS = 60
 N_WINDOWS = 2
 MAX_GROWTH, MAX_GROWTH_PER_REQUEST = 4 << 20, 4 << 10
 """Permitted growth of the engine in bytes, in total and per request, after it has seen all kinds of requests."""
 NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 1e-8, 1e-40, 1e30, 1e38, *FLOATS]) | st.floats(0, 1)
-TOKENS = st.integers(0, VOCABULARY - 1)
-ODD_TOKENS = st.sampled_from([-1, VOCABULARY, 2**31 - 1, -(2**31)])
-LENGTHS = st.sampled_from([1, 2, 31, 32, CONTEXT + 1, *([100, CONTEXT - 1, CONTEXT] if EXAMPLES else [])])
+TOKENS = st.integers(0, MINIMAL_VOCABULARY - 1)
+ODD_TOKENS = st.sampled_from([-1, MINIMAL_VOCABULARY, 2**31 - 1, -(2**31)])
+MANY_LENGTHS = [100, MINIMAL_CONTEXT - 1, MINIMAL_CONTEXT] if EXAMPLES else []
+LENGTHS = st.sampled_from([1, 2, 31, 32, MINIMAL_CONTEXT + 1, *MANY_LENGTHS])
 """Excludes lengths that need their own programs, which take a second each to compile."""
+ELSEWHERE = "tinker://a:train:0/weights/x"
 
 
 @dataclass
@@ -51,10 +53,23 @@ class Attack:
     promises: list[str] = field(default_factory=list)
     seen: Counter[int] = field(default_factory=Counter)
 
-    def post(self, path: str, body: Any, **headers: str) -> dict[str, Any]:
+    @classmethod
+    def on(cls, server: ServerProcess) -> Attack:
+        http = server.client()
+        session_id = new_session(http)
+        attack = cls(http, session_id, new_sampler(http, session_id, 99))
+        for number in (100, 101):
+            assert new_model(http, session_id, number, rank=8).status_code == 200
+            attack.models.append(f"{session_id}:train:{number}")
+        for path, kind in (("save_weights", "weights"), ("save_weights_for_sampler", "sampler_weights")):
+            attack.post(path, {"model_id": attack.models[0], "path": "first"})
+            attack.paths.append(f"tinker://{attack.models[0]}/{kind}/first")
+        return attack
+
+    def post(self, path: str, body: Any) -> dict[str, Any]:
         """Send a request and check that it causes no server error; return the reply."""
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        reply = self.http.post(path, content=content, headers={"Content-Type": "application/json", **headers})
+        content, kind = (body, PROTOBUF) if isinstance(body, bytes) else (json.dumps(body).encode(), "application/json")
+        reply = self.http.post(path, content=content, headers={"Content-Type": kind})
         self.seen[reply.status_code] += 1
         assert reply.status_code < 500, (path, body, reply.text)
         answer = dict(reply.json())
@@ -72,50 +87,45 @@ def prompts(draw: st.DrawFn) -> list[int]:
 @st.composite
 def samples(draw: st.DrawFn, attack: Attack) -> tuple[str, Any]:
     params = {
-        "max_tokens": draw(st.sampled_from([None, 1, 2, 9, CONTEXT, 10**12])),
+        "max_tokens": draw(st.sampled_from([None, 1, 2, 9, MINIMAL_CONTEXT, 10**12])),
         "temperature": draw(NUMBERS),
-        "top_k": draw(st.sampled_from([-1, 0, 1, 2, VOCABULARY, 2**31 - 1])),
+        "top_k": draw(st.sampled_from([-1, 0, 1, 2, MINIMAL_VOCABULARY, 2**31 - 1])),
         "top_p": draw(st.sampled_from([1e-300, 1e-9, 0.5, 1.0])),
         "seed": draw(st.sampled_from([None, 0, -1, 2**63, 2**64 - 1])),
         "stop": draw(st.none() | st.lists(TOKENS, max_size=17) | st.lists(st.text(max_size=3), max_size=3)),
     }
-    weights = draw(
-        st.sampled_from([{"base_model": BASE_MODEL}, {"sampling_session_id": attack.sampler_id}])
-        | st.sampled_from([{"model_path": path} for path in [*attack.paths, "tinker://a:train:0/weights/x"]])
-    )
-    n_samples = draw(st.sampled_from([1, 1, 1, 2, 40, 10**9]))
-    body = {"prompt": {"chunks": [{"tokens": draw(prompts())}]}, "sampling_params": params, "num_samples": n_samples}
-    wants = {
-        name: draw(st.sampled_from([0, 0, 1, 32, 33])) for name in ("topk_prompt_logprobs", "topk_sample_logprobs")
+    weights = [{"base_model": BASE_MODEL}, {"sampling_session_id": attack.sampler_id}]
+    weights += [{"model_path": path} for path in (*attack.paths, ELSEWHERE)]
+    n_top = st.sampled_from([0, 0, 1, 32, 33])
+    return "asample", {
+        "prompt": {"chunks": [{"tokens": draw(prompts())}]},
+        "sampling_params": params,
+        "num_samples": draw(st.sampled_from([1, 1, 1, 2, 40, 10**9])),
+        "topk_prompt_logprobs": draw(n_top),
+        "topk_sample_logprobs": draw(n_top),
+        "prompt_logprobs": draw(st.booleans()),
+        **draw(st.sampled_from(weights)),
     }
-    return "asample", {**body, **weights, **wants, "prompt_logprobs": draw(st.booleans())}
-
-
-@st.composite
-def tensors(draw: st.DrawFn, tensor: pb.Tensor, n: int) -> None:
-    values = draw(st.lists(NUMBERS, min_size=1, max_size=3))
-    with np.errstate(all="ignore"):
-        tensor.dense = np.resize(np.array(values), n).astype("<f4").tobytes()
-    tensor.dtype = pb.DTYPE_FLOAT32
 
 
 @st.composite
 def passes(draw: st.DrawFn, attack: Attack) -> tuple[str, Any]:
-    message = pb.ForwardBackwardRequest(model_id=draw(st.sampled_from(attack.models)), forward_only=draw(st.booleans()))
-    message.loss_fn = draw(st.sampled_from(["cross_entropy", "ppo", "cispo", "dro", "gspo", "importance_sampling"]))
+    loss = draw(st.sampled_from(sorted(LOSSES)))
+    message = pb.ForwardBackwardRequest(model_id=draw(st.sampled_from(attack.models)), loss_fn=loss)
+    message.forward_only = draw(st.booleans())
     for name in draw(st.lists(st.sampled_from(["clip_low_threshold", "clip_high_threshold", "beta"]), max_size=1)):
         message.loss_fn_config[name] = draw(NUMBERS)
     for _ in range(draw(st.sampled_from([1, 1, 3]))):
         datum, tokens = message.data.add(), draw(prompts())
         datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
-        datum.loss_fn_inputs["target_tokens"].dense = np.array(draw(prompts()), "<i8").tobytes()
-        datum.loss_fn_inputs["target_tokens"].dtype = pb.DTYPE_INT64
-        if not rarely(draw, 5):  # as many targets as tokens
-            datum.loss_fn_inputs["target_tokens"].dense = np.array(tokens, "<i8").tobytes()
-        names = {"cross_entropy": [], "gspo": ["logprobs", "advantages", "sequence_ratio_mask"]}
-        needed = names.get(message.loss_fn, ["logprobs", "advantages"])
-        for name in [*needed, *(["weights"] if draw(st.booleans()) else [])]:
-            draw(tensors(datum.loss_fn_inputs[name], len(tokens)))
+        targets = draw(prompts()) if rarely(draw, 5) else tokens  # as many as tokens
+        dense = np.array(targets, "<i8").tobytes()
+        datum.loss_fn_inputs["target_tokens"].CopyFrom(pb.Tensor(dense=dense, dtype=pb.DTYPE_INT64))
+        for name in [*LOSSES[loss].needs[1:], *(["weights"] if draw(st.booleans()) else [])]:
+            values = draw(st.lists(NUMBERS, min_size=1, max_size=3))
+            with np.errstate(all="ignore"):
+                dense = np.resize(np.array(values), len(tokens)).astype("<f4").tobytes()
+            datum.loss_fn_inputs[name].CopyFrom(pb.Tensor(dense=dense, dtype=pb.DTYPE_FLOAT32))
     return "forward_backward", message.SerializeToString()
 
 
@@ -128,43 +138,24 @@ def steps(draw: st.DrawFn, attack: Attack) -> tuple[str, Any]:
 
 @st.composite
 def others(draw: st.DrawFn, attack: Attack) -> tuple[str, Any]:
-    model_id, number = draw(st.sampled_from(attack.models)), draw(st.integers(0, 30))
-    path = draw(st.sampled_from([*attack.paths, "tinker://a:train:0/weights/x"]))
-    lora = {
-        "rank": draw(st.sampled_from([8, 257, 10**9, *([0, 1, 256] if EXAMPLES else [])])),
-        "seed": draw(st.sampled_from([None, -1, 2**64 - 1])),
-    }
-    session = {"session_id": attack.session_id, "model_seq_id": number}
-    snapshot = {"session_id": attack.session_id, "sampling_session_seq_id": number}
-    return draw(
-        st.sampled_from(
-            [
-                ("create_model", {**session, "base_model": BASE_MODEL, "lora_config": lora}),
-                ("load_weights", {**session, "path": path, "optimizer": draw(st.booleans())}),
-                ("load_weights", {"model_id": model_id, "path": path, "optimizer": True}),
-                ("save_weights", {"model_id": model_id, "path": f"n{number}", "overwrite": draw(st.booleans())}),
-                ("save_weights_for_sampler", {"model_id": model_id, "path": f"n{number}"}),
-                ("save_weights_for_sampler", {"model_id": model_id, "sampling_session_seq_id": number}),
-                ("save_weights_external", {"model_id": model_id, "path": f"n{number}"}),
-                ("create_sampling_session", {**snapshot, "model_path": path}),
-                ("cancel_future", {"request_id": str(draw(st.integers(1, EXAMPLES or 200)))}),
-                ("unload_model", {"model_id": f"{attack.session_id}:train:{number}"}),
-            ]
-        )
-    )
-
-
-def attack_on(server: ServerProcess) -> Attack:
-    http = server.client()
-    session_id = new_session(http)
-    attack = Attack(http, session_id, new_sampler(http, session_id, 99))
-    for number in (100, 101):
-        assert new_model(http, session_id, number, rank=8).status_code == 200
-        attack.models.append(f"{session_id}:train:{number}")
-    attack.post("save_weights", {"model_id": attack.models[0], "path": "first"})
-    attack.post("save_weights_for_sampler", {"model_id": attack.models[0], "path": "first"})
-    attack.paths += [f"tinker://{attack.models[0]}/{kind}/first" for kind in ("weights", "sampler_weights")]
-    return attack
+    number, path = draw(st.integers(0, 30)), draw(st.sampled_from([*attack.paths, ELSEWHERE]))
+    rank = draw(st.sampled_from([8, 257, 10**9, *([0, 1, 256] if EXAMPLES else [])]))
+    lora = {"rank": rank, "seed": draw(st.sampled_from([None, -1, 2**64 - 1]))}
+    session, model = {"session_id": attack.session_id}, {"model_id": draw(st.sampled_from(attack.models))}
+    new = {**session, "model_seq_id": number}
+    requests = [
+        ("create_model", {**new, "base_model": BASE_MODEL, "lora_config": lora}),
+        ("load_weights", {**new, "path": path, "optimizer": draw(st.booleans())}),
+        ("load_weights", {**model, "path": path, "optimizer": True}),
+        ("save_weights", {**model, "path": f"n{number}", "overwrite": draw(st.booleans())}),
+        ("save_weights_for_sampler", {**model, "path": f"n{number}"}),
+        ("save_weights_for_sampler", {**model, "sampling_session_seq_id": number}),
+        ("save_weights_external", {**model, "path": f"n{number}"}),
+        ("create_sampling_session", {**session, "sampling_session_seq_id": number, "model_path": path}),
+        ("cancel_future", {"request_id": str(draw(st.integers(1, EXAMPLES or 200)))}),
+        ("unload_model", {"model_id": f"{attack.session_id}:train:{number}"}),
+    ]
+    return draw(st.sampled_from(requests))
 
 
 DATA = [
@@ -178,8 +169,8 @@ DATA = [
 
 def learn(training: tinker.TrainingClient) -> float:
     """Run a valid step; return the loss before it."""
-    loss = training.forward_backward(DATA, "cross_entropy").result(timeout=MAX_SECONDS).metrics["loss:sum"]
-    training.optim_step(types.AdamParams(learning_rate=1e-2)).result(timeout=MAX_SECONDS)
+    loss = training.forward_backward(DATA, "cross_entropy").result(timeout=SECONDS).metrics["loss:sum"]
+    training.optim_step(types.AdamParams(learning_rate=1e-2)).result(timeout=SECONDS)
     return loss
 
 
@@ -188,17 +179,14 @@ def new_client(client: tinker.ServiceClient) -> tinker.TrainingClient:
 
 
 @pytest.fixture
-def server(tmp_path: Path, tiny_model: Path) -> Iterator[ServerProcess]:
-    named = ("--base-model", str(tiny_model), "--served-model-name", BASE_MODEL, "--hold-sec=0.2")
+def server(tmp_path: Path, minimal_model: Path) -> Iterator[ServerProcess]:
+    named = ("--base-model", str(minimal_model), "--served-model-name", BASE_MODEL, "--hold-sec=0.2")
     with process(tmp_path / "state", *named, f"--backend-config={json.dumps(SETTINGS)}") as started:
         yield started
 
 
 def wait_until_done(server: ServerProcess) -> None:
-    deadline = time.monotonic() + MAX_SECONDS
-    while server.n_pending():
-        assert time.monotonic() < deadline, "the engine is stuck"
-        time.sleep(0.02)
+    wait_until(lambda: not server.n_pending())
 
 
 @pytest.mark.nightly
@@ -206,7 +194,7 @@ def test_accepted_requests_do_not_break_the_engine(server: ServerProcess) -> Non
     client = server.sdk()
     training = new_client(client)
     alone = [learn(training) for _ in range(6)]
-    attack = attack_on(server)
+    attack = Attack.on(server)
     wait_until_done(server)
     engine = server.engine
     victim, beside, n = new_client(client), [], n_requests(120) // N_WINDOWS
@@ -216,8 +204,7 @@ def test_accepted_requests_do_not_break_the_engine(server: ServerProcess) -> Non
         @given(data=st.data())
         def run(data: st.DataObject) -> None:
             kinds = st.sampled_from([samples, samples, passes, passes, steps, others])
-            path, body = data.draw(data.draw(kinds)(attack))
-            attack.post(path, body, **({"Content-Type": PROTOBUF} if isinstance(body, bytes) else {}))
+            attack.post(*data.draw(data.draw(kinds)(attack)))
             if attack.seen.total() % 20 == 0:
                 if len(beside) < len(alone):
                     beside.append(learn(victim))

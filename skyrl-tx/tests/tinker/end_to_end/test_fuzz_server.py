@@ -25,11 +25,11 @@ from sqlalchemy import Engine as Database
 from sqlmodel import select
 from tx_kit.fuzz import Post, Surface, fuzzed, n_requests, posts
 from tx_kit.processes import ServerProcess, process
-from tx_kit.servers import BASE_MODEL, config_for, new_model, new_sampler, new_session, until
+from tx_kit.rows import add_rows, change_row, checkpoint_row
+from tx_kit.servers import BASE_MODEL, config_for, new_model, new_sampler, new_session, wait_until
 
 from tx.tinker.db_models import (
     Checkpoint,
-    CheckpointKind,
     Kind,
     Model,
     ModelStatus,
@@ -38,7 +38,7 @@ from tx.tinker.db_models import (
     SamplingSession,
     Session,
 )
-from tx.tinker.store.database import open_database, reading, writing
+from tx.tinker.store.database import open_database, reading
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +77,8 @@ def add_checkpoint(server: ServerProcess, database: Database, owned: dict[str, s
     folder = server.folder / owned["model"].replace(":", "_") / "weights" / "there"
     folder.mkdir(parents=True)
     (folder / "file").write_bytes(b"weights")
-    fields = {"kind": CheckpointKind.TRAINING, "name": "there", "base_model": BASE_MODEL, "lora": {"rank": 4}}
-    with writing(database) as db:
-        db.add(Checkpoint(model_id=owned["model"], size_bytes=7, **fields))
-        db.get_one(Model, owned["model"]).status = ModelStatus.READY
+    add_rows(database, checkpoint_row(owned["model"], "there", base_model=BASE_MODEL, size_bytes=7))
+    change_row(database, Model, owned["model"], status=ModelStatus.READY)
     return folder
 
 
@@ -134,9 +132,11 @@ def rows_of(database: Database, owned: dict[str, str]) -> str:
         return "\n".join(sorted(row.model_dump_json() for row in found))
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> Iterator[Target]:
-    with process(tmp_path / "state", "--no-engine", *LIMITS, "--session-timeout-sec=-1", TX_API_KEYS=KEYS) as server:
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """A server for all tests; at the end, the other user's data must be as they were."""
+    state = tmp_path_factory.mktemp("fuzz") / "state"
+    with process(state, "--no-engine", *LIMITS, "--session-timeout-sec=-1", TX_API_KEYS=KEYS) as server:
         database = open_database(config_for(server.folder).database_url)
         alice, bob = settle(server, "alice"), settle(server, "bob")
         folder = add_checkpoint(server, database, bob)
@@ -182,13 +182,13 @@ class Size:
 
 
 def size_of(server: ServerProcess) -> Size:
-    child = psutil.Process(server.child.pid)
+    child = server.process
 
     def is_connected() -> bool:
         is_open = {psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT}
         return any(c.laddr.port == server.port and c.status in is_open for c in child.net_connections("tcp"))
 
-    until(lambda: not is_connected())
+    wait_until(lambda: not is_connected())
     return Size(child.memory_info().rss, child.num_fds(), child.num_threads())
 
 
@@ -267,11 +267,11 @@ RAW = [
 
 
 @pytest.mark.parametrize("sent", RAW, ids=range(len(RAW)))
-def test_invalid_http(shared: ServerProcess, sent: bytes) -> None:
-    reply = b""
-    with socket.create_connection(("127.0.0.1", shared.port), timeout=MAX_SECONDS) as connection:
+def test_invalid_http(target: Target, sent: bytes) -> None:
+    server, reply = target.server, b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=MAX_SECONDS) as connection:
         try:
-            connection.sendall(sent)
+            connection.sendall(sent.replace(b"Host: x\r\n", b"Host: x\r\nX-API-Key: tml-alice\r\n"))
             connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(1 << 16):
                 reply += part
@@ -279,26 +279,18 @@ def test_invalid_http(shared: ServerProcess, sent: bytes) -> None:
             if error.errno not in (errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE):  # refused before the body was read
                 raise
     assert not reply.startswith(b"HTTP/1.1 5"), reply
-    assert httpx.get(f"{shared.url}/api/v1/healthz").json() == {"status": "ok"}
+    assert httpx.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with process(tmp_path_factory.mktemp("raw") / "state", "--no-engine", *LIMITS) as server:
-        yield server
-
-
-def test_silent_connections(shared: ServerProcess) -> None:
-    before = psutil.Process(shared.child.pid).num_fds()
-    idle = [socket.create_connection(("127.0.0.1", shared.port)) for _ in range(200)]
+def test_silent_connections(target: Target) -> None:
+    server = target.server
+    before = server.process.num_fds()
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
     for connection in idle[::2]:
         connection.sendall(b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     started = time.monotonic()
-    assert httpx.get(f"{shared.url}/api/v1/healthz").json() == {"status": "ok"}
+    assert httpx.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
     assert time.monotonic() - started < MAX_SECONDS
     for connection in idle:
         connection.close()
-    deadline = time.monotonic() + MAX_SECONDS
-    while psutil.Process(shared.child.pid).num_fds() > before + 5 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert psutil.Process(shared.child.pid).num_fds() <= before + 5
+    wait_until(lambda: server.process.num_fds() <= before + 5)

@@ -9,18 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from sdk.environments import SECONDS, run_client, write_description
-from sdk.models import save
-from tx_kit.processes import process
+from tx_kit.engines import serving_with_engine
+from tx_kit.sdk import SECONDS, run_client, save_model, write_description
+
+from tx.tinker.backends.factory import new_backend
 
 
-@pytest.mark.timeout(2 * SECONDS)  # includes the server's start
+@pytest.mark.timeout(2 * SECONDS)
 def test_the_sdk(tmp_path: Path) -> None:
-    model = tmp_path / "tiny" / "qwen3"
-    save("qwen3", model)
-    flags = ("--base-model", str(model), "--max-models=1000", "--backend=torch", "--compress-passes")
-    with process(tmp_path / "state", *flags) as server:
-        server.wait_for_engine()
+    model = save_model("qwen3", tmp_path / "tiny" / "qwen3")
+    settings = {"base_model": str(model), "max_models": 1000, "compress_passes": True}
+    with serving_with_engine(tmp_path / "state", new_backend("torch", model, {}, str(model)), **settings) as server:
         description = write_description(tmp_path / "server.json", model, server.url, is_compressing=True)
         output = run_client(sys.executable, description, tmp_path)
     assert " passed" in output

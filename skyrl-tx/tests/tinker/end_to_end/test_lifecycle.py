@@ -9,21 +9,27 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-import tinker
-from tinker import types
-from tx_kit.engines import engine_for, new_backend, serving_with_engine
-from tx_kit.servers import BASE_MODEL, Running, new_model, new_sampler, new_session, result_of, serving, until
+from tx_kit.engines import engine_for, load_backend, serving_with_engine
+from tx_kit.servers import (
+    BASE_MODEL,
+    SAMPLE,
+    Running,
+    new_model,
+    new_sampler,
+    new_session,
+    result_of,
+    serving,
+    wait_until,
+)
 
 from tx.tinker.db_models import Kind, Model, RequestStatus
 from tx.tinker.server.cleaner import Cleaner
 
-SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": BASE_MODEL}
-
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Running]:
-    settings = {"max_models": 1, "session_cleanup_interval_sec": 0.1}
-    with serving_with_engine(tmp_path_factory.mktemp("lifecycle") / "state", tiny_model, **settings) as served:
+def running(tmp_path_factory: pytest.TempPathFactory, minimal_model: Path) -> Iterator[Running]:
+    folder, settings = tmp_path_factory.mktemp("lifecycle"), {"max_models": 1, "session_cleanup_interval_sec": 0.1}
+    with serving_with_engine(folder / "state", load_backend(minimal_model), **settings) as served:
         yield served
 
 
@@ -37,7 +43,7 @@ def http(running: Running) -> Iterator[httpx.Client]:
 
 
 def new_model_when_there_is_room(http: httpx.Client, session_id: str) -> None:
-    until(lambda: new_model(http, session_id).status_code == 200)
+    wait_until(lambda: new_model(http, session_id).status_code == 200)
 
 
 def finish(http: httpx.Client, session_id: str) -> None:
@@ -61,36 +67,6 @@ def test_finishing_a_session_frees_its_models(
     assert words in refused.text
     end(http, first)
     assert result_of(http, new_model(http, second))["model_id"] == f"{second}:train:0"
-
-
-def test_an_expired_session_frees_its_models(tmp_path: Path, tiny_model: Path) -> None:
-    settings = {"max_models": 1, "session_cleanup_interval_sec": 0.1, "session_timeout_sec": 4}
-    with (
-        serving_with_engine(tmp_path / "state", tiny_model, **settings) as running,
-        running.client() as http,
-    ):
-        gone, other = new_session(http), new_session(http)
-        new_model_when_there_is_room(http, gone)
-        assert new_model(http, other).status_code == 400
-
-        def is_free() -> bool:
-            assert http.post("session_heartbeat", json={"session_id": other}).status_code == 200
-            return new_model(http, other).status_code == 200
-
-        until(is_free)
-        assert http.post("session_heartbeat", json={"session_id": gone}).status_code == 410
-
-
-def test_snapshots_are_deleted_with_their_session(running: Running) -> None:
-    client = running.sdk()
-    training = client.create_lora_training_client(BASE_MODEL, rank=4).result()
-    sampler = training.save_weights_and_get_sampling_client().result()
-    sampler.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(max_tokens=1)).result()
-    session_id = training.model_id.partition(":")[0]
-    folder = running.config.checkpoints_base / "snapshots" / session_id
-    assert len(list(folder.iterdir())) == 1
-    client.close(status="success")
-    until(lambda: not folder.exists())
 
 
 def test_deleting_a_checkpoint_deletes_its_files(running: Running, http: httpx.Client) -> None:
@@ -126,7 +102,7 @@ def test_an_ended_session_accepts_no_requests(http: httpx.Client) -> None:
         assert f"session {session_id} is finished; create a new one" in refused.text
 
 
-def test_pending_saves_of_an_ended_session_run(tmp_path: Path, tiny_model: Path) -> None:
+def test_pending_saves_of_an_ended_session_run(tmp_path: Path, minimal_model: Path) -> None:
     with serving(tmp_path / "state", engine=False) as running, running.client() as http:
         session_id = new_session(http)
         model_id = f"{session_id}:train:0"
@@ -141,10 +117,10 @@ def test_pending_saves_of_an_ended_session_run(tmp_path: Path, tiny_model: Path)
         finish(http, session_id)
         for one in unwanted:
             assert result_of(http, one) == {"error": "the request was cancelled", "category": "user"}
-        with engine_for(running, new_backend(tiny_model)):
+        with engine_for(running, load_backend(minimal_model)):
             assert result_of(http, saved)["path"] == f"tinker://{model_id}/weights/last"
             assert all("metrics" in result_of(http, one) for one in steps)
-            until(lambda: running.change(lambda db: db.get_one(Model, model_id).status) == "unloaded")
+            wait_until(lambda: running.get(Model, model_id).status == "unloaded")
         assert (running.config.checkpoints_base / f"{session_id}_train_0" / "weights" / "last").is_dir()
         assert running.rows(Kind.SAMPLE)[0].status is RequestStatus.CANCELLED
 
@@ -170,21 +146,22 @@ def test_addresses_survive_a_restart(tmp_path: Path) -> None:
         client = running.sdk()
         training = client.create_lora_training_client(BASE_MODEL, rank=4).result()
         path = training.save_weights_external("out").result().path
-        rest = tinker.RestClient(base_url=running.url, api_key="tml-test")  # pragma: allowlist secret
-        urls = rest.get_external_weights_urls(path).result().urls
+        urls = running.rest().get_external_weights_urls(path).result().urls
         client.close(status="success")
     with serving(tmp_path / "state") as running:
         found = httpx.get(running.url + urlsplit(urls["adapter_config.json"]).path)
         assert (found.status_code, found.text) == (200, '{"r": 4}')
 
 
-async def test_a_session_that_ends_during_the_creation_of_its_model(tmp_path: Path, tiny_model: Path) -> None:
+async def test_a_session_that_ends_during_the_creation_of_its_model(tmp_path: Path, minimal_model: Path) -> None:
     with serving(tmp_path / "state", engine=False, session_timeout_sec=0) as running, running.client() as http:
         session_id = new_session(http)
         new_model(http, session_id)
         cleaner = Cleaner(running.service)
         for _ in range(2):
             await cleaner.clean()
-        with engine_for(running, new_backend(tiny_model)) as engine:
-            until(lambda: running.change(lambda db: db.get_one(Model, f"{session_id}:train:0").status) == "unloaded")
+        with engine_for(running, load_backend(minimal_model)) as engine:
+            wait_until(
+                lambda: running.change(lambda db: db.get_one(Model, f"{session_id}:train:0").status) == "unloaded"
+            )
             assert dict(engine._backend.models()) == {}

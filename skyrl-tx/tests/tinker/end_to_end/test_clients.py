@@ -1,0 +1,185 @@
+"""The real client with a server whose engine is a thread of the test."""
+
+from __future__ import annotations
+
+import logging
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+from tx_kit.servers import BASE_MODEL, SECONDS, Running, serving, wait_until
+
+from tx.tinker.db_models import Kind, Model, SessionStatus
+from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.wire.requests import CreateModelRequest, OptimStepRequest
+from tx.tinker.wire.sample_job import SampleJob
+
+ADAM = types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
+PROMPT = types.ModelInput.from_ints([5, 6, 7])
+DATUM = types.Datum(
+    model_input=types.ModelInput.from_ints([1, 2, 3]),
+    loss_fn_inputs={"target_tokens": np.array([1, 2, 3]), "weights": np.array([0, 1, -2.5], np.float32)},
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("state")) as running:
+        yield running
+
+
+@pytest.fixture
+def service(server: Running) -> Iterator[tinker.ServiceClient]:
+    client = server.sdk(user_metadata={"run": "test"})
+    yield client
+    client.close(status="success")
+
+
+@pytest.fixture
+def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    return service.create_lora_training_client(BASE_MODEL, rank=4, user_metadata={"renderer_name": "plain"}).result()
+
+
+# -- sessions
+
+
+def test_finishing_unloads(server: Running) -> None:
+    client = server.sdk()
+    training = client.create_lora_training_client(BASE_MODEL, rank=4).result()
+    client.close(status="errored", detail="by test")
+
+    def unloaded() -> list[str | None]:
+        return [one.model_id for one in server.rows(Kind.UNLOAD_MODEL)]
+
+    wait_until(lambda: training.model_id in unloaded())
+    assert unloaded().count(training.model_id) == 1
+
+    def check(db: Any) -> None:
+        session = db.get(ClientSession, training.model_id.partition(":")[0])
+        assert (session.status, session.end_reason) == (SessionStatus.FINISHED, "errored: by test")
+        assert db.get(Model, training.model_id) is not None
+
+    server.change(check)
+    with server.client() as http:
+        late = http.post("optim_step", json={"model_id": training.model_id, "seq_id": 1, "adam_params": {}})
+    assert late.status_code == 400
+    assert "is finished; create a new one" in late.text
+
+
+def test_failures_of_the_engine_are_raised_at_once(server: Running, training: tinker.TrainingClient) -> None:
+    try:
+        for category in ("user", "server"):
+            server.fails_with = (f"a fault of the {category}", category)
+            with pytest.raises(tinker.RequestFailedError, match=f"a fault of the {category}") as raised:
+                training.optim_step(ADAM).result()
+            assert raised.value.category == category
+    finally:
+        server.fails_with = None
+
+
+def test_polls_are_held(server: Running, training: tinker.TrainingClient, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    server.is_engine_paused = True
+    step = training.optim_step(ADAM)
+    time.sleep(1)
+    server.is_engine_paused = False
+    assert step.result(timeout=SECONDS).metrics
+    ending = f"request={server.rows(Kind.OPTIM_STEP)[-1].request_id}"
+
+    def n_polls() -> int:
+        return sum("retrieve_future" in line and line.endswith(ending) for line in caplog.messages)
+
+    wait_until(lambda: n_polls() > 0)  # the log line follows the reply
+    assert n_polls() == 1
+    assert not [line for line in caplog.messages if "because of try_again" in line]
+
+
+# -- training
+
+
+def test_the_engine_gets_the_users_settings(server: Running, training: tinker.TrainingClient) -> None:
+    training.optim_step(ADAM).result()
+    created = CreateModelRequest.model_validate_json(server.rows(Kind.CREATE_MODEL)[-1].payload)
+    assert created.model_id == training.model_id
+    assert created.lora_config is not None
+    assert created.lora_config.seed is not None
+    step = OptimStepRequest.model_validate_json(server.rows(Kind.OPTIM_STEP)[-1].payload).adam()
+    assert (step.learning_rate, step.beta2, step.eps, step.grad_clip_norm) == (1e-3, 0.95, 1e-12, 1.0)
+
+
+# -- sampling
+
+
+def last_job(server: Running) -> SampleJob:
+    """Return what the engine got for the last sample."""
+    return SampleJob.model_validate_json(server.rows(Kind.SAMPLE)[-1].payload)
+
+
+def test_stops(server: Running, service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
+    for stop, tokens, strings in ((None, None, []), ([], [], []), ([7], [7], []), ("x", None, ["x"])):
+        sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1, stop=stop)).result()
+        assert (last_job(server).stop_tokens, last_job(server).stop_strings) == (tokens, strings)
+    request = last_job(server).model_copy(update={"stop_strings": []}).request(owner="", eos_ids=[2], max_context=64)
+    assert request.params.stop_tokens == (2,)
+
+
+def test_a_checkpoint_may_be_given_with_its_base_model(
+    server: Running, service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
+    """Recipes name both for a teacher; other base models are refused."""
+    path = training.save_state("teacher").result().path
+    sampler = service.create_sampling_client(model_path=path, base_model=BASE_MODEL).result()
+    sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result()
+    assert last_job(server).weights.model_path == path
+    with pytest.raises(tinker.BadRequestError, match="'other/model' is not served here"):
+        service.create_sampling_client(model_path=path, base_model="other/model").result()
+
+
+# -- checkpoints, as older programs and clients request them
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED")  # still used by older programs
+def test_a_checkpoint_is_loaded_before_other_requests(
+    training: tinker.TrainingClient, service: tinker.ServiceClient
+) -> None:
+    path = training.save_state("first").result().path
+    with pytest.raises(tinker.BadRequestError, match="LoadWeights is not permitted"):
+        training.load_state(path).result()
+    fresh = service.create_lora_training_client(BASE_MODEL, rank=4).result()
+    assert fresh.load_state(path).result().path == path
+    other = service.create_lora_training_client(BASE_MODEL, rank=8).result()
+    with pytest.raises(tinker.BadRequestError, match="has rank 4"):
+        other.load_state(path).result()
+
+
+def test_archive_of_older_clients(tmp_path: Path, server: Running, training: tinker.TrainingClient) -> None:
+    training.save_weights_for_sampler("archived").result()
+    with server.client() as http:
+        found = http.get(f"training_runs/{training.model_id}/checkpoints/sampler_weights/archived/archive")
+        assert found.status_code == 302
+        assert found.headers["expires"].endswith("GMT")
+        (tmp_path / "archive.tar").write_bytes(http.get(found.headers["location"]).content)
+    with tarfile.open(tmp_path / "archive.tar") as archive:
+        assert archive.getnames() == ["adapter_config.json", "more/weights.bin"]
+        weights = archive.extractfile("more/weights.bin")
+        assert weights is not None
+        assert weights.read() == bytes(range(256)) * 10
+
+
+def test_external_weights_are_hidden_from_older_clients(server: Running, training: tinker.TrainingClient) -> None:
+    training.save_state("one").result()
+    training.save_weights_external("out").result()
+    for version, kinds in {"0.24.1": {"training"}, "0.38.0": {"external", "training"}}.items():
+        with server.client(**{"X-Stainless-Package-Version": version}) as http:
+            of_run = http.get(f"training_runs/{training.model_id}/checkpoints").json()
+            of_user = http.get("checkpoints", params={"limit": 1000}).json()
+        assert {one["checkpoint_type"] for one in of_run["checkpoints"]} == kinds
+        assert ("external" in {one["checkpoint_type"] for one in of_user["checkpoints"]}) == ("external" in kinds)
+        assert of_user["cursor"]["total_count"] == len(of_user["checkpoints"])

@@ -1,0 +1,126 @@
+"""Errors of a backend: they fail single requests, and end neither the engine nor other requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tx_kit.engines import Desk
+
+from tx.tinker.backends.jax.backend import JaxBackend
+from tx.tinker.db_models import ModelStatus, Request, RequestStatus
+from tx.tinker.engine import queue
+from tx.tinker.store.queries import pending_ids
+from tx.tinker.types import Pass, PassResult, SampleRequest
+
+
+class Faulty(JaxBackend):
+    """Fails to train on token 13, and dies of it in a prompt."""
+
+    is_dying = False
+
+    def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
+        if any(13 in datum.tokens for datum in pass_.data):
+            raise ZeroDivisionError("13")
+        yield from super().compute(pass_)
+
+    def sample(self, request: SampleRequest, weights: Any, done: Any) -> Callable[[], None]:
+        self.is_dying = self.is_dying or 13 in request.prompt
+        return super().sample(request, weights, done)
+
+    def step(self) -> bool:
+        if self.is_dying:
+            raise MemoryError("by test")
+        return super().step()
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, minimal_model: Path) -> Iterator[Desk]:
+    desk = Desk(tmp_path, minimal_model, kind=Faulty)
+    yield desk
+    desk.close()
+
+
+def test_an_error_fails_a_single_pass(faulty: Desk) -> None:
+    first, second = faulty.models()
+    wrong, right, after = faulty.run_pass(first, [12, 13, 1]), faulty.run_pass(second), faulty.run_pass(first)
+    faulty.work()
+    assert faulty.error(wrong) == ("server", "ZeroDivisionError: 13")
+    assert faulty.loss(right) == faulty.loss(after)
+
+
+def test_a_step_after_a_failed_pass_fails_as_a_whole(faulty: Desk) -> None:
+    """The client may have sent it before it knew, and the other passes may be parts of the same call."""
+    model, twin = faulty.models()
+    faulty.run_pass(model)
+    failed = faulty.run_pass(model, [12, 13, 1])
+    faulty.run_pass(model, [7, 8])
+    step = faulty.step(model)
+    faulty.work()
+    category, message = faulty.error(step)
+    assert category == "server"
+    assert f"the step was not applied, because forward_backward request {failed} before it failed" in message
+    assert "ZeroDivisionError: 13. All gradients since the previous step were dropped" in message
+    for one in (model, twin):
+        faulty.train(one, [3, 4])
+    losses = [faulty.current_loss(one) for one in (model, twin)]
+    assert losses[0] == losses[1]
+    faulty.restart()
+    assert faulty.current_loss(model) == losses[0]
+
+
+def test_a_failed_forward_pass_does_not_fail_the_step(faulty: Desk) -> None:
+    model = faulty.model()
+    faulty.run_pass(model)
+    failed = faulty.score(model, [12, 13, 1])
+    step = faulty.step(model)
+    faulty.work()
+    assert faulty.row(failed).status is RequestStatus.FAILED
+    assert faulty.result(step)
+
+
+def test_requests_that_kill_engines_are_given_up(faulty: Desk) -> None:
+    model = faulty.model()
+    faulty.work()
+    innocent = [faulty.sample(), faulty.run_pass(model), faulty.step(model)]
+    deadly = faulty.sample([13])
+    innocent.append(faulty.sample([5]))
+    n_deaths = 0
+    while faulty.change(pending_ids):
+        faulty.start()
+        try:
+            faulty.engine.run(lambda: not faulty.change(pending_ids))
+        except MemoryError:
+            n_deaths += 1
+    assert n_deaths == 3
+    category, message = faulty.error(deadly)
+    assert (category, "the engine died 3 times" in message) == ("server", True)
+    assert all(faulty.result(one) for one in innocent)
+
+
+# -- the creation of models
+
+
+def test_a_model_that_cannot_be_created(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    session = desk.session()
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.backend, "create_model", fail)
+        model = desk.model(session)
+        desk.work()
+    assert desk.model_row(model).status is ModelStatus.FAILED
+    other = desk.model(session, 1)
+    desk.work()
+    assert list(desk.backend.models()) == [other]
+
+
+def test_a_model_whose_creation_was_given_up_does_not_count(desk: Desk) -> None:
+    model = desk.model()
+    desk.set(Request, 1, n_tries=queue.MAX_TRIES)
+    desk.work()
+    assert "the engine died 3 times" in desk.error(1)[1]
+    assert desk.model_row(model).status is ModelStatus.FAILED
