@@ -33,7 +33,7 @@ from skyrl_gym.envs.sql.grading import compute_score
 from skyrl_gym.tools.calls import strip_thoughts
 
 FOLDER = Path(__file__).parent
-SUMS = [{"input": f"{a}\n{b}\n", "output": str(a + b), "testtype": "stdin"} for a, b in ((1, 2), (10, 20), (-3, 3))]
+SUMS = [{"input": f"{a}\n{b}\n", "output": str(a + b), "testtype": "stdin"} for a, b in ((1, 2), (-3, 3))]
 
 Score = Callable[[Any, Any], float | None]
 

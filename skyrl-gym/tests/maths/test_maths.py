@@ -22,8 +22,8 @@ from skyrl_gym.runtime.env_config import EnvConfig
 
 MODULE = "skyrl_gym.maths"
 BOMB = "10^{10^{10}}"  # a single C operation that blocks the interpreter
-BOMBS = [BOMB, "9!!!!!!!", r"\sin(" * 100 + "x" + ")" * 100]
-MORE_BOMBS = ["9999999999!", "(x+y+z)^{200}", "(" * 2000 + "1" + ")" * 2000]
+BOMBS = [BOMB, r"\sin(" * 100 + "x" + ")" * 100]
+MORE_BOMBS = ["9!!!!!!!", "9999999999!", "(x+y+z)^{200}", "(" * 2000 + "1" + ")" * 2000]
 PATIENT_SECONDS = 60.0  # a busy machine may need more than the default
 
 

@@ -68,7 +68,7 @@ def test_ids_are_the_tasks_that_they_were_in_every_process() -> None:
     assert elsewhere.splitlines() == lines[::-1]
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(lgc_ids)
 @example(5 * SEEDS_PER_TYPE)
 def test_the_answer_is_accepted_and_a_perturbed_one_refused(task_id: int) -> None:
@@ -196,7 +196,7 @@ def make_dataset(options: dict[str, Any], split: str = "train") -> DynamicEnvDat
 def test_splits_share_no_task(env: str) -> None:
     options: dict[str, Any] = {"env": env, "adapter_config": CONFIGS[env]}
     if env != "openspiel":
-        options |= {"num_train_tasks": 40, "num_val_tasks": 8}
+        options |= {"num_train_tasks": 20, "num_val_tasks": 4}
     train, validation = (make_dataset(options, split) for split in ("train", "validation"))
     family = task_family(env, CONFIGS[env])
     train_ids, validation_ids = ([dataset.task_id(i) for i in range(len(dataset))] for dataset in (train, validation))

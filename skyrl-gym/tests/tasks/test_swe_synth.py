@@ -103,7 +103,10 @@ def test_mutants_differ_in_one_place() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["moving_average", "rotate_matrix", "run_lengths"])
+@pytest.mark.parametrize(
+    "name",
+    ["moving_average", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("rotate_matrix", "run_lengths"))],
+)
 def test_the_list_of_bugs_is_complete(name: str) -> None:
     assert tuple(find_bugs(name)) == BUGS[name]
     assert BUGS.keys() == SUBJECTS.keys()
