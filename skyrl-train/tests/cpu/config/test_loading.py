@@ -188,7 +188,7 @@ def test_changed_custom_keys_are_listed() -> None:
     ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lr=st.floats(0, 1),
     name=st.text(min_size=1, max_size=20).filter(lambda name: name.isprintable() and "." not in name),

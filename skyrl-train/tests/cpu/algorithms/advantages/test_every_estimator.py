@@ -23,7 +23,7 @@ OVER_THE_BATCH = {"gae", "gae_per_turn", "gdpo", "gpg", "reinforce++", "reinforc
 EVERY = sorted(BY_ROW | BY_GROUP | BY_TURN | OVER_THE_BATCH)
 
 every_estimator = pytest.mark.parametrize("name", EVERY)
-few_examples = settings(max_examples=20)
+few_examples = settings(max_examples=12)
 
 
 def estimate(name: str, inputs: Inputs) -> torch.Tensor:

@@ -19,7 +19,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.policy_loss import CispoConfig, ClipCovConfig, DppoConfig, KLCovConfig
 
 BUILT_IN = [name for name in POLICY_LOSSES.list_available() if policy_loss(name).__module__.startswith("skyrl_train.")]
-PROPERTY = settings(max_examples=15)
+PROPERTY = settings(max_examples=10)
 EACH_LOSS = pytest.mark.parametrize("name", BUILT_IN)
 CONFIG = AlgorithmConfig(
     clip_cov=ClipCovConfig(clip_ratio=1.0, clip_cov_lb=0.1),  # all candidates, so nothing is random
