@@ -160,12 +160,7 @@ def test_str_replace_explains_why_it_cannot_replace(tools: Tools) -> None:
 
 @pytest.mark.parametrize(
     ("before", "line", "after"),
-    [
-        ("a\nb\n", 0, "new\na\nb\n"),
-        ("a\nb\n", 2, "a\nb\nnew\n"),
-        ("a\nb", 2, "a\nb\nnew"),
-        ("", 0, "new\n"),
-    ],
+    [("a\nb\n", 0, "new\na\nb\n"), ("a\nb\n", 2, "a\nb\nnew\n"), ("a\nb", 2, "a\nb\nnew"), ("", 0, "new\n")],
 )
 def test_insert_adds_lines_after_a_line(tools: Tools, before: str, line: int, after: str) -> None:
     tools.write(before)
@@ -187,8 +182,7 @@ def test_undo_takes_back_one_change_at_a_time(tools: Tools) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "missing"),
-    [("create", "file_text"), ("str_replace", "old_str"), ("insert", "insert_line")],
+    ("command", "missing"), [("create", "file_text"), ("str_replace", "old_str"), ("insert", "insert_line")]
 )
 def test_missing_parameters_are_named(tools: Tools, command: str, missing: str) -> None:
     tools.refuse(f"{command} needs the parameter {missing}", command)

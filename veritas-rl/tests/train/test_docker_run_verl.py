@@ -67,8 +67,7 @@ def test_flags_after_the_command_are_its_own(recipes: Recipes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [(["--tiny", "bash"], "--tiny takes no command"), (["-it"], "there is no flag -it")],
+    ("flags", "words"), [(["--tiny", "bash"], "--tiny takes no command"), (["-it"], "there is no flag -it")]
 )
 def test_wrong_flags_are_refused(flags: list[str], words: str, recipes: Recipes) -> None:
     result = dry_run(recipes, *flags)

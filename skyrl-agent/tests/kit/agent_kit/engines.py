@@ -52,8 +52,5 @@ class ScriptedEngine:
         token_ids = [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
         kept = token_ids[: request.sampling.max_new_tokens]
         return EngineResult(
-            kept,
-            [-0.5] * len(kept),
-            "stop" if len(kept) == len(token_ids) else "length",
-            (WeightSpan(0, len(kept)),),
+            kept, [-0.5] * len(kept), "stop" if len(kept) == len(token_ids) else "length", (WeightSpan(0, len(kept)),)
         )

@@ -32,13 +32,7 @@ def test_a_model_that_has_not_learned_gives_exit_status_1(output_dir: Path, caps
         learn.main(["--steps", "1", "--output_dir", str(output_dir), "--seed", "3", *SMALL])
     assert status.value.code == 1
     output = capsys.readouterr().out
-    for words in (
-        r"random play +1\d\.\d%",
-        "before training",
-        "after training",
-        r"optimal player +\d+\.\d%",
-        "FAILED",
-    ):
+    for words in (r"random play +1\d\.\d%", "before training", "after training", r"optimal player +\d+\.\d%", "FAILED"):
         assert re.search(words, output)
     for name in ("learning_curve.png", "report.html", "metrics.jsonl"):
         assert (output_dir / "catch/shaped-seed3" / name).stat().st_size > 0

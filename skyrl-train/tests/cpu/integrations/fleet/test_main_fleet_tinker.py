@@ -26,11 +26,7 @@ def test_the_options_are_those_of_fleet() -> None:
 
 
 def test_a_run_on_a_tinker_server_trains_and_resumes(
-    fleet_model: Path,
-    tmp_path: Path,
-    openenv: Any,
-    slack_requests: list[Request],
-    monkeypatch: pytest.MonkeyPatch,
+    fleet_model: Path, tmp_path: Path, openenv: Any, slack_requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = write_dataset(tmp_path, {"github": (4, 0), "outlook": (2, 0)})
     monkeypatch.setenv("FLEET_STAND_IN_FAULTS", "0.2")

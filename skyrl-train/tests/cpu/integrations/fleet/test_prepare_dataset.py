@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_kit.fleet.tasks import COUNTS, fleet_entries, write_tasks
 
-from integrations.fleet.prepare_dataset import (
-    SplitRules,
-    assign_splits,
-    command_line,
-    hash_fraction,
-    main,
-    prepare,
-)
+from integrations.fleet.prepare_dataset import SplitRules, assign_splits, command_line, hash_fraction, main, prepare
 from integrations.fleet.tasks import FleetTask, load_tasks
 from skyrl_train.dataset.files import read_rows
 from skyrl_train.errors import DataError
