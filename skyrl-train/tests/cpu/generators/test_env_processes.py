@@ -19,7 +19,7 @@ async def test_hanging_and_crashing_environments_end_only_their_own_rollout(make
     faults = [{"where": where, "fault": fault} for where in METHODS for fault in ("raise", "exit")]
     faults += [{"where": "step", "fault": fault, "turn": 2} for fault in (*HANGS, *DEATHS, *RUBBISH)]
     faults += [{"where": where, "fault": "os_exit"} for where in METHODS]
-    requests = [faulty(str(i), **extras) for i, extras in enumerate(faults)] + [faulty(f"h{i}") for i in range(40)]
+    requests = [faulty(str(i), **extras) for i, extras in enumerate(faults)] + [faulty(f"h{i}") for i in range(12)]
     stage = make_stage(
         skyrl_gym={"isolation": "process", "call_timeout_seconds": 3.0, "max_env_workers": 4}, n_rollout_retries=0
     )

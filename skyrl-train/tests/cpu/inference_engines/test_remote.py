@@ -303,17 +303,17 @@ async def test_weights_cannot_be_shared_with_another_process(new_engine: Callabl
 
 
 async def test_an_oversized_message_fails_only_its_own_call(tiny_model_path: Path) -> None:
-    async with served(max_frame_bytes=8000) as server:
+    async with served(max_frame_bytes=4000) as server:
         engine = await server.connect(make_engine(tiny_model_path))
-        (expected,) = await engine.generate([request(100)])
-        kept = [start(engine, request(100), method) for method in ("generate", "stream")]
-        with pytest.raises(EngineError, match=r"a message of [\d,]+ bytes exceeds the limit of 8,000"):
-            await engine.generate([request(1, n_prompt=400), *[request(1) for _ in range(400)]])  # as a request
-        with pytest.raises(EngineError, match=r"a message of [\d,]+ bytes exceeds the limit of 8,000"):
-            await engine.generate([request(400, with_raw_logprobs=True)])  # as a result
+        (expected,) = await engine.generate([request(40)])
+        kept = [start(engine, request(40), method) for method in ("generate", "stream")]
+        with pytest.raises(EngineError, match=r"a message of [\d,]+ bytes exceeds the limit of 4,000"):
+            await engine.generate([request(1, n_prompt=300), *[request(1) for _ in range(200)]])  # as a request
+        with pytest.raises(EngineError, match=r"a message of [\d,]+ bytes exceeds the limit of 4,000"):
+            await engine.generate([request(200, with_raw_logprobs=True)])  # as a result
         for task in kept:
             assert_same(await task, expected, 1e-5)
-        results = await asyncio.gather(*(engine.generate([request(100)]) for _ in range(20)))  # in several frames
+        results = await asyncio.gather(*(engine.generate([request(40)]) for _ in range(20)))  # in several frames
         assert [result.token_ids for (result,) in results] == [expected.token_ids] * 20
         await engine.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 from train_kit.endpoints import HELLO, MODEL, LiveEndpoint
+from train_kit.messages import user
 
 
 def ask(live: LiveEndpoint, messages: Any = HELLO, **options: Any) -> ChatCompletion:
@@ -79,7 +80,7 @@ def test_the_token_limit_is_read_under_both_of_its_names(live: LiveEndpoint) -> 
 
 
 def test_without_a_limit_a_reply_may_fill_the_context(live: LiveEndpoint) -> None:
-    completion = ask(live, max_tokens=None, ignore_eos=True)
+    completion = ask(live, [user("1" * 440)], max_tokens=None, ignore_eos=True)
     assert completion.usage.total_tokens == live.engine.info.context_length
     assert completion.choices[0].finish_reason == "length"
 

@@ -174,7 +174,7 @@ FIELDS = [
 CHANGES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4)
 
 
-FUZZ = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 
 @FUZZ

@@ -48,6 +48,7 @@ def experiment_of(agent: Any) -> type[EndpointExp]:
     return AgentExp
 
 
+@pytest.mark.nightly  # it plays Catch in `test_agent_generator.py`
 def test_litellm_trains(arguments: list[str], litellm: Any) -> None:
     check_games(train(experiment_of(litellm_player(litellm)), arguments))
 
@@ -60,10 +61,10 @@ def test_the_policy_learns_from_rewards_of_its_agent(arguments: list[str]) -> No
         return float(answer.choices[0].token_ids[0] % 2 == 0)
 
     overrides = [
-        "trainer.max_training_steps=12",
-        "trainer.epochs=6",
+        "trainer.max_training_steps=8",
+        "trainer.epochs=4",
         "trainer.eval_interval=-1",
-        "trainer.policy.optimizer_config.lr=1e-2",
+        "trainer.policy.optimizer_config.lr=2e-2",
         "trainer.policy_mini_batch_size=1",
         "trainer.algorithm.use_kl_loss=false",
         "generator.n_samples_per_prompt=8",

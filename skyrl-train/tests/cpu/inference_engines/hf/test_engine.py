@@ -62,7 +62,8 @@ async def serve_separately(new_engine: NewEngine, requests: list[EngineRequest])
 # -- against the model
 
 
-@pytest.mark.parametrize("mask_size", [attention.MASK_SIZE, 500])  # 500: a mask for every two queries
+# 500: a mask for every two queries
+@pytest.mark.parametrize("mask_size", [500, pytest.param(attention.MASK_SIZE, marks=pytest.mark.nightly)])
 async def test_other_architectures_agree_with_transformers(
     new_engine: NewEngine, other_model: PreTrainedModel, mask_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +289,7 @@ async def test_samples_of_shared_prompts_get_the_tokens_of_separate_ones(
             prompt_ids = prompt_ids + result.token_ids + [5, 6]
         return turns
 
-    played = [turn for turns in await asyncio.gather(*map(play, range(12))) for turn in turns]
+    played = [turn for turns in await asyncio.gather(*map(play, range(9))) for turn in turns]
     assert shared_calls
     monkeypatch.setattr(attention, "MIN_SAVED", 10**12)
     separate = await serve_separately(new_engine, [asked for asked, _ in played])
