@@ -126,9 +126,7 @@ def test_staleness_is_bounded_and_prompts_are_trained_once_in_order(
 @given(
     staleness=st.integers(0, 3), seed=st.integers(0, 10**6), n_before=st.integers(0, 5), becomes_lockstep=st.booleans()
 )
-def test_each_draw_is_trained_once_across_a_kill(
-    staleness: int, seed: int, n_before: int, becomes_lockstep: bool
-) -> None:
+def test_a_kill_repeats_or_skips_no_draw(staleness: int, seed: int, n_before: int, becomes_lockstep: bool) -> None:
     async def check() -> None:
         rng = random.Random(seed)
         cfg = config(max_staleness_steps=staleness)

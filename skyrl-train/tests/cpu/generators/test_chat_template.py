@@ -91,9 +91,7 @@ def test_joined_turns_equal_the_rendered_conversation(
 
 
 @pytest.mark.parametrize("name", ["chatml", "chatml with a default system message", "llama 3"])
-def test_a_system_message_is_rendered_once_at_the_front(
-    tokenizers: dict[str, PreTrainedTokenizerBase], name: str
-) -> None:
+def test_a_system_message_is_rendered_once(tokenizers: dict[str, PreTrainedTokenizerBase], name: str) -> None:
     tokenizer = tokenizers[name]
     chat = ChatEncoder(tokenizer)
     start = [system("You play."), user("one")]
@@ -119,7 +117,7 @@ def test_an_eos_token_after_a_space_is_not_doubled(tokenizers: dict[str, PreTrai
 
 
 @pytest.mark.parametrize("content", ["<|im_end|>", "L", "\n"])
-def test_the_content_of_an_observation_does_not_end_the_turn(
+def test_the_text_of_an_observation_does_not_end_the_turn(
     tiny_tokenizer: PreTrainedTokenizerBase, content: str
 ) -> None:
     """The last sampled token may also occur in the observation."""
@@ -148,9 +146,7 @@ def test_returned_token_ids_are_copies(tiny_tokenizer: PreTrainedTokenizerBase) 
     assert chat.observation_ids([user("a")], -1) == expected
 
 
-def test_the_cache_has_a_limit_in_tokens(
-    tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_limits_its_tokens(tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[str] = []
 
     class CountingEncoder(ChatEncoder):

@@ -184,9 +184,7 @@ async def test_chat_template_kwargs_are_passed_to_the_template(make_stage: MakeS
 
 
 @pytest.mark.parametrize("added", ["", "!?"])
-async def test_a_changed_action_keeps_the_sampled_tokens_of_its_unchanged_start(
-    make_stage: MakeStage, added: str
-) -> None:
+async def test_a_changed_action_keeps_the_tokens_of_its_unchanged_start(make_stage: MakeStage, added: str) -> None:
     stage = make_stage()
     start = (await stage.play_story(n_turns=1)).response_ids[:2]
     action = f"{stage.chat.decode(start)}{added}"
@@ -216,9 +214,7 @@ async def test_an_emptied_reply_is_invalid_and_has_no_reward(make_stage: MakeSta
 
 
 @pytest.mark.parametrize("mode", [{"step_wise_trajectories": True}, {}], ids=["step-wise", "rewritten history"])
-async def test_a_row_without_turns_is_dropped_without_losing_rewards(
-    make_stage: MakeStage, mode: dict[str, Any]
-) -> None:
+async def test_a_row_without_turns_is_dropped_but_not_its_rewards(make_stage: MakeStage, mode: dict[str, Any]) -> None:
     observations = [user("on and on " * 60)]
     metadata = {} if mode else {"modified_chat_history": observations}
     stage = make_stage(max_input_length=400, max_turns=9, **mode)
@@ -372,9 +368,7 @@ def test_a_row_is_merged_only_if_the_history_repeats_it_completely(chat: ChatEnc
     assert conversation.next_prompt() == rendered
 
 
-def test_rewards_of_dropped_turns_move_to_the_first_remaining_turn(
-    tiny_tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_rewards_of_dropped_turns_move_to_the_first_remaining_one(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     template = (TEMPLATES / "qwen3_with_thinking.jinja").read_text()
     conversation = RetokenizedConversation(ChatEncoder(tiny_tokenizer, template), USER)
     for text in ("first", "second", "third"):

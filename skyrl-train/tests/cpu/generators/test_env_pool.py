@@ -74,7 +74,7 @@ class NotAnException(BaseException):
     "raised",
     [StopIteration("over"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), NotAnException("odd")],
 )
-async def test_exceptions_that_would_stop_an_event_loop_become_runtime_errors(
+async def test_exceptions_that_stop_event_loops_become_runtime_errors(
     make_pool: MakePool, raised: BaseException
 ) -> None:
     def call() -> None:
@@ -323,9 +323,7 @@ async def test_the_time_limit_applies_to_async_methods(make_stage: MakeStage) ->
     assert (t.stop_reason, t.error) == ("env_timeout", "async_story.step raised EnvTimeout: took longer than 0.1 s")
 
 
-async def test_an_environment_created_while_its_rollout_is_cancelled_is_closed(
-    make_stage: MakeStage, journal: Journal
-) -> None:
+async def test_an_environment_of_a_cancelled_rollout_is_closed(make_stage: MakeStage, journal: Journal) -> None:
     is_created = threading.Event()
     journal.do = {"make": is_created.set}
     rollout = asyncio.create_task(make_stage().play([story("a")]))

@@ -32,7 +32,7 @@ async def test_hanging_and_crashing_environments_end_only_their_own_rollout(make
     assert crash.error == "train_kit.environments:FaultyEnv.step raised EnvCrashed: its process ended by signal SIGKILL"
 
 
-async def test_leaked_child_processes_end_with_the_process_of_their_environment(
+async def test_leaked_processes_end_with_the_process_of_their_environment(
     make_stage: MakeStage, tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"

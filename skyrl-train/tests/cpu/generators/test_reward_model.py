@@ -56,7 +56,7 @@ def test_rewards_are_those_of_transformers(
     assert expected[5] == pytest.approx(expected[0], abs=1e-5) != expected[4]
 
 
-def test_a_rollout_beyond_the_context_has_no_reward(
+def test_a_rollout_beyond_the_context_gets_none(
     reward_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     model = RewardModel(RewardModelConfig(path=str(reward_model_path)), tiny_tokenizer)
@@ -90,9 +90,7 @@ def rollouts_run(folder: Path, model: Path, reward_model: Path, *overrides: str)
     )
 
 
-def test_a_policy_learns_what_the_reward_model_prefers(
-    tmp_path: Path, tiny_model_path: Path, reward_model_path: Path
-) -> None:
+def test_a_policy_learns_from_a_reward_model(tmp_path: Path, tiny_model_path: Path, reward_model_path: Path) -> None:
     schedule = ["trainer.epochs=15", "trainer.eval_interval=15", "trainer.eval_before_train=true"]
     learning_rate = "trainer.policy.optimizer_config.lr=1e-2"
     before, *steps = train(
@@ -106,9 +104,7 @@ def test_a_policy_learns_what_the_reward_model_prefers(
     assert steps[-1]["eval/all/avg_score"] > before["eval/all/avg_score"]
 
 
-def test_the_score_has_a_weight_beside_other_rewards(
-    tmp_path: Path, tiny_model_path: Path, reward_model_path: Path
-) -> None:
+def test_the_score_is_weighted_beside_others(tmp_path: Path, tiny_model_path: Path, reward_model_path: Path) -> None:
     register_reward_function("half")(lambda samples: [0.5] * len(samples))
     weights = ["generator.reward_functions=[half]", "generator.reward_weights.reward_model=0.1"]
     try:

@@ -96,18 +96,14 @@ async def test_a_batch_function_is_awaited_once(make_stage: MakeStage, register:
 
 
 @pytest.mark.parametrize("weight", [1.0, 2.0])
-async def test_a_reward_function_may_reward_each_token(
-    make_stage: MakeStage, register: Register, weight: float
-) -> None:
+async def test_a_reward_function_may_reward_tokens(make_stage: MakeStage, register: Register, weight: float) -> None:
     register("each", lambda samples: [[0.25] * len(s.trajectory.response_ids) for s in samples])
     for t in await make_stage(reward_functions=["each"], reward_weights={"each": weight}).play(STORIES):
         assert t.rewards == [0.25 * weight] * (len(t.response_ids) - 1) + [1 + 0.25 * weight]
         assert t.reward_components == {"each": 0.25 * len(t.response_ids)}
 
 
-async def test_the_reward_of_a_trajectory_is_on_its_last_sampled_token(
-    add_rewards: AddRewards, register: Register
-) -> None:
+async def test_the_reward_of_a_trajectory_is_on_a_sampled_token(add_rewards: AddRewards, register: Register) -> None:
     """A reward on the observation after it would be lost, because observations are not trained."""
     register("half", lambda samples: [0.5] * len(samples))
     (t,) = await add_rewards("half", make_trajectory(rewards=[0.0, 1.0, 0.0, 0.0], loss_mask=[1, 1, 0, 0]))
@@ -115,9 +111,7 @@ async def test_the_reward_of_a_trajectory_is_on_its_last_sampled_token(
 
 
 @pytest.mark.parametrize("answer", [[None, 1.0], [float("nan"), 1.0], [1.0], ["good", 1.0], [[1.0] * 99, 1.0]])
-async def test_unknown_rewards_make_a_trajectory_invalid(
-    make_stage: MakeStage, register: Register, answer: list[Any]
-) -> None:
+async def test_unknown_rewards_are_invalid(make_stage: MakeStage, register: Register, answer: list[Any]) -> None:
     register("odd", lambda samples: answer)
     trajectories = await make_stage(reward_functions=["odd"]).play(STORIES)
     n_valid = 1 if answer[0] is None else 0
@@ -127,9 +121,7 @@ async def test_unknown_rewards_make_a_trajectory_invalid(
 
 
 @pytest.mark.parametrize("level", ["group", "batch"])
-async def test_a_judge_retries_and_respects_max_concurrency(
-    make_stage: MakeStage, register: Register, level: str
-) -> None:
+async def test_a_judge_retries_and_limits_concurrency(make_stage: MakeStage, register: Register, level: str) -> None:
     n_open, max_open, n_calls = 0, 0, Counter[str]()
 
     async def ask(sample: RewardSample) -> float:

@@ -209,9 +209,7 @@ async def test_an_environment_that_never_ends_stops_at_the_context_length(make_s
 
 
 @pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_response_length": 40}])
-async def test_an_environment_grades_the_episodes_that_the_trainer_ends(
-    make_stage: MakeStage, limit: dict[str, int]
-) -> None:
+async def test_an_environment_grades_unfinished_episodes(make_stage: MakeStage, limit: dict[str, int]) -> None:
     stage = make_stage(**limit)
     finished, graded, unknown, broken, wrong = await stage.play(
         [
@@ -248,9 +246,7 @@ async def test_an_initial_prompt_that_is_too_long_makes_its_rollout_invalid(make
 
 
 @pytest.mark.parametrize("prompt_length", [511, 512])
-async def test_a_prompt_that_fills_the_context_makes_only_its_rollout_invalid(
-    make_stage: MakeStage, prompt_length: int
-) -> None:
+async def test_a_prompt_that_fills_the_context_is_invalid(make_stage: MakeStage, prompt_length: int) -> None:
     stage = make_stage(max_input_length=10_000)
     request = story("a", n_turns=1)
     n_empty = len(stage.chat.prompt_ids([*request.row.prompt[:1], {"role": "user", "content": ""}]))

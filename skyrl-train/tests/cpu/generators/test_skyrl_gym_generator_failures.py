@@ -93,9 +93,7 @@ async def test_an_environment_that_raises(
 
 
 @BATCHED
-async def test_turns_before_the_failure_are_kept_for_inspection(
-    make_stage: MakeStage, journal: Journal, batched: bool
-) -> None:
+async def test_turns_before_the_failure_are_kept(make_stage: MakeStage, journal: Journal, batched: bool) -> None:
     (bad,) = await play_beside_others(make_stage, batched, {"fails": "step", "fails_after": 2, "n_turns": 4})
     assert_invalid(bad, "no step today")
     assert [turn.reward for turn in bad.turns] == [0.25, 0.5, 0.0]  # the last turn is the failed one
@@ -172,9 +170,7 @@ ODD: list[tuple[str, Any]] = [
 ]
 
 
-async def test_a_rollout_is_trained_on_and_written_whatever_its_environment_says(
-    make_stage: MakeStage, tmp_path: Path
-) -> None:
+async def test_odd_answers_of_an_environment_are_trained_and_written(make_stage: MakeStage, tmp_path: Path) -> None:
     stage = make_stage(max_turns=2)
     stories = [story(str(i), returns={method: answer}) for i, (method, answer) in enumerate(ODD)]
     trajectories = await play(stage.generator, [*stories, story("good")], stage.sampling, METADATA)
@@ -263,7 +259,7 @@ async def test_a_conversation_that_cannot_be_rendered_at_the_end_is_invalid(
 
 
 @BATCHED
-async def test_the_same_failure_shows_one_traceback(
+async def test_a_repeated_failure_shows_one_traceback(
     make_stage: MakeStage, batched: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     await make_stage(batched=batched, n_rollout_retries=2).play([story("a", fails="step"), story("b", fails="step")])
@@ -271,9 +267,7 @@ async def test_the_same_failure_shows_one_traceback(
     assert [record.exc_info is not None for record in warnings] == [True, False, False]
 
 
-async def test_finite_numbers_of_any_type_are_rewards_and_observations_after_the_end_are_ignored(
-    make_stage: MakeStage,
-) -> None:
+async def test_numbers_of_any_type_are_rewards_and_late_observations_are_ignored(make_stage: MakeStage) -> None:
     answers = [STEP | {"reward": reward} for reward in (1, True, np.float32(1), np.int64(1))]
     answers += [STEP | {"observations": observations} for observations in (None, "", [])]
     stories = [story(str(i), returns={"step": answer | {"done": True}}) for i, answer in enumerate(answers)]
@@ -319,9 +313,7 @@ async def test_an_environment_without_the_text_interface(make_stage: MakeStage) 
     assert_invalid(bad, "has no attribute 'get_metrics'")
 
 
-async def test_a_rollout_that_exceeds_its_time_limit_ends_with_its_turns_so_far(
-    make_stage: MakeStage, journal: Journal
-) -> None:
+async def test_a_rollout_beyond_its_time_limit_keeps_its_turns(make_stage: MakeStage, journal: Journal) -> None:
     gate, n_steps = threading.Event(), count()
     journal.do = {"step": lambda: next(n_steps) == 1 and gate.wait()}
     t = await make_stage(trajectory_timeout_seconds=1).play_story()

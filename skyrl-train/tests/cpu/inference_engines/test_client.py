@@ -13,15 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_kit.engine_contract import (
-    LONG,
-    CacheContract,
-    CallContract,
-    ControlContract,
-    EndingContract,
-    SamplingContract,
-    WeightContract,
-)
+from train_kit import engine_contract as contract
 from train_kit.engines import LIMITS, EngineKit, Listener, assert_same, make_engine
 from train_kit.weight_sync import TensorSource
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,12 +66,14 @@ async def engine_kit(
         await client.close()
 
 
-class TestClientContract(CallContract, CacheContract, WeightContract, ControlContract):
+class TestClientContract(
+    contract.CallContract, contract.CacheContract, contract.WeightContract, contract.ControlContract
+):
     """The parts of the engine contract that routing to two engines could break."""
 
     async def test_an_abort_ends_all_requests_including_waiting_and_paused_ones(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new(max_num_seqs=1)  # on each engine, one request runs and one waits
-        listeners = [Listener(engine, engine_kit.request(n, **LONG)) for n in (10, 11, 12, 13)]
+        listeners = [Listener(engine, engine_kit.request(n, **contract.LONG)) for n in (10, 11, 12, 13)]
         for listener in listeners[:2]:
             await listener.wait_for(5)
         await engine.pause()
@@ -94,7 +88,7 @@ class TestClientContract(CallContract, CacheContract, WeightContract, ControlCon
 
 
 @pytest.mark.nightly
-class TestRestOfTheClientContract(SamplingContract, EndingContract):
+class TestRestOfTheClientContract(contract.SamplingContract, contract.EndingContract):
     """Behavior of each engine by itself."""
 
 
@@ -299,7 +293,7 @@ async def test_engines_sleep_beside_the_replacement_of_a_lost_one(
     assert versions(await fleet.generate()) == {((2 if is_asleep else 1, 3),)}
 
 
-async def test_an_engine_that_is_lost_again_and_again_fails_its_requests(
+async def test_an_engine_that_is_lost_repeatedly_fails_its_requests(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "MAX_REPLACEMENTS", 1)
@@ -313,7 +307,7 @@ async def test_an_engine_that_is_lost_again_and_again_fails_its_requests(
         await listener.result()
 
 
-async def test_a_replacement_that_fails_is_tried_again_for_the_next_requests(
+async def test_a_failed_replacement_is_retried_for_the_next_requests(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (expected,) = await fleet.client.generate([request(30, 0, "a")])

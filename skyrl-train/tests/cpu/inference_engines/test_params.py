@@ -47,7 +47,7 @@ CONFIGURED = load_config({"generator": {"sampling_params": {"max_generate_length
         ({"temperature": 0.0}, SamplingParams(7, temperature=0.0)),
     ],
 )
-def test_sampling_parameters_are_read_under_any_of_their_names(
+def test_sampling_parameters_may_have_any_of_their_names(
     params: dict[str, Any] | None, expected: SamplingParams
 ) -> None:
     assert to_sampling(params, CONFIGURED) == expected

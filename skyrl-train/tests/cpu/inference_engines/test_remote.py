@@ -22,14 +22,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from train_kit.engine_contract import (
-    CacheContract,
-    CallContract,
-    ControlContract,
-    EndingContract,
-    SamplingContract,
-    WeightContract,
-)
+from train_kit import engine_contract as contract
 from train_kit.engines import LIMITS, EngineKit, Listener, assert_same, make_engine, start
 from train_kit.processes import no_leaks, python
 from train_kit.weight_sync import SYNC_TIMEOUT_S, sync_weights
@@ -45,6 +38,7 @@ from skyrl_train.inference_engines.remote import TOKEN_BYTES, RemoteEngine, conn
 from skyrl_train.weight_sync import SyncPlan
 
 MakeEngine = Callable[[], InferenceEngine]
+NewEngine = Callable[..., RemoteEngine]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,9 +59,7 @@ def engine_process(temporary_folder: Path, forked_processes: None) -> Iterator[S
 
 
 @pytest.fixture
-async def new_engine(
-    engine_process: ServerProcess, tiny_model_path: Path
-) -> AsyncIterator[Callable[..., RemoteEngine]]:
+async def new_engine(engine_process: ServerProcess, tiny_model_path: Path) -> AsyncIterator[NewEngine]:
     """Create engines of the tiny model in the shared process and close them after the test."""
     engines: list[RemoteEngine] = []
 
@@ -82,19 +74,25 @@ async def new_engine(
 
 @pytest.fixture
 def engine_kit(
-    new_engine: Callable[..., RemoteEngine], tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+    new_engine: NewEngine, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> EngineKit:
     """An engine in another process, with its own copy of the policy."""
     model = copy.deepcopy(tiny_model)
     return EngineKit(new_engine, model, tiny_tokenizer, tolerance=1e-5, cache_block_size=1, transport="auto")
 
 
-class TestRemoteContract(ControlContract):
+class TestRemoteContract(contract.ControlContract):
     """The engine contract over a Unix socket; `test_client.py` runs other parts over two sockets."""
 
 
 @pytest.mark.nightly
-class TestRestOfTheRemoteContract(SamplingContract, CallContract, EndingContract, CacheContract, WeightContract):
+class TestRestOfTheRemoteContract(
+    contract.SamplingContract,
+    contract.CallContract,
+    contract.EndingContract,
+    contract.CacheContract,
+    contract.WeightContract,
+):
     """Parts that `test_client.py` covers, or that a socket cannot break."""
 
 
@@ -140,7 +138,7 @@ def request(n_new: int, seed: int = 0, n_prompt: int = 10, **sampling: Any) -> E
 
 
 async def test_calls_to_a_killed_process_fail_at_once_and_another_engine_samples_the_same_tokens(
-    new_engine: Callable[..., RemoteEngine],
+    new_engine: NewEngine,
     tiny_model_path: Path,
     tiny_model: PreTrainedModel,
     tmp_path: Path,
@@ -232,7 +230,7 @@ async def test_a_cancelled_start_leaks_nothing(tiny_model_path: Path) -> None:
 
 
 async def test_an_engine_that_cannot_start_leaves_its_process_usable(
-    engine_process: ServerProcess, new_engine: Callable[..., RemoteEngine], tiny_model_path: Path
+    engine_process: ServerProcess, new_engine: NewEngine, tiny_model_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="cannot load the model"):
         engine_process.connect(partial(load_engine, str(tiny_model_path), dtype=torch.int8, **LIMITS))
@@ -251,9 +249,7 @@ async def test_an_engine_that_exceeds_its_start_timeout_is_refused(engine_proces
 # -- messages
 
 
-async def test_chunks_of_all_streams_share_frames(
-    new_engine: Callable[..., RemoteEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_chunks_of_all_streams_share_frames(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     n_frames, receive = 0, Channel.receive
 
     async def counting_receive(channel: Channel) -> Any:
@@ -272,7 +268,7 @@ async def test_chunks_of_all_streams_share_frames(
 
 @pytest.mark.parametrize("is_delivered", [False, True])
 async def test_a_pause_is_undone_if_its_caller_is_cancelled(
-    new_engine: Callable[..., RemoteEngine], is_delivered: bool, monkeypatch: pytest.MonkeyPatch
+    new_engine: NewEngine, is_delivered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = new_engine()
     await engine.generate([request(1)])
@@ -297,7 +293,7 @@ async def test_a_pause_is_undone_if_its_caller_is_cancelled(
         await engine.generate([request(1)])
 
 
-async def test_weights_cannot_be_shared_with_another_process(new_engine: Callable[..., RemoteEngine]) -> None:
+async def test_weights_cannot_be_shared_with_another_process(new_engine: NewEngine) -> None:
     with pytest.raises(EngineError, match="use transport=auto"):
         await new_engine().receive_weights(SyncPlan(1, "shared", "sync-1"))
 

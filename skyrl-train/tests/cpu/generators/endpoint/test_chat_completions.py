@@ -168,9 +168,7 @@ def test_harmless_and_unknown_fields_are_ignored(live: LiveEndpoint) -> None:
     assert answer["choices"][0]["message"]["content"] == ask(live).choices[0].message.content
 
 
-def test_tools_and_template_kwargs_are_passed_to_the_chat_template(
-    live: LiveEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tools_and_template_kwargs_reach_the_chat_template(live: LiveEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = []
     tokenizer = live.chat.tokenizer
     original = type(tokenizer).apply_chat_template

@@ -115,9 +115,7 @@ def test_a_second_reply_to_the_same_prompt_has_its_own_row(conversation: Scripte
     assert conversation.answer(longer, "S") == 1
 
 
-def test_a_request_from_an_earlier_point_starts_a_row_with_the_sampled_tokens(
-    conversation: ScriptedConversation,
-) -> None:
+def test_a_request_from_an_earlier_point_starts_a_row_with_sampled_tokens(conversation: ScriptedConversation) -> None:
     history = OPENING
     for text in ("Act", "ion"):
         conversation.answer(conversation.ask(history), text)
@@ -148,9 +146,7 @@ def test_a_request_without_a_reply_is_not_recorded(conversation: ScriptedConvers
     assert len(conversation.recording.rows) == 1
 
 
-def test_token_prompts_that_start_with_the_recorded_tokens_continue_their_row(
-    conversation: ScriptedConversation,
-) -> None:
+def test_token_prompts_that_start_with_recorded_tokens_continue_their_row(conversation: ScriptedConversation) -> None:
     first = conversation.recording.token_prompt([5, 6, 7])
     conversation.answer(first, "Act")
     so_far = [5, 6, 7, *conversation.sampled("Act")]

@@ -27,9 +27,7 @@ def sampled_until(chat: ChatEncoder, token_ids: list[int], stops: list[str]) -> 
 
 @given(text=WORDS, cuts=st.lists(st.integers(1, 3), max_size=40), stops=st.lists(WORDS.filter(bool), max_size=2))
 @pytest.mark.parametrize("keeps_stop", [False, True])
-def test_pieces_add_up_to_the_reply(
-    chat: ChatEncoder, text: str, cuts: list[int], stops: list[str], keeps_stop: bool
-) -> None:
+def test_pieces_add_up(chat: ChatEncoder, text: str, cuts: list[int], stops: list[str], keeps_stop: bool) -> None:
     result = sampled_until(chat, chat.encode(text), stops)
     stream = TextStream(chat.decode, stops, keeps_stop=keeps_stop)
     pieces, position = [], 0

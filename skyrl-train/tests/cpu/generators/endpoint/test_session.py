@@ -50,9 +50,7 @@ def test_a_request_cannot_change_the_sampled_distribution(session: Session, capl
     )
 
 
-def test_values_equal_to_those_of_the_session_cause_no_warning(
-    session: Session, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_values_equal_to_the_session_cause_no_warning(session: Session, caplog: pytest.LogCaptureFixture) -> None:
     same = chat_request(temperature=0.7, top_p=0.9, top_k=0, presence_penalty=0, min_tokens=0, ignore_eos=False)
     assert session.sampling_for(same, set()) == SAMPLING
     assert caplog.records == []

@@ -27,9 +27,7 @@ def join_chat_chunks(chunks: Iterable[Any]) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("stop", [None, ["a"], ["ll=", "y=1"]])
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_a_chat_stream_adds_up_to_the_plain_response(
-    live: LiveEndpoint, stop: list[str] | None, ignore_eos: bool
-) -> None:
+def test_a_chat_stream_equals_the_plain_response(live: LiveEndpoint, stop: list[str] | None, ignore_eos: bool) -> None:
     options: dict[str, Any] = {**OPTIONS, "messages": HELLO, "n": 3, "stop": stop, "logprobs": True}
     extra = {"return_token_ids": True, "ignore_eos": ignore_eos}
     plain = live.client.chat.completions.create(**options, extra_body=extra)
@@ -68,7 +66,7 @@ def test_usage_is_the_last_chunk_if_requested(live: LiveEndpoint) -> None:
     assert all(chunk.choices for chunk in live.client.chat.completions.create(**options, stream=True))
 
 
-def test_a_stream_of_completions_adds_up_to_the_plain_response(live: LiveEndpoint) -> None:
+def test_a_stream_of_completions_equals_the_plain_response(live: LiveEndpoint) -> None:
     options: dict[str, Any] = {**OPTIONS, "prompt": ["State", "Action"], "logprobs": 0}
     plain = live.client.completions.create(**options)
     texts, offsets = ["", ""], [[], []]

@@ -181,9 +181,7 @@ async def test_a_shared_prompt_is_read_once(
         assert_agrees(tiny_model, r, result)
 
 
-async def test_a_shared_prompt_stays_while_any_of_its_samples_runs(
-    new_engine: NewEngine, forward_passes: Passes
-) -> None:
+async def test_a_shared_prompt_stays_while_a_sample_runs(new_engine: NewEngine, forward_passes: Passes) -> None:
     engine = new_engine(max_num_seqs=4)
 
     async def play(seed: int) -> None:
@@ -215,7 +213,7 @@ async def test_a_short_prompt_without_a_session_is_reused(new_engine: NewEngine)
     assert again.n_reused == 19
 
 
-async def test_a_longer_prompt_without_a_session_reads_only_new_tokens(
+async def test_a_longer_prompt_without_a_session_reads_new_tokens(
     new_engine: NewEngine, forward_passes: Passes
 ) -> None:
     engine = new_engine()
@@ -229,9 +227,7 @@ async def test_a_longer_prompt_without_a_session_reads_only_new_tokens(
     assert_same(second, expected, 5e-6)
 
 
-async def test_long_prompts_are_read_in_chunks_while_others_decode(
-    new_engine: NewEngine, forward_passes: Passes
-) -> None:
+async def test_long_prompts_are_read_in_chunks_beside_others(new_engine: NewEngine, forward_passes: Passes) -> None:
     requests = [request(prompt(5), n_new=20), request(prompt(300, seed=1), n_new=4), request(prompt(90, seed=2))]
     expected = await serve_separately(new_engine, requests)
     forward_passes.clear()

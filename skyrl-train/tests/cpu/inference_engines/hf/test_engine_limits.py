@@ -226,9 +226,7 @@ async def test_a_cancelled_pause_has_no_effect(new_engine: NewEngine, gate: thre
         await engine.resume()
 
 
-async def test_a_pause_returns_after_the_step_even_if_the_engine_was_resumed(
-    new_engine: NewEngine, gate: threading.Event
-) -> None:
+async def test_a_pause_of_a_resumed_engine_returns_after_the_step(new_engine: NewEngine, gate: threading.Event) -> None:
     engine = new_engine()
     call = await start_step(engine, gate)
     pause = asyncio.create_task(engine.pause())
@@ -267,9 +265,7 @@ async def test_a_session_ended_during_a_step_keeps_no_cache(new_engine: NewEngin
     assert result.n_reused == 0
 
 
-async def test_an_engine_that_cannot_recover_reports_its_error(
-    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_cannot_recover_says_why(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_engine()
 
     def broken(*_: Any) -> None:

@@ -33,11 +33,12 @@ from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.sglang.engine import SGLangEngine
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 
+StartServer = Callable[..., SGLangServer]
 UPDATE = "/update_weights_from_disk"
 
 
 @pytest.fixture
-def start_server(tiny_model_path: Path) -> Iterator[Callable[..., SGLangServer]]:
+def start_server(tiny_model_path: Path) -> Iterator[StartServer]:
     """Start servers, and end them after the test."""
     servers = []
 
@@ -52,7 +53,7 @@ def start_server(tiny_model_path: Path) -> Iterator[Callable[..., SGLangServer]]
 
 @pytest.fixture
 async def engine_kit(
-    start_server: Callable[..., SGLangServer],
+    start_server: StartServer,
     tiny_model: PreTrainedModel,
     tiny_model_path: Path,
     tiny_tokenizer: PreTrainedTokenizerBase,
@@ -61,7 +62,7 @@ async def engine_kit(
     """Engines that call servers of their own."""
     engines = []
 
-    def new(start: Callable[..., SGLangServer] = start_server, **options: Any) -> SGLangEngine:
+    def new(start: StartServer = start_server, **options: Any) -> SGLangEngine:
         address = start(**options).address
         engines.append(SGLangEngine(address, str(tiny_model_path), tiny_tokenizer, tmp_path / "weights"))
         return engines[-1]
@@ -91,7 +92,7 @@ async def test_events_with_all_tokens_and_with_new_ones(is_incremental: bool, en
 
 
 async def test_dropped_requests_are_aborted_before_new_weights_are_loaded(
-    engine_kit: EngineKit, start_server: Callable[..., SGLangServer]
+    engine_kit: EngineKit, start_server: StartServer
 ) -> None:
     server = start_server()
     engine = engine_kit.new(start=lambda: server)
@@ -114,7 +115,7 @@ async def test_a_health_check_does_not_use_released_memory(engine_kit: EngineKit
 
 
 async def test_a_server_that_dies_fails_its_requests(
-    engine_kit: EngineKit, start_server: Callable[..., SGLangServer], monkeypatch: pytest.MonkeyPatch
+    engine_kit: EngineKit, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "HEALTH_INTERVAL_S", 0.1)
     server = start_server()
@@ -155,9 +156,7 @@ async def test_the_server_gets_whole_weights_though_only_an_adapter_or_changes_a
     assert max(changes["sync/megabytes"], factors["sync/megabytes"]) < 0.2 * whole
 
 
-async def test_engines_share_a_folder_for_new_weights(
-    engine_kit: EngineKit, start_server: Callable[..., SGLangServer]
-) -> None:
+async def test_engines_share_a_folder_for_new_weights(engine_kit: EngineKit, start_server: StartServer) -> None:
     servers = [start_server(), start_server()]
     engines = [engine_kit.new(start=lambda server=server: server) for server in servers]
     engine_kit.add_noise()
@@ -189,7 +188,7 @@ async def test_a_server_has_as_long_as_configured_to_load_weights(engine_kit: En
 
 
 def test_a_run_trains_with_two_servers_and_waits_for_one_that_is_started_again(
-    start_server: Callable[..., SGLangServer],
+    start_server: StartServer,
     catch_run: list[str],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -223,7 +222,7 @@ def test_a_run_trains_with_two_servers_and_waits_for_one_that_is_started_again(
 
 
 async def test_a_lost_server_has_as_long_as_configured_to_return(
-    start_server: Callable[..., SGLangServer],
+    start_server: StartServer,
     tiny_model_path: Path,
     tiny_tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
