@@ -7,13 +7,12 @@ import importlib
 import json
 import re
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from train_kit.http import Request, chat_completion, serving
 from train_kit.processes import run_python
 from train_kit.runs import train
 
@@ -139,37 +138,19 @@ def test_the_components_of_the_page_explain_the_reward(reply: str, number: float
     assert output["metadata"]["reward_components"] == {"correct": float(reply == "42"), "number": number}
 
 
-class Answers(BaseHTTPRequestHandler):
-    """Answers each lookup with its query, and each chat request with `yes` if it mentions thanks."""
-
-    def do_GET(self) -> None:
-        self.send(parse_qs(urlsplit(self.path).query).get("query", [""])[0])
-
-    def do_POST(self) -> None:
-        request = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        if "nonsense" in request:
-            self.send_error(500)
-            return
-        verdict = "Yes." if "thanks" in request else "no"
-        self.send(json.dumps({"choices": [{"message": {"content": verdict}}]}))
-
-    def send(self, text: str) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *args: Any) -> None:
-        """Log nothing."""
+def answer(request: Request) -> tuple[int, Any]:
+    """Answer a lookup with its query, and a chat request with `Yes.` if it mentions thanks."""
+    if request.method == "GET":
+        return 200, parse_qs(urlsplit(request.path).query).get("query", [""])[0]
+    if "nonsense" in str(request.body):
+        return 500, ""
+    return 200, chat_completion("Yes." if "thanks" in str(request.body) else "no")
 
 
 @pytest.fixture
 def server_url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(answer) as (url, _):
+        yield url
 
 
 def test_the_asynchronous_environment_of_the_page_passes_the_checkup(server_url: str) -> None:

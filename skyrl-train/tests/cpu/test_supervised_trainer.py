@@ -107,7 +107,7 @@ def test_bfloat16_weights_learn_like_float32_ones(named: Overrides, tiny_model_p
     AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.bfloat16).save_pretrained(base)
     settings = [
         f"trainer.policy.model.path='{base}'",
-        "trainer.epochs=4",
+        "trainer.epochs=2",
         "trainer.policy.optimizer_config.lr=2e-6",
         "trainer.eval_before_train=true",
         "trainer.eval_interval=4",
@@ -115,11 +115,11 @@ def test_bfloat16_weights_learn_like_float32_ones(named: Overrides, tiny_model_p
     for dtype in ("float32", "bfloat16"):
         run = train(*named(dtype, *settings, f"trainer.policy.model.dtype={dtype}"), command="sft")
         losses[dtype] = [row["val/loss"] for row in run.metrics if "val/loss" in row]
-        assert {str(tensor.dtype) for tensor in run.weights(8).values()} == {f"torch.{dtype}"}
-    assert losses["float32"][-1] < losses["float32"][0] - 4e-4
+        assert {str(tensor.dtype) for tensor in run.weights(4).values()} == {f"torch.{dtype}"}
+    assert losses["float32"][-1] < losses["float32"][0] - 1e-4
     assert losses["bfloat16"] == pytest.approx(losses["float32"], abs=1e-5)
     parts = named("parts", *settings, "trainer.policy.model.dtype=bfloat16")
-    stop_after(5, *parts, command="sft")
+    stop_after(3, *parts, command="sft")
     assert_equal_runs(train(*parts, command="sft"), run)
 
 
@@ -175,7 +175,8 @@ def test_a_run_that_stops_at_any_step_resumes_exactly(step: int, whole: Run, nam
 
 
 def test_the_dropout_of_an_adapter_is_applied_in_training_only_and_resumes_exactly(named: Overrides) -> None:
-    lora = ["trainer.policy.model.lora.rank=4", "trainer.eval_before_train=true", "trainer.epochs=2"]
+    intervals = ["trainer.eval_before_train=true", "trainer.eval_interval=1", "trainer.ckpt_interval=1"]
+    lora = ["trainer.policy.model.lora.rank=4", "trainer.epochs=1", *intervals]
     dropout = [*lora, "trainer.policy.model.lora.dropout=0.5"]
     exact, dropped = (
         train(*named(name, *settings), command="sft") for name, settings in (("exact", lora), ("dropped", dropout))
@@ -187,7 +188,7 @@ def test_the_dropout_of_an_adapter_is_applied_in_training_only_and_resumes_exact
         assert first == first_dropped, f"the adapter starts as 0, so {key} is the base's"
         assert all(a != b for a, b in zip(later, later_dropped, strict=True))
     parts = named("parts", *dropout)
-    stop_after(3, *parts, command="sft")
+    stop_after(1, *parts, command="sft")
     assert_equal_runs(train(*parts, command="sft"), dropped)
     checkpointed = train(*named("checkpointed", *dropout, "trainer.gradient_checkpointing=true"), command="sft")
     assert checkpointed.reproducible_metrics == [pytest.approx(row, abs=1e-5) for row in dropped.reproducible_metrics]

@@ -15,13 +15,16 @@ from skyrl_train.dataset.files import write_jsonl
 
 pytestmark = pytest.mark.timeout(600)
 
-ESTIMATOR = """
+IMPORTS = """
 import hydra
 import ray
 import torch
 from omegaconf import DictConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, validate_cfg
 from skyrl_train.utils import initialize_ray
+"""
+
+ESTIMATOR = f"""{IMPORTS}
 from skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
 
 
@@ -37,15 +40,9 @@ def compute_simple_baseline_advantage(
 AdvantageEstimatorRegistry.register("simple_baseline", compute_simple_baseline_advantage)
 """
 
-LOSS = """
+LOSS = f"""
 from typing import Optional, Tuple
-
-import hydra
-import ray
-import torch
-from omegaconf import DictConfig
-from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, validate_cfg
-from skyrl_train.utils import initialize_ray
+{IMPORTS}
 from skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
 
@@ -64,15 +61,9 @@ def compute_reinforce_policy_loss(
 PolicyLossRegistry.register("reinforce", compute_reinforce_policy_loss)
 """
 
-DAPO = """
-import hydra
-import ray
-import torch
-from omegaconf import DictConfig
-from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, validate_cfg
+DAPO = f"""{IMPORTS}
 from skyrl_train.generators.base import GeneratorOutput
 from skyrl_train.trainer import RayPPOTrainer
-from skyrl_train.utils import initialize_ray
 
 
 class DAPOTrainer(RayPPOTrainer):
@@ -96,13 +87,8 @@ class DAPOExp(BasePPOExp):
         return DAPOTrainer(*args, **kwargs)
 """
 
-FULLY_ASYNC = """
-import hydra
-import ray
-from omegaconf import DictConfig
-from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, validate_cfg
+FULLY_ASYNC = f"""{IMPORTS}
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
-from skyrl_train.utils import initialize_ray
 
 
 class FullyAsyncPPOExp(BasePPOExp):

@@ -8,13 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from train_kit.checkpoints import read, save, write_named
+from train_kit.checkpoints import save, write_named
 from train_kit.networks import Faults
 from train_kit.runs import expect_error, stop_after, train, train_with
 
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, RemoteFolder
-from skyrl_train.errors import CheckpointError
 
 
 @pytest.fixture
@@ -154,28 +153,3 @@ def test_cut_connections_are_retried(bucket: str, faults: Faults, tmp_path: Path
     (tmp_path / "copy").mkdir()
     remote.download(10, tmp_path / "copy")
     assert (tmp_path / "copy/weights").read_bytes() == (path / "weights").read_bytes()
-
-
-def test_a_stalled_network_delays_only_the_upload(bucket: str, faults: Faults, tmp_path: Path) -> None:
-    path = save(CheckpointStore(tmp_path / "local"), 10, write_named("ten"))
-    faults.stall_s = 1.0
-    remote = RemoteCheckpoints(RemoteFolder(f"{bucket}/run"))
-    assert remote.upload(path) > 0
-    assert remote.latest_step() == 10
-
-
-def test_a_half_upload_is_absent(bucket: str, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "local")
-    remote = RemoteCheckpoints(RemoteFolder(f"{bucket}/run"))
-    remote.upload(save(store, 10, write_named("ten")))
-    remote.upload(save(store, 20, write_named("twenty")))
-    (remote.folder / "global_step_20").remove("policy/schedule.pt")
-    assert (remote.steps(), remote.latest_step()) == ([10, 20], 10)
-    (tmp_path / "copy").mkdir()
-    with pytest.raises(
-        CheckpointError, match=r"policy/schedule.pt is missing. The newest other one is .*global_step_10"
-    ):
-        remote.download(20, tmp_path / "copy")
-    (tmp_path / "again").mkdir()
-    remote.download(10, tmp_path / "again")
-    assert read(tmp_path / "again") == "ten"

@@ -216,9 +216,9 @@ def naive_rewards(folder: Path, file: Path) -> list[float]:
     return margins
 
 
-@pytest.mark.parametrize("memory", ["micro_train_batch_size_per_gpu=1", "gradient_checkpointing=true"])
-def test_transformers_reads_the_rewards_that_were_trained(memory: str, named: Overrides, data: Path) -> None:
-    run = train(*named("run", f"trainer.{memory}"), command="reward")
+def test_transformers_reads_the_rewards_that_were_trained(named: Overrides, data: Path) -> None:
+    memory = ["trainer.micro_train_batch_size_per_gpu=1", "trainer.gradient_checkpointing=true"]
+    run = train(*named("run", *memory), command="reward")
     assert run.metrics[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
     margins = naive_rewards(run.export(4, "reward"), data / "val.jsonl")
     assert run.metrics[-1]["val/margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-6)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
-from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from train_kit.http import Request, serving
 
 from skyrl_train.entrypoints import doctor, providers
 from skyrl_train.entrypoints.providers import PROVIDERS, Wallet
@@ -28,40 +26,28 @@ PRIME = {"wallet_id": "w", "balance_usd": 12.25, "currency": "USD", "total_billi
 VAST = {"id": 1, "email": "a@b", "balance": 7.0, "ssh_key": "", "sid": ""}
 
 
-class Cloud(BaseHTTPRequestHandler):
-    """A server with one answer for each path."""
+@dataclass
+class Clouds:
+    """A local server in the place of all providers: one answer for each, and the requests so far."""
 
-    answers: dict[str, Any] = {}  # noqa: RUF012
-    requests: list[tuple[str, str, str]] = []  # noqa: RUF012
+    answers: dict[str, Any]
+    requests: list[Request] = field(default_factory=list)
 
-    def answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-        self.requests.append((self.command, self.headers["Authorization"], body))
-        answer = self.answers[self.path.partition("?")[0].strip("/")]
-        self.send_response(answer if isinstance(answer, int) else 200)
-        self.end_headers()
-        self.wfile.write(answer.encode() if isinstance(answer, str) else json.dumps(answer).encode())
-
-    do_GET = do_POST = answer
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+    def answer(self, request: Request) -> tuple[int, Any]:
+        answer = self.answers[request.path.partition("?")[0].strip("/")]
+        return (answer, "") if isinstance(answer, int) else (200, answer)
 
 
 @pytest.fixture
-def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Cloud]]:
+def clouds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clouds]:
     """A running server, which all providers with an address are replaced by; their keys are set."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Cloud)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    local = [replace(p, url=f"{address}/{p.name}?limit=1") if p.url else p for p in PROVIDERS]
-    monkeypatch.setattr(providers, "PROVIDERS", local)
-    for name in KEYS:
-        monkeypatch.setenv(name, KEY)
-    Cloud.answers, Cloud.requests = {"lambda": LAMBDA, "runpod": RUNPOD, "vast": VAST, "primeintellect": PRIME}, []
-    yield Cloud
-    server.shutdown()
-    server.server_close()
+    clouds = Clouds({"lambda": LAMBDA, "runpod": RUNPOD, "vast": VAST, "primeintellect": PRIME})
+    with serving(clouds.answer) as (address, clouds.requests):
+        local = [replace(p, url=f"{address}/{p.name}?limit=1") if p.url else p for p in PROVIDERS]
+        monkeypatch.setattr(providers, "PROVIDERS", local)
+        for name in KEYS:
+            monkeypatch.setenv(name, KEY)
+        yield clouds
 
 
 def wallets(task: Path | None = None) -> list[doctor.Finding]:
@@ -74,7 +60,7 @@ def write_task(folder: Path, *clouds: str) -> Path:
     return folder / "task.yaml"
 
 
-def test_each_cloud_of_a_task_is_asked_as_its_documentation_says(cloud: type[Cloud], tmp_path: Path) -> None:
+def test_each_cloud_of_a_task_is_asked_as_its_documentation_says(clouds: Clouds, tmp_path: Path) -> None:
     task = write_task(tmp_path, "lambda", "runpod", "vast/us", "primeintellect", "nebius")
     found = wallets(task)
     assert [(finding.status, finding.text) for finding in found] == [
@@ -87,21 +73,21 @@ def test_each_cloud_of_a_task_is_asked_as_its_documentation_says(cloud: type[Clo
         ("ok", "primeintellect: $12.25"),
         ("warning", "nebius: its API does not report the balance"),
     ]
-    assert [(method, key) for method, key, _ in cloud.requests] == [
+    assert [(request.method, request.headers["authorization"]) for request in clouds.requests] == [
         (method, f"Bearer {KEY}") for method in ("GET", "POST", "GET", "GET")
     ]
-    assert json.loads(cloud.requests[1][2])["query"].startswith("query { myself { clientBalance")
+    assert clouds.requests[1].body["query"].startswith("query { myself { clientBalance")
     assert KEY not in "".join(map(str, found))
 
 
-def test_without_a_task_the_clouds_with_a_key_are_asked(cloud: type[Cloud], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_task_the_clouds_with_a_key_are_asked(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KEYS[:3]:
         monkeypatch.delenv(name)
     assert [finding.text for finding in wallets()] == ["primeintellect: $12.25"]
 
 
-def test_empty_wallets_and_refused_keys_fail_if_no_cloud_is_left(cloud: type[Cloud], tmp_path: Path) -> None:
-    cloud.answers |= {"vast": VAST | {"balance": 0}, "primeintellect": 401}
+def test_empty_wallets_and_refused_keys_fail_if_no_cloud_is_left(clouds: Clouds, tmp_path: Path) -> None:
+    clouds.answers |= {"vast": VAST | {"balance": 0}, "primeintellect": 401}
     task = write_task(tmp_path, "vast", "primeintellect")
     empty, refused, none_left = wallets(task)
     assert (empty.status, empty.text) == ("warning", "vast: $0.00")
@@ -115,8 +101,8 @@ def test_empty_wallets_and_refused_keys_fail_if_no_cloud_is_left(cloud: type[Clo
 
 @pytest.mark.parametrize("answer", [500, "<html>", [], {"data": None}, {"errors": [{"message": "Unauthorized"}]}])
 @pytest.mark.parametrize("name", ["lambda", "runpod", "vast", "primeintellect"])
-def test_an_undocumented_answer_is_unknown(cloud: type[Cloud], name: str, answer: Any, tmp_path: Path) -> None:
-    cloud.answers[name] = answer
+def test_an_undocumented_answer_is_unknown(clouds: Clouds, name: str, answer: Any, tmp_path: Path) -> None:
+    clouds.answers[name] = answer
     (finding,) = wallets(write_task(tmp_path, name))
     assert finding.status == "warning"
     assert "HTTP 500" in finding.text if answer == 500 else "gave no answer that can be read" in finding.text

@@ -296,13 +296,11 @@ def test_missing_reward_components_are_reported(letters: Overrides, monkeypatch:
 def test_an_estimator_gets_the_statistics_it_requires(letters: Overrides, batches: list[TrainingBatch]) -> None:
     one_update = ["trainer.policy_mini_batch_size=4", ONE_STEP]
     train(*letters("otb", "trainer.algorithm.advantage_estimator=optimal_token_baseline", *one_update))
-    train(*letters("without", *one_update))
-    with_statistics, without = batches
-    assert with_statistics.sum_pi_squared is not None
-    on_mask = with_statistics.sum_pi_squared[with_statistics.loss_mask > 0]
+    (batch,) = batches
+    assert batch.sum_pi_squared is not None
+    on_mask = batch.sum_pi_squared[batch.loss_mask > 0]
     assert (on_mask > 0).all()
     assert (on_mask < 1).all()
-    assert without.sum_pi_squared is None, "one mini-batch needs no separate scoring pass"
 
 
 def test_truncated_replies_are_filtered_and_punished(letters: Overrides, batches: list[TrainingBatch]) -> None:
@@ -401,6 +399,7 @@ def test_rewards_and_filters_count_trajectories_of_several_rows_once(
     assert last["reward/num_zero_variance_filtered"] == 4
     assert last["loss/avg_final_rewards"] == 1.0
     assert "policy/grad_norm" not in last, "no trained tokens are left"
+    assert batch.sum_pi_squared is None, "one mini-batch needs no separate scoring pass"
 
 
 def test_a_custom_template_trains_without_rollout_log_probs(letters: Overrides, batches: list[TrainingBatch]) -> None:

@@ -173,12 +173,6 @@ def test_a_changed_byte_in_any_file_is_named(saved_run: Run) -> None:
     assert_a_changed_byte_is_named(saved_run.folder / "ckpts/global_step_2")
 
 
-def test_a_changed_byte_of_an_adapter_is_named(saving_run: list[str]) -> None:
-    run = train(*saving_run, "trainer.max_training_steps=1", "trainer.policy.model.lora.rank=4")
-    assert (run.folder / "ckpts/global_step_1/policy/lora_adapter/adapter_model.safetensors").exists()
-    assert_a_changed_byte_is_named(run.folder / "ckpts/global_step_1")
-
-
 class Intruder:
     """An object whose unpickling creates a folder."""
 

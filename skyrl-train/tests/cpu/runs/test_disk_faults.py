@@ -2,100 +2,256 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import os
+import random
 import shutil
 import subprocess
-import sys
-from functools import cache
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-from train_kit.disks import FAULTS, MountedFault, Outcome, run_with_fault
-from train_kit.processes import TRAIN_FOLDER
+from train_kit.runs import train_with
 
-IS_ROOT = os.geteuid() == 0
-UNSHARE = ["unshare", "--mount"] if IS_ROOT else ["unshare", "--mount", "--user", "--map-root-user"]
+from skyrl_train.callbacks import Callback, Run, StepReport
+from skyrl_train.checkpoint import CheckpointStore
+from skyrl_train.checkpoint.manifest import find_damage
+
+DISK_BYTES = 160 * 2**20  # two checkpoints, and what a store leaves free
+IMAGE_BYTES = 192 * 2**20  # and a journal
+FIRST_STEP, LAST_STEP = 2, 5
 
 nightly = pytest.mark.nightly
 
 
-@cache
-def find_problem() -> str | None:
-    """Return the reason why no disk can be mounted in a namespace, or None if it can."""
-    try:
-        subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=True, capture_output=True, text=True)
-    except OSError as error:
-        return str(error)
-    except subprocess.CalledProcessError as error:
-        return str(error.stderr)
-    return None
+class Fault(Callback):
+    """A fault of the disk at `disk` from the end of step 2 to the end of step 5.
+
+    It is the last callback of a run, and records what the run saves and reports.
+    """
+
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+        self.is_present = False
+        self.saved: list[int] = []
+        self.alerts: list[str] = []
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        if report.global_step == FIRST_STEP:
+            self.is_present = True
+            self.begin()
+        elif report.global_step == LAST_STEP:
+            self._end()
+
+    async def on_train_end(self, run: Run, error: BaseException | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self.is_present:
+            self.is_present = False
+            self.end()
+
+    async def on_checkpoint(self, run: Run, path: Path) -> None:
+        self.saved.append(int(path.name.removeprefix("global_step_")))
+
+    async def on_alert(self, run: Run, text: str) -> None:
+        self.alerts.append(text)
 
 
-def run_on_mounted_disk(name: str, disk: Path, overrides: list[str]) -> Outcome:
-    """Run in a mount namespace, as root or as a user where the kernel allows user namespaces."""
-    if problem := find_problem():
-        pytest.skip(f"no disk can be mounted here: {problem}")
-    finished = subprocess.run(
-        [*UNSHARE, sys.executable, "-m", "train_kit.disks", name, str(disk), *overrides],
-        capture_output=True,
-        text=True,
-        cwd=TRAIN_FOLDER,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=250,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return Outcome(**json.loads(finished.stdout.splitlines()[-1]))
+class Vanished(Fault):
+    """The folder is removed while a checkpoint is written into it."""
+
+    def begin(self) -> None:
+        shutil.rmtree(self.disk / "ckpts", ignore_errors=True)
 
 
-def run_six_steps(name: str, catch_run: list[str], tmp_path: Path) -> Outcome:
-    """Train six steps with a fault from step 2 to 5, and return what happened."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    overrides = [*catch_run, "trainer.epochs=3", "trainer.eval_interval=-1", "trainer.ckpt_timeout_seconds=1"]
-    if issubclass(FAULTS[name], MountedFault):
-        outcome = run_on_mounted_disk(name, disk, overrides)
-    else:
-        outcome = run_with_fault(FAULTS[name](disk), overrides)
-    assert outcome.steps == [0, 1, 2, 3, 4, 5, 6], "training continues"
-    assert (outcome.latest, outcome.damage, outcome.partial) == ("global_step_6", [], [])
-    assert {1, 6} <= set(outcome.saved)
-    return outcome
+class Patched(Fault):
+    """A fault of an operating-system call on files below the folder."""
+
+    name = "fsync"
+
+    def fail(self) -> None:
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        self.call: Callable[..., Any] = getattr(os, self.name)
+
+        def failing(target: int | str | Path, *args: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
+            if path.startswith(str(self.disk)):
+                self.fail()
+            return self.call(target, *args)
+
+        setattr(os, self.name, failing)
+
+    def end(self) -> None:
+        setattr(os, self.name, self.call)
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("flaky", "Input/output error"),
-        pytest.param("full", "No space left on device", marks=nightly),  # test_full_disk has one without a mount
-        pytest.param("read_only", "Read-only file system", marks=nightly),
-    ],
-)
-def test_a_disk_that_refuses_costs_only_the_checkpoints_of_that_time(
-    catch_run: list[str], tmp_path: Path, fault: str, message: str
-) -> None:
-    outcome = run_six_steps(fault, catch_run, tmp_path)
-    failures = [alert for alert in outcome.alerts if "cannot save the checkpoint of step" in alert]
+class Flaky(Patched):
+    """A fifth of the calls fail, among them the first."""
+
+    generator = random.Random(1)
+
+    def fail(self) -> None:
+        if self.generator.random() < 0.2:
+            raise OSError(errno.EIO, "Input/output error")
+
+
+class Stalled(Patched):
+    """Every call waits for the end of the fault, in the middle of a checkpoint."""
+
+    def __init__(self, disk: Path) -> None:
+        super().__init__(disk)
+        self.is_over = threading.Event()
+
+    def fail(self) -> None:
+        assert self.is_over.wait(200), "training waits for the disk"
+
+    def end(self) -> None:
+        super().end()
+        self.is_over.set()
+
+
+class StalledFolder(Stalled):
+    """New folders wait, so that no checkpoint begins."""
+
+    name = "mkdir"
+
+
+class Full(Fault):
+    """The mounted disk has no free block."""
+
+    def begin(self) -> None:
+        with suppress(OSError), open(self.disk / "ballast", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(2**16))
+
+    def end(self) -> None:
+        (self.disk / "ballast").unlink()
+
+
+class ReadOnly(Fault):
+    """The mounted disk hides behind a read-only view. Files that are open, such as the lock, stay writable."""
+
+    def begin(self) -> None:
+        folder, view = self.disk / "ckpts", self.disk.with_suffix(".view")
+        view.mkdir()
+        call("mount", "--bind", folder, view)
+        call("mount", "-o", "remount,bind,ro", view)  # the folder itself is busy
+        call("mount", "--bind", view, folder)
+
+    def end(self) -> None:
+        call("umount", "--lazy", self.disk / "ckpts")
+        call("umount", "--lazy", self.disk.with_suffix(".view"))
+
+
+class Frozen(Fault):
+    """The kernel lets every write to the mounted disk wait."""
+
+    def begin(self) -> None:
+        call("fsfreeze", "--freeze", self.disk)
+
+    def end(self) -> None:
+        call("fsfreeze", "--unfreeze", self.disk)
+
+
+def call(*command: str | Path) -> None:
+    subprocess.run([str(part) for part in command], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def memory_disk(disk: Path) -> Iterator[Path]:
+    """A small disk in memory."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a disk")
+    call("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", disk)
+    yield disk
+    call("umount", "--lazy", disk)
+
+
+@pytest.fixture
+def journaled_disk(disk: Path) -> Iterator[Path]:
+    """A small disk that can be frozen."""
+    if not (os.geteuid() == 0 and Path("/dev/loop-control").exists() and shutil.which("mkfs.ext4")):
+        pytest.skip("only root can mount a disk, where there are loop devices")
+    image = disk.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(IMAGE_BYTES)
+    call("mkfs.ext4", "-q", image)
+    call("mount", "-o", "loop", image, disk)
+    yield disk
+    call("umount", "--lazy", disk)
+
+
+def run_six_steps(fault: Fault, catch_run: list[str]) -> Fault:
+    """Train six steps with a checkpoint after each on the faulty disk."""
+    settings = ["trainer.epochs=3", "trainer.eval_interval=-1", "trainer.ckpt_interval=1"]
+    settings += [f"trainer.ckpt_path={fault.disk}/ckpts", "trainer.ckpt_timeout_seconds=1"]
+    run = train_with(*catch_run, *settings, last=[fault])
+    assert run.steps == [0, 1, 2, 3, 4, 5, 6], "training continues"
+    store = CheckpointStore(fault.disk / "ckpts")
+    assert store.latest() == store.path / "global_step_6"
+    assert [damage for step in store.steps() for damage in find_damage(store.path / f"global_step_{step}")] == []
+    assert list(store.path.glob(".global_step_*")) == []
+    assert {1, 6} <= set(fault.saved)
+    return fault
+
+
+def assert_each_step_is_saved_or_reported(fault: Fault, message: str) -> None:
+    failures = [alert for alert in fault.alerts if "cannot save the checkpoint of step" in alert]
     assert failures
     assert all(message in alert for alert in failures)
-    assert len(outcome.saved) + len(failures) == 6, "each step is saved, or reported"
+    assert len(fault.saved) + len(failures) == 6
 
 
-def test_a_folder_that_is_removed_during_a_save_is_created_again(catch_run: list[str], tmp_path: Path) -> None:
-    run_six_steps("vanished", catch_run, tmp_path)
+@nightly  # test_full_disk has a full disk without a mount
+def test_calls_that_fail_cost_only_the_checkpoints_of_that_time(catch_run: list[str], disk: Path) -> None:
+    assert_each_step_is_saved_or_reported(run_six_steps(Flaky(disk), catch_run), "Input/output error")
 
 
-@pytest.mark.parametrize(
-    "fault", ["stalled", *(pytest.param(fault, marks=nightly) for fault in ("stalled_folder", "frozen"))]
-)
-def test_training_waits_for_a_stalled_disk_only_as_long_as_configured(
-    catch_run: list[str], tmp_path: Path, fault: str
+@nightly
+@pytest.mark.parametrize(("kind", "message"), [(Full, "No space left on device"), (ReadOnly, "Read-only file system")])
+def test_a_disk_that_refuses_costs_only_the_checkpoints_of_that_time(
+    kind: type[Fault], message: str, catch_run: list[str], memory_disk: Path
 ) -> None:
+    assert_each_step_is_saved_or_reported(run_six_steps(kind(memory_disk), catch_run), message)
+
+
+def test_a_folder_that_is_removed_during_a_save_is_created_again(catch_run: list[str], disk: Path) -> None:
+    run_six_steps(Vanished(disk), catch_run)
+
+
+def assert_one_alert(fault: Fault) -> None:
     """The disk answers again only after step 5, which the run would never reach if it waited for the disk."""
-    if fault == "frozen" and not (IS_ROOT and Path("/dev/loop-control").exists() and shutil.which("mkfs.ext4")):
-        pytest.skip("only root can freeze a disk")
-    outcome = run_six_steps(fault, catch_run, tmp_path)
-    slow = [alert for alert in outcome.alerts if "longer than trainer.ckpt_timeout_seconds=1" in alert]
+    slow = [alert for alert in fault.alerts if "longer than trainer.ckpt_timeout_seconds=1" in alert]
     assert len(slow) == 1, "one alert for a stall"
-    assert not {4, 5} & set(outcome.saved)
+    assert not {4, 5} & set(fault.saved)
+
+
+@pytest.mark.parametrize("kind", [Stalled, pytest.param(StalledFolder, marks=nightly)])
+def test_training_waits_for_a_stalled_call_only_as_long_as_configured(
+    kind: type[Fault], catch_run: list[str], disk: Path
+) -> None:
+    assert_one_alert(run_six_steps(kind(disk), catch_run))
+
+
+@nightly
+def test_training_waits_for_a_frozen_disk_no_longer_than_configured(
+    catch_run: list[str], journaled_disk: Path
+) -> None:
+    assert_one_alert(run_six_steps(Frozen(journaled_disk), catch_run))

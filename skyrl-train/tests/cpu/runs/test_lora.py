@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from train_kit.checkpoints import assert_a_changed_byte_is_named
 from train_kit.runs import assert_equal_runs, expect_error, stop_after, train
 from transformers import AutoModelForCausalLM
 
@@ -88,10 +89,12 @@ def test_a_critic_and_a_reference_that_follows_an_adapter(catch_run: list[str], 
     assert "score.weight" in run.weights(4, "critic")
 
 
-def test_a_stopped_run_resumes_exactly(catch_run: list[str]) -> None:
+def test_a_stopped_run_has_a_whole_checkpoint_and_resumes_exactly(catch_run: list[str]) -> None:
     overrides = [*catch_run, *LORA, "trainer.epochs=2", "trainer.eval_interval=-1", "generator.batched=true"]
     whole = train(*overrides, "trainer.run_name=whole")
-    stop_after(1, *overrides)
+    checkpoint = stop_after(1, *overrides).folder / "ckpts/global_step_1"
+    assert (checkpoint / "policy/lora_adapter/adapter_model.safetensors").exists()
+    assert_a_changed_byte_is_named(checkpoint)
     assert_equal_runs(train(*overrides), whole)
 
 

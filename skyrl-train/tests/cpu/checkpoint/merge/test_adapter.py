@@ -20,6 +20,8 @@ from skyrl_train.checkpoint.merge import merge_adapter
 from skyrl_train.entrypoints.cli import main
 from skyrl_train.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.usefixtures("frozen_objects")  # a merge collects garbage
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:

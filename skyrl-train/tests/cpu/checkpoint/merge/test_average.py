@@ -14,6 +14,8 @@ from train_kit.models import ROUTER_BIAS, save_biased_router
 from skyrl_train.checkpoint.merge import average_models
 from skyrl_train.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.usefixtures("frozen_objects")  # a merge collects garbage
+
 
 @pytest.mark.parametrize(("shares", "is_tied"), [([0.3, 0.7], False), ([0.2, 0.3, 0.5], True)])
 def test_an_average_has_the_mean_of_each_tensor(tmp_path: Path, shares: list[float], is_tied: bool) -> None:

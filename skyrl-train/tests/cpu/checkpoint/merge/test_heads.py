@@ -19,6 +19,8 @@ from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.loading import AUTO_CLASSES
 from skyrl_train.types.specs import Role
 
+pytestmark = pytest.mark.usefixtures("frozen_objects")  # a merge collects garbage
+
 nightly = pytest.mark.nightly
 
 

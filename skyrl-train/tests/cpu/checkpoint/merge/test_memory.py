@@ -22,14 +22,14 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 @pytest.mark.parametrize("kind", ["adapter", pytest.param("checkpoint", marks=pytest.mark.nightly), "average"])
-@pytest.mark.parametrize("n_layers", [6, pytest.param(72, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("n_layers", [2, pytest.param(72, marks=pytest.mark.nightly)])
 def test_a_merge_takes_little_more_memory_than_the_model(tmp_path: Path, kind: str, n_layers: int) -> None:
-    """Models of 0.1 and 1.1 billion parameters. The merged model is loaded once, for the comparison of logits."""
+    """Models of 48 million and 1.1 billion parameters. The merged model is loaded once, to compare its logits."""
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": n_layers, "vocab_size": 16_000}
     shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
     model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
     n_bytes, target = 4 * model.num_parameters(), f"Path({str(tmp_path / 'merged')!r})"
-    assert round(model.num_parameters() / 1e9, 1) == (0.1 if n_layers == 6 else 1.1)
+    assert round(model.num_parameters() / 1e6) == (48 if n_layers == 2 else 1149)
     if kind == "adapter":
         model.save_pretrained(tmp_path / "base")
         call = f"merge_adapter({str(save_adapter(tmp_path / 'adapter', tmp_path / 'base', r=8))!r}, {target})"
@@ -46,5 +46,5 @@ def test_a_merge_takes_little_more_memory_than_the_model(tmp_path: Path, kind: s
         call = f"average_models([{str(tmp_path / 'one')!r}, {str(tmp_path / 'other')!r}], {target})"
     del model
     peak = int(run_python("-c", MEASURE.format(call=call)).split()[-1])
-    assert peak < 1.3 * n_bytes, f"{peak:,} of {n_bytes:,}"
+    assert peak < 1.3 * n_bytes + 120e6, f"{peak:,} of {n_bytes:,}"
     assert (tmp_path / "merged/config.json").is_file()

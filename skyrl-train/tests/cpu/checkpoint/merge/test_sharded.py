@@ -18,6 +18,8 @@ from skyrl_train.checkpoint.merge import merge_checkpoint
 from skyrl_train.entrypoints.cli import main
 from skyrl_train.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.usefixtures("frozen_objects")  # a merge collects garbage
+
 ATTENTION_LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
 
 
