@@ -18,18 +18,9 @@ def ask(live: LiveEndpoint, messages: Any = HELLO, **options: Any) -> ChatComple
     )
 
 
-EXTRAS = (
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "return_token_ids",
-    "include_stop_str_in_output",
-    "chat_template_kwargs",
-    "session_id",
-)
+EXTRAS = {"top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos", "return_token_ids"}
+EXTRAS |= {"include_stop_str_in_output", "chat_template_kwargs", "session_id"}
+"""Parameters that the client of OpenAI does not know."""
 
 
 def test_the_reply_contains_the_sampled_tokens(live: LiveEndpoint) -> None:
@@ -51,12 +42,8 @@ def test_usage_counts_prompt_sampled_and_cached_tokens(live: LiveEndpoint) -> No
     completion = ask(live, session_id="usage", n=3)
     results = [result for _, result in live.engine.exchanges[-3:]]
     n_prompt, n_sampled = len(live.chat.prompt_ids(HELLO)), sum(len(result.token_ids) for result in results)
-    usage = completion.usage
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
-        n_prompt,
-        n_sampled,
-        n_prompt + n_sampled,
-    )
+    usage, total = completion.usage, n_prompt + n_sampled
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (n_prompt, n_sampled, total)
     assert usage.prompt_tokens_details.cached_tokens == results[0].n_reused > 0
 
 
@@ -96,29 +83,18 @@ def test_a_stop_string_ends_the_reply_and_is_removed(live: LiveEndpoint) -> None
 
 
 def test_sampling_parameters_reach_the_engine(live: LiveEndpoint) -> None:
-    ask(
-        live,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=5,
-        min_p=0.1,
-        presence_penalty=0.5,
-        frequency_penalty=-0.5,
-        repetition_penalty=1.1,
-        min_tokens=2,
-        max_tokens=7,
-        stop="x",
-        stop_token_ids=[7],
-    )
+    limits = {"min_tokens": 2, "max_tokens": 7, "stop": "x", "stop_token_ids": [7]}
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1}
+    ask(live, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, **limits, **penalties)
     sampling = live.engine.exchanges[-1][0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 5, 0.1)
-    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.1)
+    assert {name: getattr(sampling, name) for name in penalties} == penalties
     assert (sampling.min_new_tokens, sampling.max_new_tokens, sampling.stop_token_ids) == (2, 7, (7,))
     assert sampling.stop == ("x",)
 
 
 def test_defaults_of_sampling_parameters_are_those_of_openai(live: LiveEndpoint) -> None:
-    ask(live, max_tokens=None)
+    ask(live, max_tokens=None, stop="<|im_end|>")
     sampling = live.engine.exchanges[-1][0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.penalizes) == (1.0, 1.0, -1, False)
 
@@ -145,23 +121,14 @@ def test_logprobs_are_those_of_the_engine(live: LiveEndpoint) -> None:
 
 def test_content_may_be_a_list_of_parts(live: LiveEndpoint) -> None:
     parts = [{"type": "text", "text": "State: "}, {"type": "text", "text": "ball=(3,0)"}]
-    assert (
-        ask(live, [HELLO[0], {"role": "user", "content": parts}]).choices[0].message
-        == ask(live, HELLO).choices[0].message
-    )
+    messages = [HELLO[0], {"role": "user", "content": parts}]
+    assert ask(live, messages).choices[0].message == ask(live, HELLO).choices[0].message
 
 
 def test_harmless_and_unknown_fields_are_ignored(live: LiveEndpoint) -> None:
-    harmless = {
-        "user": "me",
-        "store": False,
-        "metadata": {"a": "b"},
-        "service_tier": "auto",
-        "logit_bias": {},
-        "response_format": {"type": "text"},
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-    }
+    harmless: dict[str, Any] = {"user": "me", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}
+    harmless |= {"logit_bias": {}, "response_format": {"type": "text"}}
+    harmless |= {"tool_choice": "auto", "parallel_tool_calls": False}
     assert ask(live, **harmless).choices[0].message == ask(live).choices[0].message
     body = {"model": MODEL, "messages": HELLO, "max_tokens": 8, "seed": 1, "not_invented_yet": 1, "n": None}
     answer = live.http.post(f"{live.url}/chat/completions", json=body).json()
@@ -187,9 +154,8 @@ def test_tools_and_template_kwargs_reach_the_chat_template(live: LiveEndpoint, m
     ]
     ask(live, messages, tools=tools, chat_template_kwargs={"enable_thinking": False})
     rendered_messages, options = rendered[-1]
-    assert (json.dumps(options["tools"]), options["enable_thinking"]) == (json.dumps(tools), False), (
-        "in the given order"
-    )
+    assert json.dumps(options["tools"]) == json.dumps(tools), "in the given order"
+    assert options["enable_thinking"] is False
     assert rendered_messages[1]["tool_calls"][0]["function"]["arguments"] == {"at": "ball"}
     assert rendered_messages[1]["content"] == ""
     assert rendered_messages[2] == messages[2]

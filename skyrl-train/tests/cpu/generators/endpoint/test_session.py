@@ -27,18 +27,8 @@ def chat_request(**fields: object) -> ChatRequest:
 
 
 def test_a_request_cannot_change_the_sampled_distribution(session: Session, caplog: pytest.LogCaptureFixture) -> None:
-    others = {
-        "temperature": 0.0,
-        "top_p": 0.5,
-        "top_k": 3,
-        "min_p": 0.5,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 1.0,
-        "frequency_penalty": 1.0,
-        "min_tokens": 3,
-        "ignore_eos": True,
-        "seed": 1,
-    }
+    others = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.5, "min_tokens": 3, "ignore_eos": True}
+    others |= {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0, "seed": 1}
     warned: set[str] = set()
     for _ in range(2):
         assert session.sampling_for(chat_request(**others), warned) == SAMPLING
