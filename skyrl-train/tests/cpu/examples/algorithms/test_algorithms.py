@@ -74,8 +74,9 @@ def catch_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("catch")
     write_dataset(CatchDataset(train_size=100, test_size=4), folder)
     with pytest.MonkeyPatch.context() as constants:
-        constants.setattr(tiny_model, "BATCH_SIZE", 8)
-        for name, value in (("N_CONVERSATIONS", 100), ("N_STEPS", 60)):
+        constants.setattr(tiny_model, "BATCH_SIZE", 4)
+        constants.setattr(tiny_model, "LEARNING_RATE", 6e-3)
+        for name, value in (("N_CONVERSATIONS", 100), ("N_STEPS", 40)):
             constants.setattr(warm_start, name, value)
         warm_start.make_model(folder / "train.parquet", folder / "model", seed=0)
     tokenizer = load_tokenizer(str(folder / "model"))

@@ -50,7 +50,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("self-play")
     with pytest.MonkeyPatch.context() as constants:
         constants.setattr(learning, "N_CONVERSATIONS", 64)
-        constants.setattr(tiny_model, "BATCH_SIZE", 8)
+        constants.setattr(tiny_model, "BATCH_SIZE", 4)
+        constants.setattr(tiny_model, "LEARNING_RATE", 6e-3)
         LearningRun(SMALL_RECIPE, folder, SEED, n_steps=1).prepare()
         rows = read_rows(str(folder / "self_play/data/train.parquet"))
         tokenizer = load_tokenizer(str(folder / f"self_play/models/tiny-qwen3-seed{SEED}"))
