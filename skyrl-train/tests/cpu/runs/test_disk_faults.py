@@ -251,7 +251,5 @@ def test_training_waits_for_a_stalled_call_only_as_long_as_configured(
 
 
 @nightly
-def test_training_waits_for_a_frozen_disk_no_longer_than_configured(
-    catch_run: list[str], journaled_disk: Path
-) -> None:
+def test_training_waits_for_a_frozen_disk_no_longer_than_configured(catch_run: list[str], journaled_disk: Path) -> None:
     assert_one_alert(run_six_steps(Frozen(journaled_disk), catch_run))

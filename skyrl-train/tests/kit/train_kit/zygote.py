@@ -165,7 +165,7 @@ class _Program:
             traceback.print_exc()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
-        except BaseException:
+        except BaseException:  # noqa: BLE001, as the interpreter does
             traceback.print_exc()
             status = 1
         if not isinstance(status, int | None):
