@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,21 +32,10 @@ def test_omegaconf_section_is_converted() -> None:
 
 
 def test_other_mappings_are_kept() -> None:
-    class Space(dict[str, int]):
-        pass
-
-    class Node(Mapping[str, int]):
-        def __getitem__(self, key: str) -> int:
-            return 1
-
-        def __iter__(self) -> Any:
-            return iter("a")
-
-        def __len__(self) -> int:
-            return 1
-
-    node = Node()
-    assert read({"name": "x", "options": {"space": node, "pair": (1, 2)}}).options == {"space": node, "pair": (1, 2)}
+    node = MappingProxyType({"a": 1})
+    options = read({"name": "x", "options": {"space": node, "pair": (1, 2)}}).options
+    assert options == {"space": node, "pair": (1, 2)}
+    assert options["space"] is node
 
 
 def test_row_overrides_the_section() -> None:
@@ -79,13 +69,8 @@ def test_reset_arguments() -> None:
         "reset": {"level": 2, "unset": None, "options": {"low": 3, "unset": None}},
         "extra_info": {"seed": 1, "reset": {"level": 1, "map": "m"}},
     }
-    assert reset_arguments({"level": 0, "game": "g"}, extras) == {
-        "level": 2,
-        "game": "g",
-        "seed": 3,
-        "map": "m",
-        "options": {"low": 3},
-    }
+    expected = {"level": 2, "game": "g", "seed": 3, "map": "m", "options": {"low": 3}}
+    assert reset_arguments({"level": 0, "game": "g"}, extras) == expected
     assert reset_arguments({"seed": 9}, {"seed": None, "extra_info": None}) == {"seed": 9}
     assert type(reset_arguments({}, {"seed": np.int64(5)})["seed"]) is int
     with pytest.raises(ValueError, match=r"extra_info\.seed='x' must be a whole number"):

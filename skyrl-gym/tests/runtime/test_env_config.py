@@ -16,6 +16,8 @@ def test_section_is_a_dict_with_attributes() -> None:
     assert config.inner.a == 1
     with pytest.raises(AttributeError, match=r"no key 'topp', only topk, inner\. Set environment\.skyrl_gym\."):
         _ = config.topp
+    with pytest.raises(AttributeError, match="only nothing"):
+        _ = EnvConfig().topk
 
 
 def test_copy_shares_nothing_with_the_original() -> None:
@@ -24,8 +26,3 @@ def test_copy_shares_nothing_with_the_original() -> None:
     assert config == {"files": [], "seeds": [0, 1], "day": "2026-01-02"}
     config.files.append("a")
     assert section["files"] == []
-
-
-def test_empty_section_is_reported() -> None:
-    with pytest.raises(AttributeError, match="only nothing"):
-        _ = EnvConfig().topk
