@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 import torch
 from train_kit.engine_contract import EngineContract
 from train_kit.engines import EngineKit
+from train_kit.runs import train
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.entrypoints import main_base
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models import linear_head
 from skyrl_train.models.compilation import can_compile
@@ -36,10 +35,6 @@ def tiny_head_dim() -> int:
 def gpu_model(tiny_model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the tiny model on the GPU, whose weights a test may change."""
     return copy.deepcopy(tiny_model).to("cuda")
-
-
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_logprobs_equal_those_of_the_cpu(tiny_model: PreTrainedModel, gpu_model: PreTrainedModel) -> None:
@@ -120,13 +115,10 @@ class TestContractOnAGPU(EngineContract):
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_a_run_trains_and_samples_with_the_trained_weights(
-    catch_run: list[str], tmp_path: Path, backend: str, bf16: bool
-) -> None:
-    main_base.main([*catch_run, f"generator.backend={backend}", f"trainer.bf16={bf16}"])
-    rows = read_metrics(tmp_path / "skyrl/test_run")
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    for row in rows[1:]:
+def test_a_run_trains_and_samples_with_the_trained_weights(catch_run: list[str], backend: str, bf16: bool) -> None:
+    run = train(*catch_run, f"generator.backend={backend}", f"trainer.bf16={bf16}")
+    assert run.steps == [0, 1, 2]
+    for row in run.metrics[1:]:
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
         assert row["policy/rollout_train_logprobs_abs_diff_mean"] < (0.05 if bf16 else 1e-3)
         assert row["policy/grad_norm"] > 0
@@ -143,22 +135,19 @@ def test_offloaded_tensors_release_the_memory_of_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_offloading_changes_no_result(
-    backend: str, catch_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloading_changes_no_result(backend: str, catch_run: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import ray  # the only tests that need it
 
     monkeypatch.setenv("RAY_ADDRESS", "local")
     settings = [f"generator.backend={backend}", "trainer.bf16=false", "trainer.placement.launcher=ray"]
+    runs = []
     for offloads in ("false", "true"):
+        switch = [f"trainer.placement.offload_idle={offloads}", f"trainer.run_name={offloads}"]
         try:
-            main_base.main(
-                [*catch_run, *settings, f"trainer.placement.offload_idle={offloads}", f"trainer.run_name={offloads}"]
-            )
+            runs.append(train(*catch_run, *settings, *switch))
         finally:
             ray.shutdown()
-    with_all, without_idle = (read_metrics(tmp_path / "skyrl" / name) for name in ("false", "true"))
-    for row, expected in zip(without_idle, with_all, strict=True):
+    for expected, row in zip(*(run.metrics for run in runs), strict=True):
         for name in expected.keys() & {"reward/avg_raw_reward", "policy/final_loss", "policy/grad_norm"}:
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
         assert row["sync/logprob_gap"] < 1e-3

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
+from train_kit.runs import run_of
+from train_kit.weight_sync import Tensors, plan_for, random_tensors
 
 from skyrl_train.entrypoints import main_base
 from skyrl_train.errors import SyncError
-from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync import Receiver, SyncPlan, send
 from skyrl_train.weight_sync.base import Transport
 from skyrl_train.weight_sync.checksum import tensor_checksum
-from skyrl_train.weight_sync.sync import free_port
 
 SHAPES = [(7,), (300, 300), (), (0, 3), (1000, 1000)]  # the second fills the first piece, but not all slots
 TRANSPORTS = [
@@ -34,18 +32,9 @@ TRANSPORTS = [
 
 
 @pytest.fixture
-def tensors() -> dict[str, torch.Tensor]:
+def tensors() -> Tensors:
     """Weights on the first GPU."""
-    generator = torch.Generator().manual_seed(0)
-    shaped = (torch.randn(shape, generator=generator) for shape in SHAPES)
-    return {f"layer.{i}": tensor.to(torch.bfloat16).to("cuda:0") for i, tensor in enumerate(shaped)}
-
-
-def plan_for(tensors: dict[str, torch.Tensor], transport: Transport) -> SyncPlan:
-    specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
-    names = ("rank 0 of the policy", "engine 0")
-    address = f"127.0.0.1:{free_port()}"
-    return SyncPlan(1, transport, address, (specs,), timeout_s=60.0, chunk_bytes=1 << 16, names=names)
+    return {name: tensor.to("cuda:0") for name, tensor in random_tensors(SHAPES, torch.bfloat16).items()}
 
 
 def receive(gpu: int, plan: SyncPlan, hangs: bool, results: Connection) -> None:
@@ -76,9 +65,9 @@ def receiving(plan: SyncPlan, *, hangs: bool = False) -> Iterator[tuple[multipro
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_weights_stay_on_gpus(transport: Transport, tensors: dict[str, torch.Tensor]) -> None:
+def test_weights_stay_on_gpus(transport: Transport, tensors: Tensors) -> None:
     for _ in range(3):  # memory and connections of a sync are released
-        plan = plan_for(tensors, transport)
+        plan = plan_for(tensors, transport, chunk_bytes=1 << 16)
         with receiving(plan) as (_, results):
             sent = send(plan, iter(tensors.items()))
             found, receipt = results.recv()
@@ -88,8 +77,8 @@ def test_weights_stay_on_gpus(transport: Transport, tensors: dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_receiver_that_is_killed_is_named(transport: Transport, tensors: dict[str, torch.Tensor]) -> None:
-    plan = plan_for(tensors, transport)
+def test_a_receiver_that_is_killed_is_named(transport: Transport, tensors: Tensors) -> None:
+    plan = plan_for(tensors, transport, chunk_bytes=1 << 16)
     with receiving(plan, hangs=True) as (process, results):
 
         def kill_then_continue() -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,7 +97,7 @@ def test_a_receiver_that_is_killed_is_named(transport: Transport, tensors: dict[
 
 @pytest.mark.parametrize("backend", ["auto", "nccl", "cuda_ipc", "shm"])
 def test_a_run_on_ray_trains_with_every_transport(
-    backend: str, catch_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, catch_run: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray  # the only tests that need it
 
@@ -118,8 +107,8 @@ def test_a_run_on_ray_trains_with_every_transport(
         main_base.main([*catch_run, *settings])
     finally:
         ray.shutdown()
-    rows = [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    for row in rows:
+    run = run_of(catch_run)
+    assert run.steps == [0, 1, 2]
+    for row in run.metrics:
         assert row["sync/verified_copies"] == 1
         assert row["sync/logprob_gap"] < 1e-3

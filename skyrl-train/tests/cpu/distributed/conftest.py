@@ -1,30 +1,30 @@
-"""Rank processes that the tests of this folder share."""
+"""Rank processes and models that the tests of this folder share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from train_kit.ranks import SharedRanks
-
-from skyrl_train.launch.process import ProcessRank
+from train_kit.strategies import Strategies
 
 
 @pytest.fixture(scope="session")
-def shared_ranks() -> Iterator[SharedRanks]:
-    groups = SharedRanks()
+def shared_ranks() -> Iterator[dict[str, SharedRanks]]:
+    """Ranks for each strategy."""
+    groups = {"fsdp2": SharedRanks(), "megatron": SharedRanks("skyrl_train.distributed.megatron")}
     yield groups
-    groups.close()
+    for group in groups.values():
+        group.close()
 
 
-@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.nightly)], ids="{}_ranks".format)
-def ranks(request: pytest.FixtureRequest, shared_ranks: SharedRanks) -> Iterator[list[ProcessRank]]:
-    """Two or four ranks; some tests ask for a number by `indirect=True`."""
-    with shared_ranks.borrow(request.param) as group:
-        yield group
+@pytest.fixture(scope="session")
+def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture
-def two_ranks(shared_ranks: SharedRanks) -> Iterator[list[ProcessRank]]:
-    with shared_ranks.borrow(2) as group:
-        yield group
+def strategies(shared_ranks: dict[str, SharedRanks], tmp_path: Path, models_folder: Path) -> Iterator[Strategies]:
+    with Strategies(shared_ranks, tmp_path, models_folder) as strategies:
+        yield strategies

@@ -42,57 +42,50 @@ MEGATRON = [*RANKS, "trainer.strategy=megatron", "trainer.policy.megatron_config
 URLS = "generator.remote_inference_engine_urls=[gpu:8000]"
 SERVERS = [RAY, "generator.backend=vllm", "generator.run_engines_locally=false"]
 
-HONOURED: dict[str, tuple[list[str], list[str]]] = {  # key: a run, and what to change in it
-    "trainer.placement.launcher": ([], [RAY]),
-    "trainer.strategy": (RANKS, ["trainer.strategy=megatron"]),
-    "trainer.policy.megatron_config.tensor_model_parallel_size": (
+HONORED: list[tuple[list[str], list[str]]] = [  # a run, and changes of it
+    ([], [RAY]),
+    (RANKS, ["trainer.strategy=megatron"]),
+    (
         MEGATRON,
-        ["trainer.policy.megatron_config.tensor_model_parallel_size=4"],
+        [
+            "trainer.policy.megatron_config.tensor_model_parallel_size=4",
+            "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
+            "trainer.policy.megatron_config.context_parallel_size=2",
+            "trainer.policy.megatron_config.sequence_parallel=true",
+        ],
     ),
-    "trainer.policy.megatron_config.pipeline_model_parallel_size": (
-        MEGATRON,
-        ["trainer.policy.megatron_config.pipeline_model_parallel_size=2"],
-    ),
-    "trainer.policy.megatron_config.context_parallel_size": (
-        MEGATRON,
-        ["trainer.policy.megatron_config.context_parallel_size=2"],
-    ),
-    "trainer.policy.megatron_config.sequence_parallel": (
-        MEGATRON,
-        ["trainer.policy.megatron_config.sequence_parallel=true"],
-    ),
-    "trainer.placement.policy_num_nodes": ([RAY], ["trainer.placement.policy_num_nodes=2"]),
-    "trainer.placement.policy_num_gpus_per_node": ([RAY], ["trainer.placement.policy_num_gpus_per_node=2"]),
-    "trainer.placement.colocate_all": ([RAY], [APART]),
-    "trainer.placement.offload_idle": ([RAY], ["trainer.placement.offload_idle=true"]),
-    "trainer.placement.colocate_policy_ref": ([APART], [FREE]),
-    "trainer.placement.critic_num_nodes": ([APART], ["trainer.placement.critic_num_nodes=2"]),
-    "trainer.placement.critic_num_gpus_per_node": ([APART], ["trainer.placement.critic_num_gpus_per_node=2"]),
-    "trainer.placement.ref_num_nodes": ([APART, FREE], ["trainer.placement.ref_num_nodes=2"]),
-    "trainer.placement.ref_num_gpus_per_node": ([APART, FREE], ["trainer.placement.ref_num_gpus_per_node=2"]),
-    "generator.num_inference_engines": ([APART], ["generator.num_inference_engines=2"]),
-    **{
-        f"generator.inference_engine_{kind}_parallel_size": (
-            [APART, "generator.backend=vllm"],
-            [f"generator.inference_engine_{kind}_parallel_size=2"],
-        )
-        for kind in ("tensor", "pipeline", "data")
-    },
-    "generator.run_engines_locally": (
+    (
         [RAY],
-        [*SERVERS, URLS],
+        [
+            "trainer.placement.policy_num_nodes=2",
+            "trainer.placement.policy_num_gpus_per_node=2",
+            APART,
+            "trainer.placement.offload_idle=true",
+            "generator.weight_sync_backend=gloo",
+            "generator.weight_transfer_threshold_cuda_ipc_GB=0.5",
+            "generator.weight_sync_check=checksum",
+            "generator.weight_sync_tolerance=0.5",
+            "generator.weight_sync_delta=true",
+            "generator.weight_sync_timeout_seconds=5",
+        ],
     ),
-    "generator.remote_inference_engine_urls": (
-        [*SERVERS, URLS],
-        ["generator.remote_inference_engine_urls=[gpu:8001]"],
+    (
+        [RAY, APART],
+        [
+            FREE,
+            "trainer.placement.critic_num_nodes=2",
+            "trainer.placement.critic_num_gpus_per_node=2",
+            "generator.num_inference_engines=2",
+        ],
     ),
-    "generator.weight_sync_backend": ([RAY], ["generator.weight_sync_backend=gloo"]),
-    "generator.weight_transfer_threshold_cuda_ipc_GB": ([RAY], ["generator.weight_transfer_threshold_cuda_ipc_GB=0.5"]),
-    "generator.weight_sync_check": ([RAY], ["generator.weight_sync_check=checksum"]),
-    "generator.weight_sync_tolerance": ([RAY], ["generator.weight_sync_tolerance=0.5"]),
-    "generator.weight_sync_delta": ([RAY], ["generator.weight_sync_delta=true"]),
-    "generator.weight_sync_timeout_seconds": ([RAY], ["generator.weight_sync_timeout_seconds=5"]),
-}
+    ([RAY, APART, FREE], ["trainer.placement.ref_num_nodes=2", "trainer.placement.ref_num_gpus_per_node=2"]),
+    (
+        [RAY, APART, "generator.backend=vllm"],
+        [f"generator.inference_engine_{kind}_parallel_size=2" for kind in ("tensor", "pipeline", "data")],
+    ),
+    ([*SERVERS, URLS], ["generator.remote_inference_engine_urls=[gpu:8001]"]),
+]
+LOCAL_SERVER = ["generator.backend=vllm", "generator.run_engines_locally=false", URLS]
 
 REFUSED: dict[str, list[str]] = {  # key=value: the other settings of the run
     "trainer.policy.sequence_parallel_size=2": MEGATRON,
@@ -136,10 +129,14 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("key", HONOURED)
-def test_a_key_is_honored(key: str) -> None:
-    run, change = HONOURED[key]
-    assert describe_run(load([*run, *change])) != describe_run(load(run))
+@pytest.mark.parametrize(("run", "change"), [(run, change) for run, changes in HONORED for change in changes])
+def test_a_key_is_honored(run: list[str], change: str) -> None:
+    assert describe_run(load([*run, change])) != describe_run(load(run))
+
+
+def test_servers_are_used_in_place_of_local_engines() -> None:
+    """The key `generator.run_engines_locally`, which needs URLs."""
+    assert describe_run(load([*SERVERS, URLS])) != describe_run(load([RAY]))
 
 
 @pytest.mark.parametrize(
@@ -154,8 +151,7 @@ def test_a_key_is_honored(key: str) -> None:
     ],
 )
 def test_a_key_of_weight_sync_is_honored_by_one_process_with_a_server(change: str) -> None:
-    run = ["generator.backend=vllm", "generator.run_engines_locally=false", URLS]
-    assert describe_run(load([*run, change])) != describe_run(load(run))
+    assert describe_run(load([*LOCAL_SERVER, change])) != describe_run(load(LOCAL_SERVER))
 
 
 def test_a_server_of_sglang_has_the_configured_time_to_load_weights() -> None:
@@ -182,4 +178,6 @@ def test_a_transport_that_sglang_does_not_use_is_reported(transport: str, caplog
 
 def test_no_key_is_left_out() -> None:
     keys = {key for key, _ in iter_fields(SkyRLConfig) if key.startswith(PREFIXES)}
-    assert keys == HONOURED.keys() | {setting.partition("=")[0] for setting in REFUSED if setting.startswith(PREFIXES)}
+    changes = {change for _, changes in HONORED for change in changes} | {"generator.run_engines_locally=false"}
+    tested = {change.partition("=")[0] for change in (*changes, *REFUSED)}
+    assert keys == {key for key in tested if key.startswith(PREFIXES)}

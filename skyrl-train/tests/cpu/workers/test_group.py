@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from train_kit.ranks import close, load_group, load_policy, spec
+from train_kit.weight_sync import TensorCopy
 from train_kit.workers import config, policy_objective
 from transformers import PreTrainedModel
 
@@ -78,24 +79,12 @@ async def start_ranks(serve: Callable[[Connection, World, str], None]) -> AsyncI
         await close(started)
 
 
-@pytest.fixture
-async def ranks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[ProcessRank]]:
-    """Two ranks that share their memory as on two GPUs."""
-    monkeypatch.setattr(stream_module, "stream_device", lambda plan: torch.device("cpu"))
-    monkeypatch.setattr(stream_module, "memory_location", lambda device: PLACE.get())
-    async with start_ranks(serve) as started:
-        yield started
-
-
-class Sink:
-    """A receiver in this process that can be lost after its first tensor."""
-
-    n_weight_copies = 1
+class Sink(TensorCopy):
+    """A receiver in this process, in the place of a GPU, that can be lost after its first tensor."""
 
     def __init__(self, place: str, *, is_lost: bool = False) -> None:
-        self.place = place
-        self.is_lost = is_lost
-        self.tensors: dict[str, torch.Tensor] = {}
+        super().__init__({})
+        self.place, self.is_lost = place, is_lost
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         PLACE.set(self.place)
@@ -104,7 +93,7 @@ class Sink:
     def _receive(self, plan: SyncPlan) -> Receipt:
         receiver = Receiver(plan)
         for name, tensor in receiver:
-            self.tensors[name] = tensor.clone()
+            self.tensors |= {name: tensor.clone()}
             if self.is_lost:
                 raise EngineLostError("engine process 4711 was killed")
         return receiver.receipt
@@ -114,11 +103,13 @@ class Sink:
     ("place", "is_lost"), [("GPU-0", True), pytest.param("GPU-7", False, marks=pytest.mark.nightly)]
 )
 async def test_each_rank_sends_again_after_a_receiver_was_replaced(
-    place: str, is_lost: bool, ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel
+    place: str, is_lost: bool, tiny_model_path: Path, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group, lost = await load_policy(ranks, tiny_model_path), Sink(place, is_lost=is_lost)
+    """Ranks and receivers share memory as on two GPUs."""
+    monkeypatch.setattr(stream_module, "stream_device", lambda plan: torch.device("cpu"))
+    monkeypatch.setattr(stream_module, "memory_location", lambda device: PLACE.get())
+    lost = Sink(place, is_lost=is_lost)
     sinks = {"engine 0": lost, "engine 1": Sink("GPU-1")}
-    sync = WeightSync(group, sinks, SyncOptions("cuda_ipc", ipc_bytes=1 << 16, timeout_s=60))
     n_failures = 0
 
     async def replace_lost() -> bool:
@@ -127,13 +118,16 @@ async def test_each_rank_sends_again_after_a_receiver_was_replaced(
         lost.place, lost.is_lost = "GPU-0", False
         return True
 
-    sync.recover = replace_lost
-    metrics = (await sync(1)).numbers()
-    assert n_failures == 1
-    assert metrics["sync/verified_copies"] == len(sinks)
-    for sink in sinks.values():
-        assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in tiny_model.named_parameters())
-    assert await group.is_finite()
+    async with start_ranks(serve) as ranks:
+        group = await load_policy(ranks, tiny_model_path)
+        sync = WeightSync(group, sinks, SyncOptions("cuda_ipc", ipc_bytes=1 << 16, timeout_s=60))
+        sync.recover = replace_lost
+        metrics = (await sync(1)).numbers()
+        assert n_failures == 1
+        assert metrics["sync/verified_copies"] == len(sinks)
+        for sink in sinks.values():
+            assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in tiny_model.named_parameters())
+        assert await group.is_finite()
 
 
 async def test_a_rank_that_ends_while_the_model_is_probed_is_named(tiny_model_path: Path) -> None:

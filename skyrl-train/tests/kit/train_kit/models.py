@@ -45,13 +45,23 @@ SMALL: dict[str, Any] = {
 }
 """Sizes of models of other architectures than the tiny one."""
 
+SMALL_GPT2 = {
+    "vocab_size": 61,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
 OTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
     "gemma2": Gemma2Config(**SMALL, final_logit_softcapping=2.0, attn_logit_softcapping=None, sliding_window=64),
     "granite": GraniteConfig(**SMALL, logits_scaling=3.0, embedding_multiplier=2.0),
-    "cohere": CohereConfig(**SMALL, logit_scale=0.25),
+    "cohere": CohereConfig(**SMALL, logit_scale=0.25, bos_token_id=None, eos_token_id=None),
     "mistral": MistralConfig(**SMALL, sliding_window=64),
-    "gpt2": GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3),
+    "gpt2": GPT2Config(**SMALL_GPT2, n_positions=128),
 }
 
 _LONG = SMALL | {"max_position_embeddings": 512}
@@ -61,8 +71,8 @@ PREFIX_SHARING_ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**_LONG),
     "qwen3_moe": Qwen3MoeConfig(**_LONG, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
     "gemma": GemmaConfig(**_LONG),
-    "mistral, sliding window": MistralConfig(**_LONG, sliding_window=5),
-    "gpt2": GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.3),
+    "mistral": MistralConfig(**_LONG, sliding_window=5),
+    "gpt2": GPT2Config(**SMALL_GPT2, n_positions=512),
 }
 """Architectures whose rows can share prefixes, so that ranks can divide their tokens."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -11,12 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from skyrl_train.algorithms.objectives import Objective
-from skyrl_train.config.policy import FSDPConfig
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.launch import process
@@ -29,10 +27,9 @@ from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank, Rank
 from train_kit.models import CPU
 from train_kit.processes import forked_multiprocessing, zygote
-from train_kit.workers import complete, config, largest_difference, policy_objective
+from train_kit.workers import complete, config, policy_objective
 
 BETAS = (0.9, 0.999)
-EXACT = 1e-6
 
 # -- processes
 
@@ -129,19 +126,10 @@ async def load_group(ranks: Sequence[Rank], spec: ModelSpec, objective: Objectiv
     return group
 
 
-async def load_policy(
-    ranks: Sequence[Rank],
-    path: Path,
-    *,
-    max_grad_norm: float = 1e9,
-    loading: Mapping[str, Any] | None = None,
-    fsdp: FSDPConfig | None = None,
-    **trainer: Any,
-) -> WorkerGroup:
+async def load_policy(ranks: Sequence[Rank], path: Path, **trainer: Any) -> WorkerGroup:
     """Load a policy that minimizes the loss of PPO on ranks; `trainer` overrides the configuration."""
     cfg = config(**trainer).trainer
-    policy = spec("policy", path, cfg, max_grad_norm=max_grad_norm, **(loading or {}))
-    return await load_group(ranks, replace(policy, fsdp=fsdp or policy.fsdp), policy_objective(cfg))
+    return await load_group(ranks, spec("policy", path, cfg), policy_objective(cfg))
 
 
 async def save(group: WorkerGroup, folder: Path) -> Path:
@@ -173,30 +161,3 @@ def read_gradient(folder: Path) -> dict[str, torch.Tensor]:
     }
     dcp.load(moments, storage_reader=reader, no_dist=True)
     return {name: moment / (1 - BETAS[0]) for name, moment in moments.items()}
-
-
-async def compare(
-    ranks: Sequence[ProcessRank],
-    spec: ModelSpec,
-    objective: Objective,
-    batch: TrainingBatch,
-    folder: Path,
-    tolerance: float = EXACT,
-) -> WorkerGroup:
-    """Assert that an optimizer step on `ranks` has the gradient and metrics of a step in this process.
-
-    Return the group of `ranks` after the step. Its state is in `folder/divided`, the one of this process in
-    `folder/single`.
-    """
-    gradients, metrics = [], []
-    for name, group_ranks in (("single", [single_rank()]), ("divided", ranks)):
-        torch.manual_seed(0)  # clip_cov chooses tokens at random
-        group = await load_group(group_ranks, spec, objective)
-        metrics.append((await group.update(batch)).numbers())
-        gradients.append(read_gradient(await save(group, folder / name)))
-    largest = max(values.abs().max().item() for values in gradients[0].values())
-    assert largest > 1e-4
-    difference = largest_difference(*gradients)
-    assert difference < tolerance * max(1.0, largest), f"gradients differ by {difference:.2g} of {largest:.2g}"
-    assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-5)
-    return group
