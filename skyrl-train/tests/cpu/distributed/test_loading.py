@@ -34,10 +34,7 @@ def peak_bytes(pid: int) -> int:
 @pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's counters of memory")
 async def test_no_rank_ever_holds_the_whole_model(
-    tiny_model_path: Path,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")  # freed memory is returned at once
     model = tiny_qwen3(tiny_tokenizer, seed=0, hidden_size=512, head_dim=64, n_layers=24)

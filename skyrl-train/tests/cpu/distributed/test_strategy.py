@@ -281,9 +281,7 @@ async def test_ranks_of_context_parallelism_count_their_own_tokens(strategies: S
     batch = strategies.batch("qwen2")
     divided, whole = [
         await strategies.load(
-            "qwen2",
-            layout,
-            change=lambda spec, n=n: replace(spec, max_rows_train=None, max_tokens_per_micro_batch=n),
+            "qwen2", layout, change=lambda spec, n=n: replace(spec, max_rows_train=None, max_tokens_per_micro_batch=n)
         )
         for layout, n in (("context", 40), (None, 80))
     ]

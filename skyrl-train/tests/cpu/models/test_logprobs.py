@@ -40,9 +40,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def naive(
-    model: PreTrainedModel,
-    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    temperature: float,
+    model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], temperature: float
 ) -> TokenScores:
     """Score row by row, without padding, from the logits of every position."""
     sequences, attention_mask, loss_mask = batch
@@ -147,9 +145,7 @@ def test_logits_are_not_kept_between_the_forward_and_the_backward_pass(
 
 
 def test_a_vocabulary_larger_than_a_chunk_is_scored_one_position_at_a_time(
-    tiny_model: PreTrainedModel,
-    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torch.no_grad():
         expected = response_logprobs(tiny_model, *batch, 1.0)

@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from train_kit.models import CPU
 
 from skyrl_train.models import offload
 from skyrl_train.models.offload import OffloadedTensors
 
-CPU = torch.device("cpu")
 MB = 1 << 20
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from train_kit.models import CPU
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_value_model
 from skyrl_train.models.scoring_module import response_values
 
-CPU = torch.device("cpu")
 SEQUENCES = torch.tensor([[0, 0, 5, 6, 7, 8], [9, 10, 11, 12, 13, 0]])
 ATTENTION = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
 LOSS_MASK = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])

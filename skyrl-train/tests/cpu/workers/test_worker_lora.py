@@ -111,11 +111,7 @@ def test_a_checkpoint_holds_the_adapter_in_the_format_of_peft(
     ],
 )
 def test_a_checkpoint_of_another_adapter_or_base_is_refused(
-    policy: PreTrainedModel,
-    tiny_model: PreTrainedModel,
-    tmp_path: Path,
-    changes: dict[str, Any],
-    fault: str,
+    policy: PreTrainedModel, tiny_model: PreTrainedModel, tmp_path: Path, changes: dict[str, Any], fault: str
 ) -> None:
     make = make_worker if "saved_full" in changes else lora_worker
     worker = make(policy)
