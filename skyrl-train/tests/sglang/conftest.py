@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from train_kit.sglang_cpu import COMMAND, OPTIONS, START_TIMEOUT_S, StartServer
 
 from skyrl_train.inference_engines.sglang.launch import launch_server
-from tests.sglang.servers import COMMAND, OPTIONS, START_TIMEOUT_S, StartServer
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,10 @@ import pytest
 import pytest_asyncio
 from train_kit.engines import EngineKit, SharedEngines
 from train_kit.sglang_contract import N_RESERVED_TOKENS, SGLangContract
+from train_kit.sglang_cpu import StartServer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.sglang.engine import SGLangEngine
-from tests.sglang.servers import StartServer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from train_kit.sglang_cpu import COMMAND, OPTIONS, StartServer
 
 from skyrl_train.config.rules import engine as rules
 from skyrl_train.entrypoints.main_base import main
 from skyrl_train.inference_engines.sglang import launch
-from tests.sglang.servers import COMMAND, OPTIONS, StartServer
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 
-from tests.sglang.servers import HERE, PYTHON
+from train_kit.sglang_cpu import PYTHON, TESTS
 
 COMPARE_HASHES = """
 import serve
@@ -25,4 +25,4 @@ assert torch.equal(murmur_hash32(seeds, positions, columns).long(), expected.lon
 
 def test_seeds_are_hashed_as_by_the_kernel_of_sglang() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([PYTHON, "-c", COMPARE_HASHES], cwd=HERE, env=environment, check=True)
+    subprocess.run([PYTHON, "-c", COMPARE_HASHES], cwd=TESTS, env=environment, check=True)

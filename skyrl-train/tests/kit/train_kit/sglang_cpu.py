@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-HERE = Path(__file__).parent
-PYTHON = HERE.parents[2] / ".venv-sglang/bin/python"
-COMMAND = (str(PYTHON), str(HERE / "serve.py"))
+TESTS = Path(__file__).parents[2] / "sglang"
+PYTHON = TESTS.parents[2] / ".venv-sglang/bin/python"
+COMMAND = (str(PYTHON), str(TESTS / "serve.py"))
 START_TIMEOUT_S = 200.0
 OPTIONS = {
     "device": "cpu",
