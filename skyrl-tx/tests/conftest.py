@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def _freed() -> list[int]:
 def _memory(_freed: list[int]) -> Iterator[None]:
     """Free the programs in memory once there are many of them; those that are needed again are read from the cache."""
     yield
-    if programs().n_compiled > _freed[-1] + MAX_PROGRAMS:
+    is_in_use = any(thread.name == "engine" for thread in threading.enumerate())
+    if programs().n_compiled > _freed[-1] + MAX_PROGRAMS and not is_in_use:
         _freed.append(programs().n_compiled)
         jax.clear_caches()
         gc.collect()

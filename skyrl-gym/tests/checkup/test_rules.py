@@ -102,8 +102,9 @@ def test_good_environments_pass_all_rules(cls: type[BaseTextEnv]) -> None:
     assert not checkup.is_stuck
 
 
-@pytest.mark.parametrize("id", ["gsm8k", "gsm8k_multi_turn", "multiply", "aime"])
-@pytest.mark.parametrize("max_turns", [None, 3])
+@pytest.mark.parametrize(
+    ("id", "max_turns"), [("gsm8k", 3), ("gsm8k_multi_turn", None), ("multiply", 3), ("aime", None)]
+)
 def test_built_in_environments_pass_all_rules(id: str, max_turns: int | None) -> None:
     assert {finding.verdict for finding in find(BUILT_IN[id], ROW | {"max_turns": max_turns})} == {"passed"}
 

@@ -18,7 +18,7 @@ from gym_kit.hostile_programs import HARMLESS, HOSTILE
 
 from skyrl_gym.isolation.program import Level
 
-N_PROGRAMS = int(os.environ.get("TEST_PROGRAMS", "12"))
+N_PROGRAMS = int(os.environ.get("TEST_PROGRAMS", "8"))
 SECONDS_PER_PROGRAM = 3.0  # on a busy machine
 
 

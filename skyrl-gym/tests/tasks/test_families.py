@@ -68,7 +68,7 @@ def test_ids_are_the_tasks_that_they_were_in_every_process() -> None:
     assert elsewhere.splitlines() == lines[::-1]
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(lgc_ids)
 @example(5 * SEEDS_PER_TYPE)
 def test_the_answer_is_accepted_and_a_perturbed_one_refused(task_id: int) -> None:

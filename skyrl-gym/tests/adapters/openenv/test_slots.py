@@ -61,16 +61,19 @@ async def test_refusal_limits_sessions_to_the_previous_maximum() -> None:
 
 
 async def test_one_more_session_is_tried_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl_gym.adapters.openenv.slots.PROBE_S", 0.05)
     slots = SessionSlots()
     await slots.acquire(None)
     slots.record_accepted()
     await slots.acquire(None)
     assert slots.record_refused()
     slots.release(was_playing=False)
-    second, third = asyncio.create_task(slots.acquire(None)), asyncio.create_task(slots.acquire(None))
+    early = asyncio.create_task(slots.acquire(None))
     await settle()
-    assert not second.done()
+    assert not early.done()
+    early.cancel()
+    monkeypatch.setattr("skyrl_gym.adapters.openenv.slots.PROBE_S", 0.05)
+    slots.record_refused()
+    second, third = asyncio.create_task(slots.acquire(None)), asyncio.create_task(slots.acquire(None))
     await asyncio.wait_for(second, 30)
     await asyncio.sleep(0.2)
     assert not third.done()

@@ -23,7 +23,7 @@ from skyrl_gym.adapters.verifiers.package import load_package
 from skyrl_gym.runtime.worker import EnvWorker
 
 ENTRY_POINT = "skyrl_gym.adapters.verifiers:VerifiersEnv"
-ODD_TEXTS = ("", " ", "\0", "\ud800", "٤", "<think>", "</think>", "<think>4", "<tool_call>", '{"name": "x"}', "\x1b[2J")
+ODD_TEXTS = ("", "\0", "\ud800", "٤", "</think>", "<think>4", '<tool_call>{"name": "x"}')
 
 
 def make_row(env_id: str, index: int = 0, **arguments: Any) -> dict[str, Any]:

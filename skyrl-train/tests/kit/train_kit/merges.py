@@ -84,10 +84,11 @@ def save_head_adapter(
     cfg = config(**{"critic" if role == "critic" else "policy": section}).trainer
     objective = ValueObjective(0.2) if role == "critic" else RewardObjective()
     group = SingleRankGroup(role, model, cfg, objective, tokenizer)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.normal_(std=0.3)
+                parameter.normal_(std=0.3, generator=generator)
     group.save(folder / "step" / role)
     complete(group.group.export(folder / "adapter"))
     return model

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,11 @@ class ServerProcess:
         """Return the server's process, which is the zygote's child if it was started there."""
         if self._command[0] == sys.executable:
             return psutil.Process(self.child.pid)
-        candidates = psutil.Process(zygote().pid).children()
-        return next(one for one in candidates if self.port in {it.laddr.port for it in one.net_connections("tcp")})
+        for candidate in psutil.Process(zygote().pid).children():
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                if self.port in {one.laddr.port for one in candidate.net_connections("tcp")}:
+                    return candidate
+        raise AssertionError(f"no child of the zygote listens on port {self.port}")
 
     def wait_for_engine(self) -> None:
         """Wait until the server knows what only the engine can report."""

@@ -120,20 +120,16 @@ async def test_it_does_not_restart_an_unusable_engine(tmp_path: Path) -> None:
         assert (supervisor.n_starts, supervisor.unusable, supervisor.failure) == (1, expected, None)
 
 
-async def test_it_restarts_an_engine_that_was_usable_before(tmp_path: Path) -> None:
-    """The folder may be unavailable for a moment."""
+@pytest.mark.parametrize("stable_sec", [supervision.STABLE_SEC, 0.0])
+async def test_an_engine_that_was_usable_before_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stable_sec: float
+) -> None:
+    """The folder may be unavailable for a moment. It is given up at last, however long it takes to find out."""
+    monkeypatch.setattr(supervision, "STABLE_SEC", stable_sec)
     supervisor = supervise(unusable_after_the_first_start(tmp_path), tmp_path)
     async with running(supervisor) as task:
         await asyncio.wait_for(task, 30)
     assert (supervisor.n_starts, supervisor.unusable) == (supervision.MAX_FAST_DEATHS, None)
-
-
-async def test_it_gives_up_an_engine_that_became_unusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the engine takes to find out."""
-    monkeypatch.setattr(supervision, "STABLE_SEC", 0.0)
-    supervisor = supervise(unusable_after_the_first_start(tmp_path), tmp_path)
-    async with running(supervisor) as task:
-        await asyncio.wait_for(task, 30)
     assert "its last output: nothing" in (supervisor.failure or "")
 
 

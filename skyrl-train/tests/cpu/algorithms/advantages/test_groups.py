@@ -19,7 +19,9 @@ def test_statistics_of_interleaved_groups() -> None:
     assert size.tolist() == [3, 1, 3, 1, 3]
 
 
-@pytest.mark.parametrize(("scores", "is_flat"), [([1, 1 + 9e-7], True), ([1, 1 + 1.1e-6], False), ([50, 50.00004], True)])
+@pytest.mark.parametrize(
+    ("scores", "is_flat"), [([1, 1 + 9e-7], True), ([1, 1 + 1.1e-6], False), ([50, 50.00004], True)]
+)
 def test_scores_that_differ_by_rounding_have_zero_std(scores: list[float], is_flat: bool) -> None:
     _, std, _ = group_statistics(torch.tensor(scores, dtype=torch.float64), ["a", "a"])
     assert (std == 0).all() == is_flat

@@ -12,19 +12,28 @@ from train_kit.workers import SingleRankGroup, config
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 MEASURE = """
-import resource
+import re
 from pathlib import Path
 from skyrl_train.checkpoint import merge
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def read_peak():
+    return int(re.search(r"VmHWM:\\s+([0-9]+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+before = read_peak()
 merge.{call}
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print(read_peak() - before)
 """
+"""Prints the memory that a merge takes, with the pages of files that it maps. `ru_maxrss` starts at pytest's peak."""
+
+N_MODELS = {"adapter": 1.3, "average": 1.3, "checkpoint": 2.1}
+"""Memory that each kind of merge may take, in sizes of the model, beside a constant."""
 
 
 @pytest.mark.parametrize("kind", ["adapter", pytest.param("checkpoint", marks=pytest.mark.nightly), "average"])
 @pytest.mark.parametrize("n_layers", [2, pytest.param(72, marks=pytest.mark.nightly)])
-def test_a_merge_takes_little_more_memory_than_the_model(tmp_path: Path, kind: str, n_layers: int) -> None:
-    """Models of 48 million and 1.1 billion parameters. The merged model is loaded once, to compare its logits."""
+def test_a_merge_takes_little_more_memory_than_the_models_it_loads(tmp_path: Path, kind: str, n_layers: int) -> None:
+    """Models of 48 million and 1.1 billion parameters. The merged model is loaded to compare its logits."""
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": n_layers, "vocab_size": 16_000}
     shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
     model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
@@ -46,5 +55,5 @@ def test_a_merge_takes_little_more_memory_than_the_model(tmp_path: Path, kind: s
         call = f"average_models([{str(tmp_path / 'one')!r}, {str(tmp_path / 'other')!r}], {target})"
     del model
     peak = int(run_python("-c", MEASURE.format(call=call)).split()[-1])
-    assert peak < 1.3 * n_bytes + 120e6, f"{peak:,} of {n_bytes:,}"
+    assert peak < N_MODELS[kind] * n_bytes + 120e6, f"{peak:,} of {n_bytes:,}"
     assert (tmp_path / "merged/config.json").is_file()

@@ -39,17 +39,9 @@ from skyrl_train.types import PromptRow, Trajectory
 
 
 def assert_matches_engine(t: Trajectory, engine: RecordedEngine) -> None:
-    """Assert that the trajectory is the last prompt of its session followed by the sampled reply."""
-    exchanges = [
-        (request, result)
-        for request, result in engine.exchanges
-        if request.prompt_ids[: len(t.prompt_ids)] == t.prompt_ids
-    ]
-    own_exchanges = [
-        pair for pair in exchanges if (t.prompt_ids + t.response_ids)[: len(pair[0].prompt_ids)] == pair[0].prompt_ids
-    ]
-    request, result = max(own_exchanges, key=lambda pair: len(pair[0].prompt_ids))
-    assert t.prompt_ids + t.response_ids == request.prompt_ids + result.token_ids
+    """Assert that the trajectory is the prompt of a request followed by the sampled reply."""
+    wholes = [request.prompt_ids + result.token_ids for request, result in engine.exchanges]
+    assert t.prompt_ids + t.response_ids in wholes
 
 
 async def test_the_openai_client_plays_catch(agent_stage: AgentStage) -> None:
@@ -110,6 +102,11 @@ async def test_a_blocking_agent_runs_in_a_thread(agent_stage: AgentStage) -> Non
     trajectories = await agent_stage.play(blocking, catch_requests(6))
     assert all(t.is_valid and t.total_reward == 1.0 for t in trajectories)
     assert all(name.startswith("skyrl-agent") for name in names)
+
+
+async def test_a_function_may_return_an_awaitable(agent_stage: AgentStage) -> None:
+    (t,) = await agent_stage.play(lambda **options: ask_once(**options), catch_requests(1))
+    assert (t.is_valid, t.total_reward) == (True, 1.0)
 
 
 async def test_a_single_reward_is_put_on_the_last_token(agent_stage: AgentStage) -> None:

@@ -38,7 +38,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-LANES = {"sample_lanes": 64}
+LANES = {"sample_lanes": 64, "cache_gib": 0.003}
 """With 8, the last bit of a log-prob depends on the lane of its sample."""
 
 
