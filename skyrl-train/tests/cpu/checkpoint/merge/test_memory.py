@@ -27,7 +27,7 @@ print(read_peak() - before)
 """Prints the memory that a merge takes, with the pages of files that it maps. `ru_maxrss` starts at pytest's peak."""
 
 N_MODELS = {"adapter": 1.3, "average": 1.3, "checkpoint": 2.1}
-"""Memory that each kind of merge may take, in sizes of the model, beside a constant."""
+"""Memory that each kind of merge may take, in sizes of the model, beside 180 MB for pages of libraries that it is the first to touch."""
 
 
 @pytest.mark.parametrize("kind", ["adapter", pytest.param("checkpoint", marks=pytest.mark.nightly), "average"])
@@ -55,5 +55,5 @@ def test_a_merge_takes_little_more_memory_than_the_models_it_loads(tmp_path: Pat
         call = f"average_models([{str(tmp_path / 'one')!r}, {str(tmp_path / 'other')!r}], {target})"
     del model
     peak = int(run_python("-c", MEASURE.format(call=call)).split()[-1])
-    assert peak < N_MODELS[kind] * n_bytes + 120e6, f"{peak:,} of {n_bytes:,}"
+    assert peak < N_MODELS[kind] * n_bytes + 180e6, f"{peak:,} of {n_bytes:,}"
     assert (tmp_path / "merged/config.json").is_file()
