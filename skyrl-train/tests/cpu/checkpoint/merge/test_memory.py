@@ -27,7 +27,7 @@ print(read_peak() - before)
 """Prints the memory that a merge takes, with the pages of files that it maps. `ru_maxrss` starts at pytest's peak."""
 
 N_MODELS = {"adapter": 1.3, "average": 1.3, "checkpoint": 2.1}
-"""Memory that each kind of merge may take, in sizes of the model, beside 180 MB for pages of libraries that it is the first to touch."""
+"""Memory that each kind of merge may take, in sizes of the model. Pages of libraries take up to 180 MB more."""
 
 
 @pytest.mark.parametrize("kind", ["adapter", pytest.param("checkpoint", marks=pytest.mark.nightly), "average"])
