@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +14,7 @@ import numpy as np
 import pytest
 import tinker
 from differences import KEY, client_of, close, new_rest_client
-from tinker import types
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server, with data for its model and the reference log-probs of their targets."""
-
-    url: str
-    base_model: str
-    context: int
-    is_compressing: bool
-    data: list[types.Datum]
-    logprobs: list[np.ndarray]
-
-    @property
-    def loss(self) -> float:
-        """The cross-entropy of the reference."""
-        weights = [datum.loss_fn_inputs["weights"].to_numpy() for datum in self.data]
-        return -float(sum((w * lp).sum() for w, lp in zip(weights, self.logprobs, strict=True)))
-
-
-def datum_of(tokens: list[int], targets: list[int], **inputs: Any) -> types.Datum:
-    """Return a datum with all inputs of a loss."""
-    arrays = {name: np.asarray(value, np.float32) for name, value in inputs.items()}
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens),
-        loss_fn_inputs={"target_tokens": np.asarray(targets), **arrays},
-    )
+from passes import Server, datum_of
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,43 @@
-"""Shorthands for passes and steps."""
+"""The server under test, and shorthands for passes and steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import tinker
 from tinker import types
 
 ADAM = types.AdamParams(learning_rate=0.01)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server, with data for its model and the reference log-probs of their targets."""
+
+    url: str
+    base_model: str
+    context: int
+    is_compressing: bool
+    data: list[types.Datum]
+    logprobs: list[np.ndarray]
+
+    @property
+    def loss(self) -> float:
+        """The cross-entropy of the reference."""
+        weights = [datum.loss_fn_inputs["weights"].to_numpy() for datum in self.data]
+        return -float(sum((w * lp).sum() for w, lp in zip(weights, self.logprobs, strict=True)))
+
+
+def datum_of(tokens: list[int], targets: list[int], **inputs: Any) -> types.Datum:
+    """Return a datum with all inputs of a loss."""
+    arrays = {name: np.asarray(value, np.float32) for name, value in inputs.items()}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={"target_tokens": np.asarray(targets), **arrays},
+    )
 
 
 def logprobs_of(training: tinker.TrainingClient, data: list[types.Datum]) -> list[np.ndarray]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import tinker
-from conftest import Server
-from passes import ADAM, outputs_of
+from passes import ADAM, Server, outputs_of
 from tinker import types
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import tinker
-from conftest import Server
 from differences import RestClient, client_of, needs, takes
-from passes import distance, logprobs_of, step
+from passes import Server, distance, logprobs_of, step
 from tinker import types
 
 NewTraining = Callable[[], tinker.TrainingClient]

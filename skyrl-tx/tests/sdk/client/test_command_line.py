@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import tinker
-from conftest import Server
 from differences import KEY
+from passes import Server
 
 Command = Callable[..., dict]
 

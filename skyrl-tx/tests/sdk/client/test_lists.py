@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import tinker
-from conftest import Server
 from differences import KEY, RestClient, client_of, close, needs
-from passes import distance, logprobs_of, step
+from passes import Server, distance, logprobs_of, step
 
 
 def test_runs(server: Server, service: tinker.ServiceClient, rest: Any) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-from conftest import Server, datum_of
 from differences import client_of
+from passes import Server, datum_of
 from tinker import types
 
 CE = "cross_entropy"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import tinker
-from conftest import datum_of
 from differences import client_of
+from passes import datum_of
 from tinker import types
 
 PROMPT = [9, 8, 7, 6, 5]

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-from conftest import Server
 from differences import client_of, takes
-from passes import logprobs_of, step
+from passes import Server, logprobs_of, step
 from tinker import types
 
 PROMPT = types.ModelInput.from_ints([9, 8, 7, 6, 5])

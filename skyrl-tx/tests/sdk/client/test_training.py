@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import tinker
-from conftest import Server, datum_of
 from differences import needs
-from passes import ADAM, assert_close, distance, logprobs_of, outputs_of, step
+from passes import ADAM, Server, assert_close, datum_of, distance, logprobs_of, outputs_of, step
 from tinker import types
 
 NewTraining = Callable[[], tinker.TrainingClient]

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 import tinker
-from conftest import Server
 from differences import KEY, client_of, close
+from passes import Server
 from tinker import types
 
 NAMES = {"application/json": "JSON", "application/x-protobuf": "protobuf"}
