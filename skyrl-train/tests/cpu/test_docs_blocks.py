@@ -91,9 +91,10 @@ def test_the_environment_of_the_readme_is_short() -> None:
     assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) <= 15
 
 
-def test_make_targets_in_the_readme_and_contributing_exist() -> None:
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "AGENTS.md", "docs/internals/tests.md"])
+def test_targets_of_make_and_paths_that_a_guide_names_exist(name: str) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    for name in ("README.md", "CONTRIBUTING.md"):
-        text = (ROOT / name).read_text(encoding="utf-8")
-        named = set(re.findall(r"(?:`|^)make ([a-z0-9-]+)", text, re.MULTILINE))
-        assert named <= targets, name
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert set(re.findall(r"(?:`|^)make ([a-z0-9-]+)", text, re.MULTILINE)) <= targets
+    paths = re.findall(r"(?:skyrl-\w+|veritas-rl|benchmarks|dev|docs|learnings)/[\w./-]*", text)
+    assert [path for path in paths if not (ROOT / path.rstrip(".")).exists()] == []
