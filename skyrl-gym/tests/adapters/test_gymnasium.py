@@ -49,12 +49,6 @@ def recorder() -> Any:
     del gymnasium.registry["Recorder-v0"]
 
 
-def make_recording_env(space: Any, **env_config: Any) -> GymnasiumEnv:
-    env = GymnasiumEnv({"id": "Recorder-v0", "kwargs": {"action_space": space}, **env_config}, {})
-    env.init(PROMPT)
-    return env
-
-
 def last_action(env: GymnasiumEnv) -> Any:
     """Return the last action of the environment."""
     return env._env.unwrapped.actions[-1]  # type: ignore[union-attr]
@@ -64,6 +58,10 @@ def start_env(env_config: dict[str, Any], **extras: Any) -> GymnasiumEnv:
     env = GymnasiumEnv(env_config, extras)
     env.init(PROMPT)
     return env
+
+
+def make_recording_env(space: Any, **env_config: Any) -> GymnasiumEnv:
+    return start_env({"id": "Recorder-v0", "kwargs": {"action_space": space}, **env_config})
 
 
 def test_frozen_lake_to_the_goal() -> None:
@@ -101,11 +99,7 @@ def test_illegal_reply_is_explained() -> None:
             assert (output["reward"], output["done"]) == (-0.1, False)
         assert env.step("4") == {"observations": [], "reward": -0.1, "done": True, "metadata": {"action": None}}
         assert env.get_metrics() == {"steps": 4, "invalid_actions": 4, "truncated": 0}
-
-
-def test_an_illegal_reply_may_end_the_episode() -> None:
-    with GymnasiumEnv({**LAKE, "illegal": "end"}, {}) as env:
-        env.init(PROMPT)
+    with start_env({**LAKE, "illegal": "end"}) as env:
         assert env.step("jump")["done"]
 
 
@@ -210,11 +204,7 @@ def test_actions_of_composed_spaces() -> None:
         (spaces.Box(0, 255, (2,), np.uint8), ["[0, 256]", "[0.5, 1]", "[1]", "[-1, 0]"], "2 whole numbers from 0 to"),
         (spaces.MultiDiscrete([3, 2]), ["[3, 0]", "[1, 1, 1]", "[[1, 1]]", '["1", 1]', "{}"], "from [0, 0] to [2, 1]"),
         (spaces.MultiBinary(2), ["[2, 0]", "[0]"], "2 whole numbers, 0 or 1"),
-        (
-            spaces.Dict({"a": spaces.Discrete(2)}),
-            ['{"b": 1}', '{"a": 2}', '{"a": true}', "[1]"],
-            '{"a": a whole number',
-        ),
+        (spaces.Dict({"a": spaces.Discrete(2)}), ['{"b": 1}', '{"a": 2}', '{"a": true}', "[1]"], '{"a": a whole num'),
         (spaces.Tuple([spaces.Discrete(2)]), ["[]", "[2]", "[1, 1]", "{}"], "[a whole number from 0 to 1]"),
         (spaces.Box(0, 1, (2, 2)), ["[[1, 0], [1]]", "[1, 0, 1, 0]"], "a nested JSON array of 2 x 2 numbers"),
     ],

@@ -65,9 +65,6 @@ def test_servers_with_equal_tool_names_need_a_prefix(url: str) -> None:
     [
         ("exact", "I bought milk", 0.0),
         ("contains", "I bought milk", 1.0),
-        ("contains", "tea", 0.0),
-        ("contains", "milkshake", 0.0),
-        ("exact", "", 0.0),
         (f"{__name__}:length_reward", "12345", 0.5),
         (f"{__name__}:length_reward", "", None),
     ],
@@ -87,7 +84,6 @@ def test_session_is_closed_if_the_constructor_fails(url: str) -> None:
     [
         (None, ValueError, r"environment\.skyrl_gym\.mcp\.servers names no server"),
         ({"servers": {"a": {"cmd": "x"}}}, ValueError, r"mcp\.servers\.a\.cmd is unknown"),
-        ({"servers": {"a": {}}}, ValueError, "either a command or a url"),
         ({"servers": {"a": "http://h"}}, ValueError, r"mcp\.servers\.a='http://h' should be a valid dictionary"),
         ({"servers": "http://h/mcp"}, ValueError, r"mcp\.servers='http://h/mcp' must be a section"),
         ({"servers": NOTES, "reward": "fuzzy"}, InvalidSpec, "module:attribute"),

@@ -5,7 +5,6 @@ import random
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 from gym_kit.messages import message_text, user
 from gym_kit.texts import linear_time, long_text
@@ -193,13 +192,6 @@ def test_seed_determines_the_game() -> None:
 
     assert game(1, is_disturbed=False) == game(1, is_disturbed=True)
     assert len({game(seed, is_disturbed=False)[0] for seed in range(8)}) > 1
-
-
-def test_global_random_state_is_not_affected() -> None:
-    before = random.getstate(), str(np.random.get_state())
-    with start_env({"env_id": "Sokoban-v0"}, seed=5) as env:
-        env.step("[up]")
-    assert (random.getstate(), str(np.random.get_state())) == before
 
 
 async def test_games_in_threads_are_independent() -> None:

@@ -44,13 +44,6 @@ def test_input_may_end_before_the_episode() -> None:
     assert play(SPEC, ROW, {}, io.StringIO("#### 42"), io.StringIO()) == 1.0  # the last full stop may be missing
 
 
-def test_max_turns_may_be_none() -> None:
-    screen = io.StringIO()
-    play(SPEC, ROW | {"max_turns": None}, {}, io.StringIO("#### 41\n.\n#### 42\n.\n"), screen)
-    assert "Episode finished: reward 1.0" in screen.getvalue()
-    assert "in 2 turns" in screen.getvalue()
-
-
 def test_coroutines_share_an_event_loop_and_sections_have_attributes() -> None:
     spec = EnvSpec("async", AsyncEnv)
     assert play(spec, {}, {"inner": {"reward": 3}}, io.StringIO("go\n.\n"), io.StringIO()) == 3.0

@@ -90,16 +90,12 @@ def raw_call(name: str, arguments: str) -> str:
         (call("take", n=5) + "<tool_call>{</tool_call>", "The tool call is not valid JSON"),
         (call("take", n=1) * 33, "more than 32 tool calls"),
         (call("split", n=0), "division by zero"),
-        (raw_call("take", '{"n": ' + "[" * 600 + "]" * 600 + "}"), ""),
-        (raw_call("take", '{"n": NaN}'), ""),
-        (raw_call("take", '{"n": 1e999}'), ""),
-        (raw_call("take", '{"n": ' + "9" * 4000 + "1.5}"), ""),
         (raw_call("take", '{"\\ud83d": 1}'), ""),
         (raw_call("\\ud83d", "3"), ""),
         (raw_call("\\ud83d", "{}"), ""),
         (raw_call("take\\u0000", '{"self": 1}'), ""),
     ],
-    ids=range(15),
+    ids=range(11),
 )
 def test_wrong_call_is_explained_and_not_executed(reply: str, message: str) -> None:
     env = CountEnv()
@@ -154,17 +150,6 @@ def test_duplicate_tool_names_are_refused() -> None:
         Shelves([one, other], 4)
     assert one.is_closed
     assert other.is_closed
-
-
-def test_prefix_distinguishes_tools() -> None:
-    one, other = Shelf(), Shelf()
-    with Shelves([one, Prefixed(other, "attic")], 4) as env:
-        prompt, _ = env.init([])
-        assert '"name": "take"' in prompt[0]["content"]
-        assert '"name": "attic_take"' in prompt[0]["content"]
-        env.step(call("take", n=1) + call("attic_take", n=2))
-        assert (one.n_taken, other.n_taken) == (1, 2)
-        assert "n: Input should be a valid integer" in message_text(env.step(call("attic_take", n="many")))
 
 
 def test_groups_may_have_the_same_name() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from gym_kit.databases import write_database
+from gym_kit.games import HEX, POKER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,9 +25,7 @@ from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
 from skyrl_gym.envs.lcb.env import LCBEnv
 from skyrl_gym.envs.multiply.env import MultiplyEnv
 from skyrl_gym.envs.openspiel.answers import parse_answer
-from skyrl_gym.envs.openspiel.cases import load_game
-from skyrl_gym.envs.openspiel.moves import LegalMoves, legal_moves
-from skyrl_gym.envs.openspiel.states import opening
+from skyrl_gym.envs.openspiel.moves import LegalMoves
 from skyrl_gym.envs.search.env import SearchEnv
 from skyrl_gym.envs.searchcode.env import SearchCodeEnv
 from skyrl_gym.envs.sql.grading import compute_score
@@ -92,10 +91,6 @@ def score_mcp(name: str, reply: str, gold: list[str]) -> float | None:
     extras = {"reward_spec": {"ground_truth": gold}}
     return _reward(name, extras)(strip_thoughts(reply).strip(), extras)
 
-
-HEX = legal_moves(load_game("hex(board_size=11)").new_initial_state(), 0)
-POKER_STATE = opening(load_game("leduc_poker"), 1, 4)
-POKER = legal_moves(POKER_STATE, POKER_STATE.current_player())
 
 SCORES: dict[str, Score] = {
     "aime_minerva": lambda reply, gold: play(AIMEEnv(None, row(gold, "reward_model")), reply),

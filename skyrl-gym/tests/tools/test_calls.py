@@ -69,10 +69,8 @@ def test_lone_surrogates_are_replaced() -> None:
         ('{"arguments": {}}', 'no "name"'),
         ('{"name": 3}', 'no "name"'),
         ('{"name": "search", "arguments": [1]}', '"arguments" of the tool call search must be a JSON object'),
-        ('{"name": "search", "arguments": {"n": ' + "9" * 5000 + "}}", "it contains an invalid number"),
         ('{"name": "search", "arguments": {"n": NaN}}', "it contains an invalid number"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"name": "search", "arguments": {"x": ' + "[" * 600 + "]" * 600 + "}}", "nested too deeply"),
         ('{"name": "\\ud83d", "arguments": 3}', r"of the tool call \? must be"),
     ],
 )

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import threading
 
 import pytest
 from gym_kit.messages import call, message_text, user
-from gym_kit.processes import no_leaks, wait_for_no_tasks
+from gym_kit.processes import wait_for_no_tasks
 from gym_kit.verifiers_contract import VerifiersContract, make_env, make_row, play
 
 from skyrl_gym.adapters.verifiers import rows
@@ -41,13 +40,6 @@ class TestPackages:
         rows("arithmetic-v0", {"n_tasks": 7})
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
-    def test_package_can_be_loaded_in_a_thread(self) -> None:
-        loaded = []
-        thread = threading.Thread(target=lambda: loaded.extend(rows("arithmetic-v0", {"n_tasks": 8})))
-        thread.start()
-        thread.join()
-        assert len(loaded) == 8
-
     def test_arguments_of_rows(self) -> None:
         assert len(list(rows("arithmetic-v0", split="train"))) == 3
         assert len(list(rows("arithmetic-v0", split="eval"))) == 1
@@ -65,6 +57,7 @@ class TestRewards:
     async def test_weights_and_arguments_of_reward_functions(self) -> None:
         output, env = await play(make_row("arithmetic-v0", 2), "4")
         assert output["metadata"]["reward_components"] == {"correct": 2.0, "from_row": 0.5}
+        assert output["reward"] == 2.5
         scores = {"correct": 1.0, "length": 1.0, "from_row": 1.0, "num_turns": 1.0, "failed_reward_functions": 0}
         assert env.get_metrics() == {**scores, "steps": 1, "invalid_actions": 0}
 
@@ -77,9 +70,7 @@ class TestRewards:
 
     async def test_reward_function_with_a_connection_error_raises(self) -> None:
         row = make_row("arithmetic-v0", 2, args={"functions": ["judged"]})
-        with pytest.raises(
-            VerifiersError, match=r"a reward function of arithmetic_v0 failed: RuntimeError\('no verdict'\)"
-        ):
+        with pytest.raises(VerifiersError, match=r"function of arithmetic_v0 failed: RuntimeError\('no verdict'\)"):
             await play(row, "asleep")
 
     async def test_failures_are_separate_between_rollouts(self) -> None:
@@ -124,11 +115,6 @@ class TestGame:
             await play(make_row("guessing-v0", args={"fault": fault}), "7", "8")
         assert guessing_v0.log[n_before:] == ["put away 1"]
         await wait_for_no_tasks()
-
-    def test_failed_blocking_init_leaves_nothing_behind(self) -> None:
-        row = make_row("guessing-v0", args={"fault": "setup"})
-        with no_leaks(), pytest.raises(VerifiersError):
-            make_env(row).init(row["prompt"])
 
 
 class TestTools:

@@ -37,11 +37,6 @@ def test_urls(url: str, websocket: str, http: str) -> None:
     assert (websocket_url(url), http_url(url, "/schema")) == (websocket, http)
 
 
-async def test_max_sessions_is_respected(server: ProtocolServer) -> None:
-    await asyncio.gather(*(play(server.url, SessionOptions(max_sessions=3)) for _ in range(20)))
-    assert (server.max_open, server.n_refused, server.n_made) == (3, 0, 20)
-
-
 async def test_unknown_capacity_is_found_by_trial() -> None:
     with ProtocolServer(capacity=5, close_s=0.02) as server:
         await asyncio.gather(*(play(server.url, pause_s=0.05) for _ in range(60)))

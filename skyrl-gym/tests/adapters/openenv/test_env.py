@@ -129,14 +129,11 @@ class TestActions:
                 assert message_text(await env.step_async(reply)) == "got:\nx: 2.5\nlabel: fixed"
                 assert "got:" in message_text(await env.step_async('<action>{"x": 1}</action>, where x is {1}'))
                 assert "must be a JSON object" in message_text(await env.step_async("x is 2"))
-                for depth in (500, 900, 940, 960, 980):
-                    deep = '{"x":' * depth + "1" + "}" * depth
-                    assert "nested too deeply" in message_text(await env.step_async(deep))
                 message = message_text(await env.step_async('{"x": "much"}'))
                 assert "VALIDATION_ERROR" in message
                 assert "x: Input should be a valid number" in message
                 assert "- label (string)\n- note (string, optional)" in message
-                assert env.get_metrics()["invalid_actions"] == 7
+                assert env.get_metrics()["invalid_actions"] == 2
 
     async def test_schema_is_fetched_once_or_configured(self, server: ProtocolServer) -> None:
         server.capacity = 30
@@ -171,13 +168,6 @@ class TestTools:
             }.items():
                 assert message in message_text(await env.step_async(reply))
             assert env.get_metrics()["invalid_actions"] == 3
-
-    @pytest.mark.parametrize("a", ["NaN", "-Infinity", "1e999", "[" * 600 + "]" * 600, '{"x":' * 950 + "1" + "}" * 950])
-    async def test_values_that_cannot_be_sent_are_explained(self, tool_server: ProtocolServer, a: str) -> None:
-        async with episode(tool_server) as env:
-            reply = f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": 1}}}}</tool_call>'
-            assert "not valid JSON" in message_text(await env.step_async(reply))
-            assert env.get_metrics()["actions"] == 0
 
     async def test_reply_without_a_call_may_end_the_episode(self, tool_server: ProtocolServer) -> None:
         async with episode(tool_server, no_tool_call="end") as env:
@@ -259,24 +249,13 @@ class TestFailures:
     async def test_wrong_order_of_calls_raises(self, server: ProtocolServer) -> None:
         env = make_env(server)
         with pytest.raises(RuntimeError, match="init"):
-            env.step("hello")
-        with pytest.raises(RuntimeError, match="init"):
             await env.step_async("hello")
         await env.init_async(PROMPT)
         with pytest.raises(RuntimeError, match="started"):
             await env.init_async(PROMPT)
         await env.close_async()
 
-    def test_failed_blocking_init_leaves_nothing_behind(self, server: ProtocolServer) -> None:
-        with no_leaks():
-            env = make_env(server, reset={"greeting": "crash"})
-            with pytest.raises(ExecutionFailed):
-                env.init(PROMPT)
-            env.close()
-
-    async def test_session_can_be_closed_from_another_thread_or_after_its_event_loop(
-        self, server: ProtocolServer
-    ) -> None:
+    async def test_session_can_be_closed_from_another_thread_or_after_its_loop(self, server: ProtocolServer) -> None:
         async with episode(server) as env:
             await asyncio.to_thread(env.close)
             await wait_for_no_tasks()
@@ -311,10 +290,7 @@ class TestSettings:
             ({"url": "http://h", "action": "x"}, r"openenv\.action='x' must be a section"),
             ({"url": "http://h", "action": {"field": "x"}}, r"action\.field is unknown; known: fixed, format"),
             ({"url": "http://h", "action": {"format": "xml"}}, r"action\.format='xml'"),
-            (
-                {"url": "http://h", "execution_error": "ignore"},
-                r"execution_error='ignore' is unknown; use raise or tell",
-            ),
+            ({"url": "http://h", "execution_error": "ask"}, r"execution_error='ask' is unknown; use raise or tell"),
             ({"url": "http://h", "message_timeout_s": 0}, r"message_timeout_s=0 must be"),
             ({"url": "http://h", "max_sessions": 0}, r"max_sessions=0 must be"),
         ],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from gym_kit.messages import call, message_text, user
-from gym_kit.processes import no_leaks, wait_for_no_tasks
+from gym_kit.processes import wait_for_no_tasks
 from gym_kit.texts import TAGGED_TEXTS
 from gym_kit.verifiers_contract import VerifiersContract, make_env, make_row, play
 from hypothesis import HealthCheck, given, settings
@@ -177,11 +177,6 @@ class TestGame:
         with pytest.raises(error, match=message):
             await play(make_row("guessing-v1"), "1", env={"fault": fault})
         await wait_for_no_tasks()
-
-    def test_failed_blocking_init_leaves_nothing_behind(self) -> None:
-        row = make_row("guessing-v1")
-        with no_leaks(), pytest.raises(ConnectionError):
-            make_env(row, env={"fault": "run"}).init(row["prompt"])
 
 
 async def test_tools_are_described_and_called() -> None:

@@ -42,14 +42,6 @@ def test_turns_before_the_last() -> None:
     assert "'#### ANSWER'" in ANSWER_NOW
 
 
-def test_max_turns() -> None:
-    assert new().max_turns == 5
-    assert new(max_turns=2, extra_info={"max_turns": 3}).max_turns == 2
-    assert new(extra_info={"max_turns": 3}).max_turns == 3
-    with pytest.raises(ValueError, match="max_turns=0"):
-        new(max_turns=0)
-
-
 def test_other_graders() -> None:
     assert new({"grader": "flexible"}).step("So 42.")["reward"] == 1.0
     env = new({"grader": "math_verify"}, max_turns=2)

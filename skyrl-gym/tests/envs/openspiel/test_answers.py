@@ -6,6 +6,7 @@ import random
 import re
 
 import pytest
+from gym_kit.games import BACKGAMMON, HEX, POKER
 from gym_kit.texts import linear_time, long_text
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,9 +16,6 @@ from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, load_game
 from skyrl_gym.envs.openspiel.moves import LegalMoves, legal_moves
 from skyrl_gym.envs.openspiel.states import is_simultaneous, legal_actions, opening
 
-HEX = legal_moves(load_game("hex(board_size=11)").new_initial_state(), 0)
-POKER_STATE = opening(load_game("leduc_poker"), 1, 4)
-POKER = legal_moves(POKER_STATE, POKER_STATE.current_player())
 CHESS = legal_moves(load_game("chess").new_initial_state(), 1)
 OWARE = legal_moves(load_game("oware").new_initial_state(), 0)
 
@@ -143,21 +141,6 @@ def test_way_and_answer_are_reported() -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        *map(
-            long_text,
-            [
-                "a1 ",
-                "a1",
-                "\\boxed{",
-                "{",
-                "<action>",
-                "<action></action>",
-                "<think>",
-                "</think>",
-                "\n",
-                "the answer is ",
-            ],
-        ),
         *map(long_text, ("a1 ", "a1", "\\boxed{", "{", "<action>", "<action></action>", "<think>", "</think>")),
         *map(long_text, ("\n", "the answer is ", "not a1 ", "1", "\\text{", "\ud800")),
         "\\boxed{" + long_text("}"),
@@ -170,16 +153,3 @@ def test_parsing_is_linear(reply: str) -> None:
     for moves in (HEX, legal):
         with linear_time():
             parse_answer(reply, moves)
-
-
-def backgammon_with_two_ways() -> LegalMoves:
-    """Return a decision in which two actions have the same text."""
-    for seed in range(100):
-        state = opening(load_game("backgammon"), seed, 0)
-        legal = legal_moves(state, state.current_player())
-        if any(move.text.endswith(")") for move in legal.moves):
-            return legal
-    raise AssertionError("no such decision")
-
-
-BACKGAMMON = backgammon_with_two_ways()

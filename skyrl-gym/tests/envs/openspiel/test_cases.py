@@ -105,8 +105,3 @@ for env in (OpenSpielEnv, OpenSpielGameEnv):
         print(problem)
 """
     assert run_python(code).stdout.count("pip install './skyrl-gym[openspiel]'") == 2
-
-
-def test_importing_the_environments_does_not_load_open_spiel() -> None:
-    code = "import sys; from skyrl_gym.envs.openspiel import env, game_env; print('pyspiel' in sys.modules)"
-    assert run_python(code).stdout.strip() == "False"

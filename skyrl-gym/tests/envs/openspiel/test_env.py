@@ -85,12 +85,10 @@ def test_precedence_of_config_row_and_defaults() -> None:
     assert OpenSpielEnv(OmegaConf.create({"n_playouts": 3}), extras()).config.n_playouts == 3
 
 
-@pytest.mark.parametrize("config", [{"reward_mode": "win"}, {"n_playout": 3}, {"n_playouts": 0}])
-def test_invalid_config_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(config))):
-        OpenSpielEnv(config, extras())
-    with pytest.raises(ValueError, match="reward_mode='win' is unknown"):
-        OpenSpielEnv({}, extras(0, reward_spec={"method": "win"}))
+def test_invalid_config_is_refused() -> None:
+    for config, row in (({"reward_mode": "win"}, extras()), ({}, extras(reward_spec={"method": "win"}))):
+        with pytest.raises(ValueError, match="reward_mode='win' is unknown"):
+            OpenSpielEnv(config, row)
 
 
 def test_second_answer_raises() -> None:

@@ -84,18 +84,6 @@ def test_every_case_is_played_to_its_end(case: str) -> None:
         assert state.history() == history
 
 
-def test_same_moves_meet_the_same_dice() -> None:
-    histories = set()
-    for _ in range(3):
-        game, own = load_game("backgammon"), random.Random(5)
-        match = Match(opening(game, 1, 0), 0, {1: RandomOpponent()}, random.Random("7/3"))
-        match.advance()
-        for _ in range(10):
-            match.play(own.choice(match.turn().legal.moves).action)
-        histories.add(tuple(match.state.history()))
-    assert len(histories) == 1
-
-
 def test_illegal_move_of_an_opponent_is_an_assertion_error() -> None:
     match = Match(load_game("tic_tac_toe").new_initial_state(), 1, {0: Scripted(99)}, random.Random(0))
     with pytest.raises(AssertionError, match="player 0 chose 99"):

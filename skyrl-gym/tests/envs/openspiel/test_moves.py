@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from gym_kit.games import BACKGAMMON, walk
 
 from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, load_game
 from skyrl_gym.envs.openspiel.moves import LegalMoves, Move, legal_moves, lower_ascii
@@ -78,10 +79,9 @@ def test_number_that_is_a_moves_text_is_not_used_for_another_move() -> None:
 
 
 def test_moves_with_equal_texts_are_distinguished_by_their_ids() -> None:
-    moves = next(legal for legal in walk("backgammon", 0) if any("(" in move.text for move in legal.moves)).moves
-    double = next(move for move in moves if move.text.endswith(")"))
+    double = next(move for move in BACKGAMMON.moves if move.text.endswith(")"))
     assert double.text.endswith(f" ({double.action})")
-    assert double.text.removesuffix(f" ({double.action})") in {move.text for move in moves}
+    assert double.text.removesuffix(f" ({double.action})") in {move.text for move in BACKGAMMON.moves}
 
 
 def test_case_of_names_is_ignored_unless_it_matters() -> None:
@@ -95,13 +95,3 @@ def test_case_of_names_is_ignored_unless_it_matters() -> None:
     clash = LegalMoves((Move(0, "Bc", 0, "Bc"), Move(1, "bC", 1, "bC")))
     assert "bc" not in clash.by_name
     assert lower_ascii("ABCz İßΣ１") == "abcz İßΣ１"  # of the same length
-
-
-def walk(case: str, seed: int) -> list[LegalMoves]:
-    """Return the legal moves of every decision of a random game."""
-    state, rng, decisions = opening(load_game(case), seed, 0), random.Random(seed), []
-    while not state.is_terminal():
-        if not state.is_chance_node():
-            decisions.append(legal_moves(state, state.current_player()))
-        random_step(state, rng)
-    return decisions

@@ -26,13 +26,7 @@ def test_task_id_determines_case_and_seed() -> None:
         case = ["hex(board_size=5)", "leduc_poker"][task_id // 3]
         assert (task.task_id, task.case) == (task_id, case)
         assert task.state.history() == opening(load_game(case), 10 + task_id % 3, 4).history()
-
-
-def test_recorded_positions_are_reproduced() -> None:
-    tasks = OpenSpielTasks({"cases": ["hex(board_size=5)"], "num_tasks_per_case": 43, "max_random_steps": 4})
-    assert [tasks.generate(k).state.history() for k in (0, 1, 42)] == [[12, 14, 1, 9], [4, 19, 2, 10], [20, 3, 0, 10]]
-    assert tasks.generate(-1).facts == tasks.generate(42).facts  # ids wrap around
-    assert tasks.generate(44).facts == tasks.generate(1).facts
+        assert tasks.generate(task_id + 6).facts == tasks.generate(task_id - 6).facts == task.facts  # ids wrap around
 
 
 def test_every_case_has_a_hundred_different_tasks_by_default() -> None:
@@ -82,11 +76,6 @@ def test_rows_survive_parquet(tmp_path: Path) -> None:
     assert frame == rows
     for row in frame[: tasks.total]:
         assert read_task(row["extra_info"], TaskConfig()).prompt == row["prompt"][0]["content"]
-
-
-def test_row_with_only_a_task_id_uses_the_config() -> None:
-    config = TaskConfig.from_options(TWO_CASES)
-    assert read_task({"task_id": 4}, config).facts == OpenSpielTasks(config).generate(4).facts
 
 
 @pytest.mark.parametrize(

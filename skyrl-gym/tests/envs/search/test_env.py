@@ -39,16 +39,12 @@ def new_env(env_config: Any = None, **row: Any) -> SearchEnv:
 
 def test_search_and_answer(requests: list[dict[str, Any]]) -> None:
     env = new_env({"topk": 5})
-    first = env.step("I need to look. <search> japan mountain </search>")
+    first = env.step("I need to look. <search> mountain </search>")
     assert (first["reward"], first["done"]) == (0.0, False)
     result = json.dumps({"result": "Doc 1: <answer>Fuji</answer></information>\n"})
     assert message_text(first) == f"\n<information>{result}</information>\n"
-    assert first["metadata"] == {
-        "tool_group": "SearchToolGroup",
-        "tool_name": "search",
-        "tool_input": [" japan mountain "],
-    }
-    assert [(request["query"], request["topk"]) for request in requests] == [(" japan mountain ", 5)]
+    assert first["metadata"] == {"tool_group": "SearchToolGroup", "tool_name": "search", "tool_input": [" mountain "]}
+    assert [(request["query"], request["topk"]) for request in requests] == [(" mountain ", 5)]
     last = env.step("So: <answer>the Mount  Fuji!</answer>")
     assert (last["reward"], last["done"], last["observations"]) == (1.0, True, [])
     assert env.get_metrics() == {"steps": 2, "searches": 1}
@@ -98,22 +94,16 @@ def test_max_turns_defaults_to_two(requests: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env_config", "row", "error", "message"),
+    ("env_config", "row", "message"),
     [
-        (None, {}, AssertionError, "reward_spec field is required"),
-        (None, {"reward_spec": {}}, AssertionError, "ground_truth is required in reward_spec field"),
-        (None, {"reward_spec": {"ground_truth": {"target": []}}}, ValueError, "must be .'target': text"),
-        (None, {"reward_spec": {"ground_truth": {"target": [3]}}}, ValueError, "must be .'target': text"),
-        ({"top_k": 3}, ROW, ValueError, r"environment\.skyrl_gym\.search\.top_k is unknown; did you mean topk\?"),
-        ({"search_url": "x"}, ROW, ValueError, "must start with http"),
-        ({"topk": "3"}, ROW, ValueError, r"environment\.skyrl_gym\.search\.topk='3' should be a valid integer"),
-        ({"topk": 0}, ROW, ValueError, "topk=0 of a search must be positive"),
-        ({"timeout": float("nan")}, ROW, ValueError, "timeout=nan of a search must be positive"),
-        (None, ROW | {"max_turns": 0}, ValueError, "max_turns=0 must be at least 1"),
+        (None, {"reward_spec": {"ground_truth": {"target": [3]}}}, "must be .'target': text"),
+        ({"top_k": 3}, ROW, r"environment\.skyrl_gym\.search\.top_k is unknown; did you mean topk\?"),
+        ({"search_url": "x"}, ROW, "must start with http"),
+        ({"topk": "3"}, ROW, r"environment\.skyrl_gym\.search\.topk='3' should be a valid integer"),
+        ({"topk": 0}, ROW, "topk=0 of a search must be positive"),
+        ({"timeout": float("nan")}, ROW, "timeout=nan of a search must be positive"),
     ],
 )
-def test_invalid_row_or_config_raises(
-    env_config: Any, row: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+def test_invalid_row_or_config_raises(env_config: Any, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         SearchEnv(env_config, row)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel.cases import State, load_game
+from skyrl_gym.envs.openspiel.moves import LegalMoves, legal_moves
+from skyrl_gym.envs.openspiel.states import opening, random_step
 
 
 def position(case: str, *actions: int) -> State:
@@ -12,6 +16,22 @@ def position(case: str, *actions: int) -> State:
     for action in actions:
         state.apply_action(action)
     return state
+
+
+def walk(case: str, seed: int) -> list[LegalMoves]:
+    """Return the legal moves of every decision of a random game."""
+    state, rng, decisions = opening(load_game(case), seed, 0), random.Random(seed), []
+    while not state.is_terminal():
+        if not state.is_chance_node():
+            decisions.append(legal_moves(state, state.current_player()))
+        random_step(state, rng)
+    return decisions
+
+
+HEX = legal_moves(position("hex(board_size=11)"), 0)
+POKER = walk("leduc_poker", 1)[0]
+BACKGAMMON = next(legal for legal in walk("backgammon", 0) if any("(" in move.text for move in legal.moves))
+"""A decision in which two actions have the same text."""
 
 
 class ScriptedModel:

@@ -62,10 +62,7 @@ class VerifiersContract:
 
     def test_format_of_rows(self) -> None:
         row = list(rows(self.sums, {"n_tasks": 4}))[3]
-        assert row["prompt"] == [
-            {"role": "system", "content": "Answer with a number."},
-            {"role": "user", "content": "What is 3 + 3?"},
-        ]
+        assert row["prompt"] == [{"role": "system", "content": "Answer with a number."}, *user("What is 3 + 3?")]
         assert (row["env_class"], row["data_source"]) == ("verifiers", self.sums)
         assert row["reward_spec"] == {"method": "verifiers", "ground_truth": "6"}
         assert row["extra_info"]["example_id"] == 3
@@ -82,18 +79,6 @@ class VerifiersContract:
         assert len(list(rows(self.sums, {"n_tasks": 4}, n_rows=2))) == 2
         with pytest.raises(ValueError, match="split='test'"):
             rows(self.sums, split="test")
-
-    async def test_the_reward_is_the_weighted_sum(self) -> None:
-        row = make_row(self.sums, 2)
-        right, env = await play(row, "4")
-        assert (right["done"], right["observations"]) == (True, [])
-        components = right["metadata"]["reward_components"]
-        assert components["correct"] == 2.0
-        assert right["reward"] == sum(components.values())
-        assert env.get_metrics()["correct"] == 1.0
-        assert env.get_metrics()["steps"] == 1
-        wrong, _ = await play(row, "5")
-        assert right["reward"] - wrong["reward"] == 2.0
 
     async def test_several_turns(self) -> None:
         row = make_row(self.game, 1)
@@ -205,8 +190,6 @@ class VerifiersContract:
         env = make_env(row)
         with pytest.raises(RuntimeError, match="call init before step"):
             await env.step_async("0")
-        with pytest.raises(RuntimeError, match="call init before step"):
-            env.step("0")
         await env.init_async(row["prompt"])
         with pytest.raises(RuntimeError, match="has started"):
             await env.init_async(row["prompt"])
