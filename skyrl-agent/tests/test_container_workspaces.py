@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_kit.containers import DockerStandIn, podman_image
+from agent_kit.containers import DockerStandIn
 from agent_kit.processes import unique_sleep, workspace_threads
 from train_kit.processes import wait_until
 
 from skyrl_agent.workspaces import CommandResult, ContainerWorkspace, WorkspaceError, start_workspace
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An image of Podman."""
-    with podman_image(tmp_path_factory.mktemp("containers")) as name:
-        yield name
 
 
 def new_workspace(docker: DockerStandIn, image: str | None = None, **settings: object) -> ContainerWorkspace:
@@ -34,14 +26,11 @@ def test_an_image_that_does_not_exist_is_an_error_that_names_it(docker: DockerSt
 
 
 @pytest.mark.parametrize("kind", ["stand-in", "podman"])
-def test_the_startup_file_of_a_container_is_for_commands_only(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_the_startup_file_is_for_commands_only(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """An agent that writes `exit` into it cannot break the workspace's own scripts."""
     if kind == "podman":
         startup, image = "/root/.bashrc", request.getfixturevalue("image")
-        settings = {"executable": "podman", "env": {"BASH_ENV": startup}}
-        workspace = ContainerWorkspace(image, "/testbed", settings)
+        workspace = ContainerWorkspace(image, "/testbed", {"executable": "podman", "env": {"BASH_ENV": startup}})
     else:
         startup = str(tmp_path / "startup")
         workspace = new_workspace(request.getfixturevalue("docker"), env={"BASH_ENV": startup})

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_kit.containers import podman_image
 from agent_kit.processes import find_pids, unique_sleep, wait_for_end
 from train_kit.processes import wait_until
 
@@ -23,13 +22,6 @@ from skyrl_agent.workspaces import (
     in_thread,
     open_workspace,
 )
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An image of Podman."""
-    with podman_image(tmp_path_factory.mktemp("workspaces")) as name:
-        yield name
 
 
 @pytest.fixture(params=["local", "stand-in", "podman"])
@@ -72,8 +64,7 @@ class TestCommands:
         assert result.output.replace("\0", "") == "a\ufffd\x1b[1mb\n"
 
     def test_a_command_that_kills_all_shells_is_a_result(self, workspace: Workspace) -> None:
-        result = workspace.execute("kill -KILL $PPID; kill -KILL $$", 30)
-        assert result.status not in (0, None)
+        assert workspace.execute("kill -KILL $PPID; kill -KILL $$", 30).status not in (0, None)
         assert workspace.execute("echo alive", 30).output == "alive\n"
 
     def test_a_missing_folder_is_reported_to_the_command(self, workspace: Workspace) -> None:
@@ -103,9 +94,7 @@ class TestProcesses:
         assert workspace.execute(command.format(sleep=sleep), 1).status is None
         wait_for_end(sleep)
 
-    def test_background_processes_do_not_delay_their_command_and_end_with_the_workspace(
-        self, workspace: Workspace
-    ) -> None:
+    def test_background_processes_do_not_delay_commands_and_end_with_the_workspace(self, workspace: Workspace) -> None:
         child, daemon = unique_sleep(), unique_sleep()
         assert workspace.execute(f"{child} & setsid {daemon} & echo started", 30) == CommandResult("started\n", 0)
         wait_until(lambda: find_pids(child) and find_pids(daemon))

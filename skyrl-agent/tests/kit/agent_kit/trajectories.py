@@ -32,9 +32,8 @@ def new_runner(
     engine = replies if isinstance(replies, ScriptedEngine) else ScriptedEngine(replies)
     sections = {"agent_cls": agent_cls, "data": data, "dispatcher": dispatcher, "generator": generator}
     chosen = {name: section for name, section in sections.items() if section}
-    return AutoAgentRunner.from_task(
-        AgentConfig.model_validate({"task": task, "tools": tools, **chosen}), engine, TOKENIZER
-    )
+    cfg = AgentConfig.model_validate({"task": task, "tools": tools, **chosen})
+    return AutoAgentRunner.from_task(cfg, engine, TOKENIZER)
 
 
 async def play_row(runner: AgentRunner, row: dict[str, Any] = ROW, n_samples: int = 1) -> list[Trajectory]:
