@@ -78,25 +78,19 @@ class Workers:
         self._is_closed = False
 
     def ask(self, question: list[Any], limit_s: float) -> dict[str, Any]:
-        """Return a worker's answer, as `Pool.ask`. A worker without an answer, or that is spent, is ended.
-
-        A worker that died before it read the question (the kernel kills idle processes, too) is replaced by another.
-        """
+        """Return a worker's answer, as `Pool.ask`. A worker without an answer, or that is spent, is ended."""
         with self._slots:
-            while True:
-                worker = self._acquire()
-                is_reusable = False
-                try:
-                    answer = worker.ask(question, limit_s)
-                    is_reusable = not answer["is_spent"]
-                    return answer
-                except UnreadError:
-                    continue
-                except ConnectionError:
-                    self._raise_if_closed()
-                    raise
-                finally:
-                    self._release(worker, is_reusable)
+            worker = self._acquire()
+            is_reusable = False
+            try:
+                answer = worker.ask(question, limit_s)
+                is_reusable = not answer["is_spent"]
+            except ConnectionError:
+                self._raise_if_closed()
+                raise
+            finally:
+                self._release(worker, is_reusable)
+        return answer
 
     def close(self) -> None:
         """End every worker, also those that are starting. A thread that waits for a worker closes its connection."""
@@ -147,10 +141,6 @@ class Workers:
             raise RuntimeError(f"the workers of {self._module} were closed during a question; ask again")
 
 
-class UnreadError(ConnectionError):
-    """A process ended before it read the question."""
-
-
 class PoolWorker:
     """One process, and the connection to it."""
 
@@ -190,17 +180,10 @@ class PoolWorker:
         return self._process.poll() is None
 
     def ask(self, question: list[Any], limit_s: float) -> dict[str, Any]:
-        """Return the answer to a question. Raises TimeoutError, or ConnectionError if the process ends.
-
-        UnreadError, a ConnectionError, means that no code of the question ran: the kernel resets a connection only if
-        bytes in it were never read.
-        """
+        """Return the answer to a question. Raises TimeoutError, or ConnectionError if the process ends."""
         self._connection.settimeout(limit_s)
-        try:
-            self._connection.sendall(json.dumps(question).encode() + b"\n")
-            answer: dict[str, Any] = self._read(limit_s)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise UnreadError(f"process {self.pid} ended before it read a question") from error
+        self._connection.sendall(json.dumps(question).encode() + b"\n")
+        answer: dict[str, Any] = self._read(limit_s)
         return answer
 
     def kill(self) -> None:
@@ -220,7 +203,7 @@ class PoolWorker:
         self._connection.settimeout(limit_s)
         answer = self._reader.readline()
         if not answer.endswith(b"\n"):
-            raise ConnectionError("the process ended")
+            raise ConnectionResetError("the process ended")
         return json.loads(answer)
 
 
