@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,19 +127,6 @@ def test_dead_workers_are_replaced(make_pool: Callable[..., Pool]) -> None:
     with pytest.raises(ConnectionError, match="the process ended"):
         ask(pool, "os._exit(3)")
     assert workers(PROBE) == set()
-
-
-def test_a_worker_that_dies_before_it_reads_the_question_is_replaced(make_pool: Callable[..., Pool]) -> None:
-    pool = make_pool()
-    ask(pool, "1")
-    (pid,) = workers(PROBE)
-    os.kill(pid, signal.SIGSTOP)  # it is alive when it is chosen
-    with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(ask, pool, "2")
-        wait_until(lambda: pool.workers()._busy)
-        time.sleep(0.1)
-        kill([pid])
-        assert answer.result(timeout=60) == "2"
 
 
 @pytest.mark.parametrize("how", ["ends", "dies at work"])

@@ -67,10 +67,16 @@ def is_running(pid: int) -> bool:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill processes and wait until they have ended."""
+    """Kill processes and wait until they have ended.
+
+    A child is a zombie as soon as its first thread has ended, while the others may still hold its connections.
+    """
     pids = list(pids)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+    for pid in children().intersection(pids):
+        with suppress(ChildProcessError):  # a grandchild, or another thread has reaped it
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     wait_until(lambda: not any(map(is_running, pids)))
 
 
