@@ -266,7 +266,9 @@ wheels: .venv/.dev ## build wheels into dist/, install them into a new environme
 
 # --- setup ---------------------------------------------------------------------------------------------------
 
-ENVIRONMENTS := $(DIFFERENTIAL) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(VERIFIERS) $(VLLM) $(TINKER_VERSIONS:%=$(TINKER)/%)
+ENVS ?= all
+OURS := $(DIFFERENTIAL) $(VERIFIERS) $(VLLM)
+ENVIRONMENTS := $(OURS) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER_VERSIONS:%=$(TINKER)/%)
 
 .venv/bin/python $(ENVIRONMENTS:%=%/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -333,11 +335,12 @@ $(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERI
 	@$(call pip,$(VERIFIERS)) -r $(VERIFIERS_REQUIREMENTS) -e skyrl-gym
 	@touch $@
 
-.PHONY: install-check install-all
-install-check: ## resolve the packages of all separate environments from nothing, without installing them
-	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(MAKE) -j4 install-all VENVS="$$folder" PIP_FLAGS=--dry-run
-	@echo "install-check: all environments resolve with $$($(PYTHON) --version)"
+.PHONY: install-check install-all install-ours
+install-check: ## resolve the packages of the separate environments, without installing them (ENVS=ours: those with our packages)
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(MAKE) -j4 install-$(ENVS) VENVS="$$folder" PIP_FLAGS=--dry-run
+	@echo "install-check: the environments resolve with $$($(PYTHON) --version)"
 install-all: $(ENVIRONMENTS:%=%/.ready)
+install-ours: $(OURS:%=%/.ready)
 
 .PHONY: clean
 clean: ## remove .venv, caches and built docs; keep outputs/
