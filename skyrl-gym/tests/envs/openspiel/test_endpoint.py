@@ -50,8 +50,8 @@ def connect() -> Iterator[Callable[..., ChatEndpoint]]:
 def test_conversation_gets_a_reply(model_server: ModelServer, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FROZEN_KEY", "secret")
     model_server.answer = lambda messages: messages[-1]["content"] + " Nf3"
-    options = {"api_key_env": "FROZEN_KEY", "sampling_params": {"temperature": 0.5, "model": "other"}}
-    endpoint = connect(model_server.url + "/", **options)
+    options = {"sampling_params": {"temperature": 0.5, "model": "other"}}
+    endpoint = connect(model_server.url + "/", api_key_env="FROZEN_KEY", **options)  # pragma: allowlist secret
     assert endpoint(MESSAGES) == "Your move — ♞? Nf3"
     assert connect(model_server.url)(MESSAGES) == "Your move — ♞? Nf3"
     request, without_key = model_server.requests
