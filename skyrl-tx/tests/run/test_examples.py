@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -134,8 +133,3 @@ def test_invalid_files(tmp_path: Path, name: str, text: str, message: str) -> No
         read_rows(tmp_path / name)
     with pytest.raises(UserError, match="file not found"):
         read_rows(tmp_path / "b.jsonl")
-
-
-def test_weights_belong_to_the_targets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    (datum,) = examples(tokenizer, tmp_path).convert(1, {"prompt": "ab", "completion": "c"})
-    np.testing.assert_array_equal(datum.inputs["weights"], [0.0, 1.0, 1.0])

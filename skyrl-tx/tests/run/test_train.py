@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 from tx_kit.models import save_chat_model
 from tx_kit.processes import start_python
 
-from tx.run.train import TrainCommand, TrainConfig, main
-from tx.tinker.types import UserError
+from tx.run.train import main
 
 N_ROWS, BATCH = 12, 4
 N_STEPS = 120
@@ -116,42 +115,44 @@ def test_initial_weights_have_their_own_rank(folder: Path, whole: Path, tmp_path
     assert [one["step"] for one in metrics(output)] == [1, 2]
 
 
-def test_initial_weights_of_another_rank_are_refused(folder: Path, whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"--lora-rank=16 differs from rank 8 of .*/adapter; omit --lora-rank"):
-        main(arguments(folder, tmp_path, load_checkpoint_path=whole / "adapter", lora_rank=16))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_missing_initial_weights(folder: Path, tmp_path: Path, is_there: bool) -> None:
-    initial = tmp_path / "initial"
-    if is_there:
-        initial.mkdir()
-    with pytest.raises(SystemExit, match=rf"--load-checkpoint-path {initial} has no valid training\.json; name a"):
-        main(arguments(folder, tmp_path / "output", load_checkpoint_path=initial))
-    assert not (tmp_path / "output").exists()
-
-
-def test_incomplete_initial_weights(folder: Path, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("missing", "flags", "message"),
+    [
+        (None, {"lora_rank": 16}, r"--lora-rank=16 differs from rank 8 of .*/initial; omit --lora-rank"),
+        (".", {}, r"--load-checkpoint-path .*/initial has no valid training\.json; name a"),
+        ("training.json", {}, r"--load-checkpoint-path .*/initial has no valid training\.json; name a"),
+        (
+            "adapter_model.safetensors",
+            {},
+            r"--load-checkpoint-path .*/initial cannot be loaded into --base-model",
+        ),
+    ],
+)
+def test_unusable_initial_weights(
+    folder: Path, whole: Path, tmp_path: Path, missing: str | None, flags: dict[str, int], message: str
+) -> None:
     initial = shutil.copytree(whole / "adapter", tmp_path / "initial")
-    (initial / "adapter_model.safetensors").unlink()
-    with pytest.raises(SystemExit, match=rf"--load-checkpoint-path {initial} cannot be loaded into --base-model .*/mo"):
-        main(arguments(folder, tmp_path / "output", load_checkpoint_path=initial))
+    if missing == ".":
+        shutil.rmtree(initial)
+    elif missing is not None:
+        (initial / missing).unlink()
+    with pytest.raises(SystemExit, match=message):
+        main(arguments(folder, tmp_path / "output", load_checkpoint_path=initial, **flags))
+    assert missing == "adapter_model.safetensors" or not (tmp_path / "output").exists()
 
 
 def test_a_refused_command_can_be_corrected(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no trained token within --max-length 2"):
-        main(arguments(folder, tmp_path, max_length=2, max_steps=1))
-    main(arguments(folder, tmp_path, max_length=64, max_steps=1))
+    """Settings of the optimizer may be numbers in quotes."""
+    with pytest.raises(SystemExit, match=r"tx train: --dataset .*none\.jsonl: file not found"):
+        main(arguments(folder, tmp_path, dataset=tmp_path / "none.jsonl"))
+    main(arguments(folder, tmp_path, optimizer_args='{"weight_decay": "0.1"}', max_steps=1))
     assert [one["step"] for one in metrics(tmp_path)] == [1]
+    assert json.loads((tmp_path / "settings.json").read_text())["optimizer_args"] == {"weight_decay": 0.1}
 
 
-def test_another_run_cannot_use_its_folder(folder: Path, whole: Path, tmp_path: Path) -> None:
-    config = TrainConfig(
-        base_model=str(folder / "model"), dataset=folder / "rows.jsonl", output_dir=whole, learning_rate=0.5
-    )
-    with pytest.raises(UserError, match=r"has a run with lora_rank=8, learning_rate=0\.01, .*use another --output-dir"):
-        TrainCommand(config)
+def test_another_run_cannot_use_its_folder(folder: Path, whole: Path) -> None:
+    with pytest.raises(SystemExit, match=r"has a run with learning_rate=0\.01; .*use another --output-dir"):
+        main(arguments(folder, whole, learning_rate=0.5))
 
 
 @pytest.mark.parametrize(
@@ -178,18 +179,8 @@ def test_invalid_settings(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_optimizer_settings_may_be_numbers_in_quotes(folder: Path, tmp_path: Path) -> None:
-    main(arguments(folder, tmp_path, optimizer_args='{"weight_decay": "0.1"}', max_steps=1))
-    assert json.loads((tmp_path / "settings.json").read_text())["optimizer_args"] == {"weight_decay": 0.1}
-
-
 def test_a_diverged_run_ends_before_it_is_saved(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"tx train: step 2: the loss is (inf|nan); use a lower --learning-rate"):
         main(arguments(folder, tmp_path, learning_rate=1e30, max_steps=2, save_steps=2))
     assert [one["step"] for one in metrics(tmp_path)] == [1]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "settings.json"]
-
-
-def test_data_errors_are_one_line(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"tx train: --dataset .*none\.jsonl: file not found"):
-        main(arguments(folder, tmp_path, dataset=tmp_path / "none.jsonl"))

@@ -31,10 +31,6 @@ def test_the_default_folder_is_for_user_data(monkeypatch: pytest.MonkeyPatch, tm
     assert config.model_name == "org/m"
 
 
-def test_the_database_is_beside_its_checkpoints(tmp_path: Path) -> None:
-    assert parse("--checkpoints-base", str(tmp_path)).database_url == f"sqlite:///{tmp_path}/tinker.db"
-
-
 def test_flags() -> None:
     config = parse("--backend-config", '{"dtype": "bfloat16"}', "--port=0", "--no-start-engine", "--hold-sec", "1.5")
     assert (config.backend_config, config.port, config.hold_sec) == ({"dtype": "bfloat16"}, 0, 1.5)

@@ -56,21 +56,29 @@ def test_a_cancelled_result_is_not_reported(answering: VllmSampler) -> None:
     assert not answering.step()
 
 
-def test_greedy_requests_sample_once(answering: VllmSampler) -> None:
+def ask(sampler: VllmSampler, request: SampleRequest = ASKED) -> SampleResult | Exception:
+    """Return the result of one request."""
     found: list[SampleResult | Exception] = []
-    answering.sample(SampleRequest([1], ASKED.params, n_samples=3), None, found.append)
-    wait_until(lambda: answering.step() and bool(found))
-    (result,) = found
+    sampler.sample(request, None, found.append)
+    wait_until(lambda: sampler.step() and bool(found))
+    return found[0]
+
+
+def test_greedy_requests_sample_once(answering: VllmSampler) -> None:
+    result = ask(answering, SampleRequest([1], ASKED.params, n_samples=3))
     assert isinstance(result, SampleResult)
     assert [list(one.tokens) for one in result.samples] == [[3], [3], [3]]
 
 
 def test_refusals_of_the_server_are_user_errors(answering: VllmSampler) -> None:
-    found: list[SampleResult | Exception] = []
-    answering.sample(SampleRequest([13], ASKED.params), None, found.append)
-    wait_until(lambda: answering.step() and bool(found))
-    assert isinstance(found[0], UserError)
-    assert "Requested sample logprobs of 32" in str(found[0])
+    refused = ask(answering, SampleRequest([13], ASKED.params))
+    assert isinstance(refused, UserError)
+    assert "Requested sample logprobs of 32" in str(refused)
+
+
+def test_a_slow_response_is_an_error(silent: int, tmp_path: Path) -> None:
+    with closing(sampler_of(silent, tmp_path, answer_sec=0.1)) as sampler:
+        assert "failed: ReadTimeout" in str(ask(sampler))
 
 
 def test_it_closes_although_the_server_does_not_respond(silent: int, tmp_path: Path) -> None:
@@ -83,11 +91,3 @@ def test_it_closes_although_the_server_does_not_respond(silent: int, tmp_path: P
     closing_thread.join(SECONDS)
     assert not closing_thread.is_alive()
     assert not sampler._thread.is_alive()
-
-
-def test_a_slow_response_is_an_error(silent: int, tmp_path: Path) -> None:
-    found: list[SampleResult | Exception] = []
-    with closing(sampler_of(silent, tmp_path, answer_sec=0.1)) as sampler:
-        sampler.sample(ASKED, None, found.append)
-        wait_until(lambda: sampler.step() and bool(found))
-    assert "failed: ReadTimeout" in str(found[0])

@@ -16,14 +16,6 @@ from tx.tinker.store.queries import cancel_sample
 # -- turns
 
 
-def test_requests_of_a_model_run_in_order(desk: Desk) -> None:
-    model = desk.model()
-    ids = [desk.run_pass(model), desk.step(model), desk.score(model)]
-    desk.work()
-    assert finished_in_order(desk, *ids)
-    assert desk.loss(ids[2]) < desk.loss(ids[0])
-
-
 def test_models_take_turns(desk: Desk) -> None:
     """A model with many requests does not delay one with few."""
     desk.start(micro_batch_tokens=1)

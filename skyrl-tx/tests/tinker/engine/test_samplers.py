@@ -59,13 +59,9 @@ def test_an_overwritten_checkpoint_is_read_again(desk: Desk, model: str, read: l
     assert len(read) == 2
 
 
-def test_snapshots_need_not_be_read(desk: Desk, model: str, read: list[Path]) -> None:
-    desk.engine._samplers.find(save_snapshot(desk, model))
-    assert read == []
-
-
-def test_the_base_model_needs_no_folder(desk: Desk, read: list[Path]) -> None:
-    assert desk.engine._samplers.find(SampleWeights(base_model="m")) is not None
+def test_snapshots_and_the_base_model_are_not_read(desk: Desk, model: str, read: list[Path]) -> None:
+    for weights in (save_snapshot(desk, model), SampleWeights(base_model="m")):
+        assert desk.engine._samplers.find(weights) is not None
     assert read == []
 
 
@@ -92,18 +88,14 @@ def test_deleted_weights_are_evicted(desk: Desk, model: str) -> None:
         samplers.find(snapshot)
 
 
-def test_the_number_in_memory_is_limited(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_IN_MEMORY", 2)
-    for number in range(4):
-        save_snapshot(desk, model, number)
-    assert [folder.name for folder in desk.engine._samplers._in_memory] == ["2", "3"]
-
-
-def test_large_weights_evict_others(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BYTES", 1)
+@pytest.mark.parametrize(("limit", "maximum", "kept"), [("MAX_IN_MEMORY", 2, ["1", "2"]), ("MAX_BYTES", 1, ["2"])])
+def test_snapshots_in_memory_are_limited(
+    desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch, limit: str, maximum: int, kept: list[str]
+) -> None:
+    monkeypatch.setattr(module, limit, maximum)
     for number in range(3):
         save_snapshot(desk, model, number)
-    assert list(desk.engine._samplers._in_memory) == [snapshot_folder(desk.config, "s:sample:2")]
+    assert [folder.name for folder in desk.engine._samplers._in_memory] == kept
 
 
 def test_used_snapshots_are_kept(desk: Desk, model: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import tinker
 from pydantic import SecretStr
 from tinker import types
-from tx_kit.servers import BASE_MODEL, Running, serving
+from tx_kit.servers import BASE_MODEL, Running, new_model, new_session, serving
 
 from tx.tinker.server.auth import KeyCheck
 
@@ -149,29 +149,18 @@ def test_a_named_user_keeps_all_runs_when_the_key_changes(tmp_path: Path) -> Non
     assert len(runs("alice=tml-new", "tml-bob", used="tml-bob")) == 1
 
 
-def test_each_user_has_a_session_limit(tmp_path: Path) -> None:
-    with serving(
-        tmp_path / "state", api_keys=tuple(map(SecretStr, KEYS)), max_sessions_per_user=1, engine=False
-    ) as running:
-        replies = []
-        for key in (KEYS[0], KEYS[0], KEYS[1]):
-            with running.client(**{"X-API-Key": key}) as http:
-                replies.append(http.post("create_session", json={"tags": []}))
-        assert [one.status_code for one in replies] == [200, 400, 200]
-        assert "you have 1 active sessions, which is the limit per user" in replies[1].json()["detail"]
-        with running.client(**{"X-API-Key": KEYS[0]}) as http:
-            url = f"sessions/{replies[0].json()['session_id']}/finish"
-            assert http.post(url, json={"reason": {"type": "success"}}).status_code == 200
-            assert http.post("create_session", json={"tags": []}).status_code == 200
-
-
-def test_each_user_has_a_model_limit(tmp_path: Path) -> None:
-    with serving(tmp_path / "state", api_keys=tuple(map(SecretStr, KEYS)), max_models_per_user=1) as running:
-        responses = []
-        for key in (KEYS[0], KEYS[0], KEYS[1]):
-            with running.client(**{"X-API-Key": key}) as http:
-                session_id = http.post("create_session", json={"tags": []}).json()["session_id"]
-                body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL}
-                responses.append(http.post("create_model", json=body))
-    assert [one.status_code for one in responses] == [200, 400, 200]
-    assert "your models under training have reached the limit per user, --max-models-per-user=1" in responses[1].text
+def test_each_user_has_limits(tmp_path: Path) -> None:
+    limits = {"max_sessions_per_user": 2, "max_models_per_user": 1}
+    with (
+        serving(tmp_path, api_keys=tuple(map(SecretStr, KEYS)), engine=False, **limits) as running,
+        running.client(**{"X-API-Key": KEYS[0]}) as alice,
+        running.client(**{"X-API-Key": KEYS[1]}) as bob,
+    ):
+        sessions = [new_session(alice) for _ in range(2)]
+        models = [new_model(*of) for of in ((alice, sessions[0]), (alice, sessions[1]), (bob, new_session(bob)))]
+        refused = alice.post("create_session", json={"tags": []})
+        alice.post(f"sessions/{sessions[0]}/finish", json={"reason": {"type": "success"}})
+        assert new_session(alice)
+    assert [one.status_code for one in (*models, refused)] == [200, 400, 200, 400]
+    assert "your models under training have reached the limit per user, --max-models-per-user=1" in models[1].text
+    assert "you have 2 active sessions, which is the limit per user" in refused.text

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from tx.tinker.store.checkpoint_files import (
     parse_path,
     rename_into_place,
     restore_replaced,
-    snapshot_folder,
     write_folder,
 )
 from tx.tinker.types import UserError
@@ -124,24 +124,25 @@ def test_interrupted_replacements_are_undone(tmp_path: Path) -> None:
 
 @pytest.fixture
 def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The order of syncs and renames in `tmp_path`, without the random parts of names."""
+    """The order of syncs, renames and deletions in `tmp_path`, without the random parts of names."""
     recorded: list[str] = []
 
     def shown(path: str | Path) -> str:
         parts = Path(path).relative_to(tmp_path).parts
         return "/".join(part.partition("-")[0] for part in parts) or "."
 
-    def record(name: str, words: Callable[..., str]) -> None:
-        real = getattr(os, name)
+    def record(module: ModuleType, name: str, words: Callable[..., str]) -> None:
+        real = getattr(module, name)
 
-        def recording(*args: Any) -> None:
+        def recording(*args: Any, **options: Any) -> None:
             recorded.append(words(*args))
-            real(*args)
+            real(*args, **options)
 
-        monkeypatch.setattr(os, name, recording)
+        monkeypatch.setattr(module, name, recording)
 
-    record("fsync", lambda descriptor: f"sync {shown(os.readlink(f'/proc/self/fd/{descriptor}'))}")
-    record("rename", lambda source, target: f"rename {shown(source)} to {shown(target)}")
+    record(shutil, "rmtree", lambda folder: f"delete {shown(folder)}")
+    record(os, "fsync", lambda descriptor: f"sync {shown(os.readlink(f'/proc/self/fd/{descriptor}'))}")
+    record(os, "rename", lambda source, target: f"rename {shown(source)} to {shown(target)}")
     return recorded
 
 
@@ -155,30 +156,16 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descri
 
 
 @on_linux
-def test_a_folder_is_synced_before_its_name(tmp_path: Path, events: list[str]) -> None:
-    write_folder(tmp_path / "there", write_two_files)
+def test_a_folder_is_synced_before_its_name_and_before_the_previous_one_is_deleted(
+    tmp_path: Path, events: list[str]
+) -> None:
+    for _ in range(2):
+        events.clear()
+        write_folder(tmp_path / "there", write_two_files)
     contents, rest = events[:4], events[4:]
     written = [".unfinished/file", ".unfinished/deep/file", ".unfinished/deep", ".unfinished"]
     assert sorted(contents) == sorted(f"sync {path}" for path in written)
-    assert rest == ["rename there to .replaced/there", "rename .unfinished to there", "sync ."]
-
-
-@on_linux
-def test_a_replaced_folder_is_deleted_after_the_sync(
-    tmp_path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_folder(tmp_path / "there", write_two_files)
-    events.clear()
-    rmtree = shutil.rmtree
-
-    def recording(folder: Path, **options: Any) -> None:
-        events.append(f"delete {folder.name.partition('-')[0]}")
-        rmtree(folder, **options)
-
-    monkeypatch.setattr(shutil, "rmtree", recording)
-    write_folder(tmp_path / "there", write_two_files)
-    renamed = events.index("rename .unfinished to there")
-    assert events[renamed:] == ["rename .unfinished to there", "sync .", "delete .replaced"]
+    assert rest == ["rename there to .replaced/there", "rename .unfinished to there", "sync .", "delete .replaced"]
 
 
 @on_linux
@@ -186,7 +173,7 @@ def test_new_parent_folders_are_synced(tmp_path: Path, events: list[str]) -> Non
     """A name is stored in the parent folder, which must be synced."""
     write_folder(tmp_path / "model" / "weights" / "there", write_two_files)
     assert events.index("sync .") < events.index("sync model") < events.index("sync model/weights")
-    assert events[-1] == "sync model/weights"
+    assert events[-2:] == ["sync model/weights", "delete model/weights/.replaced"]
 
 
 FILLING = """
@@ -207,8 +194,3 @@ except OSError as error:
 def test_a_full_disk_raises_oserror(tmp_path: Path) -> None:
     assert start_python("-c", FILLING, str(tmp_path / "there")).wait(60) == 7
     assert list(tmp_path.iterdir()) == []
-
-
-def test_snapshots_are_by_session() -> None:
-    config = TxConfig(base_model="m", checkpoints_base=Path("/base"))
-    assert snapshot_folder(config, "a-b:sample:7") == Path("/base/snapshots/a-b/7")

@@ -102,6 +102,7 @@ def test_copies_of_public_checkpoints(config: TxConfig, database: Database) -> N
     [
         ({}, "takes either destination_project_id, or session_id and model_seq_id"),
         ({"session_id": "s"}, "takes either"),
+        ({"session_id": "s", "model_seq_id": 7}, "model s:train:7 already exists"),
         (
             {"session_id": "s", "model_seq_id": 0, "source_path": "tinker://s:train:1/weights/y"},
             "there is no checkpoint",
@@ -109,14 +110,9 @@ def test_copies_of_public_checkpoints(config: TxConfig, database: Database) -> N
     ],
 )
 def test_refused_copies(config: TxConfig, database: Database, fields: dict[str, Any], words: str) -> None:
+    add_rows(database, model_row(number=7))
     with pytest.raises(Refusal, match=words):
         copy(config, database, **fields)
-
-
-def test_existing_models_are_not_overwritten(config: TxConfig, database: Database) -> None:
-    add_rows(database, model_row(number=7))
-    with pytest.raises(Refusal, match="model s:train:7 already exists"):
-        copy(config, database, session_id="s", model_seq_id=7)
 
 
 def test_deleted_files(config: TxConfig, database: Database) -> None:

@@ -82,13 +82,6 @@ def test_the_size_of_requests_is_limited(database: Database, monkeypatch: pytest
         accept(database, admission)
 
 
-def test_finished_requests_do_not_count(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
-    admission = admission_of(100, 20)
-    finish(database, accept(database, admission, payload=bytes(5)))
-    accept(database, admission, payload=bytes(18))
-
-
 def test_a_new_server_counts_pending_requests(database: Database) -> None:
     accept(database, admission_of(2, 1000))
     admission = admission_of(2, 1000)
@@ -109,15 +102,6 @@ def test_pending_requests_are_counted_once(database: Database, monkeypatch: pyte
         with pytest.raises(Refusal):
             accept(database, admission)
     assert len(counted) == 2  # of the queue and the user
-
-
-def test_cached_counts_are_bounded(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_QUEUES", 4)
-    admission = admission_of(1, 1000)
-    with writing(database) as db:
-        for number in range(10):
-            admission.admit(db, request_row(model_id=str(number)))
-    assert len(admission._known) == 4
 
 
 def test_the_least_recently_used_count_is_evicted_first(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,3 @@
-"""Refused names and repeated requests."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tx_kit.servers import BASE_MODEL, Running, serving
+from tx_kit.servers import Running, new_model, new_session, result_of, serving
 
 
 @pytest.fixture(scope="module")
@@ -23,39 +21,17 @@ def http(server: Running) -> Iterator[httpx.Client]:
         yield client
 
 
-def new_model(http: httpx.Client, rank: int = 4) -> httpx.Response:
-    session_id = http.post("create_session", json={"tags": []}).json()["session_id"]
-    body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": rank}}
-    return http.post("create_model", json=body)
-
-
-def model_id_of(http: httpx.Client, accepted: httpx.Response) -> str:
-    return str(result(http, accepted)["model_id"])
-
-
-def result(http: httpx.Client, accepted: httpx.Response) -> dict[str, Any]:
-    return dict(http.post("retrieve_future", json=accepted.json()).json())
-
-
-def test_repeated_unloads_are_one_request(http: httpx.Client) -> None:
-    model_id = model_id_of(http, new_model(http))
-    first, second = (http.post("unload_model", json={"model_id": model_id}) for _ in range(2))
-    assert first.json() == second.json()
-    assert result(http, second)["model_id"] == model_id
-    assert http.post("unload_model", json={"model_id": model_id}).json() == first.json()
-
-
 @pytest.mark.parametrize("more", [{"ttl_seconds": 3600}, {"user_metadata": {"a": "b"}}])
-def test_an_unnamed_sampler_has_no_metadata(http: httpx.Client, more: dict[str, Any]) -> None:
-    body = {"model_id": model_id_of(http, new_model(http)), "sampling_session_seq_id": 0, **more}
+def test_an_unnamed_sampler_has_no_metadata(server: Running, http: httpx.Client, more: dict[str, Any]) -> None:
+    body = {"model_id": server.model(), "sampling_session_seq_id": 0, **more}
     refused = http.post("save_weights_for_sampler", json=body)
     assert refused.status_code == 400
     assert "need a named sampler" in refused.json()["detail"]
 
 
-def test_access_tokens_are_refused(http: httpx.Client) -> None:
-    model_id = model_id_of(http, new_model(http))
-    path = result(http, http.post("save_weights", json={"model_id": model_id, "path": "a"}))["path"]
+def test_access_tokens_are_refused(server: Running, http: httpx.Client) -> None:
+    model_id = server.model()
+    path = result_of(http, http.post("save_weights", json={"model_id": model_id, "path": "a"}))["path"]
     token = {"weights_access_token": "t"}
     copy = {"source_path": path, "destination_project_id": "p", **token}
     load = {"session_id": model_id.partition(":")[0], "model_seq_id": 1, "path": path, "optimizer": False, **token}
@@ -65,13 +41,13 @@ def test_access_tokens_are_refused(http: httpx.Client) -> None:
 
 
 def test_rank_0_can_be_switched_off(http: httpx.Client) -> None:
-    refused = new_model(http, rank=0)
+    refused = new_model(http, new_session(http), rank=0)
     assert (refused.status_code, "lora_config.rank=0" in refused.json()["detail"]) == (400, True)
 
 
-def test_addresses_include_the_proxys_prefix(http: httpx.Client) -> None:
-    body = {"model_id": model_id_of(http, new_model(http)), "path": "out"}
-    run = result(http, http.post("save_weights_external", json=body))["path"].split("/")[2]
+def test_addresses_include_the_proxys_prefix(server: Running, http: httpx.Client) -> None:
+    body = {"model_id": server.model(), "path": "out"}
+    run = result_of(http, http.post("save_weights_external", json=body))["path"].split("/")[2]
     urls = http.get(f"training_runs/{run}/checkpoints/external_weights/out/external_weights_urls").json()["urls"]
     assert all("/behind/api/v1/downloads/" in url for url in urls.values())
     assert urls

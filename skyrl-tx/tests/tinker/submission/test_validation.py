@@ -38,7 +38,7 @@ def test_the_required_inputs_of_each_loss_suffice(loss: str) -> None:
 
 def test_several_targets() -> None:
     many = np.ones((3, 5), np.int32)
-    check(datum(target_tokens=many, weights=np.float32(many)))
+    check(datum(target_tokens=many, weights=np.float32(many) * -1e30))
     policy = {"logprobs": np.float32(many), "advantages": np.float32(many)}
     with pytest.raises(UserError, match="ppo takes one target per token"):
         check(datum(target_tokens=many, **policy), loss="ppo")
@@ -83,10 +83,6 @@ def test_inputs_of_other_losses_and_masks_are_ignored() -> None:
     assert set(whole.data[0].inputs) == {"target_tokens", "logprobs", "advantages", "weights"}
     with pytest.raises(UserError, match="'weight', which no loss uses; cross_entropy uses target_tokens, weights"):
         check(datum(weight=np.ones(3, np.float32)))
-
-
-def test_weights_may_be_negative_and_large() -> None:
-    check(datum(weights=np.float32([-1e30, 0, 1e30])))
 
 
 @pytest.mark.parametrize(
