@@ -74,11 +74,13 @@ def test_concurrent_calls_interleave_between_two_lines() -> None:
         last[0] = number
         return last[0] != number
 
+    n_rounds_met = 0
     with Executor(4, limit_s=10) as executor:
         for _ in range(20):
             results = executor.run([EnvCall(partial(is_met, number)) for number in range(4)])
-            assert any(result.value for result in results)
+            n_rounds_met += any(result.value for result in results)
             assert not any(executor.run([EnvCall(partial(is_met, number))])[0].value for number in range(4))
+    assert n_rounds_met >= 5  # all 20 on a quiet machine
 
 
 def test_only_the_first_lines_are_slowed_down() -> None:

@@ -181,9 +181,9 @@ ATTACKS: dict[str, Attack] = {
         "time.sleep(1); print('harm')",
         ends="exit disk memory",
     ),
-    "750 MiB of shared memory": Attack(SHARED_MEMORY.format(fd="-1"), ends="exit memory"),
+    "750 MiB of shared memory": Attack(SHARED_MEMORY.format(fd="-1"), ends="exit memory time"),
     "750 MiB of shared memory of a device": Attack(
-        SHARED_MEMORY.format(fd="os.open('/dev/zero', os.O_RDWR)"), "files", "exit memory"
+        SHARED_MEMORY.format(fd="os.open('/dev/zero', os.O_RDWR)"), "files", "exit memory time"
     ),
     "750 MiB in many processes": Attack(
         "r, w = os.pipe()\n"

@@ -1,7 +1,8 @@
 """The contract of our client with OpenEnv servers; runs against any server.
 
-A test module subclasses `OpenEnvContract` and has a fixture `server`: an object with the `url` of a server of 2 to 32
-sessions. Its environment takes ``{"message": str}``, returns a reward and ``{"echoed_message": str}``, and never ends.
+A test module subclasses `OpenEnvContract` and has a fixture `server`: an object with the `url` of a server and its
+`capacity`, the maximum number of sessions (at least 2). Its environment takes ``{"message": str}``, returns a
+reward and ``{"echoed_message": str}``, and is never done.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ ENTRY_POINT = "skyrl_gym.adapters.openenv:OpenEnvEnv"
 
 class EchoServer(Protocol):
     url: str
+    capacity: int
 
 
-class ToolServer(EchoServer):
+class ToolServer(Protocol):
+    url: str
     tool: str
 
 
@@ -37,10 +40,10 @@ def make_env(server: EchoServer, extras: dict[str, Any] | None = None, **env_con
 
 @asynccontextmanager
 async def episode(
-    server: EchoServer, extras: dict[str, Any] | None = None, **env_config: Any
+    server: EchoServer | ToolServer, extras: dict[str, Any] | None = None, **env_config: Any
 ) -> AsyncIterator[OpenEnvEnv]:
     """Return an environment that has been started, and close it after the block."""
-    env = make_env(server, extras, **env_config)
+    env = OpenEnvEnv({"url": server.url, **env_config}, extras or {})
     try:
         await env.init_async(PROMPT)
         yield env
@@ -71,9 +74,13 @@ class OpenEnvToolContract:
         assert "hello" in message_text(await env.step_async(call(tool_server.tool, message="hello")))
         two = call(tool_server.tool, message="one") + call(tool_server.tool, message="two")
         assert message_text(await env.step_async(two)).count("<tool_response>") == 2
-        assert "Error" in message_text(await env.step_async(call("no_such_tool", message="hello")))
-        assert env.get_metrics()["actions"] == 4
+        assert env.get_metrics()["actions"] == 3
         await env.close_async()
+
+    async def test_unknown_tool_is_explained(self, tool_server: ToolServer) -> None:
+        async with episode(tool_server) as env:
+            assert "Error" in message_text(await env.step_async(call("no_such_tool", message="hello")))
+            assert "hello" in message_text(await env.step_async(call(tool_server.tool, message="hello")))
 
 
 class OpenEnvContract:
@@ -86,6 +93,11 @@ class OpenEnvContract:
             assert isinstance(result.reward, float)
             assert not result.done
             assert (await session.state())["step_count"] == 1
+
+    async def test_a_session_can_be_reset_again(self, server: EchoServer) -> None:
+        async with OpenEnvSession(server.url) as session:
+            await session.reset()
+            await session.step({"message": "hello"})
             await session.reset()
             assert (await session.state())["step_count"] == 0
 
@@ -113,6 +125,14 @@ class OpenEnvContract:
             await session.step({"message": "hello"})
         with pytest.raises(SessionLost, match="closed"):
             await session.reset()
+
+    async def test_sessions_beyond_the_capacity_wait(self, server: EchoServer) -> None:
+        replies = await asyncio.gather(*(play(server, 2) for _ in range(server.capacity + 6)))
+        assert all("message 1" in answers[1] for answers in replies)
+
+    async def test_closed_session_frees_its_slot(self, server: EchoServer) -> None:
+        for _ in range(3 * server.capacity):
+            await play(server, 1, capacity_timeout_s=10)
 
     async def test_64_episodes_of_5_turns(self, server: EchoServer) -> None:
         with no_leaks():
