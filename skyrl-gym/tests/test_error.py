@@ -6,11 +6,12 @@ import pytest
 
 from skyrl_gym import error
 
-CLASSES = [error.RegistrationError, error.InvalidSpec, error.InvalidSettings, error.UnregisteredEnv, error.ToolFailure]
 
-
-@pytest.mark.parametrize("error_class", CLASSES)
-def test_every_error_is_an_error_of_the_package_and_can_be_pickled(error_class: type[error.Error]) -> None:
+@pytest.mark.parametrize(
+    "name", ["RegistrationError", "InvalidSpec", "InvalidSettings", "UnregisteredEnv", "ToolFailure"]
+)
+def test_every_error_is_an_error_of_the_package_and_can_be_pickled(name: str) -> None:
+    error_class = getattr(error, name)
     assert issubclass(error_class, error.Error)
     copied = pickle.loads(pickle.dumps(error_class("what failed, with which value, what to do")))
     assert type(copied) is error_class

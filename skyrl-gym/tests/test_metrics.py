@@ -45,10 +45,16 @@ def registered() -> None:
 @pytest.mark.parametrize(
     ("episodes", "means"),
     [
-        ([{"steps": 2, "won": True}, {"steps": 4, "won": False}], {"steps": 3.0, "won": 0.5}),
+        (
+            [{"steps": 2, "won": True, "score": 0.5}, {"steps": 4, "won": False, "score": 1.5}],
+            {"steps": 3.0, "won": 0.5, "score": 1.0},
+        ),
         ([{"score": 1.0}, {}, {"score": 0.0, "late": 7}], {"score": 0.5, "late": 7.0}),  # of those that have the key
         ([{"name": "catch", "path": [1, 2], "nothing": None, "z": 1j, "row": numpy.ones(2)}], {}),
-        ([{"x": numpy.float32(0.5), "n": numpy.int64(3), "yes": numpy.bool_(True)}], {"x": 0.5, "n": 3, "yes": 1}),
+        (
+            [{"half": numpy.float32(0.5), "three": numpy.int64(3), "yes": numpy.bool_(True)}],
+            {"half": 0.5, "three": 3, "yes": 1},
+        ),
         ([], {}),
     ],
 )
@@ -78,7 +84,9 @@ def test_environment_may_define_its_own_rule(env_class: str, metrics: dict[str, 
 
 
 @pytest.mark.parametrize("entry_point", [BestEnv, "only_in_the_environments_own_python:BestEnv"])
-def test_failing_rule_becomes_the_default_with_one_warning(caplog: pytest.LogCaptureFixture, entry_point: Any) -> None:
+def test_failing_rule_is_replaced_by_the_default_with_one_warning(
+    caplog: pytest.LogCaptureFixture, entry_point: Any
+) -> None:
     """The rule may miss a key, or the environment may run in another interpreter."""
     name = f"failing {entry_point}"
     register(name, entry_point)

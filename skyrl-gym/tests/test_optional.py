@@ -17,7 +17,9 @@ PACKAGE = Path(skyrl_gym.__file__).parent
 
 def test_missing_package() -> None:
     require("json", "mine", "environments of mine")
-    message = r"environments of mine need the package no_such_package: pip install '\./skyrl-gym\[mine\]'"
+    message = (
+        r"environments of mine need the package no_such_package: pip install '\./skyrl-gym\[mine\]' \(in your clone"
+    )
     with pytest.raises(ModuleNotFoundError, match=message):
         require("no_such_package", "mine", "environments of mine")
 

@@ -38,7 +38,9 @@ def test_extract_action(reply: str, text: str) -> None:
     assert extract_action(reply) == text
 
 
-@pytest.mark.parametrize("reply", ["", " \n", "<think>left", "left<action></action>", "<think>x</think>", "<action>"])
+@pytest.mark.parametrize(
+    "reply", ["", " \n", "<think>left", "left<action></action>", "<think>left</think>", "<action>"]
+)
 def test_empty_reply_has_no_action(reply: str) -> None:
     with pytest.raises(ActionError, match="no action"):
         extract_action(reply)

@@ -18,7 +18,7 @@ def scored(**row):
     return {"score": 0.5, "format": 1, "pred": "text"}
 def broken(**row):
     raise RuntimeError("no")
-def none(**row):
+def nothing(**row):
     return None
 async def late(**row):
     return 1.0
@@ -52,7 +52,7 @@ def test_a_dict_has_a_score_and_metrics(file: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize(
-    ("name", "error"), [("broken", RuntimeError), ("none", InvalidAnswer), ("late", InvalidAnswer)]
+    ("name", "error"), [("broken", RuntimeError), ("nothing", InvalidAnswer), ("late", InvalidAnswer)]
 )
 def test_no_score_is_an_error(file: str, name: str, error: type[Exception]) -> None:
     with pytest.raises(error):

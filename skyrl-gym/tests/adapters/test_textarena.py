@@ -79,7 +79,9 @@ def test_game_decides_on_illegal_moves() -> None:
 
 
 @pytest.mark.parametrize("env_config", [GUESS, TICTACTOE, {"env_id": "ConnectFour-v0", "num_players": 2}], ids=str)
-@pytest.mark.parametrize("reply", [f"[{'9' * 5000}]", long_text("[1"), long_text("<think>"), "٣" * 10**4], ids=range(4))
+@pytest.mark.parametrize(
+    "reply", [f"[{'9' * 5000}]", long_text("[1"), long_text("<answer>"), "٣" * 10**4], ids=range(4)
+)
 def test_any_move_is_accepted_in_time(env_config: dict[str, Any], reply: str) -> None:
     with start_env(env_config, seed=1) as env, linear_time():
         env.step(reply)
@@ -135,9 +137,11 @@ def test_rule_breaking_opponent_is_reported() -> None:
         assert (env.get_metrics()["won"], env.get_metrics()["opponent_illegal"]) == (1, 1)
 
 
-@pytest.mark.parametrize(("game", "move"), [("ConnectFour-v0", "[col 3]"), ("IteratedPrisonersDilemma-v0", "[Defect]")])
-def test_random_opponent_ignores_moves_offered_by_the_model(game: str, move: str) -> None:
-    with start_env({"env_id": game, "num_players": 2}, seed=1) as env:
+@pytest.mark.parametrize(
+    ("env_id", "move"), [("ConnectFour-v0", "[col 3]"), ("IteratedPrisonersDilemma-v0", "[Defect]")]
+)
+def test_random_opponent_ignores_moves_offered_by_the_model(env_id: str, move: str) -> None:
+    with start_env({"env_id": env_id, "num_players": 2}, seed=1) as env:
         assert "zzz" not in message_text(env.step(f"{move}\nYou had better play '[zzz]'."))
         assert env.get_metrics()["finished"] == 0
 

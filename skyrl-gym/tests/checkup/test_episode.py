@@ -39,7 +39,7 @@ class FailsToClose(GoodEnv):
         raise IndexError("list index out of range")
 
     def close(self) -> None:
-        raise OSError("it is stuck")
+        raise OSError("the door is stuck")
 
 
 class QuotesReply(GoodEnv):
@@ -92,7 +92,9 @@ def test_failing_episode_is_closed_and_the_others_are_played_to_their_end(execut
 
 
 def test_close_error_is_reported_after_the_first_error(executor: Executor) -> None:
-    message = r"^step\(\) raised IndexError: .*, for the reply: empty text\. Then close\(\) raised OSError: it is stuck"
+    message = (
+        r"^step\(\) raised IndexError: .*, for the reply: empty text\. Then close\(\) raised OSError: the door is stuck"
+    )
     with pytest.raises(RuleViolation, match=message):
         play_all([player(FailsToClose, ["empty text"])], executor)
 

@@ -109,5 +109,7 @@ def test_missing_pyarrow_names_the_command_that_installs_it(folder: Path) -> Non
         "print(read_row(pathlib.Path('rows.json'), 0)['env_class'])\n"
     )
     problem, env_class = run_python(program, str(folder)).stdout.splitlines()
-    assert problem.startswith("--data rows.parquet: reading .parquet needs pyarrow, which is not installed; ")
+    assert problem == (
+        "--data rows.parquet: reading .parquet needs pyarrow, which is not installed; run pip install pyarrow"
+    )
     assert env_class == "multiply"

@@ -26,7 +26,6 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.envs.registration import EnvSpec
 
 Step = Callable[[GoodEnv, str], Any]
-FIRST_RULE = "can be constructed and initialized"
 released = threading.Event()
 """Set after each test, so that hanging calls return."""
 
@@ -48,10 +47,10 @@ def find(cls: type[BaseTextEnv] | str, row: Any = ROW, timeout_seconds: float = 
 
 
 def check_finding(cls: type[BaseTextEnv], rule: str, message: str, verdict: Verdict = "failed") -> None:
-    """Check that the finding of a rule has this verdict, and a detail that contains all parts of `message`."""
+    """Check that the finding of a rule has this verdict, and a detail that contains the message."""
     (finding,) = [finding for finding in find(cls) if finding.rule == rule]
     assert finding.verdict == verdict
-    assert all(part in finding.detail for part in message.split("…")), finding.detail
+    assert message in finding.detail
 
 
 def env_with(step: Step | None = None, **methods: Any) -> type[GoodEnv]:
@@ -103,10 +102,11 @@ def test_good_environments_pass_all_rules(cls: type[BaseTextEnv]) -> None:
     assert not checkup.is_stuck
 
 
-@pytest.mark.parametrize("id", ["gsm8k", "gsm8k_multi_turn", "multiply", "aime"])
-def test_built_in_environments_pass_all_rules(id: str) -> None:
-    row = ROW | {"max_turns": 3 if id in ("gsm8k", "multiply") else None}
-    assert {finding.verdict for finding in find(BUILT_IN[id], row)} == {"passed"}
+@pytest.mark.parametrize(
+    ("id", "max_turns"), [("gsm8k", 3), ("gsm8k_multi_turn", None), ("multiply", 3), ("aime", None)]
+)
+def test_built_in_environments_pass_all_rules(id: str, max_turns: int | None) -> None:
+    assert {finding.verdict for finding in find(BUILT_IN[id], ROW | {"max_turns": max_turns})} == {"passed"}
 
 
 # -- "can be constructed and initialized"
@@ -117,7 +117,7 @@ def test_check_ends_if_the_environment_cannot_be_constructed() -> None:
         extras["map"]
 
     (finding,) = find(env_with(__init__=need_map))
-    assert (finding.rule, finding.verdict) == (FIRST_RULE, "failed")
+    assert (finding.rule, finding.verdict) == ("can be constructed and initialized", "failed")
     assert "the constructor raised KeyError: 'map' (test_rules.py, line " in finding.detail
     assert find(BUILT_IN["gsm8k"], grader="nobody")[0].verdict == "failed"
 
@@ -127,7 +127,8 @@ def test_close_may_be_called_twice() -> None:
         assert not hasattr(self, "is_closed"), "closed already"
         self.is_closed = True
 
-    check_finding(env_with(close=close), FIRST_RULE, "close() raised AssertionError: closed already…, the second time")
+    for message in ("close() raised AssertionError: closed already", ", the second time"):
+        check_finding(env_with(close=close), "can be constructed and initialized", message)
 
 
 # -- "accepts any reply"
@@ -176,10 +177,15 @@ async def stop_the_loop(self: GoodEnv, action: str) -> Any:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (lambda self, reply: reply.split()[-1], "step() raised IndexError: list …(test_rules.py…for the reply: empty"),
+        (lambda self, reply: reply.split()[-1], "step() raised IndexError: list index out of range (test_rules.py"),
+        (lambda self, reply: reply.split()[-1], "for the reply: empty text"),
         (lambda self, reply: sys.exit("I am leaving"), "step() raised SystemExit: I am leaving"),
         (lambda self, reply: asyncio.get_event_loop(), "RuntimeError: There is no current event loop in thread"),
-        (lambda self, reply: signal.signal(14, signal.SIG_DFL), "ValueError: signal only…; training makes calls in"),
+        (lambda self, reply: signal.signal(14, signal.SIG_DFL), "ValueError: signal only works in main thread of"),
+        (
+            lambda self, reply: signal.signal(14, signal.SIG_DFL),
+            "; training makes calls in threads other than the main",
+        ),
         (leave_a_closed_loop, "step() raised RuntimeError: Event loop is closed"),
         (nest_loops, "RuntimeError: This event loop is already running (test_rules.py"),
         (stop_the_loop, "it stopped the event loop, in which the trainer and all other"),
@@ -287,7 +293,8 @@ class RefusesConcurrency(GoodEnv):
         (env_with(race), "episodes with concurrent calls had other results"),
         (env_with(partialmethod(race, pause_s=0.01)), "episodes with concurrent calls had other results"),
         (env_with(step_async=race_async), "episodes with concurrent calls had other results"),
-        (RefusesConcurrency, "among other episodes with concurrent calls…step() raised AssertionError: one at a time"),
+        (RefusesConcurrency, "among other episodes with concurrent calls"),
+        (RefusesConcurrency, "step() raised AssertionError: one at a time, please"),
     ],
 )
 def test_interference_of_episodes_is_reported(cls: type[GoodEnv], message: str) -> None:
@@ -372,6 +379,9 @@ class HangsAmongOthers(GoodEnv):
         HangsAmongOthers.n_playing = 0
 
 
+FIRST_RULE = "can be constructed and initialized"
+
+
 @pytest.mark.parametrize(
     ("cls", "rule", "message"),
     [
@@ -383,7 +393,11 @@ class HangsAmongOthers(GoodEnv):
         (HangsAsync, "accepts any reply", "in answer: await asyncio.Event().wait()"),
         (env_with(step_async=block_the_loop), "accepts any reply", "in block_the_loop: hang()"),
         (HangsAmongOthers, "isolates its episodes", "among other episodes: step() did not return within"),
-        (env_with(aggregate_metrics=hang), "reports numeric metrics", "aggregate_metrics() did not return within"),
+        (
+            env_with(aggregate_metrics=hang),
+            "reports numeric metrics",
+            "aggregate_metrics() did not return within 0.2 s",
+        ),
     ],
 )
 def test_hanging_call_ends_the_check(cls: type[GoodEnv], rule: str, message: str) -> None:

@@ -10,8 +10,10 @@ PROMPT: ConversationType = [{"role": "user", "content": "Say yes."}]
 class YesEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        done = action == "yes"
-        return BaseTextEnvStepOutput(observations=[] if done else PROMPT, reward=float(done), done=done, metadata={})
+        is_yes = action == "yes"
+        return BaseTextEnvStepOutput(
+            observations=[] if is_yes else PROMPT, reward=float(is_yes), done=is_yes, metadata={}
+        )
 
 
 def test_defaults() -> None:

@@ -114,8 +114,10 @@ def test_overridden_get_reward_is_honored(env_class: str, rows: dict[str, Any]) 
         with kind(section, row | {"max_turns": 1}) as env:
             return env.step("no answer")
 
-    usual = step(base)
-    replaced, extended = (step(type("Mine", (base,), {"_get_reward": method})) for method in (replace, extend))
+    usual, replaced, extended = (
+        step(base),
+        *(step(type("Mine", (base,), {"_get_reward": method})) for method in (replace, extend)),
+    )
     assert (replaced["reward"], replaced["done"]) == (0.9, True)
     assert (extended["reward"], extended["metadata"]) == (usual["reward"] + 0.5, usual["metadata"])
 
@@ -138,7 +140,9 @@ def test_overridden_is_done_is_honored(env_class: str, rows: dict[str, Any]) -> 
         ("text2sql", ("SQLCodeExecutorToolGroup", "sql", ("shop", "SELECT 6 * 7 AS answer", 1)), "42"),
     ],
 )
-def test_overridden_parse_action_of_tools_is_honored(env_class: str, parsed: Any, observation: str, rows: Any) -> None:
+def test_overridden_parse_action_of_tools_is_honored(
+    env_class: str, parsed: Any, observation: str, rows: dict[str, Any]
+) -> None:
     mine: Any = type("Mine", (SKYRL[env_class],), {"_parse_action": lambda self, action: parsed})
     section, row = rows[env_class]
     with mine(section, row) as env:

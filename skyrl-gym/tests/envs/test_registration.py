@@ -76,7 +76,9 @@ class TestRegister:
             (None, RowEnv, error.InvalidSpec, "must be a non-empty string"),
         ],
     )
-    def test_malformed_registration_is_refused(self, env_id: Any, entry_point: Any, kind: Any, message: str) -> None:
+    def test_malformed_registration_is_refused(
+        self, env_id: Any, entry_point: Any, kind: type[Exception], message: str
+    ) -> None:
         with pytest.raises(kind, match=message):
             register(env_id, entry_point)
         assert registry == {}

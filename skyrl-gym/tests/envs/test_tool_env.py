@@ -67,7 +67,10 @@ def test_several_calls_and_an_answer() -> None:
     first = env.step("Two and one." + call("take", n=2) + "<function=take><parameter=n>1</parameter></function>")
     assert message_text(first).startswith("<tool_response>\n2 taken")
     assert "<tool_response>\n3 taken" in message_text(first)
-    assert first["metadata"]["tool_calls"] == [{"name": "take", "arguments": {"n": n}} for n in (2, "1")]
+    assert first["metadata"]["tool_calls"] == [
+        {"name": "take", "arguments": {"n": 2}},
+        {"name": "take", "arguments": {"n": "1"}},
+    ]
     last = env.step("<think>3?" + call("take", n=9) + "</think> 3 ")
     assert (last["reward"], last["done"], last["metadata"]) == (1.0, True, {"answer": "3"})
     assert env.get_metrics() == {"steps": 2, "tool_calls": 2, "tool_errors": 0}

@@ -31,6 +31,7 @@ from skyrl_gym.envs.searchcode.env import SearchCodeEnv
 from skyrl_gym.envs.sql.grading import compute_score
 from skyrl_gym.tools.calls import strip_thoughts
 
+FOLDER = Path(__file__).parent
 SUMS = [{"input": f"{a}\n{b}\n", "output": str(a + b), "testtype": "stdin"} for a, b in ((1, 2), (-3, 3))]
 
 Score = Callable[[Any, Any], float | None]
@@ -53,8 +54,11 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-FILES = sorted(Path(__file__).parent.glob("*.yaml"))
-GROUPS = [(file.stem, group) for file in FILES for group in yaml.safe_load(file.read_text(encoding="utf-8"))]
+GROUPS = [
+    (file.stem, group)
+    for file in sorted(FOLDER.glob("*.yaml"))
+    for group in yaml.safe_load(file.read_text(encoding="utf-8"))
+]
 CASES = [
     pytest.param(grader, group["gold"], answer, group["score"], id=f"{grader}-{answer!r:.60}-{group['gold']!r:.20}")
     for grader, group in GROUPS
@@ -147,10 +151,13 @@ def score_of(grader: str, reply: str, shop: Path) -> float:
     attempts=st.lists(st.sampled_from(["42", "41", "4", "2"]), min_size=1, max_size=4),
     texts=st.lists(st.text(alphabet="abc ,.\n", max_size=20), min_size=5, max_size=5),
 )
-def test_more_attempts_and_text_never_raise_the_score(grader: str, attempts: Any, texts: Any, shop: Path) -> None:
+def test_more_attempts_and_more_text_never_raise_the_score(
+    grader: str, attempts: list[str], texts: list[str], shop: Path
+) -> None:
     form, position = ATTEMPTS[grader]
-    following = zip(attempts, texts[1:], strict=False)
-    reply = texts[0] + "".join(f"{form.format(tried)}\n{text}" for tried, text in following)
+    reply = texts[0] + "".join(
+        f"{form.format(tried)}\n{text}" for tried, text in zip(attempts, texts[1:], strict=False)
+    )
     assert score_of(grader, reply, shop) <= score_of(grader, form.format(attempts[position]), shop)
 
 
@@ -161,7 +168,9 @@ def test_more_attempts_and_text_never_raise_the_score(grader: str, attempts: Any
     place=st.integers(0, 3),
     hedge=st.sampled_from(HEDGES),
 )
-def test_right_number_among_others_is_wrong(grader: str, wrong: Any, place: int, hedge: str, shop: Path) -> None:
+def test_right_number_among_others_in_one_answer_is_wrong(
+    grader: str, wrong: list[str], place: int, hedge: str, shop: Path
+) -> None:
     answers = [*wrong[:place], "42", *wrong[place:]]
     form = ATTEMPTS[grader][0]
     if answers[0] != "42" or hedge != " = " or grader not in ("gsm8k_strict", "searchcode"):  # 42 = 6 * 7 is fine

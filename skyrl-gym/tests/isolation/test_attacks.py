@@ -46,9 +46,11 @@ def report(task: str, level: Level, identity: Identity, n_programs: int = 0) -> 
 @pytest.mark.parametrize(
     ("level", "identity", "task", "name"),
     [
-        pytest.param(*case, task, name, marks=nightly_if(case[1] != identities()[0] or task == "repeated"))
-        for case in CASES
-        for task, names in attacks_by_task(case[0], case[1] == "root").items()
+        pytest.param(
+            *(level, identity, task, name), marks=nightly_if(identity != identities()[0] or task == "repeated")
+        )
+        for level, identity in CASES
+        for task, names in attacks_by_task(level, identity == "root").items()
         for name in names
     ],
 )
@@ -62,9 +64,11 @@ def test_attack_does_no_harm(level: Level, identity: Identity, task: str, name: 
     assert result["peak_bytes"] < 256 << 20  # the limit is 64 MiB, but files are looked at every now and then
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=nightly_if(case[1] != identities()[0])) for case in CASES])
-def test_attacks_leave_nothing_behind(case: tuple[Level, Identity]) -> None:
-    assert report("attacks", *case)["left"] == NOTHING_LEFT
+@pytest.mark.parametrize(
+    ("level", "identity"), [pytest.param(*case, marks=nightly_if(case[1] != identities()[0])) for case in CASES]
+)
+def test_attacks_leave_nothing_behind(level: Level, identity: Identity) -> None:
+    assert report("attacks", level, identity)["left"] == NOTHING_LEFT
 
 
 HOSTILE_LEVELS = [pytest.param(level, marks=nightly_if(level != "limits")) for level in supported_levels()]
@@ -89,8 +93,10 @@ def test_hostile_programs_leave_nothing_behind_and_end_with_their_warden(level: 
 
 
 @pytest.mark.timeout(600 + N_PROGRAMS * SECONDS_PER_PROGRAM)
-@pytest.mark.parametrize("case", [pytest.param(case, marks=nightly_if(case != CASES[0])) for case in CASES])
-def test_many_programs_get_the_right_verdicts(case: tuple[Level, Identity]) -> None:
-    result = report("many", *case, N_PROGRAMS)
+@pytest.mark.parametrize(
+    ("level", "identity"), [pytest.param(*case, marks=nightly_if(case != CASES[0])) for case in CASES]
+)
+def test_many_programs_get_the_right_verdicts(level: Level, identity: Identity) -> None:
+    result = report("many", level, identity, N_PROGRAMS)
     assert result["mistakes"] == []
     assert (result["harm"], result["left"]) == ({}, NOTHING_LEFT)

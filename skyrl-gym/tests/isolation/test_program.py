@@ -275,7 +275,7 @@ class TestNamespaces:
             modes[f"/proc/{path}"] = "r+"
         attempts = [*modes.items(), *((f"{folder}/harm", mode) for folder in ("", "/dev", "/etc") for mode in "wr")]
         source = (
-            f"for path, mode in {attempts}:\n  try: print('opened', path, open(path, mode))\n  except OSError: pass"
+            f"for path, mode in {attempts}:\n    try: print('opened', path, open(path, mode))\n    except OSError: pass"
         )
         result = run_once(source, limits=SMALL)
         assert (result.status, result.stdout) == (0, ""), result.stderr

@@ -142,7 +142,7 @@ def test_final_answer(text: str, answer: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", [r"\boxed{", "####", "Answer:", "answer is ", "answer", "\\", "{", "}", " ", "\n", "."]
+    "unit", [r"\boxed{", "####", "Answer:", "answer is ", "answer", "\\", "{", "}", " ", "\n", ". ", "*"]
 )
 def test_extraction_is_linear(unit: str) -> None:
     text = long_text(unit)
@@ -171,7 +171,9 @@ def test_grader_is_chosen_by_name(config: Any) -> None:
 
 @pytest.mark.parametrize("name", ["math-verify", "", 3, False, ["right"]])
 def test_unknown_grader_is_named_with_the_choices(name: object) -> None:
-    with pytest.raises(ValueError, match=r"skyrl_gym\.mine\.grader=.* is unknown; use one of right, other"):
+    with pytest.raises(
+        ValueError, match=r"environment\.skyrl_gym\.mine\.grader=.* is unknown; use one of right, other"
+    ):
         choose_grader("mine", {"grader": name}, {"right": right, "other": right}, "right")
 
 

@@ -39,6 +39,7 @@ def workers_end_with_this_module() -> Iterator[None]:
     [
         ("SELECT id, name FROM goods WHERE id < 3 ORDER BY id DESC", "id name", [(2, "pen"), (2, "pen"), (1, "ink")]),
         ("SELECT name, price FROM goods WHERE id = 3", "name price", [("�", None)]),  # invalid UTF-8
+        ("SELECT name FROM pragma_table_info('goods')", "name", [("id",), ("name",), ("price",)]),
         ("SELECT name FROM sqlite_master", "name", [("goods",)]),
         (
             "SELECT NULL a, 9223372036854775807 b, -0.5 c, 9e999 d, char(10) || char(128512) e, x'00ff' f, '' g",
@@ -130,8 +131,11 @@ def test_virtual_tables_are_read(database: Path, sql: str, rows: list[tuple[Any,
     write_database(database, VIRTUAL_TABLES)
     found = run_query(database, sql, 5).rows
     assert found == rows if rows is not None else len(found) > 5
-    rebuild = "INSERT INTO texts5(texts5) VALUES ('rebuild')"
-    for write in (rebuild, "DELETE FROM areas", "SELECT optimize(texts4) FROM texts4"):
+    for write in (
+        "INSERT INTO texts5(texts5) VALUES ('rebuild')",
+        "DELETE FROM areas",
+        "SELECT optimize(texts4) FROM texts4",
+    ):
         before = database.read_bytes()
         with suppress(QueryError):
             run_query(database, write, 5)

@@ -12,7 +12,6 @@ from skyrl_gym.tasks.swe_synth.mutations import mutants
 from skyrl_gym.tasks.swe_synth.patch import PatchError, apply_patch
 
 FILE = "a = 1\nb = 2\nc = 3\nb = 2\nd = 4\n"
-CHANGED = "a = 1\nb = 2\nc = 3\nb = 5\nd = 4\n"
 HEADER = "--- a/x.py\n+++ b/x.py\n"
 FAMILY = task_family("swe-synth")
 
@@ -84,10 +83,10 @@ def test_diffs_that_do_not_apply_are_refused(diff: str) -> None:
     [
         ("@@ -1 +1 @@\n-a = 1\n+a = 2\n", FILE.replace("a = 1", "a = 2")),
         ("@@ -7,9 +7,9 @@ def f():\n-c = 3\n+c = 4\n", FILE.replace("c = 3", "c = 4")),  # wrong line numbers
-        ("@@ -4 +4 @@\n-b = 2\n+b = 5\n", CHANGED),
+        ("@@ -4 +4 @@\n-b = 2\n+b = 5\n", "a = 1\nb = 2\nc = 3\nb = 5\nd = 4\n"),
         (
             "@@ -1 +1,2 @@\n a = 1\n+z = 0\n@@ -4,2 +5,2 @@\n-b = 2\n+b = 5\n d = 4\n",
-            FILE[:6] + "z = 0\n" + CHANGED[6:],
+            "a = 1\nz = 0\nb = 2\nc = 3\nb = 5\nd = 4\n",
         ),
     ],
 )

@@ -14,7 +14,10 @@ from skyrl_gym.tools import PythonCodeExecutorToolGroup
         ("raise SystemExit(3)", "Error executing Python code: it ended with status 3"),
         ("while True: pass", "Error executing Python code: Execution timed out after 1 seconds."),
         ("x = bytearray(1 << 40)", "Error executing Python code: *MemoryError"),
-        ("while True: print('x' * 100)", "Error executing Python code: it printed more than 20000 bytes*"),
+        (
+            "while True: print('x' * 100)",
+            "Error executing Python code: it printed more than 20000 bytes, starting with: xxx*",
+        ),
         ("1 / 0", "Error executing Python code: Traceback*ZeroDivisionError: division by zero"),
     ],
 )

@@ -8,7 +8,9 @@ from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.schema import Signature
 
 
-def book(city: str, nights: int = 1, kind: Literal["one", "two"] = "one", extras: list[str] | None = None) -> str:
+def book(
+    city: str, nights: int = 1, kind: Literal["single", "double"] = "single", extras: list[str] | None = None
+) -> str:
     """Book a room.
 
     It can be cancelled.
@@ -33,7 +35,7 @@ def test_schema_has_the_format_of_chat_templates() -> None:
     properties = function["parameters"]["properties"]
     assert properties["city"] == {"description": "where, exactly", "type": "string"}
     assert properties["nights"] == {"default": 1, "description": "how long", "type": "integer"}
-    assert properties["kind"]["enum"] == ["one", "two"]
+    assert properties["kind"]["enum"] == ["single", "double"]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_arguments_are_converted(arguments: dict[str, Any], expected: dict[str, 
     [
         ({}, "The arguments of book are wrong: city: Field required"),
         ({"city": "Rome", "nights": "many"}, "nights: Input should be a valid integer"),
-        ({"city": "Rome", "kind": "suite"}, "kind: Input should be 'one' or 'two'"),
+        ({"city": "Rome", "kind": "suite"}, "kind: Input should be 'single' or 'double'"),
         ({"city": "Rome", "floor": 3}, "floor: Extra inputs are not permitted"),
         ({"city": "Rome", "extras": "["}, "extras: Input should be a valid list"),
         ({"city": None}, "city: Input should be a valid string"),

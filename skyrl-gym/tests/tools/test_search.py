@@ -37,7 +37,9 @@ def test_failed_request_is_retried(failure: bytes) -> None:
         *((reply("200 OK", body), "the server's answer is not", 1) for body in ("<html>", "[]", '"x"')),
     ],
 )
-def test_retries_are_limited_and_only_of_failed_requests(answer: bytes, problem: str, n_requests: int) -> None:
+def test_retries_are_limited_and_malformed_answers_are_not_retried(
+    answer: bytes, problem: str, n_requests: int
+) -> None:
     with run_scripted_server(answer) as server:
         result, found_problem = call_search_api(f"{server.url}/retrieve", "x")
         assert result is None

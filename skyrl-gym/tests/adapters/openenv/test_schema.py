@@ -29,7 +29,7 @@ def test_fields_exclude_metadata_and_constants() -> None:
 
 
 @pytest.mark.parametrize(
-    "described", [True, None, {}, {"$ref": "#/$defs/gone"}, {"$ref": "#/required/0/1"}, {"anyOf": [True]}]
+    "described", [True, False, None, {}, {"$ref": "#/$defs/gone"}, {"$ref": "#/required/0/1"}, {"anyOf": [True]}]
 )
 def test_field_without_a_type_may_have_any_value(described: object) -> None:
     schema = {"properties": {"x": described}, "required": ["x"]}

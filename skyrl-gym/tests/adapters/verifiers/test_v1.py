@@ -171,7 +171,9 @@ class TestGame:
         ("fault", "error", "message"),
         [("run", ConnectionError, "no dice"), ("twice", RuntimeError, "'player' starts a second conversation")],
     )
-    async def test_errors_of_an_environment_are_raised(self, fault: str, error: type[Exception], message: str) -> None:
+    async def test_errors_of_the_environment_are_propagated(
+        self, fault: str, error: type[Exception], message: str
+    ) -> None:
         with pytest.raises(error, match=message):
             await play(make_row("guessing-v1"), "1", env={"fault": fault})
         await wait_for_no_tasks()
@@ -249,7 +251,9 @@ class TestRefusals:
             ("unpaid", "", VerifiersError, r"unpaid_v1 \(OnlyTask\) was not scored: no reward"),
         ],
     )
-    async def test_unsupported_task(self, package: Any, name: str, data: str, error: Any, message: str) -> None:
+    async def test_unsupported_task(
+        self, package: Any, name: str, data: str, error: type[Exception], message: str
+    ) -> None:
         env_id = package(f"{name}_v1", tasks_source(task=f'prompt="Hello", {data}'))
         with pytest.raises(error, match=message):
             await play(make_row(env_id), "Hello")

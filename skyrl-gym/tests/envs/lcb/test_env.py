@@ -93,8 +93,8 @@ def test_settings_are_validated_in_the_constructor(settings: dict[str, Any], mes
         ("print(gcd(12, 18), math.gcd(12, 18), isqrt(17), inf > 1, ceil(1.2))", "6 6 4 True 2"),
         ("print(Counter('aab').most_common(1), heapq.nsmallest(1, [3, 1]), re.sub('a', 'b', 'a'))", "[('a', 2)] [1] b"),
         (
-            "print(datetime.datetime(2020, 1, 2).day, ascii_lowercase[:3], string.digits[:3], mean([1, 3]))",
-            "2 abc 012 2",
+            "print(datetime.datetime(2020, 1, 2).day, ascii_lowercase[:3], string.digits, mean([1, 3]))",
+            "2 abc 0123456789 2",
         ),
         ("def f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(20000))", "20000"),
         ("print(4); exit('done')", "4"),
@@ -105,6 +105,12 @@ def test_settings_are_validated_in_the_constructor(settings: dict[str, Any], mes
 )
 def test_right_programs(code: str, expected: str) -> None:
     assert play(fenced(code), [{"input": "", "output": expected, "testtype": "stdin"}])[:2] == (1.0, None)
+
+
+def test_failing_program_is_wrong_whatever_it_printed() -> None:
+    tests = [{"input": "", "output": "4", "testtype": "stdin"}]
+    assert play(fenced("print(4); raise ValueError('sys.exit')"), tests)[:2] == (0.0, "error")
+    assert play(fenced("print(5); sys.exit(0)"), tests)[:2] == (0.0, "wrong")
 
 
 def test_long_results_of_functions() -> None:

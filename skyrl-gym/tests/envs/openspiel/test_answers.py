@@ -54,7 +54,9 @@ def decisions(draw: st.DrawFn) -> LegalMoves:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(legal=decisions(), pick=st.integers(0, 10_000), forms=st.randoms(use_true_random=False))
-def test_every_legal_move_is_read_from_its_text_or_number(legal: LegalMoves, pick: int, forms: random.Random) -> None:
+def test_every_legal_move_is_read_from_its_text_and_from_its_number(
+    legal: LegalMoves, pick: int, forms: random.Random
+) -> None:
     move = legal.moves[pick % len(legal.moves)]
     written = forms.choice([move.text, move.raw, str(move.number), f"{move.number}: {move.text}"])
     form = forms.choice(FORMS)

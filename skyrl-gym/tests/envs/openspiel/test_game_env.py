@@ -109,7 +109,12 @@ def test_observations_show_the_others_moves_and_the_legal_moves() -> None:
 
 @pytest.mark.parametrize(
     ("case", "opponent"),
-    [("backgammon", "random"), ("leduc_poker", "mcts"), ("hex(board_size=5)", "mcts"), ("goofspiel", "random")],
+    [
+        ("backgammon", "random"),
+        ("leduc_poker", "mcts"),
+        ("hex(board_size=5)", "mcts"),
+        ("goofspiel(num_cards=8)", "random"),
+    ],
 )
 def test_same_replies_play_the_same_game(case: str, opponent: str) -> None:
     row = make_row(3, cases=[case], max_random_steps=2, num_tasks_per_case=5)

@@ -9,8 +9,6 @@ from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, load_game
 from skyrl_gym.envs.openspiel.moves import LegalMoves, Move, legal_moves, lower_ascii
 from skyrl_gym.envs.openspiel.states import is_simultaneous, legal_actions, opening, random_step
 
-PLACE = "place ship horizontally with top-left corner in (0, 0)"
-
 
 def first_decision(case: str, player: int = 0) -> LegalMoves:
     return legal_moves(opening(load_game(case), 0, 0), player)
@@ -26,7 +24,12 @@ def first_decision(case: str, player: int = 0) -> LegalMoves:
         ("backgammon", 1, "8/3 6/2", "137 - 8/3 6/2"),
         ("leduc_poker", 0, "Call", "Call"),
         ("universal_poker", 0, "Call", "player=0 move=Call"),
-        ("battleship", 0, PLACE, f"Pl0: {PLACE}"),
+        (
+            "battleship",
+            0,
+            "place ship horizontally with top-left corner in (0, 0)",
+            "Pl0: place ship horizontally with top-left corner in (0, 0)",
+        ),
     ],
 )
 def test_text_of_moves(case: str, player: int, text: str, raw: str) -> None:
@@ -57,8 +60,11 @@ def test_moves_count_from_zero_and_bids_have_their_value() -> None:
     assert [move.number for move in first_decision("hex(board_size=3)").moves] == list(range(9))
     state = load_game("goofspiel(num_cards=8,points_order=descending)").new_initial_state()
     state.apply_actions([2, 0])
-    numbered = [(move.number, move.text) for move in legal_moves(state, 0).moves]
-    assert numbered[:3] == [(1, "Bid: 1"), (2, "Bid: 2"), (4, "Bid: 4")]
+    assert [(move.number, move.text) for move in legal_moves(state, 0).moves][:3] == [
+        (1, "Bid: 1"),
+        (2, "Bid: 2"),
+        (4, "Bid: 4"),
+    ]
 
 
 def test_number_that_is_a_moves_text_is_not_used_for_another_move() -> None:

@@ -40,7 +40,9 @@ def test_long_move_list_is_truncated() -> None:
     assert len(prompts.format_moves(legal, 121).splitlines()) == 122
 
 
-@pytest.mark.parametrize("case", ["leduc_poker", "liars_dice", "hearts", "euchre", "gin_rummy", "cribbage"])
+@pytest.mark.parametrize(
+    "case", ["leduc_poker", "liars_dice", "hearts", "euchre", "gin_rummy", "cribbage", "blackjack"]
+)
 def test_hidden_information_is_not_shown(case: str) -> None:
     """Two deals that look the same to a player have the same text, which is not the full state."""
     for seed in range(3):

@@ -12,7 +12,11 @@ THOUGHT = "<think>Now I know.</think>"
 
 @pytest.mark.parametrize(
     "query",
-    ["SELECT a FROM t ORDER BY a", "select a from t order\n by a", "WITH c AS (SELECT 1) SELECT * FROM c ORDER BY 1"],
+    [
+        "SELECT a FROM t ORDER BY a",
+        "select a from t order\n by a limit 3",
+        "WITH c AS (SELECT 1) SELECT * FROM c ORDER BY 1",
+    ],
 )
 def test_outermost_order_counts(query: str) -> None:
     assert has_order(query)

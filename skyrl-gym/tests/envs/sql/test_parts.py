@@ -26,8 +26,10 @@ def test_parts_have_every_kind_of_table(tmp_path: Path) -> None:
         write_part(whole, number, part)
         with closing(sqlite3.connect(part)) as connection:
             connection.text_factory = bytes
-            found = connection.execute('SELECT count(*), max(twice) FROM "odd ""name"').fetchone()
-            assert found == (1000, 2 * (1999 - number))
+            assert connection.execute('SELECT count(*), max(twice) FROM "odd ""name"').fetchone() == (
+                1000,
+                2 * (1999 - number),
+            )
             parts.append(connection.execute("SELECT part_row FROM child").fetchall())
             assert connection.execute("SELECT n FROM v").fetchone() == (len(parts[-1]),)
     assert sorted(map(len, parts)) == [3, 4]

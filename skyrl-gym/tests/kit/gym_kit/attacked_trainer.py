@@ -36,7 +36,7 @@ from skyrl_gym.isolation import Limits, cgroup
 from skyrl_gym.isolation.program import Level, run_once
 
 SMALL = Limits(
-    15.0, cpu_seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=64 << 20
+    seconds=15.0, cpu_seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=64 << 20
 )
 FORK_BOMB = """
 import os
@@ -75,11 +75,13 @@ def main(task: str, level: Level, n_programs: str) -> None:
     report: dict[str, Any] = {"problem": None}
     if task in ("attacks", "repeated"):
         with _targets() as targets:
-            names = attacks_by_task(level, os.geteuid() == 0)[task]
-            report["attacks"] = {name: attack(name, level, targets) for name in names}
+            report["attacks"] = {
+                name: attack(name, level, targets) for name in attacks_by_task(level, os.geteuid() == 0)[task]
+            }
     elif task == "hostile":
-        sources = {name: source for name, (source, _) in HOSTILE.items()}
-        report["hostile"] = {name: asdict(run_once(sources[name], "", SHORT, level)) for name in sources}
+        report["hostile"] = {
+            name: asdict(run_once(source, limits=SHORT, level=level)) for name, (source, _) in HOSTILE.items()
+        }
         report["orphaned"] = end_of_fork_bomb_without_warden(level)
     else:
         report["mistakes"], report["harm"] = many(level, int(n_programs))
@@ -244,9 +246,10 @@ class _Peak:
 def _traces() -> dict[str, Any]:
     """Return what must be the same before and after: processes, temporary files, descriptors, threads and cgroups."""
     me, parent = psutil.Process(), cgroup._parent()
-    processes = [process.info for process in psutil.process_iter(["cmdline", "name"])]
     return {
-        "processes": sorted(" ".join(info["cmdline"] or [info["name"]]) for info in processes),
+        "processes": sorted(
+            " ".join(p.info["cmdline"] or [p.info["name"]]) for p in psutil.process_iter(["cmdline", "name"])
+        ),
         "files": sorted(os.listdir(tempfile.gettempdir())),
         "descriptors": me.num_fds(),
         "threads": threading.active_count(),

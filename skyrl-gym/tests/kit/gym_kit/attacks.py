@@ -172,7 +172,7 @@ ATTACKS: dict[str, Attack] = {
         ends="exit disk memory",
     ),
     "folders that cannot be read": Attack(
-        "os.makedirs('a/b'); os.mkdir('a/b/c', 0); os.mkdir('d', 0)", "", "exit disk"
+        "os.makedirs('a/b'); os.mkdir('a/b/c', 0); os.mkdir('d', 0)", ends="exit disk"
     ),
     "300 MB in a folder that cannot be read": Attack(
         "os.mkdir('d', 0o300)\n"

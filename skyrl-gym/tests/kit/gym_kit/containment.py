@@ -60,16 +60,25 @@ def run_contained(module: str, *arguments: str, identity: Identity, seconds: flo
             "HOME": scratch,
             "HIDDEN": "hunter2",
         }
-        command = ["sh", "-euc", script]
-        return subprocess.check_output(command, env=environment, pass_fds=cgroup or (), text=True, timeout=seconds)
+        result = subprocess.run(
+            ["sh", "-euc", script],
+            env=environment,
+            pass_fds=cgroup or (),
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=seconds,
+            check=True,
+        )
+        return result.stdout
 
 
 @cache
 def problem() -> str | None:
     """Return the reason why programs cannot be contained on this machine, or None if they can."""
     try:
-        mount = ["mount", "-t", "tmpfs", "none", "/mnt"]
-        subprocess.run([*_unshare(), *mount], check=True, capture_output=True, text=True)
+        subprocess.run(
+            [*_unshare(), "mount", "-t", "tmpfs", "none", "/mnt"], check=True, capture_output=True, text=True
+        )
     except OSError as error:
         return str(error)
     except subprocess.CalledProcessError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-ANY_END = {"exit", "time", "memory", "processes"}
 HOSTILE: dict[str, tuple[str, set[str]]] = {
     "loops": ("while True: pass", {"time"}),
     "sleeps": ("import time; time.sleep(1000)", {"time"}),
@@ -26,7 +25,10 @@ HOSTILE: dict[str, tuple[str, set[str]]] = {
     "fills the disk": ("f = open('big', 'wb')\nwhile True: f.write(b'x' * (1 << 20)); f.flush()", {"exit"}),
     "leaves at once": ("import os; os._exit(0)", {"exit"}),
     "kills its group": ("import os, signal; os.killpg(0, signal.SIGKILL)", {"exit"}),
-    "kills its parent": ("import os, time; os.kill(os.getppid(), 9); time.sleep(9)", {"time", "exit"}),
+    "kills its parent": (
+        "import os, signal, time; os.kill(os.getppid(), signal.SIGKILL); time.sleep(9)",
+        {"time", "exit"},
+    ),
     "kills everybody": ("import os, signal, time; os.kill(-1, signal.SIGTERM); time.sleep(9)", {"time", "exit"}),
     "leaves a daemon": (
         "import os, sys, time\n"
@@ -39,11 +41,14 @@ HOSTILE: dict[str, tuple[str, set[str]]] = {
     ),
     "leaves a program": ("import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)", {"exit"}),
     "closes everything": ("import os; os.closerange(0, 1000)", {"exit"}),
-    "overflows the stack": ("import sys; sys.setrecursionlimit(10**9)\ndef f(): return [f()]\nf()", ANY_END),
+    "overflows the stack": (
+        "import sys; sys.setrecursionlimit(10**9)\ndef f(): return [f()]\nf()",
+        {"exit", "memory", "time"},
+    ),
     "opens too many files": ("fs = [open('/dev/null') for _ in range(10000)]", {"exit"}),
     "starts too many threads": (
         "import threading, time\nfor _ in range(10000): threading.Thread(target=time.sleep, args=(99,)).start()",
-        ANY_END,
+        {"exit", "time", "memory", "processes"},
     ),
     "crashes": ("import ctypes; ctypes.string_at(0)", {"exit"}),
 }

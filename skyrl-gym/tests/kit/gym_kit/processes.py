@@ -22,11 +22,18 @@ SECONDS = 60.0
 """Time limit for operations that take less than a second on an idle machine."""
 
 
-def run_python(code: str, *args: str, is_checked: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -c code args` with further environment variables; fail with its errors unless it succeeds."""
+def run_python(
+    code: str, *arguments: str, is_checked: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -c code arguments` with further environment variables; fail with its errors unless it succeeds."""
     path = os.pathsep.join(filter(None, [str(KIT), os.environ.get("PYTHONPATH")]))
-    command, environment = [sys.executable, "-c", code, *args], os.environ | {"PYTHONPATH": path} | variables
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"PYTHONPATH": path} | variables,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
     assert not is_checked or done.returncode == 0, done.stderr
     return done
 

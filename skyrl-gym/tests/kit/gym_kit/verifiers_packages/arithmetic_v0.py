@@ -29,8 +29,10 @@ def best(completions: list[vf.Messages]) -> list[float]:
 
 
 def load_environment(n_tasks: int = 3, functions: tuple[str, ...] = (), **kwargs) -> vf.Environment:
-    numbers = [{"question": f"What is {i} + {i}?", "answer": str(2 * i), "info": {"i": i}} for i in range(n_tasks)]
-    questions = [{**row, "easy": True} for row in numbers]
+    questions = [
+        {"question": f"What is {i} + {i}?", "answer": str(2 * i), "info": {"i": i}, "easy": True}
+        for i in range(n_tasks)
+    ]
     rubric = vf.Rubric([correct, length, from_row], weights=[2.0, 0.0, 0.5])
     for name in functions:
         rubric.add_reward_func(globals()[name])

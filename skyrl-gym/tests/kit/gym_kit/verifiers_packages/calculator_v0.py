@@ -41,7 +41,9 @@ class CalculatorEnv(vf.StatefulToolEnv):
         state["notes"] = []
         return state
 
-    def update_tool_args(self, tool_name: str, tool_args: dict, messages: list, state: vf.State, **kwargs) -> dict:
+    def update_tool_args(
+        self, tool_name: str, tool_args: dict, messages: vf.Messages, state: vf.State, **kwargs
+    ) -> dict:
         return {**tool_args, "notes": state["notes"]} if tool_name == "remember" else tool_args
 
 
