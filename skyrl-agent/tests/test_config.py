@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from agent_kit.engines import TOKENIZER, ScriptedEngine
@@ -53,7 +52,8 @@ def test_a_task_file_of_skyrl_agent_is_read(tmp_path: Path) -> None:
     training, validation = (cfg.generator.sampling(is_training=value) for value in (True, False))
     assert (training.temperature, training.top_p, training.max_new_tokens) == (0.8, 0.95, 4096)
     assert (validation.temperature, validation.top_p, validation.stop) == (0.6, 0.95, ("</function>",))
-    assert AutoAgentRunner.from_task(cfg, ScriptedEngine(), TOKENIZER).task.__name__ == "GeneralReactTask"
+    runner = AutoAgentRunner.from_task(cfg, ScriptedEngine(), TOKENIZER)
+    assert runner.task.__name__ == "GeneralReactTask"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,11 @@ def test_a_task_file_of_skyrl_agent_is_read(tmp_path: Path) -> None:
         ("type: async_pipeline", "type: async_fix_pool", "needs dispatcher.envs; list at least one"),
         ("vision_is_active: false", "vision_is_active: true", "generator.vision_is_active: .*False.*got True"),
         ("infer_backend: skyrl-train", "infer_backend: tinker", "tinker needs backend_config.model_max_len, such as"),
-        ("backend_config: null", "backend_config: {model_max_len: 9}", "skyrl-train takes no backend_config; remove"),
+        (
+            "backend_config: null",
+            "backend_config: {model_max_len: 9}",
+            "skyrl-train takes no backend_config; remove it",
+        ),
         ("max_iterations: 10", "max_iterations: [", "cannot be read"),
         ("top_p: 0.95", "best_of: 2", "sampling_params has best_of=2, which no engine here supports"),
     ],
@@ -89,7 +93,9 @@ def test_mistakes_in_a_task_file_are_named(tmp_path: Path, line: str, change: st
         ({"tools": {"enable_bash_tool": True}}, ConfigError, "ReActAgent takes a list of tools"),
     ],
 )
-def test_agents_tasks_and_tools_that_do_not_exist_are_named(settings: Any, error: Any, message: str) -> None:
+def test_agents_tasks_and_tools_that_do_not_exist_are_named(
+    settings: dict[str, object], error: type[Exception], message: str
+) -> None:
     cfg = AgentConfig.model_validate({"task": "skyrl_agent.tasks.general_react.GeneralReactTask", **settings})
     with pytest.raises(error, match=message):
         AutoAgentRunner.from_task(cfg, ScriptedEngine(), TOKENIZER)

@@ -44,7 +44,8 @@ def test_the_task_file_of_the_guide_makes_a_runner(tmp_path: Path) -> None:
     (text,) = (code for language, code in BLOCKS if language == "yaml")
     path = tmp_path / "task.yaml"
     path.write_text(text)
-    assert AutoAgentRunner.from_task(path, ScriptedEngine(), TOKENIZER).cfg.dispatcher.max_parallel_agents == 64
+    runner = AutoAgentRunner.from_task(path, ScriptedEngine(), TOKENIZER)
+    assert runner.cfg.dispatcher.max_parallel_agents == 64
 
 
 async def test_the_tool_the_task_and_the_agent_of_the_guide_play(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +67,8 @@ async def test_the_tool_the_task_and_the_agent_of_the_guide_play(monkeypatch: py
 
 
 def test_metrics_of_the_guide_exist() -> None:
-    named = set(re.findall(r"`(\w+)`", GUIDE[GUIDE.index("Metrics of a step") :].partition("\n\n")[0]))
+    paragraph = GUIDE[GUIDE.index("Metrics of a step") :].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)`", paragraph))
     code = Path(agent_metrics.__code__.co_filename).read_text(encoding="utf-8")
     assert len(named) > 5
     assert all(name in RATIOS or f'"{name}"' in code for name in named)

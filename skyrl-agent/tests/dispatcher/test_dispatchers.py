@@ -168,7 +168,8 @@ async def test_failed_trajectories_do_not_keep_their_runtimes_while_others_are_e
     Runtimes.slow = "evaluate"
     dispatcher = {"max_parallel_agents": 2, "max_eval_parallel_agents": 1}
     agents = new_runner(FINISH, RUNTIMES, num_trajectories=1, n_retries=0, dispatcher=dispatcher)
-    assert (await agents.run([{"fails": i % 2 == 1} for i in range(8)]))["traj_rewards"] == [1.0, None] * 4
+    output = await agents.run([{"fails": i % 2 == 1} for i in range(8)])
+    assert output["traj_rewards"] == [1.0, None] * 4
     assert Runtimes.n_max <= 4
     await agents.close()
 

@@ -37,8 +37,9 @@ async def test_a_memory_agent_reads_on_and_each_section_is_a_row() -> None:
         tool_call("next_with_summary", summary="more"),
         tool_call("finish", answer="Ada"),
     ]
-    tools = ("finish", "next_with_summary")
-    trajectory, engine = await play_one(replies, row, task=f"{__name__}.ShortSections", tools=tools)
+    trajectory, engine = await play_one(
+        replies, row, task=f"{__name__}.ShortSections", tools=("finish", "next_with_summary")
+    )
     first, second, third, last = engine.prompts()
     assert "Document 1: Ada lives in Rome.\n\nMore sections follow." in first
     assert "Your memory of earlier sections:\nAda: Rome\n" in second

@@ -12,7 +12,6 @@ import pytest
 from skyrl_agent.tasks.patches import apply_patch, changed_paths, collect_patch, record_base, remove_binary_diffs
 from skyrl_agent.workspaces import LocalWorkspace, Workspace, WorkspaceError
 
-Pair = tuple[LocalWorkspace, LocalWorkspace]
 SETUP = """git init -q && mkdir -p src tests && echo one >src/a.py && echo old >tests/test_a.py
 echo ignored >.gitignore
 printf 'a\\r\\n' >crlf && printf 'caf\\351\\n' >latin1 && echo x >setup.cfg
@@ -28,7 +27,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workspaces(repository: Path) -> Iterator[Pair]:
+def workspaces(repository: Path) -> Iterator[tuple[LocalWorkspace, LocalWorkspace]]:
     """The agent's workspace and a fresh one."""
     pair = LocalWorkspace(), LocalWorkspace()
     for workspace in pair:
@@ -45,7 +44,9 @@ def content(workspace: Workspace, path: str) -> bytes | None:
     return file.read_bytes() if file.exists() else None
 
 
-def test_a_patch_has_all_changes_since_the_start_committed_or_not(workspaces: Pair) -> None:
+def test_a_patch_has_all_changes_since_the_start_committed_or_not(
+    workspaces: tuple[LocalWorkspace, LocalWorkspace],
+) -> None:
     agent, fresh = workspaces
     assert collect_patch(agent) == ""
     agent.run(
@@ -76,7 +77,7 @@ def test_a_change_in_the_second_of_the_commit_that_keeps_the_size_is_found() -> 
     assert "+b" in patch
 
 
-def test_binary_files_are_left_out(workspaces: Pair) -> None:
+def test_binary_files_are_left_out(workspaces: tuple[LocalWorkspace, LocalWorkspace]) -> None:
     agent, fresh = workspaces
     agent.run("printf 'a\\0b' >binary; echo two >src/a.py; printf '\\0' >zzz; printf '\\0' >>crlf")
     patch = collect_patch(agent)
@@ -86,7 +87,9 @@ def test_binary_files_are_left_out(workspaces: Pair) -> None:
 
 
 def test_lines_that_look_like_headers_stay() -> None:
-    text = "diff --git a/a b/a\n--- a/a\n+++ b/a\n@@ -1 +1,2 @@\n-x\n+diff --git a/b b/b\n+Binary files differ\n"
+    text = (
+        "diff --git a/a b/a\n--- a/a\n+++ b/a\n@@ -1 +1,2 @@\n-x\n+diff --git a/b b/b\n+Binary files a and b differ\n"
+    )
     binary = "diff --git a/c b/c\nindex 1..2 100644\nBinary files a/c and b/c differ\n"
     assert remove_binary_diffs(binary + text + binary) == text
 
@@ -94,12 +97,17 @@ def test_lines_that_look_like_headers_stay() -> None:
 @pytest.mark.parametrize(
     "damage", ["rm -rf .git", "rm -rf .git; git init -q", "echo broken >.git/HEAD", 'rm -rf "$PWD"', "mkfifo pipe"]
 )
-def test_a_damaged_repository_is_no_failure_of_the_machine(workspaces: Pair, damage: str) -> None:
-    workspaces[0].execute(damage, 30)
-    assert collect_patch(workspaces[0]) == ""
+def test_a_damaged_repository_is_no_failure_of_the_machine(
+    workspaces: tuple[LocalWorkspace, LocalWorkspace], damage: str
+) -> None:
+    agent, _ = workspaces
+    agent.execute(damage, 30)
+    assert collect_patch(agent) == ""
 
 
-def test_a_repository_inside_the_repository_does_not_hide_other_changes(workspaces: Pair) -> None:
+def test_a_repository_inside_the_repository_does_not_hide_other_changes(
+    workspaces: tuple[LocalWorkspace, LocalWorkspace],
+) -> None:
     agent, fresh = workspaces
     agent.run("git init -q empty; git init -q full; cd full; echo x >x; git add -A")
     agent.run("cd full; git -c user.name=a -c user.email=a@b commit -qm x; cd ..; echo two >src/a.py")
@@ -107,7 +115,7 @@ def test_a_repository_inside_the_repository_does_not_hide_other_changes(workspac
     assert content(fresh, "src/a.py") == b"two\n"
 
 
-def test_a_closed_workspace_is_a_failure(workspaces: Pair) -> None:
+def test_a_closed_workspace_is_a_failure(workspaces: tuple[LocalWorkspace, LocalWorkspace]) -> None:
     agent, fresh = workspaces
     agent.close()
     fresh.close()
@@ -138,7 +146,9 @@ def test_a_folder_without_a_repository_is_a_failure() -> None:
     ],
     ids=["text", "context", "outside", "hook"],
 )
-def test_patches_that_do_not_apply_change_nothing(workspaces: Pair, patch: str) -> None:
+def test_patches_that_do_not_apply_change_nothing(
+    workspaces: tuple[LocalWorkspace, LocalWorkspace], patch: str
+) -> None:
     _, fresh = workspaces
     assert not apply_patch(fresh, patch, [])
     assert content(fresh, "src/a.py") == b"one\ndirty\n"
@@ -168,7 +178,7 @@ TESTS = ["tests/test_a.py", "tests/test_new.py", "checks/deep/test_b.py"]
         "echo 'tests/* eol=crlf' >.gitattributes; echo passes >tests/test_a.py",
     ],
 )
-def test_patches_cannot_change_tests(workspaces: Pair, attack: str) -> None:
+def test_patches_cannot_change_tests(workspaces: tuple[LocalWorkspace, LocalWorkspace], attack: str) -> None:
     agent, fresh = workspaces
     agent.run(f"{attack}\necho two >src/a.py")
     agent.execute("echo again >src/a.py; git add -A -f; git -c user.name=a -c user.email=a@b commit -qm mine", 30)

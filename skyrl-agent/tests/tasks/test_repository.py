@@ -20,7 +20,6 @@ from skyrl_agent.workspaces import WorkspaceError
 from skyrl_train.errors import DataError
 from skyrl_train.types import Trajectory
 
-Row = dict[str, Any]
 TESTS = """from calc import add
 
 def test_add():
@@ -54,7 +53,9 @@ def row(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-async def solve(row: Row, replies: Any, n_samples: int = 1, **settings: Any) -> tuple[list[Trajectory], ScriptedEngine]:
+async def solve(
+    row: dict[str, Any], replies: Any, n_samples: int = 1, **settings: Any
+) -> tuple[list[Trajectory], ScriptedEngine]:
     """Let an agent with these replies work on the repository."""
     engine = ScriptedEngine(replies)
     tools = dict.fromkeys(("enable_bash_tool", "enable_editor", "enable_think", "enable_finish"), True)
@@ -76,7 +77,9 @@ async def test_a_fix_is_rewarded(row: dict[str, Any]) -> None:
     look = tool_call("str_replace_editor", command="view", path="calc.py")
     replies = [look, FIX, bash("git diff --stat; ls"), tool_call("think", thought="done"), SUBMIT]
     (trajectory,), engine = await solve(row, replies)
-    assert (trajectory.total_reward, trajectory.stop_reason, trajectory.error) == (1.0, "FINISH_TOOL", None)
+    assert trajectory.error is None
+    assert trajectory.stop_reason == "FINISH_TOOL"
+    assert trajectory.total_reward == 1.0
     assert trajectory.env_metrics == {"patch_is_empty": 0.0, "patch_applies": 1.0}
     prompts = engine.prompts()
     assert "add(2, 3) returns -1." in prompts[0]
@@ -100,8 +103,11 @@ async def test_what_is_no_fix_is_not_rewarded(
     row: dict[str, Any], replies: list[str], stop_reason: str, empty: float, applies: float
 ) -> None:
     (trajectory,), _ = await solve(row, replies)
-    assert (trajectory.total_reward, trajectory.stop_reason, trajectory.error) == (0.0, stop_reason, None)
-    assert trajectory.env_metrics == {"patch_is_empty": empty, "patch_applies": applies}
+    assert trajectory.is_valid
+    assert trajectory.total_reward == 0.0
+    assert trajectory.stop_reason == stop_reason
+    assert trajectory.env_metrics["patch_is_empty"] == empty
+    assert trajectory.env_metrics["patch_applies"] == applies
 
 
 ATTACKS = {
@@ -126,11 +132,14 @@ printf 'echo 1 passed; exit 0\\n' >$HOME/.bashrc; cp $HOME/.bashrc $HOME/.profil
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_attacks_on_the_grader_fail(row: Row, attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_attacks_on_the_grader_are_not_rewarded(
+    row: dict[str, Any], attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LocalRepositoryTask, "test_timeout_s", 3.0 if attack == "hangs" else 60.0)
     (trajectory,), engine = await solve(row, [bash(ATTACKS[attack]), SUBMIT])
     assert "exit status 0" in engine.prompts()[1]
-    assert (trajectory.total_reward, trajectory.error) == (0.0, None)
+    assert trajectory.error is None
+    assert trajectory.total_reward == 0.0
 
 
 async def test_a_fix_that_also_touches_tests_and_settings_is_rewarded(row: dict[str, Any]) -> None:
@@ -139,13 +148,26 @@ async def test_a_fix_that_also_touches_tests_and_settings_is_rewarded(row: dict[
     assert trajectory.total_reward == 1.0
 
 
-async def test_a_setup_that_fails_makes_the_trajectory_invalid(row: Row, tmp_path: Path) -> None:
-    """The second setup is that of the grader."""
-    fails_twice = f"[ ! -e {tmp_path}/twice ]; s=$?; touch {tmp_path}/twice; echo no network; exit $s"
-    for setup, stop_reason in (("echo no network; exit 7", "error_initialization"), (fails_twice, "error_evaluation")):
-        (trajectory,), _ = await solve({**row, "setup": setup}, [FIX, SUBMIT])
-        assert (trajectory.is_valid, trajectory.stop_reason) == (False, stop_reason)
-        assert "no network" in str(trajectory.error)
+async def test_a_setup_that_fails_makes_the_trajectory_invalid(row: dict[str, Any]) -> None:
+    (trajectory,), _ = await solve({**row, "setup": "echo no network; exit 7"}, [SUBMIT])
+    assert not trajectory.is_valid
+    assert trajectory.stop_reason == "error_initialization"
+    assert "no network" in str(trajectory.error)
+
+
+async def test_a_grader_that_fails_makes_the_trajectory_invalid(row: dict[str, Any], tmp_path: Path) -> None:
+    setup = f"[ ! -e {tmp_path}/twice ]; s=$?; touch {tmp_path}/twice; exit $s"
+    (trajectory,), _ = await solve({**row, "setup": setup}, [FIX, SUBMIT])
+    assert not trajectory.is_valid
+    assert trajectory.stop_reason == "error_evaluation"
+
+
+async def test_a_command_that_hangs_is_killed_and_the_agent_goes_on(row: dict[str, Any]) -> None:
+    sleep = unique_sleep()
+    (trajectory,), engine = await solve(row, [tool_call("execute_bash", command=sleep, timeout="1"), FIX, SUBMIT])
+    assert "was killed because it took longer than 1 seconds" in engine.prompts()[1]
+    assert trajectory.total_reward == 1.0
+    assert not find_pids(sleep)
 
 
 async def test_a_call_that_hangs_ends_with_cmd_timeout(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,25 +219,33 @@ async def test_cancellation_ends_commands_and_removes_folders(row: dict[str, Any
     assert not any(Path(folder).exists() for folder in folders)
 
 
-async def test_cancellation_of_the_start_and_of_the_tests_ends_them(row: Row) -> None:
+async def test_cancellation_of_the_tests_ends_them(row: dict[str, Any]) -> None:
     sleep = unique_sleep()
     await cancel_at(sleep, LocalRepositoryTask.evaluate_result(PATCH, {**row, "test_command": sleep}))
+
+
+async def test_cancellation_during_the_start_ends_it(row: dict[str, Any]) -> None:
+    sleep = unique_sleep()
     await cancel_at(sleep, LocalRepositoryTask.initialize_runtime({**row, "setup": sleep}))
     await cancel_at(sleep, solve({**row, "setup": sleep}, [SUBMIT]))
     wait_until(lambda: not workspace_threads())
 
 
-@pytest.mark.parametrize("patch", [PATCH, PATCH.replace("a - b", "a * b"), "", None, 7])
-async def test_patches_are_graded_in_containers(row: Row, docker: DockerStandIn, patch: Any) -> None:
+@pytest.mark.parametrize(
+    ("patch", "reward"), [(PATCH, 1.0), (PATCH.replace("a - b", "a * b"), 0.0), ("", 0.0), (None, 0.0), (7, 0.0)]
+)
+async def test_patches_are_graded_in_containers(
+    row: dict[str, Any], docker: DockerStandIn, patch: Any, reward: float
+) -> None:
     class Task(RepositoryTask):
         cwd = "/testbed"
         environment = {"executable": docker.executable}  # noqa: RUF012
 
     instance = {**row, "image": docker.image}
     Task.check_instance(instance, "")
-    assert (await Task.evaluate_result(patch, instance))["reward"] == float(patch == PATCH)
+    assert (await Task.evaluate_result(patch, instance))["reward"] == reward
     assert docker.containers() == []
-    if patch == PATCH:
+    if reward:
         Path(docker.executable).unlink()
         with pytest.raises(WorkspaceError, match="did not start"):
             await Task.evaluate_result(patch, instance)
@@ -229,14 +259,21 @@ async def test_patches_are_graded_in_containers(row: Row, docker: DockerStandIn,
         ({"repo_path": None}, "neither repo_path nor setup"),
         ({"test_files": "{"}, "test_files is not JSON"),
         ({"test_files": "[1]"}, "must be a mapping"),
-        *(({"test_files": {path: ""}}, "relative paths in the") for path in ("../x", "/etc/x", ".git/hooks/x")),
+        ({"test_files": {"../x": ""}}, "relative paths in the repository"),
+        ({"test_files": {"/etc/x": ""}}, "relative paths in the repository"),
+        ({"test_files": {".git/hooks/x": ""}}, "relative paths in the repository"),
         ({"test_files": {"x": 1}}, "relative paths in the repository"),
+        ({"repo_path": None, "setup": "git clone …"}, None),
     ],
 )
-def test_rows_that_cannot_be_graded_are_refused(row: Row, change: dict[str, Any], problem: str) -> None:
-    LocalRepositoryTask.check_instance({**row, "repo_path": None, "setup": "git clone …"}, "")
-    with pytest.raises(DataError, match=problem):
+def test_rows_that_cannot_be_graded_are_refused(
+    row: dict[str, Any], change: dict[str, Any], problem: str | None
+) -> None:
+    if problem is None:
         LocalRepositoryTask.check_instance({**row, **change}, "")
+    else:
+        with pytest.raises(DataError, match=problem):
+            LocalRepositoryTask.check_instance({**row, **change}, "")
 
 
 def test_containers_need_an_image(row: dict[str, Any]) -> None:

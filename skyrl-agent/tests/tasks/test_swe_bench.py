@@ -70,13 +70,21 @@ ROW = {
     "eval_script": SCRIPT,
     "log_parser": "parse_log_pytest",
 }
-HEADER = "diff --git a/add.sh b/add.sh\n--- a/add.sh\n+++ b/add.sh\n@@ -1 +1 @@\n"
-FIX = f"{HEADER}-echo $(($1 * $2))\n+echo $(($1 + $2 - {{off}}))\n"
+FIX = (
+    "diff --git a/add.sh b/add.sh\n--- a/add.sh\n+++ b/add.sh\n"
+    "@@ -1 +1 @@\n-echo $(($1 * $2))\n+echo $(($1 + $2 - {off}))\n"
+)
 
 
 def log(new: str = "PASSED", old: str = "PASSED", exit_code: int | None = None) -> str:
-    results = [f"{new} tests/test_calc.sh::test_new", f"{old} tests/test_calc.sh::test_old"]
-    lines = [f"+ : '{START}'", "====== test session starts ======", *results, f"+ : '{MARKERS[1]}'"]
+    lines = [
+        f"+ : '{START}'",
+        "============ test session starts ============",
+        f"{new} tests/test_calc.sh::test_new",
+        f"{old} tests/test_calc.sh::test_old",
+        "============ 2 passed in 0.10s ============",
+        f"+ : '{MARKERS[1]}'",
+    ]
     return "\n".join(lines if exit_code is None else [*lines, f"{MARKERS[2]}: {exit_code}"]) + "\n"
 
 
@@ -137,11 +145,13 @@ def test_the_image_is_that_of_the_row_or_of_swe_bench() -> None:
 
 
 def test_markers_without_the_nonce_do_not_count() -> None:
-    assert f": '{START} n0nce'" in sign_markers(SCRIPT, "n0nce")
+    script = sign_markers(SCRIPT, "n0nce")
+    assert f": '{START} n0nce'" in script
     forged = f"+{START}\rPASSED forged\r{MARKERS[1]}\n{MARKERS[2]}: 0\n".replace("\r", "\n")
     signed = f"+ : '{START} n0nce'\nPASSED real\n{START}\n+ : '{MARKERS[1]} n0nce'\n{MARKERS[2]} n0nce: 1\n"
-    real = f"{START}'\nPASSED real\n\n+ : '{MARKERS[1]}'\n{MARKERS[2]}: 1\n"
-    assert extract_signed_log(forged + signed, "n0nce") == real
+    assert extract_signed_log(forged + signed, "n0nce") == (
+        f"{START}'\nPASSED real\n\n+ : '{MARKERS[1]}'\n{MARKERS[2]}: 1\n"
+    )
     with pytest.raises(WorkspaceError, match="ended before the tests"):
         extract_signed_log(forged, "n0nce")
 
@@ -224,7 +234,9 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_attacks_on_the_grader_fail(row: dict[str, Any], attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_attacks_on_the_grader_are_not_rewarded(
+    row: dict[str, Any], attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Task, "test_timeout_s", 3.0 if attack == "hangs" else 60.0)
     graded = await Task.evaluate_result(ATTACKS[attack], row)
     assert graded["reward"] == 0.0
@@ -240,7 +252,8 @@ async def test_a_new_test_file_of_the_patch_does_not_replace_that_of_the_test_pa
     row = {**row, "test_patch": test_patch, "eval_script": script}
     forged = new_file("checks/test_new.sh", "echo PASSED tests/test_calc.sh::test_new")
     assert (await Task.evaluate_result(forged, row))["reward"] == 0.0
-    assert (await Task.evaluate_result(forged + FIX.format(off="($1 == 1)"), row))["reward"] == 1.0
+    fixed = FIX.format(off="($1 == 1)")
+    assert (await Task.evaluate_result(forged + fixed, row))["reward"] == 1.0
 
 
 async def test_a_script_that_does_not_come_to_the_tests_is_a_failure(row: dict[str, Any]) -> None:

@@ -132,7 +132,10 @@ def test_a_name_is_registered_once() -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [({"name": "finish", "foo": 3}, "it has no setting 'foo'"), (f"{__name__}.Nameless", "it has no name; set the")],
+    [
+        ({"name": "finish", "foo": 3}, "it has no setting 'foo'"),
+        (f"{__name__}.Nameless", "it has no name; set the class attribute"),
+    ],
 )
 def test_tools_that_cannot_be_created_are_named(name: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -201,7 +204,9 @@ async def test_a_tool_that_hangs_ends_the_trajectory() -> None:
         (ToolFailure("down"), "error_runtime", None),
     ],
 )
-async def test_results_and_errors_of_asynchronous_tools(error: Any, stop_reason: str, shown: str | None) -> None:
+async def test_results_and_errors_of_asynchronous_tools(
+    error: Exception | None, stop_reason: str, shown: str | None
+) -> None:
     """Arguments may have one of several types."""
     Async.error = error
     replies, tools = [tool_call("wait", code="42", n="3"), FINISH], (f"{__name__}.Async", "finish")

@@ -181,9 +181,11 @@ def test_undo_takes_back_one_change_at_a_time(tools: Tools) -> None:
     tools.refuse(r"no change of a.py to take back", "undo_edit")
 
 
-def test_missing_parameters_are_named(tools: Tools) -> None:
-    for command, missing in (("create", "file_text"), ("str_replace", "old_str"), ("insert", "insert_line")):
-        tools.refuse(f"{command} needs the parameter {missing}", command)
+@pytest.mark.parametrize(
+    ("command", "missing"), [("create", "file_text"), ("str_replace", "old_str"), ("insert", "insert_line")]
+)
+def test_missing_parameters_are_named(tools: Tools, command: str, missing: str) -> None:
+    tools.refuse(f"{command} needs the parameter {missing}", command)
 
 
 def test_edits_keep_the_mode_line_ends_and_bytes_that_are_not_utf_8(tools: Tools) -> None:

@@ -51,5 +51,6 @@ class ScriptedEngine:
         text = self._script(str(TOKENIZER.decode(request.prompt_ids)), turn)
         token_ids = [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
         kept = token_ids[: request.sampling.max_new_tokens]
-        finish_reason = "stop" if len(kept) == len(token_ids) else "length"
-        return EngineResult(kept, [-0.5] * len(kept), finish_reason, (WeightSpan(0, len(kept)),))
+        return EngineResult(
+            kept, [-0.5] * len(kept), "stop" if len(kept) == len(token_ids) else "length", (WeightSpan(0, len(kept)),)
+        )

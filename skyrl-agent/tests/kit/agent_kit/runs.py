@@ -35,13 +35,21 @@ def write_run(folder: Path, data_source: str = "nq") -> list[str]:
     model, data = folder / "model", folder / "train.jsonl"
     TOKENIZER.save_pretrained(model)
     tiny_qwen3(TOKENIZER, seed=0, context_length=1500).save_pretrained(model)
-    truths = [{"ground_truth": {"target": [str(n)]}} for n in range(4)]
-    write_jsonl(
-        data, [prompt_row(f"{n}?", data_source=data_source, reward_spec=truth) for n, truth in enumerate(truths)]
-    )
+    rows = [
+        prompt_row(f"What is {n}?", data_source=data_source, reward_spec={"ground_truth": {"target": [str(n)]}})
+        for n in range(4)
+    ]
+    write_jsonl(data, rows)
     return [
-        *(f"data.train_data={data}", f"data.val_data={data}", f"trainer.policy.model.path={model}"),
-        *(f"trainer.output_dir={folder / 'outputs'}", "trainer.project_name=agents", "trainer.run_name=run"),
-        *("trainer.logger=[jsonl]", "trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2"),
-        *("trainer.max_training_steps=2", "trainer.eval_interval=2"),
+        f"data.train_data={data}",
+        f"data.val_data={data}",
+        f"trainer.policy.model.path={model}",
+        f"trainer.output_dir={folder / 'outputs'}",
+        "trainer.project_name=agents",
+        "trainer.run_name=run",
+        "trainer.logger=[jsonl]",
+        "trainer.train_batch_size=2",
+        "trainer.policy_mini_batch_size=2",
+        "trainer.max_training_steps=2",
+        "trainer.eval_interval=2",
     ]

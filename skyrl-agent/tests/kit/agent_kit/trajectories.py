@@ -32,8 +32,9 @@ def new_runner(
     engine = replies if isinstance(replies, ScriptedEngine) else ScriptedEngine(replies)
     sections = {"agent_cls": agent_cls, "data": data, "dispatcher": dispatcher, "generator": generator}
     chosen = {name: section for name, section in sections.items() if section}
-    cfg = AgentConfig.model_validate({"task": task, "tools": tools, **chosen})
-    return AutoAgentRunner.from_task(cfg, engine, TOKENIZER)
+    return AutoAgentRunner.from_task(
+        AgentConfig.model_validate({"task": task, "tools": tools, **chosen}), engine, TOKENIZER
+    )
 
 
 async def play_row(runner: AgentRunner, row: dict[str, Any] = ROW, n_samples: int = 1) -> list[Trajectory]:
