@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tx_kit.processes import process
-from tx_kit.servers import SAMPLE, Running, serving, wait_until
+from tx_kit.processes import SECONDS, process
+from tx_kit.servers import SAMPLE, Running, serving
+
+from tx.tinker.db_models import Kind, RequestStatus
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +57,41 @@ def test_unsupported_options_are_refused_by_name(server: Running, path: str, bod
     assert f"{name} is not supported by this server; " in refused.json()["detail"]
 
 
+def test_requests_and_results_survive_a_restart(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with process(state, "--no-engine") as server:
+        promises = [httpx.post(f"{server.url}/api/v1/asample", json=SAMPLE).json() for _ in range(20)]
+        server.kill()
+    with serving(state) as running:
+        deadline = time.monotonic() + SECONDS
+        while any(one.status is not RequestStatus.DONE for one in running.rows(Kind.SAMPLE)):
+            assert time.monotonic() < deadline
+    with serving(state, engine=False) as running, running.client() as http:
+        for promise in promises:
+            assert http.post("retrieve_future", json=promise).json()["sequences"]
+
+
 def test_polls_do_not_delay_shutdown(tmp_path: Path) -> None:
-    with process(tmp_path / "state", "--no-engine") as server, ThreadPoolExecutor(1) as pool:
+    with process(tmp_path / "state", "--no-engine") as server:
         url, child = server.url, server.child
         promise = httpx.post(f"{url}/api/v1/asample", json=SAMPLE).json()
         with httpx.Client(timeout=20) as http, http.stream("GET", f"{url}/api/v1/healthz"):
-            poll = pool.submit(httpx.post, f"{url}/api/v1/retrieve_future", json=promise, timeout=30)
-            wait_until(lambda: "tx_polls_held 1.0" in httpx.get(f"{url}/metrics").text)
+            poll = subprocess.Popen(
+                [sys.executable, "-c", _POLL, f"{url}/api/v1/retrieve_future", promise["request_id"]],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            deadline = time.monotonic() + SECONDS
+            while "tx_polls_held 1.0" not in httpx.get(f"{url}/metrics").text:
+                assert time.monotonic() < deadline
             child.send_signal(signal.SIGTERM)
             started = time.monotonic()
-            assert poll.result(20).json()["type"] == "try_again"
+            assert '"try_again"' in poll.communicate(timeout=20)[0]
         child.wait(20)
         assert time.monotonic() - started < 20
+
+
+_POLL = """
+import sys, httpx
+print(httpx.post(sys.argv[1], json={"request_id": sys.argv[2]}, timeout=30).text, flush=True)
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,9 @@ N_STEPS = 6
 MAX_TRIES = 20
 STEP = types.AdamParams(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.0)
 
+on_jax = pytest.mark.parametrize("server", ["jax"], indirect=True)
+on_both = pytest.mark.parametrize("server", ["jax", pytest.param("torch", marks=pytest.mark.nightly)], indirect=True)
+
 
 @pytest.fixture(scope="module")
 def server(
@@ -36,6 +40,13 @@ def server(
     named = ("--base-model", str(minimal_model), "--served-model-name", BASE_MODEL, f"--backend={request.param}")
     with process(state, *named, f"--backend-config={json.dumps(SETTINGS)}", "--hold-sec=2") as started:
         yield started
+
+
+@pytest.fixture
+def training(server: ServerProcess) -> Iterator[tinker.TrainingClient]:
+    client = server.sdk()
+    yield client.create_lora_training_client(BASE_MODEL, rank=4, seed=3).result(timeout=SECONDS)
+    client.close(status="success").result()
 
 
 # -- kills
@@ -57,6 +68,17 @@ def kill_server(server: ServerProcess) -> None:
     server.start()
 
 
+def strike(server: ServerProcess, is_the_moment: Callable[[], bool], kill: Kill) -> bool:
+    """Pause the engine, and kill unless the moment has passed."""
+    engine = server.engine
+    engine.suspend()
+    if is_the_moment():
+        kill(server)
+        return True
+    engine.resume()
+    return False
+
+
 def kill_during(server: ServerProcess, kind: Kind, kill: Kill, call: Callable[[], T]) -> tuple[T, bool]:
     """Run a call, and kill while a request of a kind is running; return its result, and False if it was too fast."""
     database = open_database(config_for(server.folder).database_url)
@@ -70,11 +92,7 @@ def kill_during(server: ServerProcess, kind: Kind, kill: Kill, call: Callable[[]
     with ThreadPoolExecutor(1) as pool:
         called = pool.submit(call)
         while not called.done() and not has_killed:
-            if is_running():
-                engine = server.engine
-                engine.suspend()
-                has_killed = is_running()
-                kill(server) if has_killed else engine.resume()
+            has_killed = is_running() and strike(server, is_running, kill)
         database.dispose()
         return called.result(SECONDS), has_killed
 
@@ -112,32 +130,84 @@ def step(training: tinker.TrainingClient, number: int = 0) -> list[float]:
     return losses
 
 
+def loss(training: tinker.TrainingClient) -> float:
+    return training.forward(data(0), "cross_entropy").result(timeout=SECONDS).metrics["loss:sum"]
+
+
+def draw_samples(sampler: tinker.SamplingClient, n_samples: int, max_tokens: int) -> list[list[int]]:
+    params = types.SamplingParams(max_tokens=max_tokens, seed=5, stop=[])
+    found = sampler.sample(types.ModelInput.from_ints([1, 2, 3]), n_samples, params).result(timeout=SECONDS)
+    return [list(one.tokens) for one in found.sequences]
+
+
 def train_and_sample(server: ServerProcess) -> tuple[list[list[float]], list[list[int]]]:
     """Run training steps of a new client; return their losses, and samples at the end."""
     client = server.sdk()
     training = client.create_lora_training_client(BASE_MODEL, rank=4, seed=3).result(timeout=SECONDS)
     losses = [step(training, number) for number in range(N_STEPS)]
-    sampler = training.save_weights_and_get_sampling_client().result(timeout=SECONDS)
-    params = types.SamplingParams(max_tokens=100, seed=5, stop=[])
-    found = sampler.sample(types.ModelInput.from_ints([1, 2, 3]), 32, params).result(timeout=SECONDS)
+    samples = draw_samples(training.save_weights_and_get_sampling_client().result(timeout=SECONDS), 2, 8)
     client.close(status="success").result()
-    return losses, [list(one.tokens) for one in found.sequences]
+    return losses, samples
 
 
-@pytest.mark.parametrize(
-    ("server", "kind", "kill"),
-    [
-        ("jax", Kind.FORWARD_BACKWARD, kill_engine),
-        ("jax", Kind.SAMPLE, kill_engine),
-        ("jax", Kind.OPTIM_STEP, kill_server),
-        pytest.param("torch", Kind.FORWARD_BACKWARD, kill_engine, marks=pytest.mark.nightly),
-    ],
-    indirect=["server"],
-)
-def test_a_kill_changes_no_result(server: ServerProcess, kind: Kind, kill: Kill) -> None:
+@on_both
+def test_the_engine_is_killed_while_it_trains(server: ServerProcess) -> None:
+    expected, before = train_and_sample(server), server.engine.pid
+    for found in results_until_kill(server, Kind.FORWARD_BACKWARD, kill_engine, lambda: train_and_sample(server)):
+        assert found == expected
+    assert server.engine.pid != before
+    assert "the engine has died: signal 9" in server.log
+
+
+@on_jax
+def test_the_server_is_killed_while_its_engine_trains(server: ServerProcess) -> None:
     expected, before = train_and_sample(server), server.engine
-    for found in results_until_kill(server, kind, kill, lambda: train_and_sample(server)):
+    for found in results_until_kill(server, Kind.OPTIM_STEP, kill_server, lambda: train_and_sample(server)):
         assert found == expected
     assert not before.is_running()
-    assert server.engine.pid != before.pid
-    assert kill is kill_server or "the engine has died: signal 9" in server.log
+
+
+@on_jax
+def test_the_engine_is_killed_while_it_samples(server: ServerProcess, training: tinker.TrainingClient) -> None:
+    step(training)
+    sampler = training.save_weights_and_get_sampling_client().result(timeout=SECONDS)
+    expected = draw_samples(sampler, 32, 100)
+    for found in results_until_kill(server, Kind.SAMPLE, kill_engine, lambda: draw_samples(sampler, 32, 100)):
+        assert found == expected
+
+
+@on_jax
+@pytest.mark.nightly  # like the next one; `engine/test_loop_saves.py` has both without processes
+def test_the_engine_is_killed_while_it_saves(server: ServerProcess, training: tinker.TrainingClient) -> None:
+    step(training)
+    names = iter(map(str, range(MAX_TRIES)))
+    *_, path = results_until_kill(
+        server, Kind.SAVE_WEIGHTS, kill_engine, lambda: training.save_state(next(names)).result(timeout=SECONDS).path
+    )
+    client = server.sdk()
+    saved = client.create_training_client_from_state_with_optimizer(path).result(timeout=SECONDS)
+    assert [step(saved, 1), loss(saved)] == [step(training, 1), loss(training)]
+    client.close(status="success").result()
+
+
+@on_jax
+@pytest.mark.nightly
+def test_the_engine_is_killed_while_it_writes_a_restore_point(
+    server: ServerProcess, training: tinker.TrainingClient
+) -> None:
+    folder = server.folder / "restore" / training.model_id.replace(":", "_")
+
+    def points() -> set[str]:
+        return {one.name for one in folder.glob("[0-9]*")}
+
+    def is_written() -> bool:
+        return any(folder.glob(".unfinished-*"))
+
+    deadline, has_killed, number = time.monotonic() + SECONDS, False, 0
+    while not has_killed:
+        step(training, number)
+        before, earlier, number = loss(training), points(), number + 1
+        while not has_killed and points() == earlier:
+            assert time.monotonic() < deadline
+            has_killed = is_written() and strike(server, is_written, kill_engine)
+    assert [loss(training) for _ in range(2)] == [before, before]
