@@ -38,8 +38,11 @@ def level(request: pytest.FixtureRequest) -> Level:
 
 
 @pytest.fixture(autouse=True)
-def no_traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Check that programs leave no processes and files behind, and return the folder of their folders."""
+def no_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Check that programs leave no processes and files behind, and return the folder of their folders.
+
+    Asking for `tmp_path` makes pytest create its base folder now, before the temporary folder is another one.
+    """
     with tempfile.TemporaryDirectory(prefix="programs-") as folder, no_leaks():
         os.chmod(folder, 0o755)
         monkeypatch.setattr(tempfile, "tempdir", folder)
