@@ -13,11 +13,19 @@ from itertools import takewhile
 from typing import Any
 
 from skyrl_gym.runtime.validation import is_conversation
-from skyrl_gym.tools.calls import for_template
 from skyrl_train.config.preferences import PreferenceDataConfig
 from skyrl_train.config.sft import SFTDataConfig, SupervisedDataConfig
 from skyrl_train.dataset.files import Row, Rows, quote
 from skyrl_train.errors import DataError
+from skyrl_train.rendering.messages import check_media, drop_nulls, prepare_messages
+
+WEIGHT_FIELDS = ("weight", "train", "training")
+UNREAD_FIELDS = {
+    "function_call": 'write tool_calls: [{"type": "function", "function": {"name": "…", "arguments": {}}}]',
+    "refusal": "write its text as content",
+    "prefix": "write the beginning of a reply as the last message of the prompt, and the rest as the response",
+}
+"""Fields of other formats that change what a message means, and how to write the same here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,18 @@ class Demonstration:
     messages: list[dict[str, Any]]  # at least one of the assistant
     n_context: int  # messages at the start that are not trained, even those of the assistant
     tools: list[Any] | None = None
+    reply_start: str = ""  # beginning of message `n_context` that belongs to the prompt
+
+    @property
+    def trained(self) -> list[int]:
+        """Indices of the messages to imitate."""
+        messages = enumerate(self.messages[self.n_context :], self.n_context)
+        return [index for index, message in messages if message["role"] == "assistant" and is_trained(message)]
+
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Return False for a message with `weight: 0` (OpenAI, Mistral) or `train: false` (Axolotl)."""
+    return all(message.get(name, True) for name in WEIGHT_FIELDS)
 
 
 def read_answers(rows: Rows, indices: Sequence[int], data: SupervisedDataConfig) -> Iterator[tuple[Demonstration, ...]]:
@@ -37,6 +57,7 @@ def read_answers(rows: Rows, indices: Sequence[int], data: SupervisedDataConfig)
         DataError: a row cannot be read, or has no answer to train on.
     """
     for location, row in rows.read(indices):
+        check_media(row, location)
         if isinstance(data, PreferenceDataConfig):
             yield _read_pair(row, location, data)
         else:
@@ -50,9 +71,21 @@ def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonst
     if row.get(data.messages_key) is not None:
         messages = _read_conversation(row[data.messages_key], location, data.messages_key)
         return Demonstration(location, messages, _count_greetings(messages), tools)
-    messages = _read_prompt(row, location, data)
+    prompt = _read_prompt(row, location, data)
     response = {"role": "assistant", "content": _read_response(row, location, data)}
-    return Demonstration(location, [*messages, response], len(messages), tools)
+    return _answer_prompt(location, prompt, [response], tools)
+
+
+def _answer_prompt(
+    location: str, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: list[Any] | None
+) -> Demonstration:
+    """Join a prompt and its answer. A prompt that ends with a message of the assistant is continued by the answer."""
+    last, first = prompt[-1], answer[0]
+    if last["role"] != "assistant" or first["role"] != "assistant":
+        return Demonstration(location, [*prompt, *answer], len(prompt), tools)
+    start = str(last["content"])
+    reply = {**first, "content": start + str(first["content"])}
+    return Demonstration(location, [*prompt[:-1], reply, *answer[1:]], len(prompt) - 1, tools, start)
 
 
 def _read_pair(row: Row, location: str, data: PreferenceDataConfig) -> tuple[Demonstration, ...]:
@@ -84,7 +117,7 @@ def _read_pair(row: Row, location: str, data: PreferenceDataConfig) -> tuple[Dem
                 f"{location}: {key} begins with a {answer[0]['role']} message that is not the prompt; repeat the "
                 "prompt exactly, or write the answer only"
             )
-        pair.append(Demonstration(location, [*prompt, *answer], len(prompt), tools))
+        pair.append(_answer_prompt(location, prompt, answer, tools))
     return tuple(pair)
 
 
@@ -126,11 +159,14 @@ def _split_off_prompt(
 def _read_conversation(value: Any, location: str, key: str) -> list[dict[str, Any]]:
     messages = _check_messages(value, location, key)
     roles = [message["role"] for message in messages]
-    if "assistant" not in roles[_count_greetings(messages) :]:
+    n_greetings = _count_greetings(messages)
+    if "assistant" not in roles[n_greetings:]:
         raise DataError(
             f"{location}: {key} has no answer of the assistant to train on, its roles are {', '.join(roles)}; add one, "
             "or remove the row"
         )
+    if not Demonstration(location, messages, n_greetings).trained:
+        raise DataError(f"{location}: every answer in {key} has weight 0; give one weight 1, or remove the row")
     return messages
 
 
@@ -169,7 +205,7 @@ def _descend(row: Row, key: str, inner_keys: Sequence[str], location: str) -> tu
 
 
 def _check_messages(value: Any, location: str, key: str, negation: str = "not") -> list[dict[str, Any]]:
-    """Return messages with the arguments of tool calls as objects, and without the empty fields of parquet."""
+    """Return messages in the form of chat templates."""
     if not isinstance(value, list) or not value:
         raise DataError(
             f"{location}: {key}={quote(value)} is {negation} a list of messages; write "
@@ -178,7 +214,7 @@ def _check_messages(value: Any, location: str, key: str, negation: str = "not") 
     messages = []
     for index, message in enumerate(value):
         if isinstance(message, Mapping):
-            message = {name: part for name, part in message.items() if part is not None}
+            message = drop_nulls(message)
             if message.get("tool_calls"):
                 message.setdefault("content", "")
         if is_conversation([message]) and not _has_valid_calls(message):
@@ -186,13 +222,29 @@ def _check_messages(value: Any, location: str, key: str, negation: str = "not") 
                 f"{location}: tool_calls of message {index} of {key} are no calls: {quote(message['tool_calls'])}; "
                 'write [{"type": "function", "function": {"name": "…", "arguments": {}}}]'
             )
-        if not is_conversation([message]):
+        if not is_conversation([message]) or (message["content"] is None and not message.get("tool_calls")):
             raise DataError(
                 f"{location}: message {index} of {key} lacks a role or a content: {quote(message)}; write "
                 '{"role": "user", "content": "…"}'
             )
-        messages.append(for_template(message))
-    return messages
+        _check_fields(message, f"{location}: message {index} of {key}")
+        messages.append(message)
+    try:
+        return prepare_messages(messages)
+    except DataError as error:
+        raise DataError(f"{location}: {key}: {error}") from error
+
+
+def _check_fields(message: Mapping[str, Any], name: str) -> None:
+    """Raise DataError for fields that ask for something other than to imitate the message or not."""
+    for field, fix in UNREAD_FIELDS.items():
+        if message.get(field):
+            raise DataError(f"{name} has {field}={quote(message[field])}, which is not read; {fix}, and remove it")
+    for field in WEIGHT_FIELDS:
+        if (weight := message.get(field, 1)) not in (0, 1):
+            raise DataError(f"{name} has {field}={quote(weight)}; write 1 to train the message, or 0 to leave it out")
+        if field in message and weight == 1 and message["role"] != "assistant":
+            raise DataError(f"{name} has {field}={quote(weight)}, but only messages of the assistant are trained")
 
 
 def _has_valid_calls(message: Mapping[str, Any]) -> bool:
@@ -214,4 +266,4 @@ def _parse_tools(value: Any, location: str, key: str) -> list[Any] | None:
         return None
     if not isinstance(value, list):
         raise DataError(f"{location}: {key}={quote(value)} is not a list of tools; write a list of JSON schemas")
-    return value
+    return list(drop_nulls(value))

@@ -13,6 +13,7 @@ import os
 import random
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, repeat
@@ -24,6 +25,7 @@ from skyrl_gym.tools.strict_json import MAX_DEPTH, TooDeep, check_depth
 from skyrl_train.config.root import DATA_SUFFIXES
 from skyrl_train.dataset.jsonl import JSONLines
 from skyrl_train.errors import DataError
+from skyrl_train.rendering.messages import drop_nulls
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 MAX_QUOTED_CHARS = 80
+OTHER_SUFFIXES = {".csv", ".tsv", ".txt", ".arrow", ".feather", ".xlsx", ".pkl", ".gz", ".zst", ".zip", ".ndjson"}
 ROWS_AT_ONCE = 1000
 
 _warned: set[str] = set()
@@ -53,9 +56,20 @@ class RowSource(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    @abstractmethod
     def read(self, indices: Sequence[int]) -> Iterator[Row]:
-        """Yield rows with clean text; DataError if one cannot be read or is nested too deeply."""
+        """Yield rows with clean text, whose messages have no null fields.
+
+        Raises:
+            DataError: a row cannot be read or is nested too deeply.
+        """
+        for row in self._read(indices):
+            for name, value in row.items():
+                if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
+                    row[name] = drop_nulls(value)
+            yield row
+
+    @abstractmethod
+    def _read(self, indices: Sequence[int]) -> Iterator[Row]: ...
 
     def read_column(self, name: str) -> Iterator[Any]:
         """Yield the values of a column, None in rows without it; DataError as `read`."""
@@ -91,7 +105,7 @@ class _JSONLinesSource(RowSource):
     def __len__(self) -> int:
         return len(self._lines)
 
-    def read(self, indices: Sequence[int]) -> Iterator[Row]:
+    def _read(self, indices: Sequence[int]) -> Iterator[Row]:
         try:
             for index, (value, is_plain) in zip(indices, self._lines.read(indices), strict=True):
                 yield value if is_plain and isinstance(value, dict) else self._clean(value, index)
@@ -105,7 +119,7 @@ class _JSONSource(RowSource):
         content = path.read_bytes()
         rows = json.loads(content.decode("utf-8-sig"))
         if not isinstance(rows, list):
-            raise ValueError(f"expected a list of rows, found {type(rows).__name__}; use .jsonl for one object a line")
+            raise ValueError(f"expected a list of rows, or one object a line, found {type(rows).__name__}")
         self._rows = rows
         self._digest = hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -116,7 +130,7 @@ class _JSONSource(RowSource):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, indices: Sequence[int]) -> Iterator[Row]:
+    def _read(self, indices: Sequence[int]) -> Iterator[Row]:
         return (self._clean(self._rows[index], index) for index in indices)
 
 
@@ -124,15 +138,9 @@ class _ArrowSource(RowSource):
     def __init__(self, name: str, table: pa.Table) -> None:
         super().__init__(name)
         self._table = table
-        self._conversations: list[str] = []  # columns of messages
         for field in table.schema:
             if _depth(field.type) >= MAX_DEPTH:
                 raise DataError(f"the column {field.name} of {name} is nested too deeply; flatten it")
-            find_field = getattr(
-                getattr(field.type, "value_type", None), "get_field_index", None
-            )  # of a list of structs
-            if find_field is not None and find_field("role") >= 0:
-                self._conversations.append(field.name)
 
     @cached_property
     def digest(self) -> str:
@@ -148,7 +156,7 @@ class _ArrowSource(RowSource):
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
-    def read(self, indices: Sequence[int]) -> Iterator[Row]:
+    def _read(self, indices: Sequence[int]) -> Iterator[Row]:
         for start in range(0, len(indices), ROWS_AT_ONCE):
             chunk = indices[start : start + ROWS_AT_ONCE]
             first, n_rows = chunk[0], chunk[-1] - chunk[0] + 1
@@ -156,11 +164,8 @@ class _ArrowSource(RowSource):
             if n_rows > len(chunk):
                 rows = rows.take([index - first for index in chunk])
             try:
-                for row in rows.to_pylist():
-                    for name in self._conversations:
-                        row[name] = _without_absent_fields(row[name])
-                    yield row
-            except ValueError as error:  # bytes that are not UTF-8
+                yield from rows.to_pylist(maps_as_pydicts="strict")
+            except (KeyError, ValueError) as error:  # a map with equal keys, or bytes that are not UTF-8
                 raise DataError(
                     f"{self.location(first)}, or one of the {n_rows} rows from there, cannot be read: {error}"
                 ) from error
@@ -255,7 +260,8 @@ def open_source(source: str) -> RowSource:
     try:
         if path.suffix == ".parquet":
             return _ArrowSource(source, _read_parquet(path))
-        return (_JSONSource if path.suffix == ".json" else _JSONLinesSource)(source, path)
+        has_lines = path.suffix == ".jsonl" or _is_json_lines(path)
+        return (_JSONLinesSource if has_lines else _JSONSource)(source, path)
     except RecursionError as error:
         raise DataError(f"cannot read dataset file {path}: its JSON is nested too deeply; flatten it") from error
     except (OSError, ValueError) as error:
@@ -333,6 +339,16 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
     partial.replace(path)
 
 
+def _is_json_lines(path: Path) -> bool:
+    """Return whether the first line of a `.json` file is a complete object, as in files of Hugging Face datasets."""
+    with path.open("rb") as file:
+        line = file.readline().removeprefix(BOM_UTF8).strip()
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:  # the first line of a list
+        return False
+
+
 def _read_parquet(path: Path) -> pa.Table:
     import pyarrow as pa  # takes half a second
     import pyarrow.parquet as pq
@@ -348,25 +364,17 @@ def _depth(kind: pa.DataType) -> int:
     return 1 + max((_depth(kind.field(i).type) for i in range(kind.num_fields)), default=0)
 
 
-def _without_absent_fields(value: Any) -> Any:
-    """Return messages without the fields that a table fills with null because other rows have them."""
-    if isinstance(value, list):
-        return [_without_absent_fields(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        name: _without_absent_fields(part)
-        for name, part in value.items()
-        if part is not None or (name == "content" and "role" in value)
-    }
-
-
 def _load_from_hub(source: str) -> pa.Table:
     """Return a dataset of the Hub, which stays in its file on this machine."""
     import datasets
 
     name, config, split = _hub_name(source)
+    if Path(name).suffix in OTHER_SUFFIXES or Path(name).is_file():
+        raise DataError(f"cannot load {source!r}: a data file must end in .parquet, .json or .jsonl; convert it")
     try:
+        if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):  # of save_to_disk
+            saved = datasets.load_from_disk(name)
+            return (saved if isinstance(saved, datasets.Dataset) else saved[split]).with_format("arrow")[:]
         return datasets.load_dataset(name, config, split=split).with_format("arrow")[:]
     except Exception as error:  # the boundary to the Hub: its client raises dozens of types
         raise DataError(

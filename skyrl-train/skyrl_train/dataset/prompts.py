@@ -7,17 +7,16 @@ import logging
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.runtime.text import describe_error
-from skyrl_gym.tools.calls import for_template
 from skyrl_train.dataset.files import ROWS_AT_ONCE, Row, Rows
 from skyrl_train.dataset.rows import TaskRow, read_prompt_rows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
+from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import PromptRow
 
 logger = logging.getLogger(__name__)
@@ -55,13 +54,7 @@ class PromptDataset:
         """
         sources = [datasets] if isinstance(datasets, str) else list(datasets)
         self._tokenizer = tokenizer
-        self._apply_template: Callable[[Any], Any] = partial(
-            tokenizer.apply_chat_template,
-            chat_template=chat_template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **(chat_template_kwargs or {}),
-        )
+        self._template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs)
         self._max_length = max_prompt_length
         self._prompt_key, self._env_class_key = prompt_key, env_class_key
         self._rows = Rows(sources)
@@ -156,7 +149,7 @@ class PromptDataset:
         A token of ASCII text has at least one character; some tokenizers add one before the text.
         """
         limit = self._max_length
-        texts = self._render([(location, row[self._prompt_key]) for location, row in rows])
+        texts = [self._render(location, row[self._prompt_key]) for location, row in rows]
         lengths = [len(text) + 1 if text.isascii() else limit + 1 for text in texts]
         long = [i for i, length in enumerate(lengths) if length > limit]
         if long:
@@ -165,15 +158,14 @@ class PromptDataset:
                 lengths[i] = len(ids)
         return lengths
 
-    def _render(self, prompts: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> list[str]:
-        """Render prompts, each with its location for messages, with the assistant's header."""
-        copies = [[for_template(message) for message in prompt] for _, prompt in prompts]
+    def _render(self, location: str, prompt: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of a prompt with the assistant's header; `location` is for messages."""
         try:
-            return list(map(str, self._apply_template(copies)))
+            self._template.check_roles(prompt)
+            return self._template.prompt(prompt)
+        except DataError as error:
+            raise DataError(f"{location}: {error}") from error
         except Exception as error:  # the boundary of a template, which may do anything
-            if len(prompts) > 1:
-                return [text for prompt in prompts for text in self._render([prompt])]  # to find the one
-            ((location, prompt),) = prompts
             roles = ", ".join(message["role"] for message in prompt)
             raise DataError(
                 f"{location}: the chat template refuses a prompt with the roles {roles} ({describe_error(error)}); "

@@ -18,6 +18,7 @@ from skyrl_gym.runtime.validation import is_conversation
 from skyrl_train.config.root import EnvironmentConfig
 from skyrl_train.dataset.files import Row, Rows, quote
 from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.rendering.messages import check_media
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def read_prompt_rows(
 def check_row(row: Row, location: str, prompt_key: str = "prompt", env_class_key: str = "env_class") -> None:
     """Raise DataError for a row without a chat prompt, or with an invalid `env_class`."""
     _check_prompt(row, location, prompt_key)
+    check_media(row, location)
     env_class = row.get(env_class_key)
     if env_class is not None and not isinstance(env_class, str):
         raise DataError(

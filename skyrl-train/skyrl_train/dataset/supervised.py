@@ -12,7 +12,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +22,7 @@ from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.demonstrations import Demonstration, read_answers
 from skyrl_train.dataset.files import Rows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
+from skyrl_train.rendering.template import ChatTemplate, Turn
 from skyrl_train.types import DrawnPrompt, Segment, TrainingBatch, Trajectory, TrajectoryID
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class ConversationEncoder:
     ) -> None:
         """Pass `template_kwargs` to the chat template. Turns end with the tokenizer's EOS token or one of `eos_ids`."""
         self._tokenizer = tokenizer
-        self._template_kwargs = dict(template_kwargs or {})
-        self._eos_ids = {tokenizer.eos_token_id, *eos_ids}
+        self._template = ChatTemplate(tokenizer, variables=template_kwargs)
+        self._end_ids = {tokenizer.eos_token_id, *eos_ids}
 
     def encode(self, demonstration: Demonstration) -> list[TokenRow]:
         """Return the rows of a conversation: one, unless the template rewrites the history.
@@ -68,91 +68,70 @@ class ConversationEncoder:
         Raises:
             DataError: the template refuses the conversation, or does not show what has to be trained.
         """
+        try:
+            self._template.check_roles(demonstration.messages)
+            return self._encode(demonstration)
+        except DataError as error:
+            raise DataError(f"{demonstration.location}: {error}") from error
+        except Exception as error:  # the boundary of a template, which may do anything
+            roles = ", ".join(message["role"] for message in demonstration.messages)
+            raise DataError(
+                f"{demonstration.location}: the chat template refuses messages with the roles {roles} "
+                f"({describe_error(error)}); change the row, or the template"
+            ) from error
+
+    def _encode(self, demonstration: Demonstration) -> list[TokenRow]:
         rows: list[TokenRow] = []
         text = ""  # text of the last row
-        for index in range(demonstration.n_context, len(demonstration.messages)):
-            if demonstration.messages[index]["role"] != "assistant":
-                continue
-            prompt, answer = self._render_turn(demonstration, index)
-            if rows and prompt.startswith(text):
-                row = rows[-1]
-                added = self._encode(prompt[len(text) :])
+        messages, tools = demonstration.messages, demonstration.tools
+        for index in demonstration.trained:
+            start = demonstration.reply_start if index == demonstration.n_context else ""
+            turn = self._template.turn(messages, index, tools, start)
+            if not rows and tools and turn == self._template.turn(messages, index, None, start):
+                raise DataError("the chat template does not write tools; use one that does (data.chat_template)")
+            if rows and turn.prompt.startswith(text):
+                row, added = rows[-1], self._template.encode_after(text, turn.prompt[len(text) :])
             else:
                 rows.append(row := TokenRow([], []))
-                added = self._encode(prompt)
-            answer_ids, ending = self._encode_answer(answer, demonstration, index)
+                added = self._template.encode(turn.prompt)
+            answer_ids, answer = self._encode_answer(turn, messages[index], index)
             row.token_ids += added + answer_ids
             row.loss_mask += [0] * len(added) + [1] * len(answer_ids)
-            text = prompt + ending
+            text = turn.prompt + answer
         for row in rows:
             row.loss_mask[0] = 0  # no token precedes the first one to predict it from
         return rows
 
-    def _render_turn(self, demonstration: Demonstration, index: int) -> tuple[str, str]:
-        """Return the prompt of an assistant's turn, with its header, and the text that the template puts after it."""
-        messages, tools = demonstration.messages, demonstration.tools
-        prompt = self._render(demonstration, messages[:index], tools, adds_header=True)
-        text = self._render(demonstration, messages[: index + 1], tools, adds_header=False)
-        if text.startswith(prompt):
-            answer = text[len(prompt) :]
-        else:  # the header may hold more than that of a past turn, such as an empty reasoning
-            past = self._render(demonstration, messages[:index], tools, adds_header=False)
-            turn = text.removeprefix(past)
-            start = turn.find(str(messages[index]["content"]))
-            if start < 1 or not (text.startswith(past) and prompt.startswith(past + turn[:start])):
-                raise DataError(
-                    f"{demonstration.location}: the chat template writes message {index} in another place than after "
-                    f"the header of the assistant's turn, {prompt[-40:]!r}, so the answer cannot be separated from "
-                    "the prompt; use a template whose generation prompt is the beginning of a turn"
-                )
-            answer = turn[start:]
-        names = [call.get("function", call).get("name") for call in messages[index].get("tool_calls", ())]
-        if missing := [name for name in names if str(name) not in answer]:
-            raise DataError(
-                f"{demonstration.location}: the chat template does not write the call of {missing[0]} in message "
-                f"{index}; use a template with tool calls (data.chat_template)"
-            )
-        return prompt, answer
+    def _encode_answer(self, turn: Turn, message: Mapping[str, Any], index: int) -> tuple[list[int], str]:
+        """Return the tokens of an answer up to its end of turn, or the EOS token if it has none, and their text.
 
-    def _encode_answer(self, answer: str, demonstration: Demonstration, index: int) -> tuple[list[int], str]:
-        """Return the tokens of an answer up to its EOS token, which is added if there is none, and their text."""
-        token_ids = self._encode(answer)
-        ends = [position for position, token in enumerate(token_ids) if token in self._eos_ids]
-        if not ends:  # drop white space that the template adds
-            content, stripped = str(demonstration.messages[index]["content"]), answer.rstrip()
-            with_blanks = stripped + content[len(content.rstrip()) :]
-            answer = with_blanks if answer.startswith(with_blanks) else stripped
-            return [*self._encode(answer), self._tokenizer.eos_token_id], answer + str(self._tokenizer.eos_token)
-        end_text = str(self._tokenizer.convert_ids_to_tokens(token_ids[ends[0]]))
-        if len(ends) > 1 or answer.partition(end_text)[2].strip():
+        Templates end a turn differently: ChatML with "<|im_end|>\\n", Phi-3.5 with "<|end|>\\n", and after a whole
+        conversation with its EOS token as well. The first end in the special tokens and blanks at the end is the one
+        that the model samples.
+        """
+        token_ids = self._template.encode_after(turn.prompt, turn.answer)
+        end_texts = self._tokenizer.convert_ids_to_tokens(sorted(self._end_ids))
+        if written := next((end for end in end_texts if end in str(message)), None):
             raise DataError(
-                f"{demonstration.location}: message {index} contains {end_text}, the end of a turn, as text; remove "
-                "it, since the chat template adds it"
+                f"message {index} contains {written}, the end of a turn, as text; remove it, since the chat template "
+                "adds it"
             )
-        return token_ids[: ends[0] + 1], answer[: answer.index(end_text) + len(end_text)]
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-
-    def _render(
-        self, demonstration: Demonstration, messages: Sequence[Mapping[str, Any]], tools: Any, *, adds_header: bool
-    ) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=tools,
-                    tokenize=False,
-                    add_generation_prompt=adds_header,
-                    **self._template_kwargs,
-                )
-            )
-        except Exception as error:  # the boundary of a template, which may do anything
-            roles = ", ".join(message["role"] for message in messages)
-            raise DataError(
-                f"{demonstration.location}: the chat template refuses messages with the roles {roles or 'none'} "
-                f"({describe_error(error)}); change the row, or the template"
-            ) from error
+        n_tail = 0
+        special_ids = {*self._tokenizer.all_special_ids, *self._end_ids}
+        while n_tail < len(token_ids):
+            token_id = token_ids[-1 - n_tail]
+            if token_id not in special_ids and str(self._tokenizer.decode([token_id])).strip():
+                break
+            n_tail += 1
+        ends = [i for i in range(len(token_ids) - n_tail, len(token_ids)) if token_ids[i] in self._end_ids]
+        if ends:
+            end_text = str(self._tokenizer.convert_ids_to_tokens(token_ids[ends[0]]))
+            return token_ids[: ends[0] + 1], turn.answer[: turn.answer.index(end_text) + len(end_text)]
+        content, stripped = str(message["content"]), turn.answer.rstrip()  # drop white space that the template adds
+        with_blanks = stripped + content[len(content.rstrip()) :]
+        answer = with_blanks if turn.answer.startswith(with_blanks) else stripped
+        answer_ids = [*self._template.encode_after(turn.prompt, answer), self._tokenizer.eos_token_id]
+        return answer_ids, answer + str(self._tokenizer.eos_token)
 
 
 Answers = tuple[tuple[Segment, ...], ...]
@@ -212,12 +191,19 @@ class SupervisedDataset:
         self._n_truncated = 0
         self._source = Rows(sources)
         sample = self._source.sample(max_checked_rows)
-        encoded = [self._encode(demonstrations) for demonstrations in read_answers(self._source, sample, data)]
-        self._rows = [row for row in encoded if row is not None]
+        self._rows: list[Answers] = []
+        digest = hashlib.blake2b(digest_size=16)
+        for demonstrations in read_answers(self._source, sample, data):
+            if (row := self._encode(demonstrations)) is not None:
+                self._rows.append(row)
+                content = [(d.messages, d.n_context, d.tools, d.reply_start) for d in demonstrations]
+                digest.update(repr(content).encode())
         self._is_checked = len(sample) == len(self._source)
-        self._report(", ".join(sources), len(encoded))
+        self._report(", ".join(sources), len(sample))
         if not self._is_checked:
             self._rows = []
+        self.fingerprint = digest.hexdigest() if self._is_checked else self._source.digest
+        """A hash of the rows in their order, as they were read: a template may write today's date into their tokens."""
 
     def _report(self, names: str, n_rows: int) -> None:
         """Log the number of rows and what was left out of them; DataError if no row is left."""
@@ -264,17 +250,6 @@ class SupervisedDataset:
             row.truncate(self._max_length, self._data.truncation)
             self._n_truncated += 1
         return [row for row in rows if any(row.loss_mask)]
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of all rows in their order."""
-        if not self._is_checked:
-            return self._source.digest
-        digest = hashlib.blake2b(digest_size=16)
-        for answers in self._rows:
-            segments = [segment for answer in answers for segment in answer]
-            digest.update(repr([(s.token_ids, s.n_prompt, s.loss_mask) for s in segments]).encode())
-        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows) if self._is_checked else len(self._source)

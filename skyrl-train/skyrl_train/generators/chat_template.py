@@ -15,15 +15,15 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.runtime.text import describe_error
-from skyrl_gym.tools.calls import for_template
 from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.rendering.messages import prepare_messages
+from skyrl_train.rendering.template import MARK, ChatTemplate, Messages
 
-ASSISTANT_TURN = "ASSISTANT_TURN"  # placeholder of a sampled turn, to render the text after it
+CONTEXT_TOKENS = 32  # of a row, with which a text is tokenized that follows it
 CACHED_TOKENS = 2**18  # samples of a group share a prompt, and many environments repeat observations
+TURN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")  # besides the template's own
 TEMPLATES = Path(__file__).parent / "templates"
-
-Messages = Sequence[Mapping[str, Any]]
 
 
 class _Cached:
@@ -60,21 +60,31 @@ class ChatEncoder:
             ConfigError: the chat template cannot join turns.
         """
         self.tokenizer = tokenizer
-        self._template = template
-        self._template_kwargs = dict(template_kwargs or {})
-        self._prompt = _Cached(lambda messages: tuple(self.encode(self._render(json.loads(messages)))))
+        self._template = ChatTemplate(tokenizer, template, template_kwargs)
+        self._prompt = _Cached(lambda messages: tuple(self.encode(self._template.prompt(json.loads(messages)))))
+        self._history = _Cached(
+            lambda messages: tuple(self.encode(self._template.render(json.loads(messages), adds_header=True)))
+        )
         self._after_turn = _Cached(self._render_after_turn)
         try:
-            self._after_turn("[]")  # check the template now, not in the first rollout
+            tail = self._after_turn("[]")  # check the template now, not in the first rollout
         except TemplateError as error:
             raise ConfigError(
                 f"the chat template cannot render a message of the user and a reply: {describe_error(error)}; correct "
                 "the template of the tokenizer or of generator.chat_template"
             ) from error
+        special_ids = set(tokenizer.all_special_ids)
+        end_ids = [token for token in tail if token in special_ids][:1]
+        end_ids += [vocabulary[token] for token in TURN_ENDS if token in (vocabulary := tokenizer.get_added_vocab())]
+        self._hidden_ids = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *end_ids}
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """Return the tokens of the conversation and of the header of the next assistant turn."""
+        """Return the tokens of a prompt and of the assistant's header, or of the beginning of a reply at its end."""
         return list(self._prompt(json.dumps(messages)))
+
+    def history_ids(self, messages: Messages) -> list[int]:
+        """Return the tokens of complete messages, and of the header of the next assistant turn."""
+        return list(self._history(json.dumps(messages)))
 
     def observation_ids(self, observations: Messages, last_token_id: int, *, ends_turn: bool = True) -> list[int]:
         """Return the tokens between two sampled turns: end of turn, observations, header of the assistant turn.
@@ -91,21 +101,27 @@ class ChatEncoder:
     def conversation_ids(self, messages: Messages) -> tuple[list[int], list[int]]:
         """Return the tokens of a conversation, and a mask: 1 in the template's generation blocks."""
         encoded: Any = self.tokenizer.apply_chat_template(
-            [for_template(message) for message in messages],
-            chat_template=self._template,
+            prepare_messages(messages),
             return_dict=True,
             return_assistant_tokens_mask=True,
-            **self._template_kwargs,
+            **self._template.options,
         )
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of plain text."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        """Return the tokens of text that begins a sequence."""
+        return self._template.encode(text)
+
+    def encode_after(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Return the tokens of text where it follows `token_ids`."""
+        return self._template.encode_after(self.decode_all(token_ids[-CONTEXT_TOKENS:]), text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text for an environment, without special tokens."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """Return the text for an environment, without tokens for the beginning and the end of a turn, and padding.
+
+        Other special tokens stay: some models write `<tool_call>` or the channels of a reply with them.
+        """
+        return self.decode_all([token for token in token_ids if token not in self._hidden_ids])
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Return the text for people, with special tokens."""
@@ -119,26 +135,16 @@ class ChatEncoder:
 
     def _render_after_turn(self, observations: str) -> tuple[int, ...]:
         """Return the tokens after a sampled turn."""
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ASSISTANT_TURN}]
-        _, found, tail = self._render([*before, *json.loads(observations)]).partition(ASSISTANT_TURN)
-        token_ids = self.encode(tail)
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+        text = self._template.render([*before, *json.loads(observations)], adds_header=True)
+        turn, found, tail = text.partition(MARK)
+        token_ids = self._template.encode_after(turn + found, tail)
         if not found or not token_ids:
             raise ConfigError(
                 "the chat template does not show the text of assistant messages, so turns cannot be joined; use a "
                 "template with plain user and assistant turns"
             )
         return tuple(token_ids)
-
-    def _render(self, messages: Messages) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                [for_template(message) for message in messages],
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._template_kwargs,
-            )
-        )
 
 
 def custom_chat_template(section: ChatTemplateConfig) -> str | None:

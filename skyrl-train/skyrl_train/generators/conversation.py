@@ -71,7 +71,7 @@ class TokenConversation:
         token_ids = row.token_ids[row.n_prompt + turn.start :]
         n_kept = _n_common_tokens(self._chat.decode, token_ids, text)
         kept = self._chat.decode(token_ids[:n_kept])
-        replacement = self._chat.encode(text.removeprefix(kept))
+        replacement = self._chat.encode_after(row.token_ids[: row.n_prompt + turn.start + n_kept], text[len(kept) :])
         while replacement and n_kept and self._chat.decode(token_ids[: n_kept - 1]) == kept:
             n_kept -= 1
         row.truncate(turn.start + n_kept)
@@ -86,7 +86,7 @@ class TokenConversation:
 
     def replace_history(self, messages: Messages) -> None:
         """Replace the whole conversation; `messages` start a new row."""
-        self._start_row(self._chat.prompt_ids(messages))
+        self._start_row(self._chat.history_ids(messages))
 
     def finish(self) -> None:
         """Drop everything after the last turn, and in each row after its last turn."""
@@ -113,7 +113,8 @@ class SingleMessageConversation(TokenConversation):
         if row.token_ids[-1] == self._chat.eos_token_id and turn.end > turn.start:
             row.truncate(row.response_length - 1)
             turn.end = row.response_length
-        row.append_observed([token for message in observations for token in self._chat.encode(message["content"])])
+        for message in observations:
+            row.append_observed(self._chat.encode_after(row.token_ids, message["content"]))
 
 
 class StepwiseConversation(TokenConversation):
@@ -148,7 +149,7 @@ class StepwiseConversation(TokenConversation):
     def replace_history(self, messages: Messages) -> None:
         """Replace the history, and render it."""
         self._messages = [dict(message) for message in messages]
-        prompt = self._chat.prompt_ids(self._messages)
+        prompt = self._chat.history_ids(self._messages)
         row = self.rows[-1]
         n_tokens = len(row.token_ids)
         if self._merges and prompt[:n_tokens] == row.token_ids:

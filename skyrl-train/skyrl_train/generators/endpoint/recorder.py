@@ -60,7 +60,7 @@ class Recording(TokenConversation):
                 ends_turn = self._ends_stopped_turns or not end.was_stopped
                 token_ids += chat.observation_ids(messages[n:], token_ids[-1], ends_turn=ends_turn)
                 return Prompt(token_ids, end, digests[-1])
-        return Prompt(chat.prompt_ids(messages), digest=digests[-1])
+        return Prompt(chat.history_ids(messages), digest=digests[-1])
 
     def text_prompt(self, text: str) -> Prompt:
         """Return the prompt of plain text."""
@@ -68,7 +68,8 @@ class Recording(TokenConversation):
         if not matches:
             return Prompt(self._chat.encode(text), text=text)
         n_known, end = max(matches, key=lambda pair: pair[0])
-        return Prompt(self._tokens_until(end) + self._chat.encode(text[n_known:]), end, text=text)
+        known_ids = self._tokens_until(end)
+        return Prompt(known_ids + self._chat.encode_after(known_ids, text[n_known:]), end, text=text)
 
     def token_prompt(self, token_ids: Sequence[int]) -> Prompt:
         """Return the prompt of token ids."""

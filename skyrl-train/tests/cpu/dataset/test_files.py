@@ -69,7 +69,7 @@ def test_a_missing_file_is_named_by_its_expanded_path(tmp_path: Path, monkeypatc
     [
         ("rows.parquet", b"not parquet", "cannot read dataset file .*rows.parquet: "),
         ("rows.json", b"", "cannot read dataset file .*rows.json: "),
-        ("rows.json", b'{"prompt": []}', "expected a list of rows, found dict; use .jsonl"),
+        ("rows.json", b'{"prompt":\n []}', "expected a list of rows, or one object a line, found dict"),
         ("rows.json", b'["a prompt"]', "row 0 of .*rows.json is 'a prompt'; a row is an object"),
         ("rows.jsonl", b'{"a": 1}\n\n{"a": \n', "line 3 is not JSON: .* at column"),
         ("rows.jsonl", b'{"a": 1}\n5\n', "row 1 of .*rows.jsonl is 5; a row is an object"),
@@ -120,7 +120,7 @@ def test_a_local_folder_is_not_parsed_as_a_hub_name_with_a_configuration(
 def test_without_the_hub_the_error_names_the_dataset_and_the_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"cannot load 'no-one/rows\.csv' .*must end in \.parquet, \.json or \.jsonl"):
+    with pytest.raises(DataError, match=r"cannot load 'no-one/rows\.csv': .*must end in \.parquet, \.json or \.jsonl"):
         read_rows("no-one/rows.csv")
     with pytest.raises(DataError, match=r"cannot load 'openai/gsm8k/main:test' .*owner/name/config:split"):
         read_rows("openai/gsm8k/main:test")

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators import chat_template
-from skyrl_train.generators.chat_template import ChatEncoder, Messages
+from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.models.tiny import CHAT_TEMPLATE as CHATML
+from skyrl_train.rendering.template import ChatTemplate, Messages
 from skyrl_train.types import Message
 
 BOS, EOS = "<s>", "</s>"
@@ -149,12 +150,13 @@ def test_returned_token_ids_are_copies(tiny_tokenizer: PreTrainedTokenizerBase) 
 def test_the_cache_limits_its_tokens(tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[str] = []
 
-    class CountingEncoder(ChatEncoder):
-        def _render(self, messages: Messages) -> str:
-            rendered.append(messages[-1]["content"])
-            return super()._render(messages)
+    def render(template: ChatTemplate, messages: Messages) -> str:
+        rendered.append(messages[-1]["content"])
+        return prompt(template, messages)
 
-    chat = CountingEncoder(tiny_tokenizer)
+    prompt = ChatTemplate.prompt
+    monkeypatch.setattr(ChatTemplate, "prompt", render)
+    chat = ChatEncoder(tiny_tokenizer)
     n_tokens = len(chat.prompt_ids([user("a")]))
     monkeypatch.setattr(chat_template, "CACHED_TOKENS", 2 * n_tokens)
     rendered.clear()

@@ -26,10 +26,10 @@ from skyrl_gym.envs.registration import deregister
 from skyrl_train.errors import EngineError
 from skyrl_train.evaluate import dump_evaluation
 from skyrl_train.generators.base import BatchMetadata, play
-from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.conversation import TokenConversation
 from skyrl_train.generators.metrics import rollout_metrics
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult
+from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import Trajectory
 
 BATCHED = pytest.mark.parametrize("batched", [False, True], ids=["unbatched", "batched"])
@@ -227,8 +227,8 @@ async def test_text_that_cannot_fit_is_not_tokenized(
     make_stage: MakeStage, method: str, answer: Any, stop_reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []
-    encode = ChatEncoder.encode
-    monkeypatch.setattr(ChatEncoder, "encode", lambda self, text: lengths.append(len(text)) or encode(self, text))
+    encode = ChatTemplate.encode
+    monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: lengths.append(len(text)) or encode(self, text))
     t = await make_stage().play_story(returns={method: answer})
     assert t.stop_reason == stop_reason
     assert t.is_valid == (stop_reason == "length")
