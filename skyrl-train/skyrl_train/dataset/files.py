@@ -374,7 +374,11 @@ def _load_from_hub(source: str) -> pa.Table:
     try:
         if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):  # of save_to_disk
             saved = datasets.load_from_disk(name)
-            return (saved if isinstance(saved, datasets.Dataset) else saved[split]).with_format("arrow")[:]
+            if isinstance(saved, datasets.DatasetDict):
+                if split not in saved:
+                    raise ValueError(f"it has the splits {', '.join(saved)}")
+                saved = saved[split]
+            return saved.with_format("arrow")[:]
         return datasets.load_dataset(name, config, split=split).with_format("arrow")[:]
     except Exception as error:  # the boundary to the Hub: its client raises dozens of types
         raise DataError(

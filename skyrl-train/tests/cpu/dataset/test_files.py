@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -237,3 +238,51 @@ def test_a_sample_is_not_the_beginning_of_a_source(tmp_path: Path) -> None:
     assert len(sample) == 20
     assert sample[0] < 200
     assert sample[-1] > 800
+
+
+MESSAGES = [
+    {"role": "user", "content": "a", "tool_calls": None},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": None, "function": {"name": "f", "arguments": {"x": None}}}],
+    },
+]
+CLEAN = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "lines.json"])
+def test_messages_of_every_file_lose_their_null_fields(tmp_path: Path, name: str) -> None:
+    row = {"prompt": MESSAGES, "answers": [None, 1], "spec": {"note": None}}
+    if name == "lines.json":  # one object a line, as Hugging Face's datasets write it
+        (tmp_path / name).write_text(f"{json.dumps(row)}\n{json.dumps(row)}\n")
+        assert len(read_rows(str(tmp_path / name))) == 2
+    else:
+        write_rows(tmp_path, [row], name)
+    assert read_rows(str(tmp_path / name))[0] == {**row, "prompt": CLEAN}
+
+
+def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
+    kind = pa.map_(pa.string(), pa.string())
+    path = tmp_path / "rows.parquet"
+    table = {
+        "spec": pa.array([[("method", "rule"), ("truth", "42")]], kind),
+        "all": pa.array([[[("a", "b")]]], pa.list_(kind)),
+    }
+    pq.write_table(pa.table(table), path)
+    assert read_rows(str(path)) == [{"spec": {"method": "rule", "truth": "42"}, "all": [{"a": "b"}]}]
+    pq.write_table(pa.table({"spec": pa.array([[("a", "b"), ("a", "c")]], kind)}), path)
+    with pytest.raises(DataError, match=r"row 0 of .* cannot be read"):
+        read_rows(str(path))
+
+
+def test_a_dataset_that_was_saved_to_disk_is_read(tmp_path: Path) -> None:
+    saved = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    saved.save_to_disk(tmp_path / "plain")
+    datasets.DatasetDict({"test": saved}).save_to_disk(tmp_path / "splits")
+    assert read_rows(str(tmp_path / "plain")) == read_rows(f"{tmp_path}/splits:test") == saved.to_list()
+    with pytest.raises(DataError, match="it has the splits test"):
+        read_rows(str(tmp_path / "splits"))

@@ -15,6 +15,7 @@ from train_kit.datasets import read_demonstrations, write_rows
 from train_kit.messages import assistant, system, user
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.config.preferences import PreferenceDataConfig
 from skyrl_train.config.sft import SFTDataConfig
 from skyrl_train.dataset.demonstrations import Demonstration
 from skyrl_train.dataset.files import Rows
@@ -253,6 +254,14 @@ REFUSED: list[dict[str, Any]] = [
     {"messages": [calling(7)]},
     {"prompt": "a", "response": "b", "tools": "["},
     {"prompt": "a", "response": "b", "tools": {"a": 1}},
+    {"messages": [user("a"), {**assistant("b"), "weight": 0}]},
+    {"messages": [user("a"), {**assistant("b"), "weight": 0.5}]},
+    {"messages": [{**user("a"), "train": True}, assistant("b")]},
+    {"messages": [user("a"), {**assistant("b"), "function_call": {"name": "f", "arguments": "{}"}}]},
+    {"messages": [user("a"), {**assistant("b"), "refusal": "No."}]},
+    {"messages": [user("a"), {**assistant("b"), "prefix": True}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}, assistant("b")]},
+    {"prompt": "a", "response": "b", "images": ["a.png"]},
 ]
 
 
@@ -262,6 +271,61 @@ def test_a_bad_row_is_refused_with_its_number(tmp_path: Path, pytestconfig: pyte
         return golden.catch(DataError, lambda: read_demonstrations(path, SFTDataConfig()), tmp_path)
 
     golden.compare("dataset/demonstrations", {str(row): [find_error(row)] for row in REFUSED}, pytestconfig)
+
+
+@pytest.mark.parametrize("field", ["weight", "train", "training"])
+def test_only_answers_with_a_weight_are_trained(
+    field: str, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    messages = [
+        user("a"),
+        {**assistant("b"), field: 0},
+        user("c"),
+        {**assistant("d"), field: 1},
+        user("e"),
+        assistant("f"),
+    ]
+    path = write_rows(tmp_path, [{"messages": messages}])
+    ((segment,),) = SupervisedDataset([path], ConversationEncoder(tiny_tokenizer), SFTDataConfig())[0]
+    trained = [t for t, m in zip(segment.response_ids, segment.loss_mask, strict=True) if m]
+    assert tiny_tokenizer.decode(trained) == "d<|im_end|>f<|im_end|>"
+    assert "assistant\nb<|im_end|>" in str(tiny_tokenizer.decode(segment.token_ids))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [user("a"), assistant("Let me ")], "response": "see"},
+        {"prompt": [user("a"), assistant("Let me ")], "chosen": "see", "rejected": [assistant("see")]},
+    ],
+)
+def test_an_answer_continues_a_prompt_that_begins_it(
+    row: dict[str, Any], tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    data = PreferenceDataConfig() if "chosen" in row else SFTDataConfig()
+    dataset = SupervisedDataset([write_rows(tmp_path, [row])], ConversationEncoder(tiny_tokenizer), data)
+    for (segment,) in dataset[0]:
+        assert str(tiny_tokenizer.decode(segment.prompt_ids)).endswith("<|im_start|>assistant\nLet me ")
+        assert tiny_tokenizer.decode(segment.response_ids) == "see<|im_end|>"
+
+
+def test_tools_that_the_template_does_not_write_are_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match="row 0: the chat template does not write tools"):
+        encode(tiny_tokenizer, [user("a"), assistant("b")], tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_the_fingerprint_depends_on_the_rows_and_not_on_the_date(
+    tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    def fingerprint(day: str, *messages: Any) -> str:
+        encoder = ConversationEncoder(tiny_tokenizer, {"chat_template": day + str(tiny_tokenizer.chat_template)})
+        path = write_rows(tmp_path, [{"messages": [user("a"), *messages]}])
+        return SupervisedDataset([path], encoder, SFTDataConfig()).fingerprint
+
+    first = fingerprint("Monday", assistant("b"), assistant("c"))
+    assert fingerprint("Tuesday", assistant("b"), assistant("c")) == first
+    assert fingerprint("Monday", assistant("b"), {**assistant("c"), "weight": 0}) != first
+    assert fingerprint("Monday", assistant("b"), assistant("d")) != first
 
 
 def test_a_greeting_is_context(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""Messages of every source in the form that chat templates read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from train_kit.messages import assistant, user
+
+from skyrl_train.errors import DataError
+from skyrl_train.rendering.messages import drop_nulls, prepare_messages
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def test_nulls_that_a_table_adds_are_dropped() -> None:
+    call = {"id": None, **CALL, "function": {"name": "add", "arguments": {"a": 1, "city": None, "list": [1, None]}}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call], "name": None}
+    assert drop_nulls([message, {"role": "user", "content": "a", "tool_calls": None}]) == [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{**CALL, "function": {"name": "add", "arguments": {"a": 1, "list": [1, None]}}}],
+        },
+        user("a"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "prepared"),
+    [
+        (
+            {"role": "user", "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "is it?"}]},
+            "What is it?",
+        ),
+        ({"role": "user", "content": ["What ", {"type": "input_text", "text": "is it?"}]}, "What is it?"),
+        ({"role": "assistant", "content": [{"type": "text", "text": "4", "image_url": None}]}, "4"),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ""),
+        ({"role": "user", "content": []}, ""),
+        ({"role": "user", "content": "a", "images": []}, "a"),
+    ],
+)
+def test_content_is_one_string(message: dict[str, Any], prepared: str) -> None:
+    assert prepare_messages([message])[0]["content"] == prepared
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]},
+            "part of type 'image_url'",
+        ),
+        ({"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image"}]}, "part of type 'image'"),
+        ({"role": "user", "content": [7]}, "part of type 'int'"),
+        ({"role": "user", "content": "?", "images": ["a.png"]}, "has images"),
+        ({"role": "user", "content": "?", "audio": {"id": "x"}}, "has audio"),
+    ],
+)
+def test_media_are_refused_by_name(message: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=f"message 1 .*{reason}"):
+        prepare_messages([assistant("Hi"), message])
