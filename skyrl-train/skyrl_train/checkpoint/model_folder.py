@@ -19,6 +19,7 @@ from tqdm import tqdm
 from skyrl_train.checkpoint.durable import sync, sync_tree
 from skyrl_train.checkpoint.lock import LOCK_FILE, folder_lock
 from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.models.weight_files import SINGLE_FILE, list_weight_files
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync.base import split_into_chunks
 
@@ -29,6 +30,11 @@ SHARD_BYTES = 5 * 10**9
 """Maximum size of a file, unless one tensor is larger."""
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
 """Files of a model beside its weights."""
+MORE_TEMPLATES = "additional_chat_templates"
+TOKENIZER_FILES = (
+    *("tokenizer*", "*.jinja", "*.model", "*.tiktoken"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+)
 NOT_COPIED = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json")
 
 DTYPES = {
@@ -73,9 +79,7 @@ def open_model(path: str, *, local_files_only: bool = False) -> OpenModel:
             raise ConfigError(f"there is no model {path}: {reason}; use a folder, or a name on the Hub") from error
     specs: list[TensorSpec] = []
     file_of: dict[str, Path] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        if file.name == "adapter_model.safetensors":
-            continue
+    for file in list_weight_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118, not a mapping
@@ -86,7 +90,7 @@ def open_model(path: str, *, local_files_only: bool = False) -> OpenModel:
             raise ConfigError(f"{file} cannot be read: {error}; save the model again") from error
     if not specs or not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{path} has no {'config.json' if specs else '*.safetensors'}; save the model with save_pretrained"
+            f"{path} has no {'config.json' if specs else SINGLE_FILE}; save the model with save_pretrained"
         )
 
     def read(name: str) -> torch.Tensor:
@@ -127,12 +131,22 @@ def new_folder(target: Path) -> Iterator[Path]:
             raise
 
 
-def copy_settings(sources: Sequence[Path], target: Path) -> None:
-    """Copy the files of models beside their weights; a later source replaces files of an earlier one."""
-    for source in sources:
-        for file in source.iterdir():
-            if file.is_file() and file.suffix in COPIED_SUFFIXES and file.name not in NOT_COPIED:
-                shutil.copyfile(file, target / file.name)
+def copy_settings(sources: Sequence[Path], target: Path, tokenizer: Path | None = None) -> None:
+    """Copy the files of models beside their weights. A later source replaces files of an earlier one.
+
+    The tokenizer and its chat templates are copied as a whole: from `tokenizer` if that folder has one, else from the
+    last source that has one.
+    """
+    folders = [*sources, *([tokenizer] if tokenizer else [])]
+    owner = next((folder for folder in reversed(folders) if (folder / "tokenizer_config.json").is_file()), None)
+    for source in folders:
+        for file in [*source.iterdir(), *(source / MORE_TEMPLATES).glob("*.jinja")]:
+            name = file.relative_to(source)
+            is_tokenizer = any(name.match(pattern) for pattern in TOKENIZER_FILES)
+            is_setting = file.suffix in COPIED_SUFFIXES and name.name not in NOT_COPIED and source in sources
+            if file.is_file() and (source == owner if is_tokenizer and owner else is_setting):
+                (target / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target / name)
 
 
 def edit_config(folder: Path, **settings: object) -> None:

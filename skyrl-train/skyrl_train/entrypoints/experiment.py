@@ -502,7 +502,8 @@ class BasePPOExp(Experiment):
             ref = policy
         elif reads_reference(cfg.algorithm):
             check_same_vocabulary(cfg.ref.model.path, REF_PATH, tokenizer)
-            ref = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH))
+            lora = lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed) if cfg.continues_adapter else None
+            ref = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH), lora=lora)
             check_vocabulary_size(await ref.n_embeddings(), REF_PATH, cfg.ref.model.path, n_embeddings)
             if cfg.update_ref_every_epoch:
                 if await policy.tensor_specs() != await ref.tensor_specs():

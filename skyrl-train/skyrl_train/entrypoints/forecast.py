@@ -17,6 +17,7 @@ from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
 from skyrl_train.config.sft import SFTTrainerConfig
 from skyrl_train.dataset.files import count_rows
+from skyrl_train.models.weight_files import list_weight_files
 from skyrl_train.types.specs import Role, lora_spec
 
 ModelName = Literal["policy", "critic", "reference", "reward model"]
@@ -222,7 +223,7 @@ def count_parameters(path: str) -> int | None:
             return None
         folder = Path(cached).parent
     n_parameters = 0
-    for file in folder.glob("*.safetensors"):
+    for file in list_weight_files(folder):
         try:
             with safe_open(file, framework="numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118, not a mapping

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -20,10 +19,9 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.initialization import no_init_weights
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.weight_files import list_weight_files
 
 logger = logging.getLogger(__name__)
-
-INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(slots=True)
@@ -122,13 +120,10 @@ def _find_folder(path: str) -> Path | None:
 
 def _list_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
     """Return the file and the shape of each tensor of a model."""
-    names = [SINGLE_FILE]
-    if (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     files, shapes = {}, {}
-    for name in names:
-        with safe_open(folder / name, framework="pt") as tensors:
+    for file in list_weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
             for tensor in tensors.keys():  # noqa: SIM118, not a mapping
-                files[tensor] = folder / name
+                files[tensor] = file
                 shapes[tensor] = tuple(tensors.get_slice(tensor).get_shape())
     return files, shapes

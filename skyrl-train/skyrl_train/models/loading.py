@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,9 @@ from skyrl_train.models.logprobs import scaled_logits
 from skyrl_train.types.specs import Role
 
 logger = logging.getLogger(__name__)
+
+LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
+MEDIUM = re.compile("image|video|audio|vision", re.IGNORECASE)
 
 POLICY_PATH = "trainer.policy.model.path"
 REF_PATH = "trainer.ref.model.path"
@@ -78,6 +82,7 @@ def load_tokenizer(
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    _check_embeddings(tokenizer, key, path)
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except TemplateSyntaxError as error:
@@ -90,6 +95,24 @@ def load_tokenizer(
     except (TemplateError, TypeError, ValueError, LookupError) as error:
         logger.debug("The chat template refuses a user message alone, which the rows may not have: %r", error)
     return tokenizer
+
+
+def _check_embeddings(tokenizer: PreTrainedTokenizerBase, key: str, path: str) -> None:
+    """Raise ConfigError if the tokenizer has tokens that the model has no embeddings for.
+
+    Placeholders of images do not count: text models of Gemma 3 have one without an embedding.
+    """
+    try:
+        size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    except (OSError, ValueError, AttributeError) as error:  # loading the model names the fault
+        logger.debug("%s=%s has no configuration with a size of its vocabulary: %r", key, path, error)
+        return
+    unknown = [token for token, token_id in tokenizer.get_vocab().items() if token_id >= size]
+    if missing := sorted(token for token in unknown if not MEDIUM.search(token)):
+        raise ConfigError(
+            f"{key}={path} has embeddings of {size:,} tokens, but its tokenizer has {len(missing)} more, e.g. "
+            f"{missing[0]!r}; enlarge the model with resize_token_embeddings, or save the tokenizer without them"
+        )
 
 
 def check_same_vocabulary(path: str, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -142,12 +165,6 @@ def load_model(
         model, report = loaded
         assert isinstance(model, PreTrainedModel)
         _check_complete(model, key, path, report["missing_keys"])
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        raise ConfigError(
-            f"{key}={path}: PyTorch's attention leaves out the softcapping of a "
-            f"{type(model).__name__} (attn_logit_softcapping in its config.json), so its log-probs would be wrong; use "
-            "another model"
-        )
     _prepare(model, key, path, device, gradient_checkpointing, is_deferred=is_deferred)
     if not is_deferred:
         check_head(model, f"{key}={path}")
@@ -286,7 +303,13 @@ def _prepare(
     *,
     is_deferred: bool,
 ) -> None:
-    """Put a model that was just loaded into the state it trains in on `device`; deferred weights are moved later."""
+    """Put a model that was just loaded into the state it trains in on `device`; deferred weights are moved later.
+
+    Raises:
+        ConfigError: an architecture whose log-probs would be wrong.
+    """
+    if (fault := _find_fault(model.config.get_text_config())) is not None:
+        raise ConfigError(f"{key}={path}: a {type(model).__name__} {fault}; use another model")
     module: torch.nn.Module = model.eval()
     if not is_deferred:
         module.to(device)
@@ -302,6 +325,23 @@ def _prepare(
     n_parameters = f"{model.num_parameters():,}"
     place = "sharded" if is_deferred else f"on {device}"
     logger.info("Loaded the %s from %s: %s parameters, %s %s", role, path, n_parameters, model.dtype, place)
+
+
+def _find_fault(config: PretrainedConfig) -> str | None:
+    """Return why the log-probs of a model would be wrong, or would depend on other rows of a batch; None if neither.
+
+    Checks by computation see short rows only, so whatever changes with the length is refused by its name. Longrope
+    (Phi-3.5) and dynamic NTK choose the frequencies of all rows by the longest one.
+    """
+    if getattr(config, "attn_logit_softcapping", None):
+        return "has attn_logit_softcapping in its config.json, which PyTorch's attention leaves out"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # one for each type of layer
+        if (kind := part.get("rope_type")) in LENGTH_DEPENDENT_ROPE:
+            return f"has position embeddings of rope_type {kind}, which depend on the longest row of a batch"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "has layers with chunked_attention, which are not computed in chunks here"
+    return None
 
 
 @contextmanager
@@ -330,7 +370,10 @@ def check_head(model: PreTrainedModel, source: str) -> None:
     """Raise ConfigError if the model changes its logits in a way that `scaled_logits` does not."""
     input_ids = torch.arange(1, 5, device=model.device)[None]  # (1, 4)
     expected = model(input_ids=input_ids, use_cache=False).logits
-    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    output = model.base_model(input_ids=input_ids, use_cache=False)
+    hidden = getattr(output, "last_hidden_state", None)
+    if hidden is None:
+        raise ConfigError(f"{source}: the base of a {type(model).__name__} returns no hidden states; use another model")
     logits = scaled_logits(model, model.get_output_embeddings()(hidden).float())
     if not torch.allclose(logits, expected.float(), atol=1e-3, rtol=1e-3):
         raise ConfigError(

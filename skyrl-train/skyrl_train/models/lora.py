@@ -349,13 +349,35 @@ def read_config(path: str, source: str) -> peft.LoraConfig:
         f"bias is {config.bias}": config.bias != "none" or config.lora_bias,
         f"it has target_parameters {config.target_parameters}": config.target_parameters,
         f"it has modules_to_save {config.modules_to_save}": set(config.modules_to_save or []) - {VALUE_HEAD},
+        f"init_lora_weights={config.init_lora_weights} changed the weights of its base": _changes_base(config),
+        **{f"it has {name}": getattr(config, name, None) for name in OTHER_KINDS},
     }
     for fault, is_present in faults.items():
         if is_present:
-            raise ConfigError(f"{source} is not a plain LoRA adapter: {fault}; use one that only adds B·A to matrices")
+            raise ConfigError(
+                f"{source} is not a plain LoRA adapter: {fault}; use one that only adds B·A to matrices, or convert it "
+                "(peft: save_pretrained with path_initial_model_for_weight_conversion)"
+            )
     # The values come from the file. Models are in evaluation mode, so that dropout has no effect.
     config.lora_dropout, config.inference_mode, config.init_lora_weights = 0.0, False, True
     return config
+
+
+OTHER_KINDS = (
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"),
+    *("trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
+)
+"""Settings of peft that compute something else than W + B·A."""
+
+
+def _changes_base(config: peft.LoraConfig) -> bool:
+    """Return whether the adapter was added to weights that its initialization had changed.
+
+    PiSSA moves the largest singular values of a matrix into the adapter and leaves the rest in the base, so the adapter
+    means nothing on the original weights. OLoRA, CorDA and LoftQ change the base, too; EVA and orthogonal do not.
+    """
+    init = config.init_lora_weights
+    return isinstance(init, str) and init.partition("_")[0].lower() in ("pissa", "olora", "corda", "loftq", "lora")
 
 
 def read_tensors(path: str, source: str) -> dict[str, torch.Tensor]:
@@ -385,6 +407,9 @@ def _load_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], s
 def _check_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: str) -> None:
     """Raise ConfigError if the tensors of peft's files are not those of the model's adapter."""
     expected = {_name_in_file(name): parameter for name, parameter in trained_parameters(model).items()}
+    # peft saves a copy of the base's matrix beside an adapter of the head
+    copies = {FILE_PREFIX + name: p for name, p in model.named_parameters() if ".base_layer." in name}
+    expected |= {name: copies[name] for name in copies.keys() & tensors.keys()}
     for name in sorted(expected.keys() | tensors.keys()):
         shapes = [tuple(named[name].shape) if name in named else "none" for named in (tensors, expected)]
         if shapes[0] != shapes[1]:

@@ -46,7 +46,7 @@ class ChatTemplate:
     ) -> None:
         """Use `template` instead of the tokenizer's own, if given, and pass it `variables`."""
         self.tokenizer = tokenizer
-        self.options = {"chat_template": template, **(variables or {})}
+        self.options: dict[str, Any] = {"chat_template": template, **(variables or {})}
         self._source = str(self.options["chat_template"] or tokenizer.chat_template)
         self._added_tokens = list(tokenizer.get_added_vocab())
 
@@ -69,15 +69,11 @@ class ChatTemplate:
         Raises:
             DataError: a message has a medium.
         """
-        return str(
-            self.tokenizer.apply_chat_template(
-                prepare_messages(messages),
-                tokenize=False,
-                add_generation_prompt=adds_header,
-                **self.options,
-                **({"tools": list(tools)} if tools else {}),
-            )
+        options = {**self.options, "tools": list(tools)} if tools else self.options
+        text: Any = self.tokenizer.apply_chat_template(
+            prepare_messages(messages), tokenize=False, add_generation_prompt=adds_header, **options
         )
+        return str(text)
 
     def prompt(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
         """Return the text that the model continues. A last message of the assistant is the beginning of its reply."""

@@ -10,10 +10,13 @@ from typing import Any
 
 import peft
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer
 
 from skyrl_train.checkpoint.merge.comparison import MergeReport, compare, load_model, probe
 from skyrl_train.checkpoint.model_folder import (
+    MORE_TEMPLATES,
+    TOKENIZER_FILES,
     DType,
     OpenModel,
     copy_settings,
@@ -79,7 +82,8 @@ def merge_into_base(
         raise ConfigError(f"{base} has no {missing[0]}, which the adapter {adapter} needs; name its base model")
     tally = _Tally() if settings is None else _Tally(read_dtype(settings), frozen)
     with new_folder(target) as partial:
-        copy_settings([source.folder, *([settings] if settings else [])], partial)
+        sources = [source.folder, *([settings] if settings else [])]
+        copy_settings(sources, partial, tokenizer=_find_folder(adapter) if settings is None else None)
         if role != "policy":
             _describe_scores(partial, role, adapter, is_complete=settings is not None)
         write_model(partial, specs, _apply_changes(source, specs, changes, dtype, tally), dtype)
@@ -116,12 +120,19 @@ def _merged_specs(base: Sequence[TensorSpec], changes: Changes, frozen: Collecti
     return [*kept, *heads.values()]
 
 
+def _find_folder(adapter: str) -> Path:
+    """Return the folder of an adapter, for the Hub's the one in its cache."""
+    return (
+        Path(adapter)
+        if Path(adapter).is_dir()
+        else Path(snapshot_download(adapter, allow_patterns=[*TOKENIZER_FILES, f"{MORE_TEMPLATES}/*"]))
+    )
+
+
 def _describe_scores(folder: Path, role: Role, adapter: str, *, is_complete: bool) -> None:
     """Turn the configuration of a base into that of a critic or reward model; that of a checkpoint already is one."""
     if not is_complete:
         edit_config(folder, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
-        if Path(adapter).is_dir():
-            copy_settings([Path(adapter)], folder)  # the tokenizer
         if role == "reward":
             edit_config(folder, pad_token_id=_find_pad_token(folder, adapter))
     edit_config(folder, architectures=[type(create_empty(str(folder), role)).__name__])

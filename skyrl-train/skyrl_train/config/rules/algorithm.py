@@ -83,6 +83,16 @@ def distillation_has_a_teacher(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
+def reference_can_follow(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse to copy a policy whose adapter is continued into a reference that has the same adapter."""
+    if cfg.trainer.update_ref_every_epoch and cfg.trainer.continues_adapter:
+        path = cfg.trainer.policy.model.lora.lora_path
+        yield (
+            f"trainer.update_ref_every_epoch=true does not work with trainer.policy.model.lora.lora_path={show(path)}; "
+            f"merge the adapter first (skyrl merge adapter {path} <folder>) and train a new one on the merged model"
+        )
+
+
 def filter_has_a_group(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse to compare the rewards of a group of one."""
     for key, value, off in group_filters(cfg):

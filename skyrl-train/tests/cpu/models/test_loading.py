@@ -11,7 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from train_kit.models import CPU, SMALL, create_model, load_on_cpu
-from transformers import Gemma2Config, PreTrainedTokenizerBase, Qwen3ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedTokenizerBase,
+    Qwen3ForCausalLM,
+)
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import check_vocabulary_size, load_model, load_tokenizer
@@ -105,10 +114,48 @@ def test_a_model_that_post_processes_its_logits_is_refused(
         load_on_cpu(tiny_model_path)
 
 
-def test_a_model_with_softcapped_attention_is_refused(tmp_path: Path) -> None:
-    create_model(Gemma2Config(**SMALL)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="attn_logit_softcapping"):
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 8.0}
+LONGROPE |= {"original_max_position_embeddings": 32, "rope_theta": 10_000.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+LOCAL = {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma2Config(**SMALL), "has attn_logit_softcapping"),
+        (
+            Phi3Config(**SMALL, pad_token_id=0, original_max_position_embeddings=32, rope_parameters=LONGROPE),
+            "rope_type longrope",
+        ),
+        (LlamaConfig(**SMALL, rope_parameters=DYNAMIC), "rope_type dynamic"),
+        (
+            Gemma3TextConfig(**SMALL, rope_parameters={"full_attention": DYNAMIC, "sliding_attention": LOCAL}),
+            "rope_type dynamic",
+        ),
+        (Llama4TextConfig(**SMALL, intermediate_size_mlp=64, moe_layers=[]), "layers with chunked_attention"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else value[:24],
+)
+def test_a_model_whose_log_probs_would_be_wrong_is_refused(config: Any, reason: str, tmp_path: Path) -> None:
+    create_model(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
         load_on_cpu(tmp_path)
+
+
+@pytest.mark.parametrize("token", ["<new>", "<image>"])
+def test_a_tokenizer_has_no_more_tokens_than_the_model_has_embeddings(
+    token: str, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model_path, tmp_path, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens([token])
+    tokenizer.save_pretrained(tmp_path)
+    if token == "<image>":  # a placeholder that text models lack, as in Gemma 3
+        load_tokenizer(str(tmp_path))
+        return
+    with pytest.raises(ConfigError, match=r"has embeddings of 488 tokens, but its tokenizer has 1 more, e.g. '<new>'"):
+        load_tokenizer(str(tmp_path))
 
 
 def copy_model(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,14 @@ import peft
 import pytest
 from safetensors.torch import load_file, save_file
 from train_kit.merges import TOLERANCES, copy_folder, logits, logits_in, save_adapter, save_base
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.checkpoint import model_folder
 from skyrl_train.checkpoint.lock import folder_lock
 from skyrl_train.checkpoint.merge import adapter as adapter_merge
 from skyrl_train.checkpoint.merge import merge_adapter
 from skyrl_train.entrypoints.cli import main
+from skyrl_train.entrypoints.forecast import count_parameters
 from skyrl_train.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.usefixtures("frozen_objects")  # a merge collects garbage
@@ -79,6 +82,40 @@ def test_every_linear_architecture_can_be_merged(other_model: PreTrainedModel, t
     other_model.save_pretrained(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", tmp_path / "base")
     assert merge_adapter(str(adapter), tmp_path / "merged").logit_gap < 1e-5
+
+
+def test_foreign_files_and_copies_beside_the_base_are_left_alone(adapter: Path, base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    renamed = {name.replace("model.layers", "layers") + "_": weight for name, weight in weights.items()}
+    save_file(renamed, tmp_path / "base/consolidated.safetensors")  # Mistral's second copy
+    save_file({name: weight * 0 for name, weight in weights.items()}, tmp_path / "base/model.old.safetensors")
+    merge_adapter(str(adapter), tmp_path / "merged", base=str(tmp_path / "base"))
+    merge_adapter(str(adapter), tmp_path / "expected", base=str(base))
+    assert (tmp_path / "merged/model.safetensors").read_bytes() == (
+        tmp_path / "expected/model.safetensors"
+    ).read_bytes()
+    assert [file.name for file in (tmp_path / "merged").glob("*.safetensors")] == ["model.safetensors"]
+    assert count_parameters(str(tmp_path / "base")) == count_parameters(str(base))
+
+
+def test_a_merged_model_has_the_tokenizer_of_its_adapter_as_a_whole(
+    adapter: Path, base: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    for name, source, template in (("base", base, "base: {{ messages }}"), ("adapter", adapter, "{{ messages }}")):
+        shutil.copytree(source, tmp_path / name)
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.chat_template = {"default": template, "tool_use": f"{name}'s tools"}
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "base/vocab.txt").touch()  # of the base's tokenizer
+    (tmp_path / "base/generation_config.json").write_text("{}")
+    (tmp_path / "adapter/trainer_state.json").touch()  # neither settings nor tokenizer
+    merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged", base=str(tmp_path / "base"))
+    files = {file.relative_to(tmp_path / "merged").as_posix() for file in (tmp_path / "merged").rglob("*")}
+    assert "generation_config.json" in files
+    assert not files & {"vocab.txt", "trainer_state.json", "adapter_config.json"}
+    merged = AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+    assert merged == {"default": "{{ messages }}", "tool_use": "adapter's tools"}
 
 
 def test_a_merged_model_that_lacks_a_tensor_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:

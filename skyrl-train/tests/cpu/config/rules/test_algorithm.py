@@ -37,6 +37,8 @@ REFUSED: Cases = {
     # distillation_has_a_teacher
     f"{DISTILLATION} trainer.policy.model.path=my/model": ["trainer.ref.model.path=teacher"],
     f"{DISTILLATION} trainer.ref.model.path=teacher trainer.update_ref_every_epoch=true": [],
+    # reference_can_follow
+    "trainer.policy.model.lora.lora_path=adapter trainer.update_ref_every_epoch=true": [],
     # filter_has_a_group
     f"{ALGORITHM}.dynamic_sampling.type=filter {ONE_SAMPLE}": ["generator.n_samples_per_prompt=2"],
     f"{ALGORITHM}.zero_variance_filter=true {ONE_SAMPLE}": ["generator.n_samples_per_prompt=2"],
