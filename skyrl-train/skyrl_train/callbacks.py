@@ -47,6 +47,8 @@ class Run(Protocol):
     global_step: int
     """The last finished step; 0 before the first."""
     total_steps: int
+    changes: list[str]
+    """Settings that differ from those of the checkpoint it resumed from, e.g. `trainer.seed: 1 -> 2`."""
 
     @property
     def is_stopping(self) -> bool:
@@ -132,7 +134,10 @@ def is_due(interval: int, report: StepReport) -> bool:
 
 
 class SavedConfig(Callback):
-    """A callback that writes the resolved configuration, unless the run is already finished."""
+    """A callback that writes the resolved configuration, unless the run is already finished.
+
+    The file has the settings of the last step. `changes.jsonl` has the settings that a resume changed, and when.
+    """
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
@@ -140,6 +145,11 @@ class SavedConfig(Callback):
     async def on_train_start(self, run: Run) -> None:
         if run.global_step < run.total_steps:
             self._run_folder.config_yaml.write_text(to_yaml(run.cfg), encoding="utf-8")
+            earlier = [change for change in self._run_folder.read_changes() if change["after_step"] < run.global_step]
+            if run.changes:
+                earlier.append({"after_step": run.global_step, "settings": run.changes})
+            if earlier or self._run_folder.changes.exists():
+                write_jsonl(self._run_folder.changes, earlier)
 
 
 class Evaluation(Callback):

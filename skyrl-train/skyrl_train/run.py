@@ -42,9 +42,6 @@ from skyrl_train.workers.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 
-SAVED_SETTINGS = tuple(f".optimizer_config.{name}" for name in ("lr", "adam_betas", "weight_decay"))
-"""Ends of the keys whose values a resumed run takes from its checkpoint."""
-
 
 class Position(Protocol):
     """The position of a run in its data."""
@@ -98,6 +95,7 @@ class TrainingRun(ABC):
         self.models = models
         self.total_steps = total_steps
         self.global_step = 0  # the last finished step
+        self.changes: list[str] = []
         self._stop = asyncio.Event()
         self._position = position
         self._callbacks = callbacks
@@ -379,11 +377,9 @@ class TrainingRun(ABC):
         set_random_state(state["rng"])
         self.global_step = state["global_step"]
         logger.info("Resumed from %s", folder)
-        for line in changed_settings(saved, self.cfg.model_dump(mode="json")):
-            if line.partition(":")[0].endswith(SAVED_SETTINGS):
-                logger.warning("%s has no effect: the optimizer has the settings of its checkpoint", line)
-            else:
-                logger.warning("Changed since the checkpoint: %s", line)
+        self.changes = changed_settings(saved, self.cfg.model_dump(mode="json"))
+        for line in self.changes:
+            logger.warning("Changed since the checkpoint: %s", line)
 
     def _check_batch_size(self, folder: Path, saved: int) -> None:
         """Raise CheckpointError if the batch size has changed and epochs, not `max_training_steps`, end the run."""

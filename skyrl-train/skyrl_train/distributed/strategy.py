@@ -202,7 +202,7 @@ class DistributedStrategy(ABC, Generic[M]):
         dcp.save(copied, storage_writer=_Writer(folder, write_files), process_group=group, no_dist=group is None)
 
     def load(self, state: TrainState[M], folder: Path) -> None:
-        """Load what any number of ranks saved, in any layout.
+        """Load what any number of ranks saved, in any layout. Settings of the optimizer are the configured ones.
 
         Raises:
             CheckpointException: a rank could not read its part, or the model has other tensors; on all ranks.
@@ -212,10 +212,16 @@ class DistributedStrategy(ABC, Generic[M]):
         saved = self._state_dict(state, with_moments=has_moments)
         group = self._save_group
         planner = _CompletePlanner()
+        groups = [] if state.optimizer is None else state.optimizer.param_groups
+        configured = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         dcp.load(saved, checkpoint_id=folder, planner=planner, process_group=group, no_dist=group is None)
         self._load_state_dict(state, saved)
         if state.scheduler is not None:
             state.scheduler.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
+        for i, (group, settings) in enumerate(zip(groups, configured, strict=True)):
+            group.update(settings)
+            if state.scheduler is not None:
+                state.scheduler.base_lrs[i] = settings["initial_lr"]
 
     def export(self, module: M, folder: Path) -> None:
         """Write a plain Hugging Face folder. Only the first rank writes, and no other waits for its disk."""

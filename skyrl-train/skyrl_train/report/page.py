@@ -121,6 +121,7 @@ def write_report(
         evaluations=evaluations,
         examples=pick_examples(evaluations.newest, evaluations.first),
         settings=select_settings(config),
+        changes=run_folder.read_changes(),
         command=command,
         config_text=config_text,
         all_metrics=_all_metrics(rows),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from skyrl_train.checkpoint import make_folder
 from skyrl_train.errors import ConfigError
@@ -39,6 +41,16 @@ class RunFolder:
     @property
     def config_yaml(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def changes(self) -> Path:
+        return self.path / "changes.jsonl"
+
+    def read_changes(self) -> list[dict[str, Any]]:
+        """Return the changes of settings: `{"after_step": 10, "settings": ["trainer.seed: 1 -> 2"]}`, ascending."""
+        if not self.changes.exists():
+            return []
+        return [json.loads(line) for line in self.changes.read_text(encoding="utf-8").splitlines()]
 
     @property
     def metrics(self) -> Path:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from train_kit.datasets import write_answers
 from train_kit.runs import Run, assert_equal_runs, expect_error, read_lines, stop_after, supervised_run, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.supervised_trainer import count_flops
+from skyrl_train.tracking import RunFolder
 
 UNSAVED = ["trainer.eval_interval=-1", "trainer.ckpt_interval=-1"]
 Overrides = Callable[..., list[str]]
@@ -213,15 +215,33 @@ def test_a_run_with_more_epochs_than_before_follows_their_schedule(
     run = train(*named("run", *schedule, "trainer.epochs=1"), command="sft")
     assert run.steps == [1, 2]
     caplog.clear()
-    train(*named("run", *schedule, f"{optimizer}.lr=1"), command="sft")
+    train(*named("run", *schedule), command="sft")
     rates = [step["train/lr"] for step in run.metrics]
     assert rates[2:] == pytest.approx([3e-3 * share for share in shares])
     assert "Changed since the checkpoint: trainer.epochs: 1 -> 3" in caplog.messages
-    change = "trainer.policy.optimizer_config.lr: 0.003 -> 1.0"
-    assert f"{change} has no effect: the optimizer has the settings of its checkpoint" in caplog.messages
     jumps = [message for message in caplog.messages if message.startswith("The learning rate of the policy")]
     rest = "not the 0 of the checkpoint: the schedule has changed"
     assert jumps == ([f"The learning rate of the policy is {jump}, {rest}"] if jump else [])
+
+
+def test_settings_that_a_resume_changes_are_used_and_shown(named: Overrides) -> None:
+    """Adam's step is proportional to the learning rate, so another rate scales it."""
+    rate, fixed = "trainer.policy.optimizer_config.lr", ["trainer.eval_interval=-1", "trainer.hf_save_interval=1"]
+    fixed += ["trainer.policy.optimizer_config.scheduler=constant_with_warmup"]
+    fixed += ["trainer.policy.optimizer_config.weight_decay=0", "trainer.max_training_steps=2"]
+    steps = {}
+    for name, changes in (("same", []), ("run", [f"{rate}=0.01"])):
+        train(*named(name, *fixed, "trainer.max_training_steps=1"), command="sft")
+        run = train(*named(name, *fixed, *changes), command="sft")
+        before, after = (
+            load_file(run.folder / f"export/global_step_{step}/policy/model.safetensors") for step in (1, 2)
+        )
+        steps[name] = torch.cat([(after[key] - before[key]).flatten() for key in before])
+    assert [step["train/lr"] for step in run.metrics] == [3e-3, 0.01]
+    assert (steps["run"] * 0.3 - steps["same"]).norm() < 1e-3 * steps["same"].norm()
+    (change,) = RunFolder(run.folder).read_changes()
+    assert change == {"after_step": 1, "settings": ["trainer.max_training_steps: 1 -> 2", f"{rate}: 0.003 -> 0.01"]}
+    assert f"{rate}: 0.003 -&gt; 0.01" in (run.folder / "report.html").read_text()
 
 
 def test_a_checkpoint_of_other_data_is_refused(named: Overrides, data: Path) -> None:
