@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from skyrl_gym.runtime.text import clean_text, describe_error
 from skyrl_gym.tools.calls import strip_thoughts
 from skyrl_train.errors import EngineError
-from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.chat_template import ChatEncoder, cannot_fit
 from skyrl_train.generators.conversation import StepwiseConversation, TokenConversation
 from skyrl_train.generators.rollout import Rollout
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, SamplingParams
@@ -202,15 +202,25 @@ class Chat:
         return self._special_tokens.sub(lambda found: found[0][0] + ZERO_WIDTH_SPACE + found[0][1:], text)
 
     def _flush(self) -> TokenConversation:
-        """Add the new messages to the conversation."""
-        conversation = self._rollout.conversation
+        """Add the new messages to the conversation.
+
+        Raises:
+            PromptTooLong, ContextWindowExceeded: they have far more text than fits.
+        """
+        conversation, n_context = self._rollout.conversation, self._engine.info.context_length
         if conversation is None or self._is_reset:
+            if cannot_fit(self._new, n_context):
+                if self._rollout.turns:
+                    raise ContextWindowExceeded
+                raise PromptTooLong(f"the prompt has far more text than the {n_context} tokens that the engine reads")
             if conversation is None:
                 conversation = self._rollout.conversation = self._new_conversation(self._new)
             else:
                 conversation.replace_history(self._new)
             self._n_prompt = len(conversation.next_prompt())
         elif self._new:
+            if cannot_fit(self._new, min(n_context, self._max_response_length)):
+                raise ContextWindowExceeded
             conversation.observe(self._new)
         self._messages, self._new, self._is_reset = self.messages, [], False
         return conversation

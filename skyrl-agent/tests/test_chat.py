@@ -11,6 +11,7 @@ from agent_kit.trajectories import GENERAL, ROW, new_runner, play_one
 
 from skyrl_agent import AgentConfig, AutoAgentRunner, BaseAgent, Outcome
 from skyrl_train.errors import ConfigError
+from skyrl_train.generators.chat_template import ChatEncoder
 
 FINISH = tool_call("finish", answer="Paris")
 
@@ -61,3 +62,46 @@ def test_a_template_without_system_messages_is_named() -> None:
     cfg = AgentConfig.model_validate({"task": GENERAL, "tools": ("finish",)})
     with pytest.raises(ConfigError, match="the chat template refuses the system message that describes the tools"):
         AutoAgentRunner.from_task(cfg, ScriptedEngine(), strict)
+
+
+class Verbose(BaseAgent):
+    """An agent that adds, or starts with, as many characters as its instance says."""
+
+    async def run(self) -> Outcome:
+        text = "word " * (self.instance["n_chars"] // 5)
+        where = self.instance["where"]
+        if where == "prompt":
+            self.chat.reset([{"role": "user", "content": text}])
+        await self.chat.generate()
+        if where == "history":
+            self.chat.reset([{"role": "user", "content": text}])
+        else:
+            self.chat.append("user", "Go on." if where == "last" else text)
+        if where == "last":
+            self.chat.append_to_last(text)
+        await self.chat.generate()
+        return Outcome("FINISH")
+
+
+@pytest.mark.parametrize("where", ["prompt", "history", "message", "last"])
+async def test_text_that_cannot_fit_is_not_tokenized(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten million characters would take many seconds, in which no other trajectory continues."""
+    lengths: list[int] = []
+    encode = ChatEncoder.encode
+
+    def record(self: ChatEncoder, text: str) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text)
+
+    monkeypatch.setattr(ChatEncoder, "encode", record)
+    agents = new_runner(
+        ScriptedEngine(["hm", "hm"], context_length=20_000),
+        agent_cls=f"{__name__}.Verbose",
+        tools=(),
+        num_trajectories=1,
+        n_retries=0,
+    )
+    output = await agents.run([{**ROW, "where": where, "n_chars": 10_000_000}])
+    await agents.close()
+    assert output["stop_reasons"] == ["prompt_too_long" if where == "prompt" else "CONTEXT_WINDOW_EXCEEDED"]
+    assert max(lengths) < 1_000_000

@@ -23,6 +23,7 @@ from skyrl_train.rendering.template import MARK, ChatTemplate, Messages
 CONTEXT_TOKENS = 32  # of a row, with which a text is tokenized that follows it
 CACHED_TOKENS = 2**18  # samples of a group share a prompt, and many environments repeat observations
 TURN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")  # besides the template's own
+MAX_CHARS_PER_TOKEN = 32  # text with more is too long for a limit of tokens, and is not tokenized
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -145,6 +146,12 @@ class ChatEncoder:
                 "template with plain user and assistant turns"
             )
         return tuple(token_ids)
+
+
+def cannot_fit(messages: Messages, max_tokens: int) -> bool:
+    """Return True for messages with far more text than `max_tokens`, which may take minutes to tokenize."""
+    n_chars = sum(len(str(value)) for message in messages for value in message.values())
+    return n_chars > MAX_CHARS_PER_TOKEN * max_tokens
 
 
 def custom_chat_template(section: ChatTemplateConfig) -> str | None:

@@ -12,7 +12,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import EngineError, EnvError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
-from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
+from skyrl_train.generators.chat_template import MAX_CHARS_PER_TOKEN, ChatEncoder, cannot_fit, custom_chat_template
 from skyrl_train.generators.conversation import TokenConversation, conversation_factory
 from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, Episode, LocalEpisodes
 from skyrl_train.generators.env_processes import ProcessEpisodes
@@ -44,9 +44,6 @@ from skyrl_train.inference_engines.base import EngineRequest, EngineResult, Infe
 from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
-
-MAX_CHARS_PER_TOKEN = 32
-"""Text with more characters per token of the input limit counts as too long without being tokenized."""
 
 
 class UnknownReward(EnvError):
@@ -152,7 +149,7 @@ class SkyRLGymGenerator(GeneratorInterface):
             extras["max_turns"] = self.generator_cfg.max_turns
             await episode.make(rollout.env_class, extras)
             prompt = validate_prompt(await episode.call("init", copy.deepcopy([*map(dict, row.prompt)])))
-            if self._cannot_fit(prompt):
+            if cannot_fit(prompt, self._max_input_length):
                 rollout.fail("prompt_too_long", f"the prompt has more than {self._max_chars:,} characters")
                 return
             rollout.conversation = self._new_conversation(prompt)
@@ -229,7 +226,7 @@ class SkyRLGymGenerator(GeneratorInterface):
             return
         observations = output["observations"]
         history = (output.get("metadata") or {}).get("modified_chat_history")
-        if self._cannot_fit([*(history or []), *observations]):
+        if cannot_fit([*(history or []), *observations], self._max_input_length):
             rollout.stop_reason = "length"
             return
         observations = self._with_status(conversation, observations)
@@ -252,10 +249,6 @@ class SkyRLGymGenerator(GeneratorInterface):
                 turn.reward = [*turn.reward[:-1], turn.reward[-1] + reward]
             else:
                 turn.reward += reward
-
-    def _cannot_fit(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Return True for messages with far more text than the model reads, which takes minutes to tokenize."""
-        return sum(len(str(value)) for message in messages for value in message.values()) > self._max_chars
 
     def _with_status(self, conversation: TokenConversation, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Append a line with the used context and turns, with `generator.inject_context_status`."""
