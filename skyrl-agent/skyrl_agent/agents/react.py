@@ -65,7 +65,11 @@ class ReActAgent(BaseAgent):
             call = self._parse(text)
             if call.name not in tools:
                 raise ToolCallError(f"There is no function {call.name}; there are {', '.join(tools)}.")
-            result = await self.call_tool(tools[call.name], call.arguments)
+            tool = tools[call.name]
+            result = await self.call_tool(tool, call.arguments)
+            if tool.ends_trajectory:
+                return Outcome("FINISH_TOOL", result)
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except EnvTimeout:
             return Outcome("cmd_timeout")
         except (ToolFailure, EngineError, ContextWindowExceeded):
@@ -73,12 +77,8 @@ class ReActAgent(BaseAgent):
         except Exception as error:  # noqa: BLE001, the model reads it
             self._observe(call, f"ERROR: {error if isinstance(error, ToolCallError) else describe_error(error)}")
             return None
-        if tools[call.name].ends_trajectory:
-            return Outcome("FINISH_TOOL", result)
-        if isinstance(result, str):
-            self._observe(call, result)
-        elif result is not None or not self.chat.has_new_messages:  # a tool that rewrote the history returns None
-            self._observe(call, json.dumps(result, ensure_ascii=False, default=str))
+        if result is not None or not self.chat.has_new_messages:  # a tool that rewrote the history returns None
+            self._observe(call, text)
         return None
 
     def _parse(self, text: str) -> ToolCall:

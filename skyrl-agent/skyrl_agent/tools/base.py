@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jsonschema
@@ -167,20 +168,25 @@ def create_tools(specs: Iterable[str | Mapping[str, Any]]) -> dict[str, BaseTool
         ConfigError: a tool does not exist, does not accept its settings, or has the name of another one.
     """
     tools: dict[str, BaseTool] = {}
-    for spec in specs:
-        settings = {} if isinstance(spec, str) else dict(spec)
-        name = spec if isinstance(spec, str) else settings.pop("name", None)
-        for tool in _create(name, settings):
-            if tool.name in tools:
-                raise ConfigError(f"tools: two tools have the name {tool.name!r}; remove one of them")
-            tools[tool.name] = tool
+    with ExitStack() as stack:  # an error closes the tools before it
+        for spec in specs:
+            settings = {} if isinstance(spec, str) else dict(spec)
+            name = spec if isinstance(spec, str) else settings.pop("name", None)
+            created = _create(name, settings)
+            stack.callback(close_tools, created)
+            for tool in created:
+                if tool.name in tools:
+                    raise ConfigError(f"tools: two tools have the name {tool.name!r}; remove one of them")
+                tools[tool.name] = tool
+        stack.pop_all()
     return tools
 
 
 def close_tools(tools: Iterable[BaseTool]) -> None:
-    """Close tools."""
-    for tool in tools:
-        tool.close()
+    """Close all tools, even if one of them fails; then raise its error."""
+    with ExitStack() as stack:
+        for tool in tools:
+            stack.callback(tool.close)
 
 
 def _create(name: Any, settings: dict[str, Any]) -> list[BaseTool]:

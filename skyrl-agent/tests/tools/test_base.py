@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +14,7 @@ from agent_kit.engines import TOKENIZER, ScriptedEngine, tool_call
 from agent_kit.trajectories import new_runner, play_one
 
 from skyrl_agent.tools import BaseTool, register_tool, tool_registry
-from skyrl_agent.tools.base import format_tools
+from skyrl_agent.tools.base import close_tools, create_tools, format_tools
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.core import ToolGroup, tool
@@ -92,6 +94,73 @@ class Nameless(BaseTool):
         """Do nothing."""
 
 
+async def exit_later() -> None:
+    await asyncio.sleep(0)
+    sys.exit(0)
+
+
+async def cancel_a_task() -> None:
+    task = asyncio.create_task(asyncio.sleep(3600))
+    task.cancel()
+    await task
+
+
+class Unreadable:
+    """An object without a text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+DEEP: list[Any] = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+class Owned(Counter):
+    """A tool that records that it is closed, and may fail then."""
+
+    n_closed: ClassVar[int] = 0
+
+    def __init__(self, settings: Any = None) -> None:
+        super().__init__(settings)
+        self.name = self.settings.get("as", "owned")
+        if self.settings.get("is_broken"):
+            raise ValueError("broken")
+
+    def close(self) -> None:
+        Owned.n_closed += 1
+        if self.settings.get("fails"):
+            raise OSError("still busy")
+
+
+OWNED = f"{__name__}.Owned"
+
+
+@pytest.mark.parametrize(
+    ("last", "n_closed"),
+    [({"name": OWNED, "is_broken": True}, 2), ({"name": OWNED, "as": "b"}, 3), ("no_such_tool", 2)],
+    ids=["broken", "duplicate", "unknown"],
+)
+def test_tools_before_one_that_cannot_be_created_are_closed(
+    last: Any, n_closed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Owned, "n_closed", 0)
+    with pytest.raises(ConfigError):
+        create_tools([{"name": OWNED, "as": "a"}, {"name": OWNED, "as": "b"}, last])
+    assert Owned.n_closed == n_closed
+
+
+def test_a_tool_that_cannot_be_closed_leaves_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Owned, "n_closed", 0)
+    tools = create_tools([{"name": OWNED, "as": name, "fails": name == "b"} for name in "abc"])
+    with pytest.raises(OSError, match="still busy"):
+        close_tools(tools.values())
+    assert Owned.n_closed == 3
+
+
 async def speak(says: Any, **settings: Any) -> tuple[Trajectory, ScriptedEngine]:
     """Play a trajectory that uses the tool once."""
     Speaking.says = says
@@ -164,8 +233,19 @@ async def test_each_trajectory_has_its_own_tool_and_groups_of_skyrl_gym_are_tool
         (None, "EXECUTION RESULT of [speak]:\nnull<|im_end|>\n<|im_start|>assistant\n"),
         ("file \udc80.txt", "EXECUTION RESULT of [speak]:\nfile "),
         (partial(asyncio.sleep, 0, "slept"), "EXECUTION RESULT of [speak]:\nslept"),
+        (partial(exit_later), "ERROR: RuntimeError: SystemExit: 0"),
+        (partial(cancel_a_task), "ERROR: RuntimeError: CancelledError"),
+        (CYCLE, "ERROR: ValueError: Circular reference detected"),
+        ({"inner": CYCLE}, "ERROR: ValueError: Circular reference detected"),
+        ({(1, 2): "pair"}, "ERROR: TypeError: keys must be"),
+        (DEEP, "ERROR: RecursionError"),
+        (Unreadable(), "ERROR: RuntimeError: no text"),
+        (Path("/tmp"), 'EXECUTION RESULT of [speak]:\n"/tmp"'),
     ],
-    ids=["raises", "exits", "long", "nothing", "broken characters", "coroutine"],
+    ids=[
+        *("raises", "exits", "long", "nothing", "broken characters", "coroutine"),
+        *("exits later", "cancelled task", "cycle", "inner cycle", "key", "deep", "unreadable", "object"),
+    ],
 )
 async def test_results_and_errors_are_shown_to_the_model(says: Any, shown: str) -> None:
     trajectory, engine = await speak(says, max_response_length=10**6)
