@@ -117,6 +117,9 @@ class AgentGeneration(Section):
     task_timeout: Annotated[float, Gt(0)] = 3600.0
     """Seconds after which a method of the task is abandoned; its trajectory is invalid."""
 
+    trajectory_timeout: Annotated[float, Gt(0)] = 14_400.0
+    """Seconds after which an agent is abandoned, waiting for the engine included; its trajectory is invalid."""
+
     n_retries: Annotated[int, Ge(0)] = 1
     """Further attempts at a trajectory that failed."""
 

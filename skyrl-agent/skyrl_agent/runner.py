@@ -39,6 +39,7 @@ RATIOS = {
     "error_initialization": "error_initialization",
     "error_runtime": "error_runtime",
     "error_evaluation": "error_evaluation",
+    "trajectory_timeout": "trajectory_timeout",
     "engine_error": "engine_error",
 }
 """Metrics, and the stop reasons whose share they are."""

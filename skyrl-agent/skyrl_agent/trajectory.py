@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_agent.agents.base import AgentContext, BaseAgent, call_with_limit
+from skyrl_agent.agents.base import AgentContext, BaseAgent, Outcome, call_with_limit, run_contained
 from skyrl_agent.chat import Chat, ContextWindowExceeded, EngineAborted, PromptTooLong
 from skyrl_agent.config import AgentConfig
 from skyrl_agent.tasks.base import BaseTask, select_arguments
@@ -19,7 +19,7 @@ from skyrl_agent.tools.base import BaseTool, close_tools
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import validate_metrics, validate_reward
 from skyrl_train.errors import DataError, EngineError
-from skyrl_train.generators.env_pool import ThreadPool
+from skyrl_train.generators.env_pool import ThreadPool, errors_as_exceptions
 from skyrl_train.generators.rollout import Rollout
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,8 @@ class AgentTrajectory:
 
     async def _release(self, name: str, closing: Awaitable[Any]) -> None:
         try:
-            await closing
+            with errors_as_exceptions():
+                await closing
         except Exception:  # the trajectory keeps its result
             logger.warning(
                 "%s: %s was not closed after rollout %s",
@@ -154,7 +155,8 @@ class AgentTrajectory:
     async def _run_phase(self, phase: Callable[[], Awaitable[None]], stop_reason: str) -> None:
         started, generated_s = time.perf_counter(), self.rollout.generate_s
         try:
-            await phase()
+            with errors_as_exceptions():
+                await phase()
         except EngineError as error:
             self.rollout.fail("abort" if isinstance(error, EngineAborted) else "engine_error", str(error), error)
         except PromptTooLong as error:
@@ -171,15 +173,23 @@ class AgentTrajectory:
         if inspect.iscoroutinefunction(self._task.initialize_runtime):
             await self._start()  # which releases what it has started if it is cancelled
         else:
-            await finish(self._start())
+            await finish(self._start())  # which closes the runtime of a start that exceeds its limit
         self._chat.reset(await self._call_task("get_instruction", runtime=self._runtime))
 
     async def _start(self) -> None:
-        self._runtime = await self._call_task("initialize_runtime", env=self.env)
+        self._runtime = await self._call_task("initialize_runtime", env=self.env, close_late=self._task.close_runtime)
+
+    async def _create_tools(self) -> None:
+        self._tools = await call_with_limit(
+            self._tool_threads,
+            lambda: self._agent_cls.create_tools(self._cfg.tools),
+            self._cfg.generator.tool_timeout,
+            lambda tools: close_tools(tools.values()),
+        )
 
     async def _generate(self) -> None:
         assert self._instance is not None
-        self._tools = await self._tool_threads.run(lambda: self._agent_cls.create_tools(self._cfg.tools))
+        await finish(self._create_tools())
         context = AgentContext(
             self._chat,
             self._tools,
@@ -190,16 +200,31 @@ class AgentTrajectory:
             self._tool_threads,
             self.tool_calls,
         )
-        try:
-            outcome = await self._agent_cls(context).run()
-            self.finish_reason, self._result = outcome.finish_reason, outcome.result
-        except ContextWindowExceeded:
-            self.finish_reason = "CONTEXT_WINDOW_EXCEEDED"
+        self.finish_reason, self._result = await self._run_agent(context)
         if not self.rollout.turns:
             raise RuntimeError(f"{self._agent_cls.__name__} ended before the model took a turn")
         collected = await self._call_task("complete_runtime", runtime=self._runtime)
         if collected is not None and collected != {}:  # tasks of SkyRL-Agent return {} if there is nothing to collect
             self._result = collected
+
+    async def _run_agent(self, context: AgentContext) -> tuple[str, Any]:
+        """Return the finish reason and the result of the agent."""
+        name, limit = self._agent_cls.__name__, asyncio.timeout(self._cfg.generator.trajectory_timeout)
+        try:
+            async with limit:
+                outcome = await run_contained(self._agent_cls(context).run())
+        except ContextWindowExceeded:
+            return "CONTEXT_WINDOW_EXCEEDED", None
+        except TimeoutError:
+            if limit.expired():
+                limit_s = self._cfg.generator.trajectory_timeout
+                self.rollout.fail(
+                    "trajectory_timeout", f"{name} had no result after generator.trajectory_timeout={limit_s:g} s"
+                )
+            raise  # the first failure counts
+        if not isinstance(outcome, Outcome) or not isinstance(outcome.finish_reason, str) or not outcome.finish_reason:
+            raise TypeError(f'{name}.run returned {outcome!r}; return an Outcome with a reason, such as "FINISH"')
+        return outcome.finish_reason, outcome.result
 
     async def _evaluate(self) -> None:
         graded = await self._call_task("evaluate_result", result=self._result, finish_reason=self.finish_reason)
@@ -214,8 +239,8 @@ class AgentTrajectory:
         self.rollout.env_metrics = validate_metrics(metrics)
         self.rollout.stop_reason = self.finish_reason
 
-    async def _call_task(self, name: str, **arguments: Any) -> Any:
-        """Return the result of a method of the task, see `BaseTask`."""
+    async def _call_task(self, name: str, close_late: Callable[[Any], Any] | None = None, **arguments: Any) -> Any:
+        """Return the result of a method of the task, see `BaseTask`; a result after its limit goes to `close_late`."""
         method, instance = getattr(self._task, name), self._instance
         assert instance is not None
         arguments |= {
@@ -224,7 +249,8 @@ class AgentTrajectory:
             "instance_id": instance.instance_id,
             "trajectory_id": self.rollout.request.id.repetition_id,
         }
-        return await self._call(lambda: method(**select_arguments(method, arguments)))
+        return await self._call(lambda: method(**select_arguments(method, arguments)), close_late)
 
-    async def _call(self, function: Callable[[], Any]) -> Any:
-        return await call_with_limit(self._task_threads, function, self._cfg.generator.task_timeout)
+    async def _call(self, function: Callable[[], Any], close_late: Callable[[Any], Any] | None = None) -> Any:
+        limit_s = self._cfg.generator.task_timeout
+        return await call_with_limit(self._task_threads, function, limit_s, close_late)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 from agent_kit.engines import tool_call
 from agent_kit.trajectories import new_runner, play_one
 
-from skyrl_agent import BaseTask
+from skyrl_agent import BaseAgent, BaseTask, BaseTool, Outcome
+from skyrl_agent.agents.base import AgentContext
 from skyrl_train.errors import EngineError
 from skyrl_train.types import Message
 
@@ -41,6 +47,8 @@ class Faulty(BaseTask):
         match instance.get("grader"):
             case "cancels itself":
                 raise asyncio.CancelledError
+            case "exits":
+                sys.exit(0)
             case "hangs":
                 await asyncio.sleep(3600)
         return instance.get("reward", {"reward": True, "n_tests": 3})
@@ -89,9 +97,10 @@ async def test_a_task_may_report_metrics_and_a_truth_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grader", "message"), [("hangs", "did not return within 0.2 s"), ("cancels itself", "CancelledError")]
+    ("grader", "message"),
+    [("hangs", "took longer than 0.2 s"), ("cancels itself", "CancelledError"), ("exits", "SystemExit: 0")],
 )
-async def test_a_grader_that_hangs_or_cancels_itself_ends_only_its_trajectory(grader: str, message: str) -> None:
+async def test_a_grader_that_hangs_or_ends_its_program_ends_only_its_trajectory(grader: str, message: str) -> None:
     trajectory, _ = await play_one(FINISH, {"grader": grader}, task=FAULTY, task_timeout=0.2, n_retries=0)
     assert trajectory.stop_reason == "error_evaluation"
     assert message in str(trajectory.error)
@@ -172,4 +181,194 @@ async def test_each_attempt_has_its_own_instance_and_nothing_collected_keeps_the
     agents = new_runner(FINISH, f"{__name__}.WritesToInstance", num_trajectories=4)
     assert (await agents.run([row]))["traj_rewards"] == [1.0] * 4
     assert row == {"seen": {}}
+    await agents.close()
+
+
+class Fatal(BaseException):
+    """An error that `except Exception` does not catch, such as those of pytest and torch.distributed.checkpoint."""
+
+
+async def cancel_a_task() -> None:
+    task = asyncio.create_task(asyncio.sleep(3600))
+    task.cancel()
+    await task
+
+
+async def cancel_oneself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
+async def raise_error(error: BaseException) -> None:
+    raise error
+
+
+class Fault(NamedTuple):
+    """The end of an agent, and the error of its trajectory."""
+
+    end: Callable[[], Any]  # its result, or an awaitable of it, is the agent's
+    message: str
+
+
+AGENT_FAULTS = {
+    "constructor": Fault(lambda: None, "SystemExit: 0"),
+    "exit": Fault(partial(sys.exit, 0), "SystemExit: 0"),
+    "cancelled task": Fault(cancel_a_task, "CancelledError"),
+    "cancels itself": Fault(cancel_oneself, "CancelledError"),
+    "base error": Fault(partial(raise_error, Fatal("no")), "Fatal: no"),
+    "group": Fault(partial(raise_error, BaseExceptionGroup("tasks", [Fatal("no")])), "BaseExceptionGroup"),
+    "exit in a thread": Fault(partial(asyncio.to_thread, sys.exit, 0), "SystemExit: 0"),
+    "stop iteration": Fault(partial(next, iter(())), "StopIteration"),
+    "tuple": Fault(lambda: ("FINISH", None), "Unruly.run returned ('FINISH', None); return an Outcome"),
+    "nothing": Fault(lambda: None, "Unruly.run returned None; return an Outcome"),
+    "no reason": Fault(partial(Outcome, None), "Unruly.run returned Outcome(finish_reason=None"),  # type: ignore[arg-type]
+    "number": Fault(partial(Outcome, 5), "Unruly.run returned Outcome(finish_reason=5"),  # type: ignore[arg-type]
+    "empty reason": Fault(partial(Outcome, ""), "Unruly.run returned Outcome(finish_reason=''"),
+    "hangs": Fault(lambda: asyncio.Event().wait(), "Unruly had no result after generator.trajectory_timeout=2 s"),
+}
+
+
+class Unruly(BaseAgent):
+    """An agent that ends as the row says, in the first trajectory."""
+
+    def __init__(self, context: AgentContext) -> None:
+        super().__init__(context)
+        self.fault = self.instance["fault"] if context.trajectory_id.endswith("0") else None
+        if self.fault == "constructor":
+            sys.exit(0)
+
+    async def run(self) -> Any:
+        await self.chat.generate()
+        if self.fault is None:
+            return Outcome("FINISH")
+        end = AGENT_FAULTS[self.fault].end()
+        return await end if inspect.isawaitable(end) else end
+
+
+@pytest.mark.parametrize("fault", AGENT_FAULTS)
+async def test_an_agents_fault_ends_only_its_trajectory(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    Faulty.closed.clear()
+    settings: dict[str, Any] = {"num_trajectories": 2, "n_retries": 0}
+    if fault == "hangs":
+        settings["trajectory_timeout"] = 2
+    agents = new_runner(["hm"], FAULTY, (), agent_cls=f"{__name__}.Unruly", **settings)
+    output = await agents.run([{"fault": fault}])
+    await agents.close()
+    reason = "trajectory_timeout" if fault == "hangs" else "error_runtime"
+    assert output["traj_rewards"] == [None, 1.0]
+    assert output["stop_reasons"] == [reason, "FINISH"]
+    assert output["rollout_metrics"][reason] == 0.5
+    assert AGENT_FAULTS[fault].message in caplog.text
+    assert len(Faulty.closed) == 2
+
+
+class SlowStart(BaseTask):
+    """A task whose blocking start returns when the test says so, long after its limit."""
+
+    may_return: ClassVar[threading.Event]
+    all_closed: ClassVar[threading.Event]
+    started: ClassVar[list[object]]
+    closed: ClassVar[list[object]]
+
+    @classmethod
+    def initialize_runtime(cls) -> object:
+        cls.may_return.wait(60)
+        cls.started.append(runtime := object())
+        return runtime
+
+    @classmethod
+    def get_instruction(cls) -> list[Message]:
+        return [Message(role="user", content="Go")]
+
+    @classmethod
+    def evaluate_result(cls) -> float:
+        return 1.0
+
+    @classmethod
+    def close_runtime(cls, runtime: object) -> Any:
+        cls.closed.append(runtime)
+        if len(cls.closed) == 2:
+            cls.all_closed.set()
+
+
+class SlowStartAsyncClose(SlowStart):
+    """The same task, with a coroutine function that closes."""
+
+    @classmethod
+    async def close_runtime(cls, runtime: object) -> None:
+        await asyncio.sleep(0)
+        super().close_runtime(runtime)
+
+
+@pytest.fixture(params=["SlowStart", "SlowStartAsyncClose"])
+def slow_start(request: pytest.FixtureRequest) -> type[SlowStart]:
+    SlowStart.may_return, SlowStart.all_closed = threading.Event(), threading.Event()
+    SlowStart.started, SlowStart.closed = [], []
+    task: type[SlowStart] = globals()[request.param]
+    return task
+
+
+@pytest.mark.parametrize("closes_first", [False, True], ids=["then_close", "close_first"])
+async def test_a_runtime_that_starts_after_its_limit_is_closed(slow_start: type[SlowStart], closes_first: bool) -> None:
+    agents = new_runner(
+        *(FINISH, f"{__name__}.{slow_start.__name__}"), num_trajectories=1, n_retries=1, task_timeout=0.1
+    )
+    output = await agents.run([{}])
+    assert output["stop_reasons"] == ["error_initialization"]
+    assert not SlowStart.closed
+    if closes_first:
+        await agents.close()
+    SlowStart.may_return.set()
+    assert await asyncio.to_thread(SlowStart.all_closed.wait, 60)
+    assert set(SlowStart.closed) == set(SlowStart.started)
+    await agents.close()
+
+
+class Held(BaseTool):
+    """A tool that is created when the test says so, and may fail to close."""
+
+    name = "held"
+    description = "Held."
+    parameters: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}}
+    waits: ClassVar[bool] = False
+    may_start: ClassVar[threading.Event]
+    has_started: ClassVar[threading.Event]
+    is_closed: ClassVar[threading.Event]
+
+    def __init__(self, settings: Any = None) -> None:
+        super().__init__(settings)
+        if Held.waits:
+            Held.has_started.set()
+            Held.may_start.wait(60)
+
+    def call(self, params: dict[str, Any], **kwargs: Any) -> str:
+        return ""
+
+    def close(self) -> None:
+        if Held.waits:
+            Held.is_closed.set()
+
+
+@pytest.mark.parametrize("how", ["times out", "is cancelled"])
+async def test_tools_that_are_created_too_late_are_closed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = (f"{__name__}.Held", "finish")
+    limit_s = 0.1 if how == "times out" else 60
+    agents = new_runner(FINISH, FAULTY, tools, num_trajectories=1, n_retries=0, tool_timeout=limit_s)
+    for name in ("may_start", "has_started", "is_closed"):
+        monkeypatch.setattr(Held, name, threading.Event(), raising=False)
+    monkeypatch.setattr(Held, "waits", True)
+    running = asyncio.create_task(agents.run([{}]))
+    assert await asyncio.to_thread(Held.has_started.wait, 60)
+    if how == "is cancelled":
+        running.cancel()
+        await asyncio.sleep(0)
+        Held.may_start.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    else:
+        assert (await running)["stop_reasons"] == ["error_runtime"]
+        Held.may_start.set()
+    assert await asyncio.to_thread(Held.is_closed.wait, 60)
     await agents.close()

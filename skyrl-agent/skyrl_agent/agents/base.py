@@ -4,48 +4,89 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_agent.chat import Chat
 from skyrl_agent.config import AgentGeneration
 from skyrl_agent.tools.base import BaseTool, create_tools
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.env_pool import EnvTimeout, ThreadPool
+from skyrl_train.generators.env_pool import ThreadPool, await_within, errors_as_exceptions
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
-async def call_with_limit(threads: ThreadPool, function: Callable[[], Any], limit_s: float) -> Any:
+async def call_with_limit(
+    threads: ThreadPool,
+    function: Callable[[], Any],
+    limit_s: float,
+    close_late: Callable[[Any], Any] | None = None,
+) -> Any:
     """Return the result of a function, which may block or return an awaitable.
 
+    Python cannot end a call that blocks. If it returns after its limit, its thread passes the result to `close_late`.
+
     Raises:
-        EnvTimeout: it exceeded the limit, which is that of `threads`, too.
+        EnvTimeout: it exceeded the limit, the same as the limit of `threads`.
         Exception: its error; an error that is no `Exception` becomes a RuntimeError.
     """
-    result = await threads.run(function)
-    if not inspect.isawaitable(result):
-        return result
-    try:
-        async with asyncio.timeout(limit_s) as limit:
-            return await result
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise EnvTimeout(f"the call did not return within {limit_s:g} s") from error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise RuntimeError("the call raised CancelledError") from error
+    late = _LateCall(function, close_late)
+    result = await threads.run(late, late)
+    return await await_within(run_contained(result), limit_s) if inspect.isawaitable(result) else result
+
+
+async def run_contained(awaitable: Awaitable[T]) -> T:
+    """Await user code in a separate task, so that it cannot cancel its caller. Raise its error as an `Exception`."""
+
+    async def run() -> T:
+        with errors_as_exceptions():
+            return await awaitable
+
+    with errors_as_exceptions():
+        return await asyncio.create_task(run())
+
+
+class _LateCall:
+    """A blocking call, and what happens to its result if it returns after it was abandoned."""
+
+    is_stuck = False
+
+    def __init__(self, function: Callable[[], Any], close: Callable[[Any], Any] | None) -> None:
+        self._function = function
+        self._close = close
+        self._result: Any = None
+
+    def __call__(self) -> Any:
+        self._result = self._function()
+        return self._result
+
+    def close_late(self) -> None:
+        """Close the result, in the thread of the call. A result that is still to be awaited has started nothing."""
+        result, self._result = self._result, None
+        try:
+            if inspect.iscoroutine(result):
+                result.close()
+            elif result is not None and self._close is not None and inspect.isawaitable(closing := self._close(result)):
+                asyncio.run(_await(closing))
+        except BaseException:  # the trajectory has already been reported as invalid
+            logger.warning("Closing the result of a call that took too long failed", exc_info=True)
+
+
+async def _await(awaitable: Awaitable[Any]) -> None:
+    await awaitable
 
 
 @dataclass(slots=True)
 class Outcome:
     """The end of an agent's work."""
 
-    finish_reason: str  # e.g. "FINISH_TOOL" or "max_iterations_reached"
+    finish_reason: str  # not empty, e.g. "FINISH_TOOL" or "max_iterations_reached"
     result: Any = None  # what the task evaluates, e.g. an answer
 
 
@@ -100,4 +141,8 @@ class BaseAgent(ABC):
 
     @abstractmethod
     async def run(self) -> Outcome:
-        """Work on the task until it is finished or given up."""
+        """Work on the task until it is finished or given up.
+
+        Runs in the event loop of all trajectories: call blocking code with `asyncio.to_thread`. An error, or
+        `generator.trajectory_timeout` seconds without a result, make the trajectory invalid.
+        """

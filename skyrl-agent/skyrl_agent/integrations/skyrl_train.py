@@ -37,6 +37,7 @@ FROM_TASK_FILE = {
     "generator.max_turns": "max_iterations",
     "generator.max_response_length": "max_response_length",
     "generator.n_rollout_retries": "n_retries",
+    "generator.trajectory_timeout_seconds": "trajectory_timeout",
 }
 """Settings that an agent reads from the task file, and their names there."""
 
@@ -49,7 +50,6 @@ UNUSED = (
     "generator.step_wise_trajectories",
     "generator.merge_stepwise_output",
     "generator.inject_context_status",
-    "generator.trajectory_timeout_seconds",
     "generator.max_input_length",
     "environment.env_class",
     "environment.skyrl_gym",

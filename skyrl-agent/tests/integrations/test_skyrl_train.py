@@ -31,7 +31,7 @@ def test_settings_of_the_task_file_are_those_of_the_trainer(tmp_path: Path) -> N
     [
         ("generator.max_turns=5", r"generator.max_turns=5 has no effect on agents; set generator.max_iterations in "),
         ("generator.step_wise_trajectories=true", "has no effect on agents; remove it"),
-        ("generator.trajectory_timeout_seconds=5", "has no effect on agents; remove it"),
+        ("generator.trajectory_timeout_seconds=5", "set generator.trajectory_timeout in"),
         ("environment.skyrl_gym.max_env_workers=5", "has no effect on agents; remove it"),
         ("generator.max_trns=5", "max_turns"),
     ],

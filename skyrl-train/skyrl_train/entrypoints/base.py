@@ -23,7 +23,7 @@ from skyrl_train.config.problems import raise_problems
 from skyrl_train.entrypoints.command import log_to_console
 from skyrl_train.entrypoints.preflight import find_unusable_folders, saved_folders
 from skyrl_train.entrypoints.runtime import collect_rarely, on_first_interrupt
-from skyrl_train.errors import ConfigError, StorageError
+from skyrl_train.errors import ConfigError, EnvError, StorageError
 from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.launch.torchrun import Torchrun, TorchrunLauncher, serve_driver
@@ -75,6 +75,11 @@ class Experiment(ABC):
                     self._describe_rerun(),
                 )
                 raise
+            except SystemExit as error:  # a task of user code called sys.exit: status 0 would look like success
+                raise EnvError(
+                    f"the run stopped because code called sys.exit({error.code!r}); raise an error there instead. With "
+                    f"trainer.run_name={self.cfg.trainer.run_name}, the same command {self._describe_rerun()}"
+                ) from error
             logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)
 
     @contextmanager

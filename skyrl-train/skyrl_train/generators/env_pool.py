@@ -117,7 +117,7 @@ class ThreadPool:
         if self._is_closed:
             raise _closed_error()
         if not self._max_threads:
-            with _errors_as_exceptions():
+            with errors_as_exceptions():
                 return function()
         loop = asyncio.get_running_loop()
         call = _Call(function, owner, loop.create_future(), time.monotonic())
@@ -271,29 +271,35 @@ class _LocalEpisode(Episode):
     async def call(self, method: str, *args: Any) -> Any:
         native = async_method(self._env, method)
         if native is not None:
-            return await _await_within(native(*args), self._cfg.call_timeout_seconds)
+            return await await_within(native(*args), self._cfg.call_timeout_seconds)
         bound = getattr(self._env, method)
         return await self._pool.run(lambda: bound(*args), None if method == "close" else self)
 
 
-async def _await_within(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
-    """Await an environment's own coroutine for at most `limit_s` seconds."""
+async def await_within(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
+    """Await a coroutine of an environment, an agent, a task or a tool for at most `limit_s` seconds.
+
+    Raises:
+        EnvTimeout: it exceeded the limit.
+        Exception: its own error, see `errors_as_exceptions`.
+    """
     limit = asyncio.timeout(limit_s)
     try:
         async with limit:
-            with _errors_as_exceptions():
+            with errors_as_exceptions():
                 return await awaitable
     except TimeoutError as error:
-        if not limit.expired():  # the environment raised it
+        if not limit.expired():  # the coroutine raised it
             raise
         raise EnvTimeout(f"took longer than {limit_s:g} s") from error
 
 
 @contextmanager
-def _errors_as_exceptions() -> Iterator[None]:
-    """Keep SystemExit, CancelledError and the like of an environment from ending the task or the event loop.
+def errors_as_exceptions() -> Iterator[None]:
+    """Raise SystemExit, CancelledError and the like of user code as RuntimeError, so that they do not end the run.
 
-    A child process that the environment forks ends here.
+    KeyboardInterrupt passes: a second Ctrl-C raises it wherever the program is. A child process that user code forks
+    ends here.
     """
     try:
         with end_forked_children():
@@ -304,6 +310,14 @@ def _errors_as_exceptions() -> Iterator[None]:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise  # the rollout was cancelled
+        raise _as_exception(error) from error
+
+
+def call_contained(function: Callable[..., Any], *args: Any) -> Any:
+    """Call user code in a thread. Raise its error as an `Exception` that a future can hold, so no StopIteration."""
+    try:
+        return function(*args)
+    except BaseException as error:
         raise _as_exception(error) from error
 
 

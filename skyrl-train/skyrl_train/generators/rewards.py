@@ -26,6 +26,7 @@ from skyrl_train.algorithms.filters import leave_out_truncated, zero_reward_on_n
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.env_pool import call_contained, errors_as_exceptions
 from skyrl_train.generators.reward_model import RewardModel
 from skyrl_train.types import Trajectory, last_sampled
 
@@ -102,7 +103,8 @@ def judge(
         for attempt in range(n_retries + 1):
             try:
                 async with semaphore, asyncio.timeout(timeout_s):
-                    return await ask(sample)
+                    with errors_as_exceptions():
+                        return await ask(sample)
             except Exception as error:  # noqa: BLE001, the boundary of a judge
                 is_last = attempt == n_retries
                 logger.log(
@@ -188,7 +190,8 @@ class RewardFunctions:
             for t in trajectories
         ]
         try:
-            return _check_rewards(await _call(function, samples, lock), trajectories)
+            with errors_as_exceptions():
+                return _check_rewards(await _call(function, samples, lock), trajectories)
         except Exception:  # the boundary of a user's function
             logger.warning("Reward function %s failed on %d samples", name, len(samples), exc_info=True)
             return [None] * len(samples)
@@ -217,7 +220,7 @@ async def _call(function: RewardFunction, samples: Sequence[RewardSample], lock:
         result = function(samples)
     else:
         async with lock:
-            result = await asyncio.to_thread(function, samples)
+            result = await asyncio.to_thread(call_contained, function, samples)
     return await result if inspect.isawaitable(result) else result
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from train_kit.runs import Run, expect_error, train
 from skyrl_train.algorithms import register_advantage_estimator
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
 from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, EnvError
 
 
 def test_a_run_writes_its_folder(catch_run: list[str]) -> None:
@@ -72,6 +74,22 @@ def test_mistakes_are_named_before_the_run_starts(
     for word in words:
         assert word in message
     assert not any(path.read_text() for path in tmp_path.rglob("metrics.jsonl"))
+
+
+class _Exits(BasePPOExp):
+    """An experiment in which a task of user code exits with status 0."""
+
+    async def _run(self) -> None:
+        asyncio.create_task(self._exit())  # noqa: RUF006
+        await asyncio.sleep(60)
+
+    async def _exit(self) -> None:
+        sys.exit(0)
+
+
+def test_code_that_exits_does_not_look_like_a_finished_run(catch_run: list[str]) -> None:
+    with pytest.raises(EnvError, match=r"code called sys.exit\(0\).*trainer.run_name=.*the same command starts"):
+        _Exits(parse_cli(catch_run)).run()
 
 
 def test_a_setting_that_the_loss_ignores_is_logged_once(catch_run: list[str], caplog: pytest.LogCaptureFixture) -> None:

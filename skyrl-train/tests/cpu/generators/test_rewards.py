@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -118,6 +119,33 @@ async def test_unknown_rewards_are_invalid(make_stage: MakeStage, register: Regi
     assert [t.is_valid for t in trajectories] == ([False, True] if n_valid else [False, False]) * 2
     assert {t.stop_reason for t in trajectories if not t.is_valid} == {"reward_unknown"}
     assert trajectories[0].error == "reward function odd gave no reward"
+
+
+def first_word(samples: Sequence[RewardSample]) -> list[float]:
+    return [next(float(word) for word in () if word) for _ in samples]
+
+
+async def cancel_a_task(samples: Any) -> list[float]:
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+    await task
+    return []
+
+
+async def exit_later(samples: Any) -> list[float]:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize(
+    "function", [first_word, cancel_a_task, exit_later, lambda samples: sys.exit(0), judge(cancel_a_task, n_retries=0)]
+)
+async def test_a_function_that_would_end_the_program_gives_no_reward(
+    make_stage: MakeStage, register: Register, function: Any
+) -> None:
+    register("fatal", function)
+    async with asyncio.timeout(60):  # StopIteration in a thread would leave its future pending
+        trajectories = await make_stage(reward_functions=["fatal"]).play(STORIES)
+    assert {t.stop_reason for t in trajectories} == {"reward_unknown"}
 
 
 @pytest.mark.parametrize("level", ["group", "batch"])
