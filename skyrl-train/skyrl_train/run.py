@@ -21,7 +21,6 @@ import yaml
 
 from skyrl_train.callbacks import Callback, StepReport
 from skyrl_train.checkpoint import (
-    DISK_ERRORS,
     STORAGE_ERRORS,
     CheckpointStore,
     RemoteCheckpoints,
@@ -34,7 +33,7 @@ from skyrl_train.checkpoint import (
 )
 from skyrl_train.config import changed_settings, to_yaml
 from skyrl_train.config.run import RunConfig
-from skyrl_train.errors import CheckpointError, ConfigError, DivergenceError
+from skyrl_train.errors import CheckpointError, ConfigError, DivergenceError, StorageError
 from skyrl_train.learner import TrainedModels
 from skyrl_train.timer import StepTimer
 from skyrl_train.types import Metrics, Trajectory
@@ -169,18 +168,35 @@ class TrainingRun(ABC):
             yield Step(self.global_step + 1)
 
     async def finish_step(self, step: Step) -> None:
-        """Report the step to the callbacks."""
+        """Report the step to the callbacks.
+
+        An OSError of a callback is an alert. If the run ends with this step, it ends with that error, but only after
+        the callbacks that follow: the metrics of a full disk must not cost the checkpoint on another one.
+
+        Raises:
+            StorageError, CheckpointError: the first failure of the last step.
+        """
         self.global_step = step.number
         is_last = step.number == self.total_steps
+        failures: list[tuple[str, Exception]] = []
         report = StepReport(step.number, is_last, step.metrics.numbers() | self.gauges, step.played, step.timer)
         for callback in self._callbacks:
             try:
                 await callback.on_step_end(self, report)
             except (OSError, CheckpointError) as error:
-                is_storage = isinstance(error, CheckpointError) or error.errno in DISK_ERRORS
-                if is_last or self.is_stopping or not is_storage:
-                    raise
-                await self.alert(f"{type(callback).__name__} failed at step {step.number}: {error}. Training continues")
+                text = f"{type(callback).__name__} failed at step {step.number}: {error}"
+                if is_last or self.is_stopping:
+                    logger.warning("Storage: %s", text)
+                    failures.append((text, error))
+                else:
+                    await self.alert(f"{text}. Training continues")
+        for text, error in failures[:1]:
+            if isinstance(error, CheckpointError):
+                raise error
+            rerun = self.checkpoints.describe_rerun()
+            raise StorageError(
+                f"{text}. Free disk space, or make it writable; the same command then {rerun}"
+            ) from error
 
     async def alert(self, text: str) -> None:
         """Report a problem that does not end the run: in the log, in `storage/alerts`, and to `on_alert`."""

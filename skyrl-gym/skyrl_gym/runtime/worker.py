@@ -23,6 +23,7 @@ from typing import Any
 
 from skyrl_gym.core import Env
 from skyrl_gym.envs.registration import EnvSpec, make
+from skyrl_gym.runtime.console import guard_console
 from skyrl_gym.runtime.env_config import copy_env_config
 from skyrl_gym.runtime.methods import call_method, end_forked_children
 from skyrl_gym.runtime.serialization import to_json_value
@@ -94,5 +95,6 @@ def end_with_parent() -> None:
 
 if __name__ == "__main__":
     sys.path[:] = [path for path in json.loads(sys.argv[2]) if path not in sys.path] + sys.path
+    guard_console()
     end_with_parent()
     serve(int(sys.argv[1]))

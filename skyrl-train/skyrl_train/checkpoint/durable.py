@@ -13,10 +13,11 @@ import torch
 DISK_ERRORS = frozenset(
     {
         *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS),
+        *(errno.EPERM, errno.EACCES),  # also of an expired ticket of Kerberos, or of a tool for quotas
         *(errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT),  # of a network file system
     }
 )
-"""Numbers of the errors of a file system that is full, read-only, broken or gone."""
+"""Numbers of the errors of a file system that is full, read-only, protected, broken or gone."""
 
 
 def disk_error(error: BaseException) -> BaseException:

@@ -117,7 +117,7 @@ class Experiment(ABC):
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Raise StorageError if a disk is full or broken, wherever the run writes."""
+        """Raise StorageError if a disk is full, protected or broken, wherever the run writes."""
         try:
             yield
         except OSError as error:
@@ -125,8 +125,8 @@ class Experiment(ABC):
                 raise
             rerun = self._describe_rerun()
             raise StorageError(
-                f"a file of the run in {self.run_folder.path} could not be written: {error}. Free disk space; the same "
-                f"command then {rerun}"
+                f"a file of the run in {self.run_folder.path} could not be written: {error}. Free disk space, or make "
+                f"it writable; the same command then {rerun}"
             ) from error
 
     def _describe_rerun(self) -> str:

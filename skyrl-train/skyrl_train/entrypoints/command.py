@@ -12,6 +12,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from skyrl_gym.runtime.console import guard_console
 from skyrl_train.errors import SkyRLError
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def parse_cli(argv: Sequence[str], file: Path | None = None) -> SkyRLConfig:
 
 
 def log_to_console() -> None:
-    """Log the project's messages, and warnings of other packages, to standard error."""
+    """Log the project's messages, and warnings of other packages, to standard error, which may go away."""
+    guard_console()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     for name in ("skyrl_train", "skyrl_gym"):
         logging.getLogger(name).setLevel(logging.INFO)

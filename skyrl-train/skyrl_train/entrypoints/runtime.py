@@ -29,15 +29,20 @@ def collect_rarely() -> Iterator[None]:
 
 @contextmanager
 def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at the first Ctrl-C or SIGTERM; a second one ends the program after its current operation.
+    """Call `stop` at the first Ctrl-C, SIGTERM or SIGHUP; a second one ends the program after its current operation.
 
-    Needs a running event loop. Does nothing outside of the main thread, which alone receives signals.
+    A terminal that closes may send SIGHUP several times, from the shell and from the kernel, so SIGHUP is ignored after
+    the first signal. It stays ignored where `nohup` has done so. Needs a running event loop. Does nothing outside of
+    the main thread, which alone receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    on_hangup = signal.getsignal(signal.SIGHUP)
+    if on_hangup is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
 
     def remove() -> None:
         for number in numbers:
@@ -45,6 +50,7 @@ def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
 
     def first() -> None:
         remove()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         stop()
 
     for number in numbers:
@@ -53,3 +59,4 @@ def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         remove()
+        signal.signal(signal.SIGHUP, on_hangup)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from skyrl_gym.runtime.console import guard_console
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.channel import listen
 from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_token, open_connection, serve
@@ -158,6 +159,7 @@ def _run(
 ) -> None:
     """Serve connections until the driver sends something through the lifeline or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends this process
+    guard_console()
     os.setpgid(0, 0)  # Ctrl-C does not reach the processes that an engine starts
     multiprocessing.current_process().daemon = False  # vLLM starts some
     disable_progress_bar()

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from skyrl_gym.runtime.console import guard_console
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.errors import WorkerError
 from skyrl_train.launch.rank_host import RankHost
@@ -115,4 +116,5 @@ def start_ranks(n_ranks: int) -> list[ProcessRank]:
 
 def _serve(connection: Connection, world: World, address: str, n_threads: int) -> None:
     faulthandler.enable()  # writes the Python stack of a crash in native code to standard error
+    guard_console()
     RankHost(world, address, n_threads).serve(connection)

@@ -202,7 +202,8 @@ def serve_driver(torchrun: Torchrun) -> None:
         return
     host, port, hexadecimal_key = json.loads(published)
     key = bytes.fromhex(hexadecimal_key)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all processes; rank 0 ends its step first
+    for number in (signal.SIGTERM, signal.SIGHUP):  # torchrun, or a closed terminal, sends it to all processes
+        signal.signal(number, signal.SIG_IGN)  # rank 0 ends its step first
     with Connection(socket.create_connection((host, port)).detach()) as connection:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)

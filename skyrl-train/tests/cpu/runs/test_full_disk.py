@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import resource
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from train_kit.runs import AtStepEnd, expect_error, run_of, train, train_with
 
 from skyrl_train import callbacks
 from skyrl_train.callbacks import Callback
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, StorageError
 
 OLD_LIMITS = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -101,6 +104,57 @@ def test_a_disk_that_is_full_for_a_while_costs_no_metrics_and_the_next_step_is_s
     assert run.metrics[-1]["storage/alerts"] == len(alerts)
 
 
+REFUSALS = [
+    *(errno.EPERM, errno.EACCES, errno.EROFS, errno.ENOENT, errno.EBUSY),
+    *(errno.EPIPE, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETDOWN, None),
+]
+"""Numbers of errors of disks, network file systems and clients of services, whose errors may have none."""
+
+
+def test_a_callback_that_writes_in_vain_costs_neither_training_nor_the_last_checkpoint(saving_run: list[str]) -> None:
+    """Every step has another error, and so has the last, after which a checkpoint is still written."""
+    overrides = [*saving_run, f"trainer.max_training_steps={len(REFUSALS)}", "trainer.epochs=99"]
+    alerts: list[str] = []
+
+    class Refused(Callback):
+        async def on_step_end(self, run: callbacks.Run, report: callbacks.StepReport) -> None:
+            if report.global_step > 0:
+                number = REFUSALS[report.global_step - 1]
+                raise OSError("the service is down") if number is None else OSError(number, os.strerror(number))
+
+        async def on_alert(self, run: callbacks.Run, text: str) -> None:
+            alerts.append(text)
+
+    with pytest.raises(StorageError, match=r"Refused failed at step 10: the service is down\. .* resumes from step 10"):
+        train_with(*overrides, first=[Refused()])
+    run = run_of(overrides)
+    assert run.steps == list(range(len(REFUSALS) + 1))
+    assert run.checkpoints.steps()[-1] == len(REFUSALS)
+    assert len(alerts) == len(REFUSALS) - 1
+
+
+def test_a_run_folder_that_becomes_protected_costs_no_step(saving_run: list[str]) -> None:
+    """`chattr +i`, which root cannot write either: new files are refused, and open ones are not."""
+    overrides = [*saving_run, "trainer.epochs=2", "trainer.dump_trajectories=true"]
+    run = run_of(overrides)
+    folders = [run.folder, run.folder / "ckpts", run.folder / "trajectories"]
+
+    def protect(_: callbacks.Run, step: int) -> None:
+        if step == 1:
+            folders[-1].mkdir(exist_ok=True)
+            if subprocess.run(["chattr", "+i", *folders], check=False, stderr=subprocess.DEVNULL).returncode:
+                pytest.skip("this file system has no immutable folders")
+
+    try:
+        with pytest.raises(StorageError, match="Operation not permitted.*Free disk space, or make it writable"):
+            train_with(*overrides, first=[AtStepEnd(protect)])
+    finally:
+        subprocess.run(["chattr", "-i", *folders], check=False, stderr=subprocess.DEVNULL)
+    assert run.steps == [0, 1, 2, 3, 4]
+    train(*overrides)
+    assert run.checkpoints.steps()[-1] == 4
+
+
 def test_a_log_on_a_full_disk_is_warned_of_once_and_does_not_end_the_run(
     saving_run: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,5 +174,5 @@ def test_a_full_disk_ends_a_run_with_one_message(saving_run: list[str]) -> None:
         (folder / name).symlink_to("/dev/full")
     assert (
         f"error: a file of the run in {folder} could not be written: [Errno 28] No space left on device. Free disk "
-        "space; the same command then starts again, because there is no checkpoint"
+        "space, or make it writable; the same command then starts again, because there is no checkpoint"
     ) in expect_error(*saving_run)

@@ -1,0 +1,81 @@
+"""A console that goes away costs nothing: the run goes on to its last step, with all checkpoints."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from train_kit.datasets import prompt_row, write_answers
+from train_kit.processes import python
+from train_kit.runs import run_of, small_run, supervised_run
+
+from skyrl_train.dataset.files import write_jsonl
+
+ENV = """
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+
+class Talkative(BaseTextEnv):
+    def __init__(self, env_config, extras):
+        super().__init__()
+
+    def step(self, action):
+        print("stepped", flush=True)
+        return BaseTextEnvStepOutput(observations=[], reward=float(len(action)), done=True, metadata={})
+"""
+
+
+@pytest.fixture(params=["pipe", "terminal"])
+def console(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A console whose reader reads a byte and goes."""
+    if request.param == "pipe":
+        reader, writer = os.pipe()
+    else:
+        reader, writer = pty.openpty()
+    with subprocess.Popen(["head", "-c", "1"], stdin=reader, stdout=subprocess.DEVNULL):
+        os.close(reader)
+        yield writer
+        os.close(writer)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_run_survives_the_loss_of_its_console(
+    console: int, isolation: str, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """The environment prints, too."""
+    (tmp_path / "talk.py").write_text(ENV)
+    write_jsonl(tmp_path / "rows.jsonl", [prompt_row(f"What is {n}?") for n in range(8)])
+    overrides = small_run(
+        tmp_path,
+        "environment.env_class=talk:Talkative",
+        f"environment.skyrl_gym.isolation={isolation}",
+        "trainer.logger=[console,jsonl]",
+        "trainer.ckpt_interval=1",
+        "trainer.epochs=2",
+        model=tiny_model_path,
+        data=tmp_path / "rows.jsonl",
+    )
+    command = [python(), "-m", "skyrl_train.entrypoints.main_base", *overrides]
+    finished = subprocess.run(command, stdout=console, stderr=console, cwd=tmp_path, check=False)
+    run = run_of(overrides)
+    assert finished.returncode == 0, run.log
+    assert run.steps == [0, 1, 2, 3, 4]
+    assert run.checkpoints.steps()[-1] == 4
+    assert "Storage:" not in run.log
+    assert "invalid" not in run.log
+    assert "cannot be written: [Errno" in run.log
+
+
+def test_supervised_training_survives_the_loss_of_its_console(
+    console: int, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    data = write_answers(tmp_path)
+    overrides = supervised_run(tmp_path, "trainer.logger=[console,jsonl]", model=tiny_model_path, data=data)
+    command = [python(), "-m", "skyrl_train.entrypoints.main_sft", *overrides]
+    finished = subprocess.run(command, stdout=console, stderr=console, check=False)
+    assert finished.returncode == 0, run_of(overrides).log
+    assert run_of(overrides).checkpoints.steps()[-1] == 6
