@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import secrets
 import socket
 import struct
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -24,8 +27,20 @@ _HEADER = struct.Struct(">Q")
 Message = tuple[int, str, Any]  # number of the request, kind, value
 
 
+def new_local_address(name: str) -> tuple[str, str | None]:
+    """Return an address for processes of this machine, and the folder to remove afterwards, if there is one.
+
+    On Linux, it is in the abstract namespace of Unix sockets, which the kernel clears even if all processes are killed
+    at once. Every user of the machine can connect there, so the token of `serve` is checked as on a port.
+    """
+    if sys.platform == "linux":
+        return f"\0skyrl-{name}-{secrets.token_hex(16)}", None
+    folder = tempfile.mkdtemp(prefix=f"skyrl-{name}-")
+    return f"{folder}/socket", folder
+
+
 def listen(address: str) -> socket.socket:
-    """Listen on "host:port" (port 0: any free one), or on the path of a Unix socket."""
+    """Listen on "host:port" (port 0: any free one), or on a Unix socket: a path, or "\\0" and a name."""
     family, target = parse_address(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -38,8 +53,8 @@ def listen(address: str) -> socket.socket:
 
 
 def parse_address(address: str) -> tuple[socket.AddressFamily, Any]:
-    """Return the family and the target of "host:port" or of a path."""
-    if address.startswith("/"):
+    """Return the family and the target of "host:port" or of a Unix socket."""
+    if address.startswith(("/", "\0")):
         return socket.AF_UNIX, address
     host, _, port = address.rpartition(":")
     return socket.AF_INET, (host, int(port))

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from skyrl_gym.runtime.console import guard_console
 from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.inference_engines.channel import listen
+from skyrl_train.inference_engines.channel import listen, new_local_address
 from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_token, open_connection, serve
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class ServerProcess:
         """Start the process.
 
         Args:
-            address: "host:port" to listen on (port 0: any free one); None for a Unix socket in a temporary folder.
+            address: "host:port" to listen on (port 0: any free one); None for a Unix socket.
             n_threads: Number of torch threads; None for torch's default.
             name: For error messages.
         """
@@ -49,13 +48,13 @@ class ServerProcess:
         self._exit_status: int | None = None
         self._is_closed = False
         self._lock = threading.Lock()
-        self._folder = tempfile.mkdtemp(prefix="skyrl-engine-") if address is None else None
+        address, self._folder = new_local_address("engine") if address is None else (address, None)
         context = multiprocessing.get_context("spawn")
         child_end, self._lifeline = context.Pipe(duplex=False)
         try:
-            with child_end, listen(address or f"{self._folder}/socket") as listener:
+            with child_end, listen(address) as listener:
                 bound = listener.getsockname()
-                self.address: str = bound if isinstance(bound, str) else f"{bound[0]}:{bound[1]}"
+                self.address: str = f"{bound[0]}:{bound[1]}" if listener.family == socket.AF_INET else address
                 args = (listener, child_end, self._token, self._folder, n_threads)
                 self._process = context.Process(target=_run, args=args, name=name, daemon=True)
                 self._process.start()

@@ -75,7 +75,10 @@ def test_the_loss_falls_and_peft_reads_the_adapter(folder: Path, whole: Path) ->
     assert [one.name for one in (whole / "checkpoints").iterdir()] == [str(N_STEPS)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.nightly) for number in (signal.SIGTERM, signal.SIGHUP))],
+)
 def test_a_killed_run_resumes(folder: Path, whole: Path, tmp_path: Path, number: signal.Signals) -> None:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = start_python("-m", "tx.run.main", "train", *arguments(folder, tmp_path), **quiet)

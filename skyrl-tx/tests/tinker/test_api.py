@@ -71,7 +71,8 @@ def test_requests_and_results_survive_a_restart(tmp_path: Path) -> None:
             assert http.post("retrieve_future", json=promise).json()["sequences"]
 
 
-def test_polls_do_not_delay_shutdown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_polls_do_not_delay_shutdown(number: int, tmp_path: Path) -> None:
     with process(tmp_path / "state", "--no-engine") as server:
         url, child = server.url, server.child
         promise = httpx.post(f"{url}/api/v1/asample", json=SAMPLE).json()
@@ -84,10 +85,10 @@ def test_polls_do_not_delay_shutdown(tmp_path: Path) -> None:
             deadline = time.monotonic() + SECONDS
             while "tx_polls_held 1.0" not in httpx.get(f"{url}/metrics").text:
                 assert time.monotonic() < deadline
-            child.send_signal(signal.SIGTERM)
+            child.send_signal(number)
             started = time.monotonic()
             assert '"try_again"' in poll.communicate(timeout=20)[0]
-        child.wait(20)
+        assert child.wait(20) != -signal.SIGHUP
         assert time.monotonic() - started < 20
 
 

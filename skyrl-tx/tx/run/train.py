@@ -153,8 +153,9 @@ class TrainCommand:
     def train(self) -> None:
         """Run the remaining steps, then write the adapter to the output folder."""
         step = self._begin()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._end)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # SIGHUP under nohup
+                signal.signal(number, self._end)
         while step < self._n_steps and not self._is_ending:
             step += 1
             self._step(step)

@@ -7,6 +7,7 @@ server starts and supervises.
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -96,6 +97,11 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
         self._service.promises.release()
 
+    def handle_hangup(self, sig: int, frame: FrameType | None) -> None:
+        """Stop when the terminal closes, which may send its signal several times."""
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self.handle_exit(signal.SIGTERM, frame)
+
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m tx.tinker.api") -> None:
     """Serve until a signal arrives."""
@@ -112,6 +118,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m tx.ti
                 sys.exit(str(error))
         service = Service(config)
         server = Server(config, service)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGHUP, server.handle_hangup)
         server.run()
     if server.is_unusable:
         sys.exit(1)  # the supervisor has logged the reason

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from skyrl_train.generators.endpoint.server import Endpoint, session_url
 from skyrl_train.generators.endpoint.service import ModelService
 from skyrl_train.generators.endpoint.session import Session
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
-from skyrl_train.inference_engines.channel import listen
+from skyrl_train.inference_engines.channel import listen, new_local_address
 from skyrl_train.inference_engines.process import ServerProcess
 from skyrl_train.inference_engines.remote import RemoteClient, connect, new_token, serve
 from skyrl_train.types import SegmentBuilder
@@ -51,7 +50,7 @@ class EndpointProcess:
         self._make_service = make_service
         self._service = make_service(engine)  # creates the recordings of sessions
         self._engine = engine
-        self._folder = ""
+        self._folder: str | None = None
         self._process: ServerProcess | None = None
         self._client: RemoteClient | None = None
         self._listener: socket.socket | None = None
@@ -70,9 +69,9 @@ class EndpointProcess:
             ConfigError: the address cannot be used.
             EngineError: the process ended, or was not ready in time.
         """
-        self._folder = tempfile.mkdtemp(prefix="skyrl-endpoint-")
+        address, self._folder = new_local_address("endpoint")
         try:
-            token, address = new_token(), f"{self._folder}/engine"
+            token = new_token()
             self._listener = listen(address)
             self._serving = asyncio.create_task(serve(self._listener, token, self._engine))
             self._process = await asyncio.to_thread(ServerProcess, n_threads=1, name="endpoint")
@@ -96,7 +95,8 @@ class EndpointProcess:
             await asyncio.wait([self._serving], timeout=CLOSE_TIMEOUT_S)
         if self._listener is not None:
             self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def url(self, session: Session | None = None) -> str:
         """Return the `base_url` for clients of a session, or of requests that are not recorded."""

@@ -175,7 +175,10 @@ async def test_calls_to_a_killed_process_fail_at_once_and_another_engine_samples
     assert result.token_ids[: len(received)] == received
 
 
-async def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path, temporary_folder: Path) -> None:
+@pytest.mark.parametrize("kills_both", [False, True], ids=["driver", "both"])
+async def test_a_process_ends_when_its_parent_is_killed(
+    kills_both: bool, tmp_path: Path, temporary_folder: Path
+) -> None:
     folders = set(temporary_folder.iterdir())
     code = (
         "import time; from skyrl_train.inference_engines.process import ServerProcess\n"
@@ -187,6 +190,8 @@ async def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path, temporar
     driver = await asyncio.create_subprocess_exec(python(), script, env=env, stdout=asyncio.subprocess.PIPE)
     assert driver.stdout is not None
     process = psutil.Process(int(await driver.stdout.readline()))
+    if kills_both:
+        process.kill()
     driver.kill()
     await driver.wait()
     with suppress(psutil.NoSuchProcess):

@@ -146,7 +146,7 @@ def test_a_run_folder_that_becomes_protected_costs_no_step(saving_run: list[str]
                 pytest.skip("this file system has no immutable folders")
 
     try:
-        with pytest.raises(StorageError, match="Operation not permitted.*Free disk space, or make it writable"):
+        with pytest.raises(StorageError, match=r"Operation not permitted.*Free disk space, or make it writable"):
             train_with(*overrides, first=[AtStepEnd(protect)])
     finally:
         subprocess.run(["chattr", "-i", *folders], check=False, stderr=subprocess.DEVNULL)

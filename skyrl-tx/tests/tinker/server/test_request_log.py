@@ -1,24 +1,40 @@
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tx.tinker.server.metrics import ServerMetrics
 from tx.tinker.server.request_log import RequestLog
 
+WAITING: list[asyncio.Event] = []
+
+
+async def stream(request: Request) -> Response:
+    async def parts() -> AsyncIterator[str]:
+        yield "begun"
+        WAITING[-1].set()
+        await asyncio.Event().wait()
+
+    return StreamingResponse(parts())
+
 
 async def answer(request: Request) -> Response:
     request.scope["tx.notes"] |= {"session": "s\nERROR forged", "request": "7", "nonsense": "never"}
-    if request.path_params["name"] == "fail":
-        raise ZeroDivisionError
+    match request.path_params["name"]:
+        case "fail":
+            raise ZeroDivisionError
+        case "wait":
+            WAITING[-1].set()
+            await asyncio.Event().wait()
     return PlainTextResponse("ok", 201)
 
 
@@ -29,7 +45,8 @@ def metrics() -> ServerMetrics:
 
 @pytest.fixture
 def client(metrics: ServerMetrics) -> Iterator[httpx.AsyncClient]:
-    app = Starlette(routes=[Route("/things/{name}", answer, methods=["GET", "POST", "BREW"])])
+    things = Route("/things/{name}", answer, methods=["GET", "POST", "BREW"])
+    app = Starlette(routes=[things, Route("/stream", stream)])
     app.add_middleware(RequestLog, metrics=metrics)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://x")  # type: ignore[return-value]
@@ -75,3 +92,26 @@ async def test_metrics_are_grouped_by_endpoint(client: httpx.AsyncClient, metric
         ("/things/{name}", "other", "405"): 3,
         ("other", "GET", "404"): 3,
     }
+
+
+async def test_a_request_that_a_shutdown_cancels_is_sent_again_later(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tx.tinker.server.request_log")
+    WAITING.append(asyncio.Event())
+    request = asyncio.create_task(client.get("/things/wait"))
+    await WAITING[-1].wait()
+    request.cancel()
+    answered = await request
+    assert (answered.status_code, answered.headers["Retry-After"]) == (503, "10")
+    assert "the server is stopping" in answered.json()["detail"]
+    assert "GET /things/wait 503" in caplog.text
+
+
+async def test_a_reply_that_has_begun_is_cut_off_by_a_shutdown(client: httpx.AsyncClient) -> None:
+    WAITING.append(asyncio.Event())
+    request = asyncio.create_task(client.get("/stream"))
+    await WAITING[-1].wait()
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request

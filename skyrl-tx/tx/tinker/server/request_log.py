@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -9,8 +10,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tx.tinker.refusal import Refusal
 from tx.tinker.server.downloads import hide_token
 from tx.tinker.server.metrics import ServerMetrics
+from tx.tinker.server.replies import refusal_reply
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +22,14 @@ METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"}
 """Methods with their own metrics. Clients may invent others without limit."""
 
 
+STOPPING = Refusal(503, "the server is stopping; send the request again", retry_after=10)
+
+
 class RequestLog:
-    """ASGI middleware that logs requests, with the notes that `Call.note` adds to the scope."""
+    """ASGI middleware that logs requests, with the notes that `Call.note` adds to the scope.
+
+    A request that is cancelled, as uvicorn does some seconds after a stop signal, is answered with 503.
+    """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app = app
@@ -31,17 +40,21 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
-        status = 500
+        status, has_started = 500, False
 
         async def watch(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_started
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, has_started = message["status"], True
             await send(message)
 
         scope["tx.notes"] = {}
         try:
             await self._app(scope, receive, watch)
+        except asyncio.CancelledError:
+            if has_started:
+                raise
+            await refusal_reply(STOPPING)(scope, receive, watch)
         finally:
             self._record(scope, status, time.perf_counter() - started)
 
