@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from transformers import PreTrainedTokenizerBase
+
 from skyrl_gym.runtime.text import clean_text, describe_error
 from skyrl_gym.tools.calls import strip_thoughts
 from skyrl_train.errors import EngineError
@@ -110,6 +112,11 @@ class Chat:
         self._is_reset = False
         self._can_continue = True  # without a new message
         self._n_prompt = 0  # tokens of the first prompt of the history
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model."""
+        return self._encoder.tokenizer
 
     @property
     def messages(self) -> list[Message]:

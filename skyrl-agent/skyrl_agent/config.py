@@ -111,6 +111,10 @@ class AgentGeneration(Section):
     debug_log: bool = False
     """Log each turn."""
 
+    max_repeats: Annotated[int, Ge(0)] | None = None
+    """Equal calls with equal results in a row that end the trajectory with `stuck_in_a_loop`; 0 for no limit. null for
+    the limit of the agent: 4 for `CodeActAgent`, none for `ReActAgent`. An agent that polls needs more."""
+
     tool_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds after which a call of a tool is abandoned and ends its trajectory with `cmd_timeout`."""
 
@@ -138,6 +142,8 @@ class AgentGeneration(Section):
             if backend is not None and (getattr(backend, name) is not None) != is_server:
                 fix = f"needs backend_config.{name}" if is_server else f"takes no backend_config.{name}; remove it"
                 raise ValueError(f"infer_backend={self.infer_backend} {fix}")
+        if self.max_repeats == 1:
+            raise ValueError("max_repeats=1 would end each trajectory with its first call; set 2 or more, or 0")
         for params in (self.sampling_params, self.val_config.sampling_params):
             to_sampling({"max_tokens": 1, **params}, None)
         return self

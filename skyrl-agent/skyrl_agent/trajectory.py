@@ -248,6 +248,7 @@ class AgentTrajectory:
             "data_source": instance.data_source,
             "instance_id": instance.instance_id,
             "trajectory_id": self.rollout.request.id.repetition_id,
+            "tokenizer": self._chat.tokenizer,
         }
         return await self._call(lambda: method(**select_arguments(method, arguments)), close_late)
 

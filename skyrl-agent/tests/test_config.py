@@ -71,6 +71,8 @@ def test_a_task_file_of_skyrl_agent_is_read(tmp_path: Path) -> None:
             "skyrl-train takes no backend_config; remove it",
         ),
         ("max_iterations: 10", "max_iterations: [", "cannot be read"),
+        ("max_iterations: 10", "max_repeats: 1", "max_repeats=1 would end each trajectory with its first call"),
+        ("max_iterations: 10", "trajectory_timeout: 0", "generator.trajectory_timeout: .*greater than 0"),
         ("top_p: 0.95", "best_of: 2", "sampling_params has best_of=2, which no engine here supports"),
     ],
 )

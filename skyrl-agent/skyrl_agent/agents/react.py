@@ -29,13 +29,15 @@ class ReActAgent(BaseAgent):
     """
 
     max_repeats: ClassVar[int | None] = None
-    """Equal calls with equal results in a row that end the trajectory with `stuck_in_a_loop`; None: no limit."""
+    """The default of `generator.max_repeats`; None: no limit."""
 
     def __init__(self, context: AgentContext) -> None:
         """Add the descriptions of the tools to the system message."""
         super().__init__(context)
         self._last: tuple[ToolCall, str] | None = None  # call and observation
         self._n_repeats = 0
+        chosen = context.settings.max_repeats
+        self._max_repeats = self.max_repeats if chosen is None else chosen or None
         self.set_history(self.chat.messages)
 
     def set_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -53,7 +55,7 @@ class ReActAgent(BaseAgent):
             outcome = await self._act(reply.text)
             if outcome is not None:
                 return outcome
-            if self.max_repeats is not None and self._n_repeats >= self.max_repeats:
+            if self._max_repeats is not None and self._n_repeats >= self._max_repeats:
                 return Outcome("stuck_in_a_loop")
             self._remind(turn, n_turns)
         return Outcome("max_iterations_reached")

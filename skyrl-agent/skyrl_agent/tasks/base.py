@@ -17,6 +17,7 @@ class BaseTask(ABC):
         instance: the instance, see `data.instance_key`
         data_source: the name of its dataset
         instance_id, trajectory_id: the names of instance and trajectory
+        tokenizer: the tokenizer of the model
         runtime: the result of `initialize_runtime` (not for that method)
         env: one of `dispatcher.envs`, or None (`initialize_runtime`)
         result: the agent's result, or that of `complete_runtime` if it is neither None nor empty (`evaluate_result`)

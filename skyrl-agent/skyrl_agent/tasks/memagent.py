@@ -6,15 +6,19 @@ Source: MemAgent (Yu et al., 2025, arXiv:2507.02259).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.tasks.general_react import GeneralReactTask, get_question
 from skyrl_train.errors import DataError
 from skyrl_train.types import Message
 
-MAX_SECTION_CHARS = 16_000  # about 4,000 tokens
+MAX_SECTION_CHARS = 16_000
+MAX_SECTION_TOKENS = 4_000  # about 16,000 characters of English, and 4,000 of Japanese
 DOCUMENT = re.compile(r"(?=\bDocument \d+:)")
 
 SYSTEM = "You read a long text section by section to answer a question, and remember only what you write down."
@@ -32,10 +36,10 @@ Section {number} of {n_sections}:
 class Reader:
     """The place of a trajectory in its document, and its memory."""
 
-    def __init__(self, question: str, context: str, max_section_chars: int = MAX_SECTION_CHARS) -> None:
-        """Divide the context into sections of whole documents, "Document 1: …", as far as they fit."""
+    def __init__(self, question: str, sections: Sequence[str]) -> None:
+        """Begin with the first of the sections."""
         self._question = question
-        self._sections = split_sections(context, max_section_chars)
+        self._sections = sections
         self._index = 0
 
     @property
@@ -62,29 +66,51 @@ class Reader:
         return self.messages(memory)
 
 
-def split_sections(context: str, max_chars: int) -> list[str]:
-    """Divide a text into sections of at most `max_chars` characters, between documents where possible."""
-    sections = [""]
-    for document in filter(None, DOCUMENT.split(context)):
-        if len(sections[-1]) + len(document) > max_chars and sections[-1]:
-            sections.append("")
-        while len(document) > max_chars:
-            cut = document.rfind(" ", 1, max_chars) + 1 or max_chars
-            sections[-1], document = document[:cut], document[cut:]
-            sections.append("")
-        sections[-1] += document
-    return [section.strip() for section in sections if section.strip()] or [""]
+def split_sections(
+    context: str, max_chars: int, token_starts: Sequence[int] = (), max_tokens: int = MAX_SECTION_TOKENS
+) -> list[str]:
+    """Divide a text into sections of at most `max_chars` characters and `max_tokens` tokens.
+
+    A section ends before a document, "Document 2: …", or in a document that is longer than a section, after a space if
+    there is one. `token_starts` are the positions of the text's tokens in ascending order.
+    """
+    documents = [match.start() for match in DOCUMENT.finditer(context)]
+    sections, start = [], 0
+    while start < len(context):
+        end = min(start + max_chars, len(context))
+        next_token = bisect_left(token_starts, start) + max_tokens
+        if next_token < len(token_starts):
+            end = min(end, max(token_starts[next_token], start + 1))
+        if end < len(context):
+            last = documents[bisect_right(documents, end) - 1] if documents else 0
+            end = last if last > start else context.rfind(" ", start + 1, end) + 1 or end
+        sections.append(context[start:end].strip())
+        start = end
+    return [section for section in sections if section] or [""]
+
+
+def find_token_starts(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the position of each token of a text. Tokens of a slow tokenizer, which has no positions, are spread."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+    if tokenizer.is_fast:
+        return sorted(start for start, _ in encoded["offset_mapping"])
+    n_tokens = len(encoded["input_ids"])
+    return [i * len(text) // n_tokens for i in range(n_tokens)]
 
 
 class MemAgentTask(BaseTask):
     """Questions about the text in the column `context`, for an agent with the tools finish and next_with_summary."""
 
     max_section_chars = MAX_SECTION_CHARS
+    max_section_tokens = MAX_SECTION_TOKENS
 
     @classmethod
-    def initialize_runtime(cls, instance: Mapping[str, Any]) -> Reader:
+    def initialize_runtime(cls, instance: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Reader:
         """Return the reader of the text."""
-        return Reader(get_question(instance), get_context(instance), cls.max_section_chars)
+        context = get_context(instance)
+        starts = find_token_starts(context, tokenizer)
+        sections = split_sections(context, cls.max_section_chars, starts, cls.max_section_tokens)
+        return Reader(get_question(instance), sections)
 
     @classmethod
     def get_instruction(cls, runtime: Reader) -> list[Message]:

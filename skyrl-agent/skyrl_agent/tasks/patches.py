@@ -6,6 +6,7 @@ import logging
 import re
 import shlex
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import PurePosixPath
 
 from skyrl_agent.workspaces import MAX_FILE_BYTES, Workspace, WorkspaceError
@@ -13,6 +14,7 @@ from skyrl_agent.workspaces import MAX_FILE_BYTES, Workspace, WorkspaceError
 logger = logging.getLogger(__name__)
 
 GIT_TIMEOUT_S = 300.0
+MAX_COPIES = 500  # in one command, which may have 90,000 bytes
 
 PROTECTED = (
     "**/tests/**",
@@ -77,8 +79,9 @@ def record_base(workspace: Workspace) -> None:
 def collect_patch(workspace: Workspace) -> str:
     """Return the changes since `record_base`, committed or not, as a patch without binary files.
 
-    Ignored files are left out. The patch is empty if the agent has destroyed the repository, or changed more than
-    16 MiB. Bytes that are not UTF-8 become surrogates, see PEP 383.
+    Ignored files are left out, and so are the largest files of a patch of more than 16 MiB, such as a lock file that a
+    package manager has written. The patch is empty if the agent has destroyed the repository. Bytes that are not UTF-8
+    become surrogates, see PEP 383.
 
     Raises:
         WorkspaceError: the workspace does not answer.
@@ -90,6 +93,7 @@ def collect_patch(workspace: Workspace) -> str:
         return ""
     folder = result.output.rpartition("\n")[2]
     try:
+        _leave_out_largest(workspace, f"{folder}/patch")
         patch = workspace.read_bytes(f"{folder}/patch")
     except OSError as error:
         logger.warning("the patch is empty: %s", error)
@@ -97,6 +101,37 @@ def collect_patch(workspace: Workspace) -> str:
     finally:
         workspace.execute(f"rm -rf {shlex.quote(folder)}", GIT_TIMEOUT_S)
     return remove_binary_diffs(patch.decode("utf-8", "surrogateescape"))
+
+
+def _leave_out_largest(workspace: Workspace, path: str) -> None:
+    """Shorten a patch in a workspace to `MAX_FILE_BYTES`, smallest files first, and log what is left out.
+
+    It may be larger than what can be read, so git's headers are found there. Content never starts with their words: its
+    lines begin with a space, "+", "-" or a backslash.
+    """
+    quoted = shlex.quote(path)
+    n_bytes = int(workspace.run(f"wc -c <{quoted}"))
+    if n_bytes <= MAX_FILE_BYTES:
+        return
+    headers = workspace.run(f"LC_ALL=C grep -ab '^diff --git ' {quoted}", max_bytes=MAX_FILE_BYTES).splitlines()
+    starts = [int(header.partition(":")[0]) for header in headers]
+    sizes = [end - start for start, end in pairwise([*starts, n_bytes])]
+    left_out, n_kept = set(range(len(sizes))), 0
+    for i in sorted(left_out, key=sizes.__getitem__):
+        n_kept += sizes[i]
+        if n_kept > MAX_FILE_BYTES:
+            break
+        left_out.discard(i)
+    kept = [i for i in range(len(sizes)) if i not in left_out]
+    for first in range(0, len(kept), MAX_COPIES):
+        copies = (f"tail -c +{starts[i] + 1} {quoted} | head -c {sizes[i]}" for i in kept[first : first + MAX_COPIES])
+        workspace.run(f"{{ {'; '.join(copies)}; }} >>{quoted}.kept", GIT_TIMEOUT_S)
+    workspace.run(f"touch {quoted}.kept && mv {quoted}.kept {quoted}")
+    logger.warning(
+        "the patch has %.1f MiB, and the limit is %d; left out: %s",
+        *(n_bytes / 2**20, MAX_FILE_BYTES >> 20),
+        ", ".join(f"{headers[i].partition(':')[2]} ({sizes[i]:,} bytes)" for i in sorted(left_out)[:10]),
+    )
 
 
 def remove_binary_diffs(patch: str) -> str:

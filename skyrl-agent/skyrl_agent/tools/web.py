@@ -12,6 +12,7 @@ import urllib3
 from skyrl_agent.judge import complete
 from skyrl_agent.tools.base import BaseTool, register_tool, text_parameters
 from skyrl_gym.error import ToolFailure
+from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.search import MAX_QUERY_CHARS, SearchToolGroup
 
 if TYPE_CHECKING:
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 MAX_PAGE_CHARS = 100_000
-RETRIES = urllib3.Retry(total=3, backoff_factor=1, status_forcelist=(429, 500, 502, 503, 504), allowed_methods=None)
+MAX_RETRY_AFTER_S = 30.0
+SERVICE_STATUSES = frozenset({401, 402, 403, 407, 408, 421, 425, 429})
+"""Client errors that say nothing about the request: no key, no credit, too many requests, …"""
+ENDPOINT_STATUSES = SERVICE_STATUSES | {404, 405, 410}
+"""The same for a fixed address, which is configured wrongly if it does not exist."""
 
 QUERY = text_parameters(query="What to search for.")
 
@@ -32,14 +37,38 @@ Web page:
 {page}"""
 
 
-def fetch(method: str, url: str, service: str, **options: Any) -> bytes:
-    """Return the body of a response; ToolFailure if the service cannot be reached or refuses the request."""
+class _Retry(urllib3.Retry):
+    """Retries that fail at once if the service asks for a long pause, in which nothing else would end the call."""
+
+    def get_retry_after(self, response: urllib3.BaseHTTPResponse) -> float | None:
+        seconds = super().get_retry_after(response)
+        if seconds is not None and seconds > MAX_RETRY_AFTER_S:
+            raise urllib3.exceptions.HTTPError(
+                f"status {response.status}, Retry-After {seconds:.0f} s, more than {MAX_RETRY_AFTER_S:g} s"
+            )
+        return seconds
+
+
+RETRIES = _Retry(total=3, backoff_factor=1, status_forcelist=(429, 500, 502, 503, 504), allowed_methods=None)
+
+
+def fetch(
+    method: str, url: str, service: str, service_statuses: frozenset[int] = ENDPOINT_STATUSES, **options: Any
+) -> bytes:
+    """Return the body of a response.
+
+    Raises:
+        ToolFailure: the service cannot be reached, fails, or answers with one of `service_statuses`.
+        ToolCallError: the service refuses the request for another reason, which the model reads.
+    """
     try:
         response = urllib3.request(method, url, timeout=TIMEOUT_S, retries=RETRIES, **options)
     except urllib3.exceptions.HTTPError as error:
         raise ToolFailure(f"{service}: {error}") from error
     if response.status >= 400:
-        raise ToolFailure(f"{service} answered with status {response.status}: {response.data[:200]!r}")
+        text = f"{service} answered with status {response.status}: {response.data[:200]!r}"
+        is_failure = response.status >= 500 or response.status in service_statuses
+        raise ToolFailure(text) if is_failure else ToolCallError(text)
     return response.data
 
 
@@ -121,7 +150,7 @@ class WebBrowser(BaseTool):
         reader = os.environ.get("JINA_URL", "https://r.jina.ai").rstrip("/")
         key = os.environ.get("JINA_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        page = fetch("GET", f"{reader}/{params['url']}", "the reader of web pages", headers=headers)
+        page = fetch("GET", f"{reader}/{params['url']}", "the reader of web pages", SERVICE_STATUSES, headers=headers)
         text = page.decode("utf-8", "replace")[:MAX_PAGE_CHARS]
         model = os.environ.get("WEB_SUMMARY_MODEL")
         return complete(model, SUMMARY.format(goal=params["goal"], page=text)) if model else text

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_kit.engines import tool_call
+from agent_kit.trajectories import play_one
 
 from skyrl_agent.agents.codeact import SWITCHES, UNSUPPORTED, CodeActAgent
 from skyrl_agent.config import AgentConfig
@@ -13,6 +15,8 @@ from skyrl_agent.loading import load_class
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.tasks.swe_bench import SWEBenchTask
 from skyrl_train.errors import ConfigError
+
+CODEACT, REACT = "skyrl_agent.agents.codeact.CodeActAgent", "skyrl_agent.agents.react.ReActAgent"
 
 
 def test_switches_enable_tools() -> None:
@@ -49,3 +53,31 @@ def test_the_example_names_an_agent_with_its_tools_and_a_task() -> None:
     agent = load_class(cfg.agent_cls, CodeActAgent)
     assert list(agent.create_tools(cfg.tools)) == ["execute_bash", "str_replace_editor", "think", "submit"]
     assert load_class(cfg.task, BaseTask) is SWEBenchTask
+
+
+POLL = tool_call("think", thought="Is it done?")
+
+
+@pytest.mark.parametrize(
+    ("agent_cls", "settings", "reason", "n_turns"),
+    [
+        (CODEACT, {}, "stuck_in_a_loop", 4),
+        (CODEACT, {"max_repeats": 6}, "stuck_in_a_loop", 6),
+        (CODEACT, {"max_repeats": 0}, "max_iterations_reached", 8),
+        (REACT, {}, "max_iterations_reached", 8),
+        (REACT, {"max_repeats": 2}, "stuck_in_a_loop", 2),
+    ],
+)
+async def test_the_task_file_limits_equal_calls(
+    agent_cls: str, settings: dict[str, Any], reason: str, n_turns: int
+) -> None:
+    trajectory, _ = await play_one(
+        [POLL] * 8, agent_cls=agent_cls, tools=("think", "submit"), max_iterations=8, **settings
+    )
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (reason, n_turns)
+
+
+async def test_another_result_ends_the_repetition() -> None:
+    replies = [POLL, POLL, tool_call("think", thought="Wait."), POLL, POLL, tool_call("submit")]
+    trajectory, _ = await play_one(replies, agent_cls=CODEACT, tools=("think", "submit"), max_repeats=3)
+    assert trajectory.stop_reason == "FINISH_TOOL"

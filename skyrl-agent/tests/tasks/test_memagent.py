@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from agent_kit.engines import TOKENIZER, tool_call
-from agent_kit.trajectories import play_one
+from agent_kit.trajectories import ROW, play_one
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_agent.tasks.memagent import MemAgentTask, split_sections
+from skyrl_agent.tasks.memagent import MemAgentTask, find_token_starts, split_sections
 
 
 @given(st.lists(st.text(alphabet="ab \n", max_size=40)), st.integers(5, 60))
@@ -16,6 +17,31 @@ def test_sections_hold_the_whole_text_within_their_limit(texts: list[str], limit
     sections = split_sections(context, limit)
     assert all(len(section) <= limit for section in sections)
     assert "".join("".join(sections).split()) == "".join(context.split())
+
+
+@given(st.lists(st.text(alphabet="ab \n日本", max_size=40)), st.integers(5, 60), st.integers(2, 20))
+def test_sections_have_at_most_so_many_tokens(texts: list[str], max_chars: int, max_tokens: int) -> None:
+    context = "".join(f"Document {i}:{text}" for i, text in enumerate(texts))
+    starts = find_token_starts(context, TOKENIZER)
+    sections = split_sections(context, max_chars, starts, max_tokens)
+    assert all(len(section) <= max_chars for section in sections)
+    assert "".join("".join(sections).split()) == "".join(context.split())
+    for section in sections:
+        start = context.index(section)
+        n_tokens = sum(start <= token < start + len(section) for token in starts)
+        assert n_tokens <= max_tokens or len(section) == 1  # a character may be several tokens
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_language_with_more_tokens_gets_shorter_sections(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(TOKENIZER), "is_fast", is_fast)
+    sections = MemAgentTask.initialize_runtime({**ROW, "context": "日本語の文章。" * 5_000}, TOKENIZER)._sections
+    assert len(sections) > 3
+    n_tokens = [len(TOKENIZER(section)["input_ids"]) for section in sections]
+    assert max(n_tokens) <= 4_010
+    assert min(n_tokens[:-1]) > 3_000
+    english = MemAgentTask.initialize_runtime({**ROW, "context": "word " * 30_000}, TOKENIZER)._sections
+    assert all(len(section) <= 16_000 for section in english)
 
 
 class ShortSections(MemAgentTask):

@@ -10,6 +10,7 @@ from train_kit.http import Request, chat_completion
 
 from skyrl_agent.tools.base import create_tools
 from skyrl_gym.error import ToolFailure
+from skyrl_gym.tools.calls import ToolCallError
 
 SERVICES = {
     "SERPER_URL": "{url}/serper",
@@ -65,3 +66,62 @@ def test_a_service_that_refuses_is_a_failure() -> None:
         with pytest.raises(ToolFailure, match=r"Serper answered with status 403: .*no credit"):
             use("search_engine", query="x")
         assert len(requests) == 1
+
+
+SEARCHES = ["search_engine", "youcom_search_engine", "local_search"]
+
+
+def call(name: str) -> str:
+    return use(name, url="http://nowhere.invalid", goal="x") if name == "web_browser" else use(name, query="")
+
+
+@pytest.mark.parametrize(
+    ("status", "names"),
+    [
+        (400, [*SEARCHES, "web_browser"]),
+        (422, [*SEARCHES, "web_browser"]),
+        (404, ["web_browser"]),
+        (451, ["web_browser"]),
+    ],
+)
+def test_the_model_reads_that_its_request_is_refused(status: int, names: list[str]) -> None:
+    with serving_openai(lambda request: (status, {"message": "no such domain"}), **SERVICES):
+        for name in names:
+            if name == "local_search":
+                assert f"the server refuses the query with status {status}" in call(name)
+                continue
+            with pytest.raises(ToolCallError, match=f"answered with status {status}: .*no such domain"):
+                call(name)
+
+
+@pytest.mark.parametrize(
+    ("status", "names"),
+    [
+        *((status, [*SEARCHES, "web_browser"]) for status in (401, 402, 403, 407, 501)),
+        *((status, SEARCHES) for status in (404, 405, 410)),
+    ],
+)
+def test_a_service_that_fails_is_not_the_models_mistake(status: int, names: list[str]) -> None:
+    with serving_openai(lambda request: (status, {}), **SERVICES):
+        for name in names:
+            with pytest.raises(ToolFailure, match=f"status {status}"):
+                call(name)
+
+
+@pytest.mark.parametrize("status", [429, 503, 413])
+@pytest.mark.parametrize("pause", ["3600", "Fri, 01 Jan 2100 00:00:00 GMT"])
+def test_a_long_pause_is_a_failure_at_once(status: int, pause: str) -> None:
+    """A call that waited would end with its time limit, which is the model's."""
+    headers = {"Retry-After": pause}
+    with (
+        serving_openai(lambda request: (status, {}), headers=headers, **SERVICES) as (_, requests),
+        pytest.raises(ToolFailure, match=r"Retry-After \d+ s, more than 30 s"),
+    ):
+        call("web_browser")
+    assert len(requests) == 1
+
+
+def test_a_short_pause_is_waited_for() -> None:
+    answers = iter([(429, ""), (503, ""), (200, "France")])
+    with serving_openai(lambda request: next(answers), headers={"Retry-After": "0"}, **SERVICES):
+        assert call("web_browser") == "France"

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 N_ATTEMPTS = 10
 DELAY_SECONDS = 1.0  # after the first attempt; the delay after attempt n is n times as long
 RETRIED_STATUSES = (500, 502, 503, 504)
+QUERY_STATUSES = (400, 413, 414, 422)
+REFUSED = "the server refuses the query"
 POOL_SIZE = 256  # connections to one server
 MAX_QUERY_CHARS = 10_000  # of which a search uses much less; more would only keep the server busy
 
@@ -80,7 +82,8 @@ def _send_request(
     if response.status in RETRIED_STATUSES:
         return None, f"the server answered with status {response.status}", False
     if response.status >= 400:
-        return None, f"the server answered with status {response.status}: {response.data[:200]!r}", True
+        subject = f"{REFUSED} with" if response.status in QUERY_STATUSES else "the server answered with"
+        return None, f"{subject} status {response.status}: {response.data[:200]!r}", True
     try:
         answer = json.loads(response.data)
     except ValueError:
@@ -103,7 +106,8 @@ class SearchToolGroup(ToolGroup):
     ) -> None:
         """Search with the server at `search_url` for `topk` documents.
 
-        With `raise_failures`, a failing server raises an error; otherwise the model reads about it in the result.
+        With `raise_failures`, a failing server raises an error. Without it, and if the server refuses the query itself,
+        the model reads about it in the result.
         """
         super().__init__(name="SearchToolGroup")
         if not search_url.startswith(("http://", "https://")):
@@ -136,7 +140,7 @@ class SearchToolGroup(ToolGroup):
             session=pool_for(self.search_url),
         )
         if problem is not None:
-            if self._raise_failures:
+            if self._raise_failures and not problem.startswith(REFUSED):
                 raise ToolFailure(f"search at {self.search_url}: {problem}")
             return json.dumps({"result": f"Search error: {problem}"})
         return json.dumps({"result": _text(answer or {})})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -12,12 +12,15 @@ from skyrl_agent import judge
 
 
 @contextmanager
-def serving_openai(answer: Answer, **variables: str) -> Iterator[tuple[str, list[Request]]]:
+def serving_openai(
+    answer: Answer, headers: Mapping[str, str] | None = None, **variables: str
+) -> Iterator[tuple[str, list[Request]]]:
     """Serve OpenAI's API and other services, and point OpenAI's client at it.
 
-    The values of further variables may contain `{url}`. Yields the address and the requests so far.
+    Responses have these further headers. The values of further variables may contain `{url}`. Yields the address and
+    the requests so far.
     """
-    with serving(answer) as (url, requests), pytest.MonkeyPatch.context() as environment:
+    with serving(answer, headers) as (url, requests), pytest.MonkeyPatch.context() as environment:
         variables = {"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "o", **variables}
         for name, value in variables.items():
             environment.setenv(name, value.format(url=url))

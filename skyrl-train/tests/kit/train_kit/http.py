@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,22 +27,24 @@ Answer = Callable[[Request], tuple[int, Any]]
 
 
 @contextmanager
-def serving(answer: Answer) -> Iterator[tuple[str, list[Request]]]:
-    """Serve answers; yield the address, such as `http://127.0.0.1:8080`, and the list of requests so far."""
+def serving(answer: Answer, headers: Mapping[str, str] | None = None) -> Iterator[tuple[str, list[Request]]]:
+    """Serve answers with further headers. Yield the address, such as `http://127.0.0.1:8080`, and the requests so far."""
     requests: list[Request] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
             body = json.loads(self.rfile.read(length)) if length else None
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            request = Request(self.command, self.path, headers, body)
+            received = {name.lower(): value for name, value in self.headers.items()}
+            request = Request(self.command, self.path, received, body)
             requests.append(request)
             status, content = answer(request)
             data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Type", "text/plain" if isinstance(content, str) else "application/json")
             self.send_header("Content-Length", str(len(data)))
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)
 
