@@ -5,6 +5,8 @@ math-verify decides whether two expressions are equal. An answer must also be on
 - It has no operation left that the ground truth lacks: ``137\cdot248`` and ``\binom{20}{10}`` restate a question.
 - The numbers in a chain of equations agree: ``41 = 42`` and ``42 \approx 41`` are no answer.
 - Notation that changes a number counts: ``42\%`` is 0.42, ``42_{43}`` has another base, ``42 thousand`` is 42000.
+- Numbers are equal relative to their size: ``6.63e-34`` is not ``1.05e-34``. Exact numbers are compared exactly, and
+  decimals with six digits.
 
 Only the workers of `skyrl_gym.maths` import this module, because sympy is slow to import.
 """
@@ -12,27 +14,36 @@ Only the workers of `skyrl_gym.maths` import this module, because sympy is slow 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from math_verify import LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig, grader, parse, verify
 from sympy import (
     Basic,
     Derivative,
     Expr,
+    FiniteSet,
     Float,
     Function,
     Integer,
     Integral,
+    Intersection,
     Limit,
+    MatrixBase,
+    MatrixExpr,
     Max,
     Min,
     Mod,
     Product,
     Rational,
     Sum,
+    Symbol,
     UnevaluatedExpr,
+    Union,
     exp,
     preorder_traversal,
 )
@@ -41,18 +52,57 @@ from sympy.functions.elementary.trigonometric import InverseTrigonometricFunctio
 BOX = [LatexExtractionConfig(boxed_match_priority=0)]
 APPROXIMATION = 0.005  # maximum relative difference between the sides of an approximation
 MAX_ROOT_DIGITS = 40  # of a number whose roots are computed
+EXACT_DIGITS = 100  # computed to compare exact numbers
 
 _NAMES = ("times", "cdot", "cdot", "approx", "equiv", "leq", "geq", "neq", "pi", "infty", "pm")
 _COMMANDS = {symbol: rf"\{name} " for symbol, name in zip("×·⋅≈≡≤≥≠π∞±", _NAMES, strict=True)}
-_FRACTIONS = {"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
-_SYMBOLS = str.maketrans("−–÷~", "--/ ", "€£") | str.maketrans(_COMMANDS | _FRACTIONS | {"°": r"^\circ "})
+_FRACTIONS = {
+    symbol: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", symbol).split("⁄"))
+    for symbol in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"
+}
+_SYMBOLS = str.maketrans("−–÷⁄∕~", "--/// ", "€£") | str.maketrans(
+    _COMMANDS | _FRACTIONS | {"°": r"^\circ ", "∛": "√[3]", "∜": "√[4]"}
+)
+_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "₀₁₂₃₄₅₆₇₈₉₊₋ₙᵢₓ"
+_SCRIPT = re.compile(f"([{_RAISED}]+)|[{_LOWERED}]+")
+_UNSCRIPTED = str.maketrans(_RAISED + _LOWERED, "0123456789+-ni0123456789+-nix")
+_UPRIGHT = r"\\(?:mathrm|textrm|text|operatorname)\s*\{\s*([ei])\s*\}|\{\\rm\s+([ei])\s*\}"
+_TEXT = r"\s*\\(?:text|mathrm)\s*\{[^{}]*\}\s*"
+_NOTATION = (
+    (re.compile(r"√(\[\d\])?\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+))", re.ASCII), r"\\sqrt\1{\2\3}"),
+    (re.compile(r"√", re.ASCII), r"\\sqrt"),
+    (re.compile(rf"(?<=[A-Za-z])(?={_UPRIGHT})", re.ASCII), " "),
+    (re.compile(_UPRIGHT, re.ASCII), r"\1\2"),  # Euler's number or the imaginary unit
+    (re.compile(r"\*\*", re.ASCII), "^"),  # this line and the next: 10**-3 and 10^-3
+    (re.compile(r"\^\s*([-+]\s*(?:\d+|[A-Za-z]))", re.ASCII), r"^{\1}"),
+    (re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", re.ASCII), r"\\times "),
+    (re.compile(r"(?<![\\A-Za-z])(pi|log|ln|sin|cos|tan|arcsin|arccos|arctan)(?![A-Za-z])", re.ASCII), r"\\\1 "),
+    (re.compile(r"\\[dtc]?frac\s+(\d)\s*(\d)", re.ASCII), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), r"\\text{ or }"),
+    (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), r"\\text{ and }"),
+    (re.compile(rf"(?<=[\d}}])[\s\\,;]*\\[dt]?frac\{{{_TEXT}\}}\{{{_TEXT}\}}$"), ""),  # a unit
+    (re.compile(r",\s*(?:\\[lc]?dots[cbm]?(?![A-Za-z])|\.\.\.|…)", re.ASCII), r",\\ldots"),
+)
+"""Patterns of notation that math-verify does not read, and their LaTeX."""
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?)(\d+)(?![\w.])", re.ASCII)
 _MATHS_DELIMITER = re.compile(r"\\[()\[\]]|(?<!\\)\$")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|\\[,! ]|,\\!| )\d{3})+(?!\d)", re.ASCII)
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*(?:\\?%|percent|pct)\s*\}|\b(?:percent(?:age)?|pct)\b)\.?\s*$", re.I)
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?\b({'|'.join(_SCALES)})\b(?:\s*\}})?", re.IGNORECASE)
 _NUMBER = r"[-+]?(?:\\\$|\d)[\d.,]*(?:\s*/\s*\d+|\s+\d+/\d+)?|[-+]?\d*\\[dt]?frac\{\d+\}\{\d+\}"
-_UNIT = re.compile(rf"({_NUMBER})((?:\s+[A-Za-z]{{2,}}){{1,4}})\.?", re.ASCII)
+_SYMBOLS_OF_UNITS = (
+    "m km cm mm nm ft in yd mi miles? ms s sec min h hr hours? days? years? kg mg g lbs? oz mL ml L l kN N kJ J kW W "
+    "kPa Pa kHz Hz K mol rad V A dollars? cents? units? persons? people"
+)
+_COMPOUND_UNIT = rf"(?:{_SYMBOLS_OF_UNITS.replace(' ', '|')})(?![A-Za-z])(?:\s*\^\s*\{{?-?\d\}}?)?"
+_UNIT = re.compile(
+    rf"((?:{_NUMBER})(?:\s*\\times\s*10\^\{{?-?\d+\}}?)?)((?:\s+[A-Za-z]{{2,}}){{1,4}}"
+    rf"|(?=[^/^]*[/^])\s+{_COMPOUND_UNIT}(?:(?:\s*/\s*|\s*\\cdot\s+|\s+){_COMPOUND_UNIT})*)\.?",
+    re.ASCII,
+)
+"""A number and its unit: words, or symbols with ``/`` or ``^``. Other letters are variables, as in ``12 x/y``."""
+_TEMPERATURE = re.compile(r"(\^\s*\{?\s*\\circ\s*\}?)\s*[CF]\s*$")
 _NO_UNIT = re.compile(
     r"\b(?:or|and|to|not|mod|modulo|times|plus|minus|over|point|half|halves|thirds?|quarters?|dozens?|squared|cubed"
     r"|factorial|choose|base|than|more|less|pi|tau|phi|rho|mu|nu|xi|alpha|beta|gamma|delta|theta|lambda|sigma|omega"
@@ -62,7 +112,7 @@ _NO_UNIT = re.compile(
 _MIXED = re.compile(r"(?<![\d.,/])(\d+) +(\d+)/(\d+)", re.ASCII)
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}", re.ASCII)
 _DECIMAL_BASE = re.compile(r"(?<=[\d}])_(?:\{10\}|10\b)")
-_BASE = re.compile(r"[\d})]\s*_")
+_BASE = re.compile(r"[\d})]\s*_(?:\{\s*(\d+)\s*\}|(\d))?")
 _JUXTAPOSED = re.compile(r"\d\s+\d+(?!\d*\s*/)|[\d)]\s*\(\s*-?[\d.]+\s*\)", re.ASCII)
 """Numbers side by side, which math-verify adds up."""
 _OPERATION = re.compile(
@@ -72,15 +122,32 @@ _OPERATION = re.compile(
 _MODULUS = re.compile(r"\(?\s*\\?[pb]?mod\b.*$", re.DOTALL)
 _NAMED = re.compile(r"^\s*\$?\s*[A-Za-z](?:_\w|\(\w\))?\s*=(?=(?:[^A-Za-z\\=]|\\[A-Za-z]+)*$)")
 """The name of a number, as in ``x = 42``."""
+_COORDINATE = re.compile(r"\s*\$?\s*([xyz])\s*=(?=[^xyz=]*$)")
 _RELATION = re.compile(r"(\\approx|\\simeq|\\equiv|=)(?![A-Za-z])")
 _UNSPLIT = re.compile(
     r"[<>!:]\s*=|[<>]|\\(?:n?leq?|n?geq?|ne|neq|lt|gt|lor|land|cup|cap|pm|mp|in)(?![A-Za-z])|\\not|\bor\b|\band\b|[;&]"
 )
+_OR, _AND = re.compile(r"\bor\b"), re.compile(r"\band\b")
 _LIST_COMMA = re.compile(r",(?!\d{3}(?!\d))|\n")
 
 
 def is_same(answer: str, gold: str) -> bool | None:
     """Return True if `answer` is a result equal to `gold`; None if math-verify cannot parse `gold`."""
+    names = [name[1] for name in map(_COORDINATE.match, (answer, gold)) if name is not None]
+    if len(set(names)) > 1:
+        return False  # x = 5 and y = 5 are different lines
+    verdicts = [_compare(text, truth) for truth in _readings(gold) for text in _readings(answer)]
+    return None if None in verdicts else any(verdicts)
+
+
+def _readings(text: str) -> list[str]:
+    """Write numbers such as ``1.5e3`` as powers of ten. ``2e-3`` has a second reading: 2e - 3, with Euler's number."""
+    scientific = _SCIENTIFIC.sub(r"\1 \\times 10^{\2\3}", text)
+    is_ambiguous = any("." not in number[1] and number[2] for number in _SCIENTIFIC.finditer(text))
+    return [scientific, text] if is_ambiguous else [scientific]
+
+
+def _compare(answer: str, gold: str) -> bool | None:
     gold, gold_is_percent = _normalize(_NAMED.sub("", gold))
     parsed_gold = _parse(gold, is_percent=gold_is_percent)
     if not parsed_gold:
@@ -93,12 +160,65 @@ def is_same(answer: str, gold: str) -> bool | None:
     for side in sides:
         if any(pattern.search(side) and not pattern.search(gold) for pattern in (_OPERATION, _BASE, _JUXTAPOSED)):
             continue
+        if _BASE.search(side) and _bases(side) != _bases(gold):
+            continue
         if is_percent and not gold_is_percent:
             side = rf"\frac{{{side}}}{{100}}"
         parsed = _parse(side, is_percent=is_percent and gold_is_percent)
         if parsed and _operations(parsed, parsed_gold) <= _operations(parsed_gold, parsed_gold):
-            candidates.append(parsed)
-    return any(verify(parsed_gold, parsed, timeout_seconds=None) for parsed in candidates)
+            candidates.append(_with_variants(parsed, side))
+    truths = _with_variants(parsed_gold, gold)
+    return any(verify(truths, parsed, timeout_seconds=None, allow_set_relation_comp=True) for parsed in candidates)
+
+
+def _bases(text: str) -> list[str]:
+    return [braced or digit for braced, digit in _BASE.findall(text)]
+
+
+def _with_variants(parsed: list[Any], text: str) -> list[Any]:
+    r"""Add forms of a parsed text that math-verify compares with more others.
+
+    It declares the symbols of ``2 i`` complex and the symbol of ``2i`` real, so that they would differ. Inequalities
+    such as ``x < 2 \text{ or } x > 5`` become the union, or the intersection, of their solutions.
+    """
+    first = parsed[0]
+    if isinstance(first, Expr) and any(not symbol.is_real for symbol in first.free_symbols):
+        return [*parsed, first.xreplace({symbol: Symbol(symbol.name, real=True) for symbol in first.free_symbols})]
+    combine = Union if _OR.search(text) else Intersection if _AND.search(text) else None
+    relations = first.args if isinstance(first, FiniteSet) and combine is not None else ()
+    if combine is not None and relations and all(map(grader.is_relation, relations)):
+        with suppress(NotImplementedError):  # sympy cannot solve them
+            return [*parsed, combine(*(relation.as_set() for relation in relations))]
+    return parsed
+
+
+def _is_equal_number(gold: Any, answer: Any, float_rounding: int, numeric_precision: int) -> bool:
+    """Compare two expressions as math-verify does and, because its tolerances are absolute, relative to their size.
+
+    Without decimals, they must agree in nearly `EXACT_DIGITS` digits, and `grader` simplifies them otherwise. Decimals
+    must agree in six digits, or be rounded to six decimal places with at least three digits left, as 0.083333 for 1/12.
+    """
+    expressions = (gold, answer)
+    if any(isinstance(part, Expr) and part.is_number and part.has(Float) for part in expressions):
+        gold, answer = map(grader.safe_sympy_doit, expressions)  # 3.33333 * 10**-1 is a decimal too
+    if not _is_equal_absolutely(gold, answer, float_rounding, numeric_precision):
+        return False
+    is_matrix = isinstance(gold, MatrixBase | MatrixExpr)  # its elements were compared by this function
+    if is_matrix or grader.get_pct_val(gold, gold) == grader.get_pct_val(answer, answer):
+        return True
+    gold, answer = map(grader.safe_sympy_doit, (gold, answer))
+    is_exact = not (gold.has(Float) or answer.has(Float))
+    tolerance = Float(10, EXACT_DIGITS) ** (20 - EXACT_DIGITS) if is_exact else 2e-6
+    sizes = gold.evalf(EXACT_DIGITS).as_coefficients_dict()
+    differences = (gold - answer).evalf(EXACT_DIGITS).as_coefficients_dict()
+    if all(abs(difference) <= tolerance * abs(sizes[term]) for term, difference in differences.items()):
+        return True
+    decimals = [Decimal(str(number)) for number in (gold, answer) if isinstance(number, Float)]
+    return any(round(decimal, 6) == decimal and abs(decimal) >= Decimal("1e-4") for decimal in decimals)
+
+
+_is_equal_absolutely = grader.sympy_numeric_eq
+grader.sympy_numeric_eq = _is_equal_number  # the one place where math-verify compares numbers with a tolerance
 
 
 def _parse(text: str, *, is_percent: bool = False) -> list[Any]:
@@ -112,6 +232,10 @@ def _normalize(text: str) -> tuple[str, bool]:
     it had one.
     """
     text = _MATHS_DELIMITER.sub(" ", text.translate(_SYMBOLS)).strip().rstrip(" .,;")
+    text = _SCRIPT.sub(lambda script: f"{'^' if script[1] else '_'}{{{script[0].translate(_UNSCRIPTED)}}}", text)
+    for pattern, template in _NOTATION:
+        text = pattern.sub(template, text)
+    text = _TEMPERATURE.sub(r"\1", text)
     text = _THOUSANDS.sub(lambda number: "".join(re.findall(r"\d", number[0])), text)
     percent = _PERCENT.search(text)
     text = text[: percent.start()] if percent else text
