@@ -9,7 +9,7 @@ from typing import Any
 from skyrl_agent.judge import judge_answer
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_gym import maths
-from skyrl_gym.envs.aime.grading import grade_minerva, to_reward
+from skyrl_gym.envs.aime.grading import find_result, grade_minerva, to_reward
 from skyrl_gym.envs.exact_match import is_match, parse_targets
 from skyrl_gym.envs.lcb.env import LCBEnv
 from skyrl_train.errors import DataError
@@ -42,11 +42,15 @@ def find_family(data_source: str) -> str | None:
 
 
 def grade_maths(answer: str, truth: str) -> float:
-    """Return 1.0 for the right answer, else -1.0. The answer is marked as such, or is the last line."""
+    """Return 1.0 for the right answer, else -1.0.
+
+    The answer is marked as such, or is the last line, or is the result that the last line states: "The result is 42."
+    """
     if MARKED.search(answer):
         return to_reward(maths.grade(answer, truth))
     last_line = answer.rpartition("\n")[2]
-    return to_reward(grade_minerva(f"Answer: {last_line}", truth))
+    grades = [grade_minerva(f"Answer: {text.strip()}", truth) for text in (last_line, find_result(last_line))]
+    return max(map(to_reward, grades))
 
 
 def get_ground_truth(instance: Mapping[str, Any]) -> Any:

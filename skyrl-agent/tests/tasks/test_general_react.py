@@ -10,6 +10,21 @@ from skyrl_train.errors import DataError
 
 TESTS = json.dumps([{"input": "2 3", "output": "5", "testtype": "stdin"}])
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
+STATED = (
+    *("The result is 42.", "Final result: 42", "So there are 42 ways.", "I add.\nThe sum equals 42", "Result = 42"),
+    *(
+        "It takes 42 days.",
+        "**The result is 42.**",
+        "The sum of 6 and 36 is 42.",
+        "We get x = 42",
+        "The value is $42$.",
+    ),
+)
+NOT_STATED = (
+    *("The result is 41.", "There are 41 or 42 ways.", "The result is not 42.", "There are 42 million ways."),
+    *("One root is 41 and the other is 42.", "42 of 100", "The result is 42%.", "The result is -42", "at least 42"),
+    *("So there are 42x ways.", "There are 42.5 ways.", "It is 42 or more.", "I am 42% sure.", "The result is 4 2"),
+)
 
 
 def grade(result: Any, truth: Any, data_source: str) -> float:
@@ -32,6 +47,12 @@ def grade(result: Any, truth: Any, data_source: str) -> float:
         ("41", "42", "aime24", -1.0),
         ("41 or 42", "42", "aime24", -1.0),
         ("Answer: 41 or 42", "42", "aime24", -1.0),
+        *((answer, "42", "math_dapo", 1.0) for answer in STATED),
+        *((answer, "42", "math_dapo", -1.0) for answer in NOT_STATED),
+        ("The balance is −7.", "-7", "math_dapo", 1.0),
+        ("The balance is -7.", "7", "math_dapo", -1.0),
+        (r"The probability is $\dfrac{1}{2}$.", r"\frac{1}{2}", "math_dapo", 1.0),
+        (r"So the solution set: $(2, \infty)$", r"(2,\infty)", "math_dapo", 1.0),
         (None, "42", "math", -1.0),
         (PROGRAM, TESTS, "codegen-taco", 1.0),
         (f"Here:\n```python\n{PROGRAM}\n```", TESTS, "livecodebench", 1.0),

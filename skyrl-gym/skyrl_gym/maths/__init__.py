@@ -17,11 +17,15 @@ from typing import Any, Literal
 
 from skyrl_gym.error import InvalidSettings
 from skyrl_gym.optional import install_command
+from skyrl_gym.tools.calls import strip_thoughts
 from skyrl_gym.worker_pool import Pool
 
 MAX_WORKERS = min(8, os.cpu_count() or 1)
 TIMEOUT_SECONDS = 5.0
 MAX_ANSWER_CHARS = 4096
+
+MINUS_SIGNS = str.maketrans(dict.fromkeys("−–‒‐‑﹣－", "-"))
+"""Characters that models write for a minus sign, and the ASCII character."""
 
 _pool = Pool("skyrl_gym.maths", MAX_WORKERS)
 
@@ -73,8 +77,11 @@ def choose_grader(
 
 
 def grade(reply: str, ground_truth: str) -> Grade:
-    """Grade a reply's `final_answer` with `verify`: any notation of the same number, set or expression is right."""
-    answer = final_answer(reply)
+    """Grade a reply's `final_answer` with `verify`: any notation of the same number, set or expression is right.
+
+    Thoughts have no answer, in particular a thought that was cut off.
+    """
+    answer = final_answer(strip_thoughts(reply))
     return Grade(None, False) if answer is None else verify(answer, ground_truth)
 
 

@@ -7,38 +7,67 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 from skyrl_gym import maths
-from skyrl_gym.maths import Grade, Grader, last_boxed
+from skyrl_gym.maths import MINUS_SIGNS, Grade, Grader, last_boxed
+from skyrl_gym.tools.calls import strip_thoughts
 
 END_CHARS = 300
 BOX_END_CHARS = 100
 INVALID = "[INVALID]"
 
-_ANSWER = re.compile(r"Answer\s*:\s*([^\n<]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"Answer\s*:\s*((?:(?!<(?:[|/｜]|[A-Za-z_]+>))[^\n])+)", re.IGNORECASE)
+"""An answer ends with the line, or before a special token or a tag. ``x < 5`` goes on."""
 _DELIMITER = re.compile(r"\\[()\[\]]")  # \(…\) and \[…\] are $…$
 _FORMULA = re.compile(r"([^$]*)\$([^$]*)\$([^$]*)")
-_WORDS = re.compile(r"(?:(?!\b(?:not|or|and|less|more|hundred|thousand|million|billion)\b)[^\W\d_]|[\s.,:;'()])*")
-"""The words around a formula that do not change its value."""
+_WORDS = re.compile(
+    r"(?:(?!\b(?:not|never|neither|nor|no|or|and|less|more|least|most|than|except|between|minus|negative|plus|times|over"
+    r"|hundred|thousand|million|billion|trillion|dozens?|percent|pct|half|halves|thirds?|quarters?|squared|cubed"
+    r"|factorial|pi|base|modulo|mod)\b)[^\W\d_]|[\s.,:;'()])*",
+    re.IGNORECASE,
+)
+"""The words around a formula or a number that do not change its value."""
+_SENTENCE = re.compile(rf"({_WORDS.pattern})(?<![^\s(])(-?\d[\d,]*(?:\.\d+)?)(?![^\s.,;:)])({_WORDS.pattern})", re.I)
+_VERB = re.compile(r"\b(?:is|are|equals?)\b:?|:", re.IGNORECASE)
 _MARKDOWN = re.compile(r"^[\s*_]+|[\s*_.]+$")
 _OR = re.compile(r"\bor\b")
+_EQUALS = re.compile(r"(?<![<>!:])=")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|\\,|,\\!|\\ | )\d{3})+(?!\d)", re.ASCII)
 _DIGITS = re.compile(r"\d+", re.ASCII)
+_PADDED = re.compile(r"0+\d+", re.ASCII)
 
-# The normalization of Lewkowycz et al. 2022 (Minerva), appendix D. The order matters.
-_REPLACED = (
-    *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text")),
-    *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
+# The normalization of Lewkowycz et al. 2022 (Minerva), appendix D, with two differences: it deletes words, not letters
+# inside of others, so that `ft` in `\left` and the variable of `a - b` remain; and it never joins numbers.
+_UNITS = (
+    r"(?:square|ways|integers|dollars|mph|inches|ft|hours|km|units|sue|points|feet|minutes|digits|cents|degrees|cm|gm"
+    r"|pounds|meters|meals|edges|students|children\s*tickets|multiples)(?![A-Za-z])"
 )
-_REMOVED = (
-    *("square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units", r"\ldots", "sue"),
-    *("points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges"),
-    *("students", "childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3"),
-    *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", "°", r"\;", r",\!", "{,}", '"', r"\dots"),
+_TEXT = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox)"
+_WRITTEN = (
+    (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])"), ""),
+    (re.compile(r"(?<!\\)\\[,;:! ]|~"), " "),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*([^\s{\\])\s*"), r"\\frac{\1}"),
+    (re.compile(r"(\\frac\{[^{}]*\})\s*([^\s{\\])"), r"\1{\2}"),
+    (re.compile(r"sqrt\s*([^\s{(\[])"), r"sqrt{\1}"),
+    (re.compile(rf",?\s*{_TEXT}\{{\s*and\s*\}}"), ","),
+    (re.compile(r"\\(?:[lc]?dots[cbm]?)(?![A-Za-z])|\.\.\.|…"), r"\\dots "),
+    (re.compile(rf"^({_TEXT}\{{)?\s*an?\s+(?=[A-Za-z]{{3,}}(?:[\s-]+[A-Za-z]{{2,}})*\s*\}}?$)"), r"\1"),
 )
-_REWRITTEN = (
-    *((re.compile(rf"\\{name}\{{(.*?)\}}"), r"\1") for name in ("text", "textbf", "overline")),
+"""Notation, whatever the answer is."""
+_DELETED = (
+    re.compile(rf"\s*{_TEXT}\{{\s*(?:(?:(?:{_UNITS}|m|s|th)\s*)*\.?)\s*\}}(?:\^\{{?[23]\}}?)?"),
+    re.compile(rf"(?<![A-Za-z0-9\\^_{{(]){_UNITS}"),
+    re.compile(r"\^\s*\{?\\circ\}?|°"),
+    re.compile(r"\\dots\s*$"),
+)
+"""Units and degrees."""
+_GLUED_UNIT = re.compile(rf"(?<=\d){_UNITS}\s*\.?$")
+_UNWRAPPED = (
+    *((re.compile(rf"{_TEXT}\{{([^{{}}]*)\}}"), r"\1"),) * 2,  # \text{\textbf{7}}
+    (re.compile(r"(?<![\d.])\\overline\{(.*?)\}"), r"\1"),  # 0.\overline{3} is another number than 0.3
     (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
-    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),  # \frac12 is \frac{1}{2}
-    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+    (re.compile(r'(?<!\\)["\s]+(?!\d)|(?<!\d)["\s]+'), ""),
 )
 
 
@@ -50,19 +79,23 @@ class Score(TypedDict):
     pred: str | None
 
 
-def normalize_answer(answer: str) -> str:
-    r"""Remove units, words, ``$``, boxes, a leading ``x =`` and the commas of a number from an answer."""
-    answer = _last_side(_MARKDOWN.sub("", _DELIMITER.sub("$", answer)))
+def normalize_answer(answer: str, *, keeps_units: bool = False) -> str:
+    r"""Remove units, ``$``, boxes, a leading ``x =`` and the commas of a number from an answer, and unify its LaTeX.
+
+    Units are separate words or ``\text{…}``: ``3 km`` is 3, but ``3km`` may be a product of 3, k and m.
+    """
+    answer = _last_side(_MARKDOWN.sub("", _DELIMITER.sub("$", answer.translate(MINUS_SIGNS))))
     answer = _THOUSANDS.sub(lambda number: "".join(_DIGITS.findall(number[0])), answer)
     numbers = _DIGITS.findall(answer)
     formula = _FORMULA.fullmatch(answer)
     if formula is not None and _WORDS.fullmatch(formula[1] + " " + formula[3]):
         answer = formula[2]  # without the words around it
-    for before, after in _REPLACED:
-        answer = answer.replace(before, after)
-    for word in _REMOVED:
-        answer = answer.replace(word, "")
-    for pattern, template in _REWRITTEN:
+    answer = answer.replace(".$", "$").replace(r"\$", "")
+    for pattern, template in _WRITTEN:
+        answer = pattern.sub(template, answer)
+    for pattern in () if keeps_units else _DELETED:
+        answer = pattern.sub("", answer)
+    for pattern, template in _UNWRAPPED:
         answer = pattern.sub(template, answer)
     answer = answer.replace("$", "").strip(" .")
     is_integer = _DIGITS.fullmatch(answer) is not None
@@ -71,9 +104,20 @@ def normalize_answer(answer: str) -> str:
 
 def _last_side(answer: str) -> str:
     """Return the last side of an equation; the whole answer if its sides are different numbers or alternatives."""
-    *sides, last = answer.split("=")
+    *sides, last = _EQUALS.split(answer)
     numbers = {side.strip(" $.") for side in (*sides, last) if _DIGITS.fullmatch(side.strip(" $."))}
     return answer if len(numbers) > 1 or _OR.search("=".join(sides)) else last
+
+
+def find_result(sentence: str) -> str:
+    """Return the result that a sentence states: its only number, or the text after its only "is", "are" or colon.
+
+    So the result of "So there are 42 ways." is 42. A sentence of another form is its own result.
+    """
+    if number := _SENTENCE.fullmatch(_MARKDOWN.sub("", sentence.translate(MINUS_SIGNS))):
+        return number[2]
+    verbs = list(_VERB.finditer(sentence))
+    return sentence[verbs[0].end() :] if len(verbs) == 1 else sentence
 
 
 def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> Score:
@@ -93,17 +137,23 @@ def to_reward(grade: Grade) -> float:
 
 
 def grade_minerva(reply: str, ground_truth: str) -> Grade:
-    """Compare the last ``Answer: …`` of the last 300 characters, normalized; ``[INVALID]`` without one."""
-    answers = _ANSWER.findall(reply[-END_CHARS:])
+    """Compare the last ``Answer: …`` of the last 300 characters, normalized; ``[INVALID]`` without one.
+
+    Thoughts have no answer. A ground truth with leading zeros, as in some copies of AIME, is a number: 073 is 73.
+    """
+    answers = _ANSWER.findall(strip_thoughts(reply)[-END_CHARS:])
     if not answers:
         return Grade(INVALID, False)
-    answer = normalize_answer(answers[-1])
-    return Grade(answer, answer != "" and answer == normalize_answer(ground_truth))
+    forms = {_GLUED_UNIT.sub("", answers[-1]), answers[-1]}
+    truths = {normalize_answer(ground_truth), normalize_answer(ground_truth, keeps_units=True)}
+    truths |= {truth.lstrip("0") or "0" for truth in truths if _PADDED.fullmatch(truth)}
+    found = {normalize_answer(form) for form in forms} | {normalize_answer(answers[-1], keeps_units=True)}
+    return Grade(normalize_answer(answers[-1]), not truths.isdisjoint(found - {""}))
 
 
 def grade_strict_box(reply: str, ground_truth: str) -> Grade:
     r"""Compare the last ``\boxed{…}`` of the last 100 characters, verbatim."""
-    answer = last_boxed(reply[-BOX_END_CHARS:])
+    answer = last_boxed(strip_thoughts(reply)[-BOX_END_CHARS:])
     return Grade(answer, answer is not None and answer == ground_truth)
 
 

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Literal
 
 from skyrl_gym import maths
-from skyrl_gym.maths import Grade, Grader
+from skyrl_gym.maths import MINUS_SIGNS, Grade, Grader
+from skyrl_gym.tools.calls import strip_thoughts
 
 Method = Literal["strict", "flexible"]
 
@@ -21,6 +22,15 @@ _CONTINUED = re.compile(
 )
 """Text after a number that makes it another number or one of several: ``42/1``, ``42e3``, ``42 000``, ``42 or 43``."""
 _NUMBER = re.compile(r"[/^]?(?:(?<![\w)])-)?[0-9.,]+")
+_SIGN = re.compile(
+    r"(?:(?<![\w)])-|[$€£¥]\s?-\s?|(?<=[=:(]) ?- |(?<![0-9)]\s)\bminus\s+|\bnegative\s+)"
+    r"(?:\\(?:boxed|text\w*|math\w+)\s*\{|[$€£¥*_{(\\])*(?=[.,]?[0-9])",
+    re.IGNORECASE,
+)
+"""The sign of a number, with currencies and markup: ``-$5``, ``$-5``, ``-**5**``, ``= - 5``, ``minus 5``.
+
+A minus after a number is a subtraction. A minus at the beginning of a line with a space after it marks an item.
+"""
 _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 
 
@@ -29,8 +39,9 @@ def extract_solution(solution_str: str, method: Method = "strict") -> str | None
 
     strict: the number after the first ``#### ``, exactly: ``#### 42.`` gives ``42.``, and ``#### $42`` nothing. If more
     follows that changes the number, as in ``#### 42/7`` or ``#### 42 or 43``, it belongs to the answer.
-    flexible: the last token with a digit that looks like a number, without a full stop at its end.
+    flexible: the last token with a digit that looks like a number, with its sign: ``-$5.`` is -5.
     """
+    solution_str = solution_str.translate(MINUS_SIGNS)
     if method == "strict":
         found = _STRICT.search(solution_str)
         if found is None:
@@ -38,7 +49,7 @@ def extract_solution(solution_str: str, method: Method = "strict") -> str | None
         number, rest = found.groups()
         return f"{number}{rest}" if _CONTINUED.match(rest) else _without_commas(number)
     if method == "flexible":
-        numbers = (number.rstrip(".,") for number in reversed(_NUMBER.findall(solution_str)))
+        numbers = (number.rstrip(".,") for number in reversed(_NUMBER.findall(_SIGN.sub(" -", solution_str))))
         return next((_without_commas(number) for number in numbers if number.strip("-./^,")), None)
     raise ValueError(f"method={method!r} is unknown; use 'strict' or 'flexible'")
 
@@ -48,7 +59,7 @@ def compute_score(
 ) -> float:
     """Return `score` for the right answer, `format_score` for a wrong one, and 0 for none.
 
-    Answers are compared as text, ignoring commas between thousands: ``42.0`` is not ``42``.
+    Answers are compared as text, ignoring thoughts and the commas between thousands: ``42.0`` is not ``42``.
     """
     grade = _grade(solution_str, str(ground_truth), method)
     if grade.answer is None:
@@ -57,8 +68,8 @@ def compute_score(
 
 
 def _grade(reply: str, ground_truth: str, method: Method) -> Grade:
-    answer = extract_solution(reply, method)
-    return Grade(answer, answer is not None and answer == _without_commas(ground_truth.strip()))
+    answer = extract_solution(strip_thoughts(reply), method)
+    return Grade(answer, answer is not None and answer == _without_commas(ground_truth.strip().translate(MINUS_SIGNS)))
 
 
 def _without_commas(number: str) -> str:

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from textwrap import dedent
 from typing import Any
 
 from skyrl_gym.isolation.program import FunctionCall, Level, Limits, ProgramResult, Stdin, run_program
+from skyrl_gym.tools.calls import strip_thoughts
 
 FENCE = "```"
-OPENING = re.compile(r"```[^\n`]*\n")
+OPENING = re.compile(r"(?:^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?))?(?<!`)(`{3,}+)[^\n`]*\n", re.MULTILINE)
 MAX_NUMBER_CHARS = 400
 WALL_TIME_FACTOR = 4.0  # seconds of wall time allowed per second of CPU time
 
@@ -86,13 +88,23 @@ class Verdict:
 
 
 def extract_code(reply: str) -> str | None:
-    """Return the last closed fenced block of a reply, or None without one."""
+    """Return the last closed fenced block of a reply, or None without one. Thoughts have none.
+
+    As in CommonMark, the closing fence stands alone on a line, is at least as long as the opening one, and is indented
+    by at most three spaces more. So fences in a docstring belong to the program. A fence at the end of a line without
+    other backticks closes the block too. The indentation of a block in a list is removed.
+    """
+    reply = strip_thoughts(reply)
     code, position = None, 0
     while opening := OPENING.search(reply, position):
-        end = reply.find(FENCE, opening.end())
-        if end < 0:
+        indentation, fence = opening[1] or "", opening[2]
+        end = re.compile(
+            rf"^(?:[ \t]{{0,{len(indentation) + 3}}}|([^`\n]*[^\s`])){fence}`*[ \t\r]*$", re.MULTILINE
+        ).search(reply, opening.end())
+        if end is None:
             break
-        code, position = reply[opening.end() : end], end + len(FENCE)
+        code, position = reply[opening.end() : end.start()] + (end[1] or ""), end.end()
+        code = dedent(code) if indentation else code
     return code
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.row import NO_ROW, read_answer, read_max_turns
+from skyrl_gym.tools.calls import strip_thoughts
 
 MAX_TURNS = 5
 FORMAT_REWARD = 0.5
@@ -17,7 +18,7 @@ _FIRST_BOX = re.compile(r"\\boxed\{([^}]+)(\})?")
 
 
 class MultiplyEnv(BaseTextEnv):
-    r"""One product, up to `max_turns` replies; the first ``\boxed{…}`` of each counts.
+    r"""One product, up to `max_turns` replies; the first ``\boxed{…}`` of each, after its thoughts, counts.
 
     `extras` is the row: ``reward_spec["ground_truth"]`` is the product, compared as text. With one turn, the default of
     `generator.max_turns`, the reward is 1 for a right reply and 0 for a wrong one. With several, the model gets
@@ -63,7 +64,7 @@ class MultiplyEnv(BaseTextEnv):
 
     def _parse_action(self, action: str) -> str | None:
         """Return the answer of a reply, or None without one."""
-        box = _FIRST_BOX.search(action)
+        box = _FIRST_BOX.search(strip_thoughts(action))
         return box[1] if box and box[2] else None
 
     def _is_done(self, action: str) -> bool:

@@ -11,6 +11,7 @@ from skyrl_gym.envs.query_env import QueryEnv
 from skyrl_gym.envs.row import NO_ROW, parse_settings, read_ground_truth, read_max_turns
 from skyrl_gym.envs.search.grading import compute_score
 from skyrl_gym.envs.tags import first_between
+from skyrl_gym.tools.calls import strip_thoughts
 from skyrl_gym.tools.search import SearchToolGroup
 
 MAX_TURNS = 2
@@ -76,7 +77,7 @@ class SearchEnv(QueryEnv):
 
     def score(self, replies: list[str]) -> float:
         """Score the last answer by exact match."""
-        return compute_score("\n".join(replies), self.ground_truth)
+        return compute_score("\n".join(map(strip_thoughts, replies)), self.ground_truth)
 
     def get_metrics(self) -> dict[str, Any]:
         """Return the numbers of turns and of searches."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from skyrl_gym.envs.exact_match import is_match, parse_targets
 from skyrl_gym.envs.tags import last_between
+from skyrl_gym.tools.calls import strip_thoughts
 
 
 def extract_solution(solution_str: str) -> str | None:
@@ -18,8 +19,11 @@ def extract_solution(solution_str: str) -> str | None:
 def compute_score(
     solution_str: str, ground_truth: Mapping[str, Any], format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """Return `score` if the answer is one of `ground_truth["target"]`, else `format_score`; 0 without an answer."""
-    answer = extract_solution(solution_str)
+    """Return `score` if the answer is one of `ground_truth["target"]`, else `format_score`; 0 without an answer.
+
+    Thoughts have no answer.
+    """
+    answer = extract_solution(strip_thoughts(solution_str))
     if answer is None:
         return 0.0
     return score if is_match(answer, parse_targets(ground_truth)) else format_score

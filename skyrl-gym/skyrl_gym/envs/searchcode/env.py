@@ -14,6 +14,7 @@ from skyrl_gym.envs.search.env import SearchEnvConfig
 from skyrl_gym.envs.tags import first_between, last_between
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.isolation.program import Isolation
+from skyrl_gym.tools.calls import strip_thoughts
 from skyrl_gym.tools.python import PythonCodeExecutorToolGroup
 
 MAX_TURNS = 2
@@ -63,7 +64,8 @@ class SearchCodeEnv(QueryEnv):
 
     def score(self, replies: list[str]) -> float:
         """Return 1 if the first `#### …` in the last solution is the right number, else 0."""
-        return compute_score(last_between("\n".join(replies), *self.answer_tags) or "", self.ground_truth)
+        visible = "\n".join(map(strip_thoughts, replies))
+        return compute_score(last_between(visible, *self.answer_tags) or "", self.ground_truth)
 
     def _parse_action(self, action: str) -> tuple[str, str, list[Any]]:
         """Return the group, the name and the arguments of the called tool.
