@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from gym_kit.databases import write_database
-from gym_kit.games import HEX, POKER
+from gym_kit.games import HEX, POKER, TAKEN_HEX
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,7 +84,7 @@ def row(gold: Any, field: str = "reward_spec") -> dict[str, Any]:
 
 def is_read(legal: LegalMoves, reply: str, move: str) -> float:
     parsed = parse_answer(reply, legal).move
-    return float(parsed is not None and parsed.text == move)
+    return float((parsed.text if parsed is not None else "none") == move)
 
 
 def score_mcp(name: str, reply: str, gold: list[str]) -> float | None:
@@ -106,6 +106,7 @@ SCORES: dict[str, Score] = {
     "mcp_exact": lambda reply, gold: score_mcp("exact", reply, gold),
     "multiply": lambda reply, gold: play(MultiplyEnv(None, row(gold)), reply),
     "openspiel": lambda reply, move: is_read(HEX, reply, move),
+    "openspiel_taken": lambda reply, move: is_read(TAKEN_HEX, reply, move),
     "openspiel_poker": lambda reply, move: is_read(POKER, reply, move),
     "search": lambda reply, gold: play(SearchEnv(None, row({"target": gold})), reply),
     "searchcode": lambda reply, gold: play(SearchCodeEnv(None, row(gold)), reply),

@@ -2,15 +2,19 @@ r"""Parsing of replies: find the legal move that a reply names, if any.
 
 The answer is the content of the last ``\boxed{}`` or ``<action></action>``, or else the last line that is not empty.
 Thoughts are not answers: text before ``</think>``, or after a ``<think>`` that is never closed, is dropped. An answer
-names a move by its whole text, by its number in the prompt, or by mentioning it as a separate word; the last mention
-counts, unless it is negated, as in "do not call". An empty answer names no move.
+names a move by its whole text, by its number in the prompt, or by mentioning it as a separate word. The last mention
+that the reply declares as its move counts, as in "my move is c3, to stop d4"; without one, the last mention. Negated
+mentions do not count, as in "do not call". Illegal moves are mentions too: a reply that settles on one names no move,
+however many legal moves it discusses. Neither does a reply that lists several moves, as in "c3 or d4".
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 from skyrl_gym.envs.openspiel.moves import LegalMoves, Move, lower_ascii
 from skyrl_gym.tools.calls import strip_thoughts
@@ -42,7 +46,26 @@ _NEGATION = re.compile(
 )
 """The words before a mention that negate it."""
 MAX_NEGATION = 80
-"""Number of characters before a mention that are searched for a negation."""
+"""Number of characters before a mention that are searched for a negation or a declaration."""
+_DECLARATION = re.compile(
+    r"(?:(?:\b(?:my|the|our)\s+|(?:^|[.!?:;,]\s)\W*)(?:(?:final|best|chosen|next)\s+)*(?:answer|move|action|choice)"
+    r"\s*(?:is|will be|:|=)\s*:?"
+    r"|\b(?:I|we)(?:['’]ll|\s+will|\s+shall)?(?:\s+(?:now|then|therefore|thus))*"
+    r"(?:\s+(?:play|choose|pick|take|select|go\s+with|go\s+for|place|put))?)"
+    r"(?:\s*\b(?:to|the|a|at|on|in|my|stone|piece|cell|square|play|choose|move|action)\b)*[\W_]*$",
+    re.IGNORECASE,
+)
+"""The words before a mention that declare it as the move of the reply."""
+_CONDITION = re.compile(r"\b(?:if|when|after|once|suppose|unless|would|could|might|may)\b[^.!?;]*$", re.IGNORECASE)
+"""Words that make a declaration a hypothesis, as in "if I play c3"."""
+_REASON = re.compile(
+    r"\W*\b(?:because|since|as|to|which|it|block\w*|stop\w*|threat\w*|connect\w*|prevent\w*)\b", re.IGNORECASE
+)
+"""The words after a mention at the beginning of an answer that give the reason for it."""
+_LIST = re.compile(r"[\W_]*(?:\b(?:or|and|either|maybe|perhaps|possibly)\b[\W_]*)*", re.IGNORECASE)
+"""The text between two moves of a list."""
+_WORD_MOVES = frozenset(("bet", "call", "check", "fold", "hit", "pass", "raise", "stand"))
+"""Moves of card games. If some of them are legal, the others are illegal moves."""
 _AROUND_NUMBER = "()[]{}<>\"'`*_~$|\\"
 
 Way = Literal["text", "number", "mention", "none"]
@@ -128,29 +151,77 @@ def _find_by_number(text: str, legal: LegalMoves) -> Move | None:
     return legal.by_number.get(int(number[1])) if number else None
 
 
+class _Mention(NamedTuple):
+    """A move in an answer; `move` is None for an illegal one."""
+
+    start: int
+    end: int
+    move: Move | None
+
+
 def _find_mention(text: str, legal: LegalMoves) -> Move | None:
-    """Return the last move that `text` mentions; of several that end at the same position, the longest."""
-    texts = [text] if legal.is_case_sensitive else [text, lower_ascii(text)]
+    """Return the move of the mention that counts, or None if it is illegal or one of a list."""
+    mentions = [mention for mention in _mentions(text, legal) if not _matches_before(_NEGATION, text, mention.start)]
+    declared = [index for index, mention in enumerate(mentions) if _is_declared(text, mention)]
+    chosen = declared[-1] if declared else len(mentions) - 1
+    for first, second in pairwise(mentions[max(0, chosen - 1) : chosen + 2]):
+        if first.move != second.move and _LIST.fullmatch(text, first.end, second.start):
+            return None
+    return mentions[chosen].move if mentions else None
+
+
+def _mentions(text: str, legal: LegalMoves) -> list[_Mention]:
+    """Return the moves in `text` that are separate words, in order; of overlapping ones, the longest."""
+    folded = text if legal.is_case_sensitive else lower_ascii(text)
     found = [
-        (_last_mention(within, name), len(name), move)
-        for within in texts
+        _Mention(start, start + len(name), move)
         for name, move in legal.by_name.items()
         if len(name) > 1 or not name.isalpha() or " " not in text  # in a sentence, "a" is a word
+        for within in {text, folded}
+        for start in _find_words(within, name)
     ]
-    end, _, move = max(found, key=lambda mention: mention[:2], default=(-1, 0, None))
-    return move if end >= 0 else None
+    found += [_Mention(*word.span(), None) for word in _illegal_moves(legal).finditer(folded)]
+    kept: list[_Mention] = []
+    for mention in sorted(set(found), key=lambda mention: (mention.start, -mention.end, mention.move is None)):
+        is_word = _is_opened(text, mention.start) and _is_closed(text, mention.end)
+        if is_word and (not kept or mention.start >= kept[-1].end):
+            kept.append(mention)
+    return kept
 
 
-def _last_mention(text: str, name: str) -> int:
-    """Return the end of the last mention of `name` as a separate word that is not negated; -1 without one."""
-    start = text.rfind(name)
+def _find_words(text: str, name: str) -> Iterator[int]:
+    start = text.find(name)
     while start >= 0:
-        end = start + len(name)
-        is_word = _is_opened(text, start) and _is_closed(text, end)
-        if is_word and not _NEGATION.search(text, max(0, start - MAX_NEGATION), start):
-            return end
-        start = text.rfind(name, 0, end - 1)
-    return -1
+        yield start
+        start = text.find(name, start + len(name))
+
+
+def _illegal_moves(legal: LegalMoves) -> re.Pattern[str]:
+    """Return a pattern of the words that look like moves: of the form of a legal move with a digit, as b2 and c3."""
+    names = legal.by_name if legal.is_case_sensitive else {lower_ascii(name) for name in legal.by_name}
+    forms = {
+        "".join(r"\d" if char.isdigit() else _letters(char) for char in name)
+        for name in names
+        if " " not in name and re.search(r"\d", name) and not name.isdigit()
+    }
+    words = _WORD_MOVES if not _WORD_MOVES.isdisjoint(map(lower_ascii, names)) else ()
+    return re.compile("|".join([*sorted(forms, key=len, reverse=True), *words]) or r"(?!)", re.ASCII)
+
+
+def _letters(char: str) -> str:
+    if not char.isalpha() or not char.isascii():
+        return re.escape(char)
+    return "[a-z]" if char.islower() else "[A-Z]"
+
+
+def _is_declared(text: str, mention: _Mention) -> bool:
+    if mention.start == len(text) - len(text.lstrip()) and _REASON.match(text, mention.end):
+        return True
+    return _matches_before(_DECLARATION, text, mention.start) and not _matches_before(_CONDITION, text, mention.start)
+
+
+def _matches_before(pattern: re.Pattern[str], text: str, position: int) -> bool:
+    return pattern.search(text[max(0, position - MAX_NEGATION) : position]) is not None
 
 
 def _is_opened(text: str, start: int) -> bool:

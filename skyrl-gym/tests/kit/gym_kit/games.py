@@ -29,6 +29,8 @@ def walk(case: str, seed: int) -> list[LegalMoves]:
 
 
 HEX = legal_moves(position("hex(board_size=11)"), 0)
+TAKEN_HEX = legal_moves(position("hex(board_size=5)", 0, 6), 0)
+"""A board on which a1 and b2 are taken."""
 POKER = walk("leduc_poker", 1)[0]
 BACKGAMMON = next(legal for legal in walk("backgammon", 0) if any("(" in move.text for move in legal.moves))
 """A decision in which two actions have the same text."""
