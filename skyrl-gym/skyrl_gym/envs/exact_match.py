@@ -1,25 +1,28 @@
 """Match of the answer to an open question.
 
 Source: the normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), except that numbers keep their values:
-5 is not -5, and 12 is not 1.2.
+5 is not -5, and 12 is not 1.2. Typography does not count: all quotes, dashes and forms of accents are equal.
 """
 
 from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
-PUNCTUATION = str.maketrans("", "", string.punctuation)
+PUNCTUATION = frozenset(("Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Cf"))
+"""Unicode's categories of punctuation and of invisible characters."""
 MINUS, POINT = "\ue000", "\ue001"
 """Stand-ins for the punctuation that changes the value of a number."""
 IN_NUMBERS = (
     (re.compile(r"(?<![0-9.,])([0-9]{1,3}(?:,[0-9]{3})+)(?![0-9])"), lambda found: found[1].replace(",", "")),
     (re.compile(r"(?<![\w.)])[-−–](?=[$€£]?\.?[0-9])"), lambda _: MINUS),
     (re.compile(r"(?<![^\W0-9_])(?<!\.)\.(?=[0-9])"), lambda _: POINT),
-    (re.compile(rf"(?<=[0-9])[{re.escape(string.punctuation)}−–](?=[0-9])"), lambda _: " "),
+    (re.compile(r"(?<=[0-9])[^\ue000-\uf8ff](?=[0-9])"), lambda found: " " if is_punctuation(found[0]) else found[0]),
 )
 COMMA, OR = "\ue002", "\ue003"
 SEPARATORS = ((re.compile(r"(?<![0-9]),|,(?![0-9])|[;|/\n•]"), COMMA), (re.compile(r"\b(?:and|or)\b"), OR))
@@ -33,11 +36,22 @@ def normalize_answer(answer: str) -> str:
     Signs and decimal points of numbers are kept, and commas between thousands are removed. Other punctuation between
     digits becomes a space, so that 3/4 is not 34.
     """
-    text = answer.lower()
+    text = fold(answer)
     for pattern, replace in IN_NUMBERS:
         text = pattern.sub(replace, text)
-    text = text.translate(PUNCTUATION).replace(MINUS, "-").replace(POINT, ".")
+    text = "".join(char for char in text if not is_punctuation(char)).replace(MINUS, "-").replace(POINT, ".")
     return " ".join(ARTICLES.sub(" ", text).split())
+
+
+def fold(text: str) -> str:
+    """Return a text in which case and the encoding of accents do not count: ``STRASSE`` and ``Straße`` are equal."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())
+
+
+@lru_cache(maxsize=4096)
+def is_punctuation(char: str) -> bool:
+    """Return True for ASCII punctuation, for typographic quotes and dashes, and for invisible characters."""
+    return char in string.punctuation or char in "−´ʹʻʼ" or unicodedata.category(char) in PUNCTUATION
 
 
 def is_match(answer: str, targets: Sequence[str]) -> bool:
@@ -45,9 +59,9 @@ def is_match(answer: str, targets: Sequence[str]) -> bool:
 
     A target that normalizes to nothing, e.g. "A", is compared without normalization, ignoring case.
     """
-    normalized, plain = normalize_answer(answer), answer.strip().lower()
+    normalized, plain = normalize_answer(answer), fold(answer.strip())
     return any(
-        normalized == expected if (expected := normalize_answer(target)) else plain == target.strip().lower()
+        normalized == expected if (expected := normalize_answer(target)) else plain == fold(target.strip())
         for target in targets
     )
 
@@ -64,7 +78,7 @@ def is_mentioned(answer: str, targets: Sequence[str]) -> bool:
 
 def _split(text: str) -> list[str]:
     """Return the normalized words of a text, and the marks between them."""
-    text = text.lower()
+    text = fold(text)
     for pattern, mark in SEPARATORS:
         text = pattern.sub(f" {mark} ", text)
     return normalize_answer(text).split()

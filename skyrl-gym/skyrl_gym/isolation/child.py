@@ -107,7 +107,8 @@ class Confinement:
         if self.user is not None:  # a user that runs nothing else; the warden ends the run before it reaches this limit
             resources[resource.RLIMIT_NPROC] = limits["n_processes"] * (THREADS_PER_PROCESS + 1)
         for name, value in resources.items():
-            set_limit(name, value, is_final=True)
+            # Contest programs raise the limit of the stack, which RLIMIT_AS bounds anyhow.
+            set_limit(name, value, is_final=name != resource.RLIMIT_STACK)
         if self.level == "landlock":
             restrict_access((*SYSTEM, *RANDOM, *self.python), (os.devnull, "."))
         forbid_calls(is_alone=self.is_alone, counts_memory=self.cgroup is not None)

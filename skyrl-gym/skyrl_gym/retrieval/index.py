@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from skyrl_gym.retrieval.corpus import Document
@@ -11,6 +13,25 @@ if TYPE_CHECKING:
     import numpy as np
 
 BATCH_SIZE = 64
+
+_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3\uf900-\ufaff"
+_RUN = re.compile(rf"([{_UNSPACED}]+)|[^\W{_UNSPACED}]+")
+_ACCENTS = re.compile("[\u0300-\u036f]")
+
+
+def split_words(text: str) -> Iterator[str]:
+    """Split a text into the words of `WordIndex`, without case and accents.
+
+    Scripts without spaces, such as Chinese, Japanese and Thai, give their characters and pairs of characters, so that a
+    word is found within a sentence.
+    """
+    folded = unicodedata.normalize("NFC", _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold())))
+    for run in _RUN.finditer(folded):
+        if run[1] is None:
+            yield run[0]
+        else:
+            yield from run[1]
+            yield from map("".join, zip(run[1], run[1][1:], strict=False))
 
 
 class Hit(NamedTuple):
@@ -43,25 +64,36 @@ class WordIndex:
 
     def __init__(self, documents: Sequence[Document]) -> None:
         import bm25s
+        from bm25s.stopwords import STOPWORDS_EN
 
         self._documents = documents
-        self._tokenize = bm25s.tokenize
+        self._stop_words = frozenset(STOPWORDS_EN)
         self._bm25 = bm25s.BM25()
-        words = self._words([document["contents"] for document in documents])
+        texts = (document["contents"] for document in documents)
+        words = [[*split_words(text), _title(text.partition("\n")[0])] for text in texts]
         self._bm25.index(words, show_progress=False)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Return the best `topk` documents for each query that contain at least one of its words."""
+        """Return the best `topk` documents for each query that contain at least one of its words.
+
+        English stop words do not count. A query without others, such as "It", finds the documents of this title.
+        """
         n = min(topk, len(self._documents))
-        indices, scores = self._bm25.retrieve(self._words(list(queries)), k=n, show_progress=False)
+        words = [list(split_words(query)) for query in queries]
+        words = [
+            [word for word in query if word not in self._stop_words] or [_title(text)]
+            for text, query in zip(queries, words, strict=True)
+        ]
+        indices, scores = self._bm25.retrieve(words, k=n, show_progress=False)
         return [
             [Hit(self._documents[i], float(score)) for i, score in zip(best, best_scores, strict=True) if score > 0]
             for best, best_scores in zip(indices, scores, strict=True)
         ]
 
-    def _words(self, texts: list[str]) -> list[list[str]]:
-        words: list[list[str]] = self._tokenize(texts, return_ids=False, show_progress=False)
-        return words
+
+def _title(text: str) -> str:
+    """Return the word of the index that stands for a whole title, the first line of a document."""
+    return "\n" + " ".join(split_words(text))
 
 
 class VectorIndex:

@@ -28,7 +28,7 @@ from skyrl_gym.envs.openspiel.answers import parse_answer
 from skyrl_gym.envs.openspiel.moves import LegalMoves
 from skyrl_gym.envs.search.env import SearchEnv
 from skyrl_gym.envs.searchcode.env import SearchCodeEnv
-from skyrl_gym.envs.sql.grading import compute_score
+from skyrl_gym.envs.sql.grading import Match, compute_score
 from skyrl_gym.tools.calls import strip_thoughts
 
 FOLDER = Path(__file__).parent
@@ -50,7 +50,12 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("shop") / "shop.sqlite",
         "CREATE TABLE goods (name TEXT, price REAL); CREATE TABLE shops (town TEXT);"
         "INSERT INTO goods VALUES ('pen', 1.5), ('pen', 1.5), ('ink', 4.0), ('tack', 0.1);"
-        "INSERT INTO shops VALUES ('Bern'), ('Rome');",
+        "INSERT INTO shops VALUES ('Bern'), ('Rome');"
+        "CREATE TABLE stores (name TEXT); INSERT INTO stores VALUES ('s0'), ('s1'), ('s2');"
+        "CREATE TABLE boxes (store TEXT, value REAL, note TEXT);"
+        "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < 39) INSERT INTO boxes"
+        " SELECT 's' || (i % 3), 0.1 * (i + 1) * (CASE i % 2 WHEN 0 THEN 1 ELSE -1 END) + 100 + i / 3.0,"
+        " CASE i % 4 WHEN 0 THEN NULL WHEN 1 THEN '' ELSE 'Zürich' END FROM n;",
     )
 
 
@@ -115,8 +120,9 @@ SCORES: dict[str, Score] = {
 
 @pytest.mark.parametrize(("grader", "gold", "answer", "score"), CASES)
 def test_score(grader: str, gold: Any, answer: Any, score: float, shop: Path) -> None:
-    if grader == "text2sql":
-        assert compute_score(f"<think>x</think><solution>{answer}</solution>", gold, shop) == score
+    if grader in ("text2sql", "text2sql_exact"):
+        match: Match = "exact" if grader == "text2sql_exact" else "set"
+        assert compute_score(f"<think>x</think><solution>{answer}</solution>", gold, shop, match) == score
     elif grader == "text2sql_format":
         assert compute_score(answer, gold, shop) == score
     else:

@@ -36,3 +36,27 @@ def test_vector_index_finds_the_closest_document(documents: Any) -> None:
 def test_word_index_sorts_by_score(documents: Any) -> None:
     (hits,) = WordIndex(documents).search(["tallest volcano in Italy, not a river"], 10)
     assert [hit.document["id"] for hit in hits] == ["etna", "3"]
+
+
+TEXTS = {
+    "iso": "スイスのジュネーブに本部を置く国際標準化機構は規格を作る。",
+    "novel": '"It"\nIt is a novel.',
+    "singer": '"Beyoncé"\nShe sings.',
+    "street": "Die Straße nach Bern.",
+    "thai": "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย",
+    "c": "C, a language.",
+}
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        *(("国際標準化", "iso"), ("ジュネーブ", "iso"), ("It", "novel"), ("it?", "novel"), ("Beyonce", "singer")),
+        *(("BEYONCÉ", "singer"), ("Beyonce\u0301", "singer"), ("STRASSE", "street"), ("เมืองหลวง", "thai"), ("C", "c")),
+        *(("Zürich", None), ("猫", None), ("the Who", None), ("the of", None), ("the novel", "novel")),
+    ],
+)
+def test_words_of_all_scripts_are_found(query: str, found: str | None) -> None:
+    index = WordIndex([{"id": name, "contents": text} for name, text in TEXTS.items()])
+    (hits,) = index.search([query], 1)
+    assert [hit.document["id"] for hit in hits] == ([found] if found else [])

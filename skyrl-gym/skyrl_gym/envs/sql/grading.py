@@ -5,20 +5,23 @@ Source: the format of SkyRL-SQL (Liu et al., 2025): think, query the database, t
 
 from __future__ import annotations
 
+import math
 import re
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
 from skyrl_gym.envs.sql.parts import N_PARTS, write_part
 from skyrl_gym.envs.tags import all_between, first_between
 from skyrl_gym.queries import QueryError, Table, run_query
 
 QUERY_SECONDS = 30.0
+FLOAT_TOLERANCE = 1e-9  # relative
 Match = Literal["exact", "set"]
+Row = tuple[Any, ...]
 
 SOLUTION, END_OF_SOLUTION = "<solution>", "</solution>"
 OTHER_TAGS = re.compile(r"</?(?:think|sql|observation)\b", re.IGNORECASE)
@@ -86,7 +89,7 @@ def follows_data(db_file: Path, solution: tuple[str, Table], ground_truth: tuple
     """
 
     def changes(query: str, result: Table, part: Path) -> bool:
-        return set(run_query(part, query, QUERY_SECONDS).rows) != set(result.rows)
+        return not is_same(run_query(part, query, QUERY_SECONDS), result, "set", is_ordered=False)
 
     has_changed = False
     with TemporaryDirectory() as folder:
@@ -119,13 +122,33 @@ def find_tables(db_file: Path, query: str) -> set[str]:
 def is_same(actual: Table, expected: Table, match: Match, *, is_ordered: bool) -> bool:
     """Return True if two results have equal rows: in the same order if that counts, else equally often.
 
-    `set`: ignore order and repetitions, as the benchmarks Spider and BIRD do.
+    `set`: ignore order and repetitions, as the benchmarks Spider and BIRD do. Floats are equal within `FLOAT_TOLERANCE`,
+    because the order in which SQLite adds them up depends on the query.
     """
+    rows, expected_rows = _with_equal_floats(actual.rows, expected.rows)
     if match == "set":
-        return set(actual.rows) == set(expected.rows)
+        return set(rows) == set(expected_rows)
     if is_ordered:
-        return list(actual.rows) == list(expected.rows)
-    return Counter(actual.rows) == Counter(expected.rows)
+        return rows == expected_rows
+    return Counter(rows) == Counter(expected_rows)
+
+
+def _with_equal_floats(*tables: Sequence[Row]) -> list[list[Row]]:
+    """Return rows in which each number is the first of those that are equal to it within the tolerance.
+
+    Whole numbers have no tolerance: 10,000,000,000 is not 10,000,000,001.
+    """
+    first: dict[float, float] = {}
+    previous: float | None = None
+    numbers = {value for rows in tables for row in rows for value in row if isinstance(value, int | float)}
+    for number in sorted(numbers):
+        is_close = previous is not None and math.isclose(number, previous, rel_tol=FLOAT_TOLERANCE)
+        previous = previous if is_close and (isinstance(number, float) or isinstance(previous, float)) else number
+        first[number] = previous
+    return [
+        [tuple(first[value] if isinstance(value, int | float) else value for value in row) for row in rows]
+        for rows in tables
+    ]
 
 
 def has_order(query: str) -> bool:
