@@ -18,6 +18,14 @@ PUNCTUATION = frozenset(("Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Cf"))
 """Unicode's categories of punctuation and of invisible characters."""
 MINUS, POINT = "\ue000", "\ue001"
 """Stand-ins for the punctuation that changes the value of a number."""
+
+
+@lru_cache(maxsize=4096)
+def is_punctuation(char: str) -> bool:
+    """Return True for ASCII punctuation, for typographic quotes and dashes, and for invisible characters."""
+    return char in string.punctuation or char in "−´ʹʻʼ" or unicodedata.category(char) in PUNCTUATION
+
+
 IN_NUMBERS = (
     (re.compile(r"(?<![0-9.,])([0-9]{1,3}(?:,[0-9]{3})+)(?![0-9])"), lambda found: found[1].replace(",", "")),
     (re.compile(r"(?<![\w.)])[-−–](?=[$€£]?\.?[0-9])"), lambda _: MINUS),
@@ -46,12 +54,6 @@ def normalize_answer(answer: str) -> str:
 def fold(text: str) -> str:
     """Return a text in which case and the encoding of accents do not count: ``STRASSE`` and ``Straße`` are equal."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())
-
-
-@lru_cache(maxsize=4096)
-def is_punctuation(char: str) -> bool:
-    """Return True for ASCII punctuation, for typographic quotes and dashes, and for invisible characters."""
-    return char in string.punctuation or char in "−´ʹʻʼ" or unicodedata.category(char) in PUNCTUATION
 
 
 def is_match(answer: str, targets: Sequence[str]) -> bool:

@@ -122,8 +122,8 @@ def find_tables(db_file: Path, query: str) -> set[str]:
 def is_same(actual: Table, expected: Table, match: Match, *, is_ordered: bool) -> bool:
     """Return True if two results have equal rows: in the same order if that counts, else equally often.
 
-    `set`: ignore order and repetitions, as the benchmarks Spider and BIRD do. Floats are equal within `FLOAT_TOLERANCE`,
-    because the order in which SQLite adds them up depends on the query.
+    `set`: ignore order and repetitions, as the benchmarks Spider and BIRD do. Floats have a `FLOAT_TOLERANCE`, because
+    the order in which SQLite adds them up depends on the query.
     """
     rows, expected_rows = _with_equal_floats(actual.rows, expected.rows)
     if match == "set":
@@ -139,10 +139,10 @@ def _with_equal_floats(*tables: Sequence[Row]) -> list[list[Row]]:
     Whole numbers have no tolerance: 10,000,000,000 is not 10,000,000,001.
     """
     first: dict[float, float] = {}
-    previous: float | None = None
     numbers = {value for rows in tables for row in rows for value in row if isinstance(value, int | float)}
+    previous: float = math.nan  # close to no number
     for number in sorted(numbers):
-        is_close = previous is not None and math.isclose(number, previous, rel_tol=FLOAT_TOLERANCE)
+        is_close = math.isclose(number, previous, rel_tol=FLOAT_TOLERANCE)
         previous = previous if is_close and (isinstance(number, float) or isinstance(previous, float)) else number
         first[number] = previous
     return [
