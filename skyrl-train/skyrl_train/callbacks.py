@@ -178,7 +178,8 @@ class Evaluation(Callback):
         """Return the metrics of the current weights; write the trajectories into the run folder if configured."""
         metrics, trajectories = await evaluate(self._dataset, self._generator, run.cfg, run.global_step)
         if run.cfg.trainer.dump_eval_results:
-            dump_evaluation(self._run_folder.evals(run.global_step), trajectories, metrics, self._chat)
+            folder = self._run_folder.evals(run.global_step)
+            dump_evaluation(folder, trajectories, metrics, self._chat, run.cfg.generator.success_reward)
         return metrics
 
 
@@ -215,6 +216,7 @@ class Logging(Callback):
             self._progress.update(
                 report.global_step,
                 reward=report.metrics.get("reward/avg_raw_reward"),
+                n_failed=int(report.metrics.get("generate/n_invalid", 0)),
                 loss=report.metrics.get("train/loss"),
                 eval_metrics={
                     name: value for name, value in report.metrics.items() if name.startswith(PROGRESS_METRICS)
@@ -274,7 +276,8 @@ class TrajectoryDump(Callback):
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         if report.trajectories:
-            rows = [trajectory_row(trajectory, self._chat) for trajectory in report.trajectories]
+            success_reward = run.cfg.generator.success_reward
+            rows = [trajectory_row(t, self._chat, success_reward) for t in report.trajectories]
             write_jsonl(self._run_folder.trajectories(report.global_step), rows)
 
 

@@ -12,7 +12,14 @@ from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, play, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.generators.metrics import by_source, pass_at_k, reward_metrics, rollout_metrics, with_prefix
+from skyrl_train.generators.metrics import (
+    by_source,
+    is_success,
+    pass_at_k,
+    reward_metrics,
+    rollout_metrics,
+    with_prefix,
+)
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import DrawnPrompt, Segment, Trajectory
 
@@ -38,19 +45,26 @@ async def evaluate(
         requests = rollout_requests(batch, n_samples, cfg.environment.env_class, "eval")
         trajectories += await play(generator, requests, sampling, metadata)
     reported = with_prefix("eval", generator.take_metrics("eval"))
-    return eval_metrics(trajectories, n_samples) | reported, trajectories
+    return eval_metrics(trajectories, n_samples, cfg.generator.success_reward) | reported, trajectories
 
 
-def eval_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
+def eval_metrics(
+    trajectories: Sequence[Trajectory], n_samples: int, success_reward: float | None = None
+) -> dict[str, float]:
     """Return the metrics of an evaluation, over all trajectories and for each data source."""
     metrics: dict[str, float] = {}
     for name, group in {"all": list(trajectories), **by_source(trajectories)}.items():
-        metrics |= with_prefix(f"eval/{name}", reward_metrics(group, n_samples) | pass_at_k(group))
+        scores = reward_metrics(group, n_samples, success_reward) | pass_at_k(group, success_reward)
+        metrics |= with_prefix(f"eval/{name}", scores)
     return metrics | with_prefix("eval", rollout_metrics(trajectories))
 
 
 def dump_evaluation(
-    folder: Path, trajectories: Sequence[Trajectory], metrics: dict[str, float], chat: ChatEncoder
+    folder: Path,
+    trajectories: Sequence[Trajectory],
+    metrics: dict[str, float],
+    chat: ChatEncoder,
+    success_reward: float | None = None,
 ) -> None:
     """Write `<data source>.jsonl` for each source, and all metrics as one line of `aggregated_results.jsonl`.
 
@@ -58,14 +72,14 @@ def dump_evaluation(
     """
     groups = by_source(trajectories)
     for name, group in groups.items():
-        write_jsonl(folder / f"{name}.jsonl", [trajectory_row(t, chat) for t in group])
+        write_jsonl(folder / f"{name}.jsonl", [trajectory_row(t, chat, success_reward) for t in group])
     write_jsonl(folder / "aggregated_results.jsonl", [metrics])
     for path in folder.glob("*.jsonl"):
         if path.stem not in (*groups, "aggregated_results"):
             path.unlink()
 
 
-def trajectory_row(trajectory: Trajectory, chat: ChatEncoder) -> dict[str, Any]:
+def trajectory_row(trajectory: Trajectory, chat: ChatEncoder, success_reward: float | None = None) -> dict[str, Any]:
     """Return a trajectory as a JSON row, with text instead of token ids. Rewards are null if it is invalid.
 
     The first three keys describe the last segment, and `earlier` the ones before it. `turns` number their `segment`
@@ -84,6 +98,7 @@ def trajectory_row(trajectory: Trajectory, chat: ChatEncoder) -> dict[str, Any]:
         "turns": [{**asdict(turn), "segment": i} for i, s in enumerate(trajectory.segments) for turn in s.turns],
         "earlier": [_segment_row(segment, chat, is_valid) for segment in earlier],
         "total_reward": trajectory.total_reward if is_valid else None,
+        "is_success": is_success(trajectory, success_reward),
         "reward_components": trajectory.reward_components,
         "weight_versions": trajectory.weight_versions,
         "timing": trajectory.timing,

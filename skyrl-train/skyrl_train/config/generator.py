@@ -180,6 +180,10 @@ class GeneratorConfig(Section):
     eval_n_samples_per_prompt: Count = 1
     """Trajectories per evaluation prompt."""
 
+    success_reward: float | None = None
+    """Total reward from which a trajectory passes in `pass_at_k`, e.g. 1. By default, every reward above 0 passes,
+    partial credit included. Training does not read it."""
+
     max_turns: Count = 1
     """Maximum number of turns of a trajectory, which then ends with stop reason `max_turns`. Environments receive it as
     `extras["max_turns"]`."""

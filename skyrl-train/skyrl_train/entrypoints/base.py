@@ -64,6 +64,10 @@ class Experiment(ABC):
         if torchrun is not None and torchrun.rank > 0:
             serve_driver(torchrun)
             return
+        if self.run_folder.has_separate_evaluation:
+            raise ConfigError(
+                f"{self.run_folder.path} has the results of `skyrl generate`; set trainer.run_name to another name"
+            )
         with self.running():
             logger.info("Run folder: %s", self.run_folder.path)
             try:

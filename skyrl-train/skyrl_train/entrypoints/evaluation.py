@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
+import sys
 from contextlib import nullcontext
 
+import yaml
+
 from skyrl_train.checkpoint import STORAGE_ERRORS, upload_files
+from skyrl_train.config import changed_settings, to_yaml
 from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.experiment import BasePPOExp
@@ -18,6 +23,7 @@ from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.evaluate import dump_evaluation, evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.remote_storage import open_evaluations
+from skyrl_train.report import report_run
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +36,24 @@ class EvalOnlyEntrypoint(BasePPOExp):
     def run(self) -> None:
         """Evaluate, print the metrics and write the trajectories."""
         with self.running():
+            self._record_settings()
             metrics = asyncio.run(self.evaluate())
+            report_run(self.run_folder, command=shlex.join(["python", *sys.orig_argv[1:]]))
             for name, value in sorted(metrics.items()):
                 print(f"{name:<50} {value:.6g}")
+
+    def _record_settings(self) -> None:
+        """Write `config.yaml`; ConfigError if the folder has a training run, or an evaluation with other settings."""
+        folder, settings = self.run_folder, self.cfg.model_dump(mode="json")
+        choose = "set trainer.run_name to another name"
+        if folder.has_training:
+            raise ConfigError(f"{folder.path} has a training run, whose metrics an evaluation would replace; {choose}")
+        if folder.config_yaml.exists():
+            before = yaml.safe_load(folder.config_yaml.read_text(encoding="utf-8"))
+            if changes := changed_settings(before, settings):
+                raise ConfigError(f"{folder.path} has an evaluation with other settings ({changes[0]}); {choose}")
+        folder.evals(None)  # marks the folder as an evaluation's
+        folder.config_yaml.write_text(to_yaml(self.cfg), encoding="utf-8")
 
     def get_eval_dataset(self) -> PromptDataset:
         """Load the prompts to evaluate on."""
@@ -53,7 +74,8 @@ class EvalOnlyEntrypoint(BasePPOExp):
                 metrics, trajectories = await evaluate(dataset, generator, self.cfg, 0)
                 tracker.log(metrics, 0)
         folder = self.run_folder.evals(None)
-        dump_evaluation(folder, trajectories, metrics, ChatEncoder(self.tokenizer))
+        chat, success_reward = ChatEncoder(self.tokenizer), self.cfg.generator.success_reward
+        dump_evaluation(folder, trajectories, metrics, chat, success_reward)
         logger.info("%d trajectories are in %s", len(trajectories), folder)
         trainer = self.cfg.trainer
         if (remote := open_evaluations(trainer.remote_trajectory_url, trainer.run_name)) is not None:

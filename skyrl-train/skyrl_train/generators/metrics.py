@@ -49,11 +49,20 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics | aggregate_by_environment([t.env_class for t in valid], [t.env_metrics for t in valid])
 
 
-def reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
+def is_success(trajectory: Trajectory, success_reward: float | None) -> bool:
+    """Return True if the total reward is at least `success_reward`, or above 0 if that is None."""
+    if not trajectory.is_valid:
+        return False
+    return trajectory.total_reward > 0 if success_reward is None else trajectory.total_reward >= success_reward
+
+
+def reward_metrics(
+    trajectories: Sequence[Trajectory], n_samples: int, success_reward: float | None = None
+) -> dict[str, float]:
     """Return `avg_score`, `pass_at_n` and `mean_positive_reward` of the valid trajectories.
 
-    A drawn prompt passes when one of its trajectories has a positive total reward. `mean_positive_reward` is the mean,
-    over trajectories, of the sum of positive rewards.
+    A drawn prompt passes when one of its trajectories is a success. `mean_positive_reward` is the mean, over
+    trajectories, of the sum of positive rewards.
     """
     valid = [t for t in trajectories if t.is_valid]
     if not valid:
@@ -61,19 +70,19 @@ def reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[s
     positive = [sum(max(reward, 0.0) for segment in t.segments for reward in segment.rewards) for t in valid]
     return {
         "avg_score": statistics.fmean(t.total_reward for t in valid),
-        f"pass_at_{n_samples}": statistics.fmean(any(passed) for passed in _passed_by_draw(valid)),
+        f"pass_at_{n_samples}": statistics.fmean(any(passed) for passed in _passed_by_draw(valid, success_reward)),
         "mean_positive_reward": statistics.fmean(positive),
     }
 
 
-def pass_at_k(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def pass_at_k(trajectories: Sequence[Trajectory], success_reward: float | None = None) -> dict[str, float]:
     """Return `pass_at_k` for k = 1, 2, 4, …: the probability that one of k samples of a prompt passes.
 
     If c of the n valid samples of a prompt pass, it is 1 - C(n - c, k) / C(n, k), averaged over prompts with n ≥ k.
 
     Source: Evaluating Large Language Models Trained on Code (Chen et al., 2021, arXiv:2107.03374), equation 1.
     """
-    samples = _passed_by_draw([t for t in trajectories if t.is_valid])
+    samples = _passed_by_draw([t for t in trajectories if t.is_valid], success_reward)
     max_samples = max(map(len, samples), default=0)
     metrics = {}
     for k in (2**i for i in range(max_samples.bit_length())):
@@ -84,15 +93,17 @@ def pass_at_k(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _passed_by_draw(trajectories: Sequence[Trajectory]) -> list[list[bool]]:
-    """Return, for each drawn prompt, which of its samples have a positive total reward."""
+def _passed_by_draw(trajectories: Sequence[Trajectory], success_reward: float | None) -> list[list[bool]]:
+    """Return, for each drawn prompt, which of its samples are successes."""
     samples: dict[tuple[int, str], list[bool]] = {}
     for t in trajectories:
-        samples.setdefault((t.id.draw, t.id.instance_id), []).append(t.total_reward > 0)
+        samples.setdefault((t.id.draw, t.id.instance_id), []).append(is_success(t, success_reward))
     return list(samples.values())
 
 
-def training_reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
+def training_reward_metrics(
+    trajectories: Sequence[Trajectory], n_samples: int, success_reward: float | None = None
+) -> dict[str, float]:
     """Return `reward/avg_raw_reward`, `reward/avg_pass_at_n` and `reward/mean_positive_reward`.
 
     With several data sources, also return them for each: `reward/<data source>/avg_raw_reward`, and so on.
@@ -105,7 +116,7 @@ def training_reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) 
     return {
         f"{prefix}/{names.get(name, name)}": value
         for prefix, group in groups.items()
-        for name, value in reward_metrics(group, n_samples).items()
+        for name, value in reward_metrics(group, n_samples, success_reward).items()
     }
 
 

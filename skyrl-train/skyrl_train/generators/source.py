@@ -117,7 +117,8 @@ class Rollouts(ABC):
             played, n_alone = played + trajectories, n_alone + n_more
             collector.add(usable, [prompt.draw for prompt in batch])
         rollouts = self._penalize_overlong(collector.take())
-        metrics = rollout_metrics(played) | training_reward_metrics(played, generator.n_samples_per_prompt)
+        metrics = rollout_metrics(played)
+        metrics |= training_reward_metrics(played, generator.n_samples_per_prompt, generator.success_reward)
         metrics |= {"generate/n_left_alone": float(n_alone), **collector.metrics(), **self._prompts.metrics}
         if self._with_greedy_rewards:
             n_taken = len(rollouts)

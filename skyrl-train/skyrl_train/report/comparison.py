@@ -79,7 +79,7 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
             raise DataError(f"{folder} has no metrics.jsonl with a step in it; pass the folder of a run")
         config_text = run_folder.config_yaml.read_text("utf-8") if run_folder.config_yaml.exists() else ""
         config = yaml.safe_load(config_text) or {}
-        results = {headline.label: headline for headline in headlines(rows)}
+        results = {headline.label: headline for headline in headlines(rows, config)}
         runs.append(ComparedRun(path, path.relative_to(root).as_posix(), f"c{len(runs)}", rows, config, results))
     page = render(
         "comparison.html.j2",

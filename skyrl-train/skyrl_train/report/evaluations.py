@@ -36,8 +36,12 @@ class Example:
     before: EvaluatedTrajectory | None
 
 
-def read_evaluation(run_folder: RunFolder, step: int) -> list[EvaluatedTrajectory]:
-    """Return every trajectory of one evaluation. Raises `DataError` for a line that is not one."""
+def read_evaluation(run_folder: RunFolder, step: int | None) -> list[EvaluatedTrajectory]:
+    """Return every trajectory of one evaluation; `step` is None for a run that only evaluates.
+
+    Raises:
+        DataError: a line is not a trajectory.
+    """
     files = sorted(run_folder.evals(step).glob("*.jsonl"))
     return [
         parse_trajectory(row)

@@ -113,7 +113,7 @@ def write_report(
         last_step=last_step,
         method=find_method(config),
         warning=find_missing_signal(rows),
-        headlines=headlines(rows),
+        headlines=headlines(rows, config),
         eval_charts=_eval_charts(rows, baselines or {}),
         charts=_training_charts(rows),
         time_split=time_split(rows),
@@ -132,7 +132,7 @@ def write_report(
 
 @dataclass(frozen=True)
 class _Evaluations:
-    """The first and the newest evaluation of a run; `first` is empty if there is only one."""
+    """The first and the newest evaluation of a run. `first` is empty if there is only one."""
 
     first_step: int | None
     newest_step: int | None
@@ -142,11 +142,18 @@ class _Evaluations:
     @classmethod
     def read(cls, run_folder: RunFolder, last_step: int | None) -> _Evaluations:
         """Read the evaluations up to `last_step`; later ones are left from before a rewind."""
+        if run_folder.has_separate_evaluation:
+            return cls(None, None, [], read_evaluation(run_folder, None))
         steps = [step for step in run_folder.eval_steps() if last_step is None or step <= last_step]
         if not steps:
             return cls(None, None, [], [])
         first = read_evaluation(run_folder, steps[0]) if len(steps) > 1 else []
         return cls(steps[0], steps[-1], first, read_evaluation(run_folder, steps[-1]))
+
+    @property
+    def is_separate(self) -> bool:
+        """The run only evaluates, so its evaluation belongs to no step."""
+        return self.newest_step is None and bool(self.newest)
 
     @property
     def env_classes(self) -> str:

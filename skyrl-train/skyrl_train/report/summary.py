@@ -70,9 +70,14 @@ class TimeShare:
     share: float
 
 
-def headlines(rows: MetricRows) -> list[Headline]:
+def headlines(rows: MetricRows, config: Mapping[str, Any]) -> list[Headline]:
     """Return evaluation scores and rewards before and after, the time and the speed, as far as the run has them."""
     found = [_before_and_after(series) for series in headline_evals(rows)]
+    success_reward = _at(config, "generator.success_reward")
+    rule = "reward > 0" if success_reward is None else f"reward ≥ {success_reward:g}"
+    found = [replace(h, label=f"{h.label} ({rule})") if h.label.startswith("pass at") else h for h in found]
+    if (failed := read_series(rows, "eval/generate/n_invalid")) and failed.last:
+        found.append(Headline("failed rollouts", f"{failed.last:.0f}", "of the last evaluation, without a score"))
     losses = {"train/loss": "training loss", "val/loss": "validation loss", "val/accuracy": "validation accuracy"}
     for name, label in losses.items():
         if loss := read_series(rows, name):

@@ -65,16 +65,12 @@ class EvaluatedEpisode:
     last_turn: dict[str, Any]
     """Empty if the file does not describe turns, as those of SkyRL."""
     env_metrics: dict[str, Any]
+    is_success: bool
 
     @property
     def is_valid(self) -> bool:
         """It has a reward."""
         return self.trajectory.score is not None
-
-    @property
-    def is_success(self) -> bool:
-        """Its total reward is positive."""
-        return (self.trajectory.score or 0.0) > 0
 
     @property
     def replies(self) -> list[str]:
@@ -195,8 +191,10 @@ def _parse_episode(row: dict[str, Any]) -> EvaluatedEpisode:
     key = extras.get("task_key") or uid.rpartition("_")[0] or trajectory.prompt
     turns = row.get("turns") or []
     n_turns = len(turns) or sum(role == "assistant" for role, _ in messages)
+    is_success = row.get("is_success", (trajectory.score or 0.0) > 0)  # SkyRL's files do not say
+    last_turn = turns[-1] if turns else {}
     return EvaluatedEpisode(
-        trajectory, str(key), messages, n_turns, turns[-1] if turns else {}, row.get("env_metrics") or {}
+        trajectory, str(key), messages, n_turns, last_turn, row.get("env_metrics") or {}, bool(is_success)
     )
 
 

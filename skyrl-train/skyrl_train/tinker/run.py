@@ -91,7 +91,10 @@ class TinkerRun:
 
     def step_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Return the metrics of the rollouts of a step."""
-        return rollout_metrics(trajectories) | training_reward_metrics(trajectories, self.options.n_samples_per_prompt)
+        rewards = training_reward_metrics(
+            trajectories, self.options.n_samples_per_prompt, self.cfg.generator.success_reward
+        )
+        return rollout_metrics(trajectories) | rewards
 
     async def alert(self, step: int, metrics: dict[str, float]) -> None:
         """Report problems that the metrics of a step, or of the evaluation after it, show. The default does nothing."""
@@ -192,7 +195,8 @@ class TinkerRun:
         self, dataset: PromptDataset, generator: GeneratorInterface, tokenizer: PreTrainedTokenizerBase, step: int
     ) -> dict[str, float]:
         metrics, trajectories = await evaluate(dataset, generator, self.cfg, step)
-        dump_evaluation(self.run_folder.evals(step), trajectories, metrics, ChatEncoder(tokenizer))
+        success_reward = self.cfg.generator.success_reward
+        dump_evaluation(self.run_folder.evals(step), trajectories, metrics, ChatEncoder(tokenizer), success_reward)
         await self.alert(step, metrics)
         return metrics
 

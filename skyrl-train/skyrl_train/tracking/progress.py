@@ -48,13 +48,14 @@ class Progress:
         step: int,
         *,
         reward: float | None = None,
+        n_failed: int = 0,
         loss: float | None = None,
         eval_metrics: Mapping[str, float] | None = None,
         tokens_per_second: float | None = None,
     ) -> None:
         """Show that `step` is done. A number that is left out keeps its newest value on the line."""
         if reward is not None:
-            self._shown["reward"] = f"reward {reward:.3f}"
+            self._shown["reward"] = f"reward {reward:.3f}" + (f" ({n_failed} rollouts failed)" if n_failed else "")
         if loss is not None:
             self._shown["loss"] = f"loss {loss:.4f}"
         if eval_metrics:

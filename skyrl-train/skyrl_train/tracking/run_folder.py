@@ -18,6 +18,8 @@ from skyrl_train.tracking.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
 
+EVAL_ONLY = "eval_only"
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -68,12 +70,23 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    @property
+    def has_training(self) -> bool:
+        """True if a training run has started here. Its folders may be elsewhere, but not its configuration."""
+        has_files = bool(self.eval_steps()) or any((self.path / name).exists() for name in ("ckpts", "trajectories"))
+        return has_files or (self.config_yaml.exists() and not (self.path / "evals" / EVAL_ONLY).is_dir())
+
+    @property
+    def has_separate_evaluation(self) -> bool:
+        """True for the folder of a run that only evaluates."""
+        return (self.path / "evals" / EVAL_ONLY).is_dir() and not self.has_training
+
     def evals(self, step: int | None) -> Path:
         """Return the folder of one evaluation; `step` is None for a run that only evaluates.
 
         It holds a `<data_source>.jsonl` per source and `aggregated_results.jsonl`.
         """
-        return _folder(self.path / "evals" / ("eval_only" if step is None else f"global_step_{step}"))
+        return _folder(self.path / "evals" / (EVAL_ONLY if step is None else f"global_step_{step}"))
 
     def eval_steps(self) -> list[int]:
         """Return the steps that have an evaluation folder, ascending."""

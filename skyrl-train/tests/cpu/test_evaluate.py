@@ -163,6 +163,7 @@ def test_the_dump_has_a_file_per_source_and_one_with_all_metrics(
             "turns": [],
             "earlier": [],
             "total_reward": 1.0,
+            "is_success": True,
             "reward_components": {},
             "weight_versions": [],
             "timing": {},

@@ -38,12 +38,29 @@ def test_metrics_and_trajectories_are_written_and_printed(
 
 
 def test_scores_equal_those_of_the_evaluation_before_training(arguments: list[str]) -> None:
-    standalone = train(*arguments, command="generate").metrics[0]
+    standalone = train(*arguments, "trainer.run_name=evaluated", command="generate").metrics[0]
     settings = ["trainer.run_name=trained", "trainer.eval_batch_size=3", "trainer.max_training_steps=1"]
     before = train(*arguments, *settings, "trainer.eval_interval=100").metrics[0]
     scores = {name for name in standalone if name.startswith(("eval/all", "eval/environment"))}
     assert len(scores) > 5
     assert {name: before[name] for name in scores} == pytest.approx({name: standalone[name] for name in scores})
+
+
+def test_an_evaluation_describes_itself_and_leaves_other_runs_alone(arguments: list[str]) -> None:
+    run = train(*arguments, command="generate")
+    page = (run.folder / "report.html").read_text()
+    assert "Evaluation, environment: catch" in page
+    assert "the whole configuration" in page
+    assert "From the evaluation, complete and unedited" in page
+    train(*arguments, command="generate")  # the same evaluation may be repeated
+    message = expect_error(*arguments, "generator.eval_n_samples_per_prompt=2", command="generate")
+    assert "has an evaluation with other settings (generator.eval_n_samples_per_prompt: 4 -> 2)" in message
+    assert "has the results of `skyrl generate`" in expect_error(*arguments, "trainer.max_training_steps=1")
+    trained = train(*arguments, "trainer.run_name=trained", "trainer.max_training_steps=1")
+    metrics = (trained.folder / "metrics.jsonl").read_text()
+    message = expect_error(*arguments, "trainer.run_name=trained", command="generate")
+    assert "has a training run, whose metrics an evaluation would replace" in message
+    assert (trained.folder / "metrics.jsonl").read_text() == metrics
 
 
 def test_the_command_fails_if_every_rollout_fails(arguments: list[str], tmp_path: Path) -> None:

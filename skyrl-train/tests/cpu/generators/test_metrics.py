@@ -47,6 +47,15 @@ def test_reward_metrics_by_hand(rollouts: list[Trajectory]) -> None:
     }
 
 
+@pytest.mark.parametrize(("success_reward", "passed"), [(None, 0.5), (1.25, 0.5), (1.3, 0.0), (-0.5, 1.0)])
+def test_a_trajectory_passes_with_the_reward_of_a_success(
+    success_reward: float | None, passed: float, rollouts: list[Trajectory]
+) -> None:
+    assert reward_metrics(rollouts, 2, success_reward)["pass_at_2"] == passed
+    assert pass_at_k(rollouts, success_reward)["pass_at_2"] == pytest.approx(1.0 if passed == 0.5 else passed)
+    assert training_reward_metrics(rollouts, 2, success_reward)["reward/avg_pass_at_2"] == passed
+
+
 def test_reward_metrics_include_earlier_rows() -> None:
     earlier = make_segment([2.0, -1.0])
     metrics = reward_metrics([make_trajectory("a", [1.0], earlier=(earlier,))], 1)

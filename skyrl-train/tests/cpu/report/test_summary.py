@@ -23,7 +23,7 @@ def test_headlines_compare_with_the_values_before_training() -> None:
         *({"step": step, "reward/avg_raw_reward": step / 10, "timing/step": 2.0} for step in range(1, 11)),
         {"step": 10, "eval/all/avg_score": 1.0, "eval/environment/catch_rate": 0.975},
     ]
-    found = {headline.label: (headline.value, headline.note) for headline in headlines(rows)}
+    found = {headline.label: (headline.value, headline.note) for headline in headlines(rows, {})}
     assert found == {
         "catch rate": ("97.5%", "20% before training"),
         "average score": ("1", "-0.5 before training"),
@@ -33,7 +33,7 @@ def test_headlines_compare_with_the_values_before_training() -> None:
 
 
 def test_a_short_run_names_its_number_of_steps() -> None:
-    (reward,) = headlines([{"step": step, "reward/avg_raw_reward": 0.5} for step in (1, 2)])
+    (reward,) = headlines([{"step": step, "reward/avg_raw_reward": 0.5} for step in (1, 2)], {})
     assert (reward.value, reward.note) == ("0.5", "0.5 in the first 2 steps")
 
 
@@ -45,6 +45,15 @@ def test_a_single_environment_is_shown_once() -> None:
 def test_without_a_rate_the_solved_prompts_are_shown() -> None:
     rows = [{"step": 0, "eval/all/pass_at_1": 0.2, "eval/all/avg_score": 0.1}]
     assert [series.name for series in headline_evals(rows)] == ["eval/all/pass_at_1", "eval/all/avg_score"]
+
+
+def test_headlines_say_what_passes_and_what_failed() -> None:
+    rows = [{"step": 0, "eval/all/pass_at_1": 0.2, "eval/all/avg_score": 0.1, "eval/generate/n_invalid": 6}]
+    labels = {headline.label: headline.value for headline in headlines(rows, {})}
+    assert labels == {"pass at 1 (reward > 0)": "20%", "average score": "0.1", "failed rollouts": "6"}
+    assert headlines(rows, {"generator": {"success_reward": 1.0}})[0].label == "pass at 1 (reward ≥ 1)"
+    rows[0]["eval/generate/n_invalid"] = 0
+    assert "failed rollouts" not in [headline.label for headline in headlines(rows, {})]
 
 
 def test_no_time_is_counted_twice() -> None:
@@ -60,7 +69,7 @@ def test_no_time_is_counted_twice() -> None:
 
 
 def test_a_run_without_metrics_has_an_empty_summary() -> None:
-    assert headlines([]) == []
+    assert headlines([], {}) == []
     assert time_split([]) == []
     assert select_settings({}) == {}
 
