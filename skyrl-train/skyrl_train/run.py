@@ -190,13 +190,13 @@ class TrainingRun(ABC):
                     failures.append((text, error))
                 else:
                     await self.alert(f"{text}. Training continues")
-        for text, error in failures[:1]:
-            if isinstance(error, CheckpointError):
-                raise error
+        for text, failure in failures[:1]:
+            if isinstance(failure, CheckpointError):
+                raise failure
             rerun = self.checkpoints.describe_rerun()
             raise StorageError(
                 f"{text}. Free disk space, or make it writable; the same command then {rerun}"
-            ) from error
+            ) from failure
 
     async def alert(self, text: str) -> None:
         """Report a problem that does not end the run: in the log, in `storage/alerts`, and to `on_alert`."""

@@ -20,11 +20,11 @@ from typing import Literal
 from skyrl_train.checkpoint.durable import make_folder, replace_text, sync, sync_tree
 from skyrl_train.checkpoint.manifest import find_damage, write_manifest
 from skyrl_train.errors import CheckpointError
+from skyrl_train.types.specs import SPARE_BYTES
 
 logger = logging.getLogger(__name__)
 
 POINTER = "latest_ckpt_global_step.txt"
-SPARE_BYTES = 64 * 2**20  # left free beyond what a checkpoint needs, for logs and metrics
 
 
 Write = Callable[[Path], Awaitable[None]]

@@ -213,13 +213,13 @@ class DistributedStrategy(ABC, Generic[M]):
         group = self._save_group
         planner = _CompletePlanner()
         groups = [] if state.optimizer is None else state.optimizer.param_groups
-        configured = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        configured = [{name: value for name, value in part.items() if name != "params"} for part in groups]
         dcp.load(saved, checkpoint_id=folder, planner=planner, process_group=group, no_dist=group is None)
         self._load_state_dict(state, saved)
         if state.scheduler is not None:
             state.scheduler.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
-        for i, (group, settings) in enumerate(zip(groups, configured, strict=True)):
-            group.update(settings)
+        for i, settings in enumerate(configured):
+            groups[i].update(settings)
             if state.scheduler is not None:
                 state.scheduler.base_lrs[i] = settings["initial_lr"]
 

@@ -261,6 +261,10 @@ def _start_rl(
         from skyrl_train.entrypoints.plan import describe_plan
 
         typer.echo(describe_plan(cfg))
+        with importing_torch():
+            from skyrl_train.entrypoints.prompts import check_prompts
+
+        check_prompts(cfg)
     elif trains:
         with importing_torch():
             from skyrl_train.entrypoints.experiment import BasePPOExp

@@ -56,11 +56,12 @@ from skyrl_train.entrypoints.engine import (
     sync_tolerance,
 )
 from skyrl_train.entrypoints.preflight import check_data
+from skyrl_train.entrypoints.prompts import load_policy_tokenizer, open_prompts
 from skyrl_train.errors import ConfigError
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.buffered import BufferedRollouts
-from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template, read_chat_template
+from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.rewards import functions_of_batches
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.generators.source import LockstepRollouts, Rollouts
@@ -78,7 +79,6 @@ from skyrl_train.models.loading import (
     check_vocabulary_size,
     default_device,
     load_model,
-    load_tokenizer,
     load_value_model,
 )
 from skyrl_train.models.lora import add_adapter
@@ -166,18 +166,8 @@ class BasePPOExp(Experiment):
         return self.get_tokenizer()
 
     def get_tokenizer(self, padding_side: str = "left") -> PreTrainedTokenizerBase:
-        """Load the policy's tokenizer, with the chat template of the engine's options, or `generator.chat_template` if
-        it has none.
-        """
-        cfg, path = self.cfg.generator, self.cfg.trainer.policy.model.path
-        key = "generator.engine_init_kwargs.chat_template"
-        if (file := cfg.engine_init_kwargs.get("chat_template")) is not None:
-            template = read_chat_template(str(file), key)
-            tokenizer = load_tokenizer(path, chat_template=template, template_key=key, replaces_template=True)
-        elif (fallback := custom_chat_template(cfg.chat_template)) is not None:
-            tokenizer = load_tokenizer(path, chat_template=fallback)
-        else:
-            tokenizer = load_tokenizer(path, template_key=key)
+        """Load the policy's tokenizer, with the configured chat template."""
+        tokenizer = load_policy_tokenizer(self.cfg)
         tokenizer.padding_side = padding_side
         return tokenizer
 
@@ -199,15 +189,7 @@ class BasePPOExp(Experiment):
 
     def _open_prompts(self, sources: list[str], max_checked_rows: int | None = None) -> PromptDataset:
         """Open prompts, and filter them as the generator will render them."""
-        generator = self.cfg.generator
-        return PromptDataset(
-            sources,
-            self.tokenizer,
-            self.cfg.trainer.max_prompt_length,
-            max_checked_rows=max_checked_rows,
-            chat_template=custom_chat_template(generator.chat_template),
-            chat_template_kwargs=generator.chat_template_kwargs,
-        )
+        return open_prompts(self.cfg, self.tokenizer, sources, max_checked_rows)
 
     def get_model(self, path: str, key: str) -> PreTrainedModel:
         """Load the causal language model at `path`, the value of the configuration key `key`."""

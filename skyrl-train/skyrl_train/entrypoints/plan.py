@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -33,7 +34,8 @@ from skyrl_train.entrypoints.forecast import (
     plan_trained_model,
 )
 from skyrl_train.entrypoints.preflight import read_context_length
-from skyrl_train.types.specs import lora_spec
+from skyrl_train.errors import ConfigError
+from skyrl_train.types.specs import SPARE_BYTES, lora_spec
 
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
@@ -302,7 +304,13 @@ def _describe_storage(
             yield "per process", f"{', '.join(shards)}{engine}"
         forecast = forecast_disk(trainer, models, sources)
         if forecast is not None and forecast.total_bytes:
-            yield "disk", f"{forecast.describe()} · {format_bytes(free_bytes(trainer.ckpt_path))} free"
+            free, needed = free_bytes(trainer.ckpt_path), 2 * forecast.checkpoint_bytes + SPARE_BYTES
+            if forecast.checkpoint_bytes and free < needed and not Path(trainer.ckpt_path).is_dir():
+                raise ConfigError(
+                    f"trainer.ckpt_path={trainer.ckpt_path} has {free:,} bytes free and needs {needed:,} for two "
+                    "checkpoints; set it to a larger disk, or trainer.ckpt_interval=-1 to run without checkpoints"
+                )
+            yield "disk", f"{forecast.describe()} · {format_bytes(free)} free"
     yield "run folder", trainer.run_dir
 
 

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from skyrl_gym.envs.entry_point import suggestion
 from skyrl_train.algorithms.registry import advantage_estimator, policy_loss
 from skyrl_train.algorithms.rules import loads_reference, reads_reference
 from skyrl_train.config import SkyRLConfig
@@ -43,6 +44,7 @@ WEIGHTS = (
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
+CHECKPOINT = re.compile(r"global_step_\d+$")
 MAX_SUBPATH = 300
 """Bytes that the path of a run's file may have below one of the run's folders."""
 
@@ -195,6 +197,8 @@ def find_folder_fault(folder: str) -> str | None:
         return f"paths have at most {max_path:,} bytes, and those of files in it have up to {MAX_SUBPATH} more"
     if os.statvfs(parent).f_flag & os.ST_RDONLY:
         return f"{parent} is on a read-only file system"
+    if parent.resolve().parts[1:2] in (("proc",), ("sys",)):
+        return f"{parent} belongs to the kernel"
     return None if os.access(parent, os.W_OK | os.X_OK) else f"{parent} is read-only for this user"
 
 
@@ -352,7 +356,7 @@ def _find_missing_trained_model(
                 f"{key}.lora.lora_path={show(path)}: the folder has no {' and no '.join(missing)}; use one with an "
                 "adapter of peft"
             )
-    elif path is not None and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+    elif path is not None and _is_local(path):
         yield (
             f"{key}.lora.lora_path={show(path)}: there is no such folder; use a local folder, or a name on the Hub "
             "(owner/name)"
@@ -368,11 +372,33 @@ def _find_missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> 
         missing = [] if "config.json" in names else ["config.json"]
         missing += [] if names & set(WEIGHTS) else ["model.safetensors"]
         missing += [] if not has_tokenizer or names & set(TOKENIZERS) else ["tokenizer.json"]
-        if missing:
+        checkpoint = folder / "ckpts" if "ckpts" in names else folder
+        if "config.json" not in names and ("ckpts" in names or CHECKPOINT.match(folder.name)):
+            yield (
+                f"{key}={show(path)} is the folder of a run, not of a model; make a model of its checkpoint: "
+                f"skyrl merge checkpoint {checkpoint} <new folder>"
+            )
+        elif missing:
             files = " and no ".join(missing)
             yield f"{key}={show(path)}: the folder has no {files}; save the model and its tokenizer there"
         elif not isinstance(config := _parse_json(folder / "config.json"), dict):
             fault = "cannot be read" if config is None else f"is a {type(config).__name__}, not an object"
             yield f"{key}={show(path)}: {path}/config.json {fault}; save the model with save_pretrained"
-    elif path.startswith((".", "/", "~")) or path.count("/") > 1:
-        yield f"{key}={show(path)}: there is no such folder; use a local folder, or a name on the Hub (owner/name)"
+    elif _is_local(path):
+        hint = suggestion(folder.name, _list_folders(folder.parent))
+        yield f"{key}={show(path)}: there is no such folder; use one, or a name on the Hub (owner/name).{hint}"
+
+
+def _is_local(path: str) -> bool:
+    """Return True for the path of a missing folder: no name on the Hub, or like the name of a folder beside it."""
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        return True
+    folder = Path(path)
+    return bool(suggestion(folder.name, _list_folders(folder.parent)) or ("/" in path and folder.parent.is_dir()))
+
+
+def _list_folders(parent: Path) -> list[str]:
+    try:
+        return [entry.name for entry in parent.iterdir() if entry.is_dir()]
+    except OSError:
+        return []

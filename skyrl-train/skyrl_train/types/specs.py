@@ -12,6 +12,9 @@ from skyrl_train.config.policy import CriticModelConfig, FSDPConfig, LoraConfig,
 from skyrl_train.errors import ConfigError
 from skyrl_train.lazy import torch
 
+SPARE_BYTES = 64 * 2**20
+"""Free disk beyond what a checkpoint needs, for logs and metrics."""
+
 Role = Literal["policy", "critic", "ref", "reward"]
 SyncKind = Literal["full", "adapter", "factors", "base_and_factors"]
 """The tensors of a weight sync: `full`, those of the model with its adapter merged into them. `adapter`, those of the

@@ -75,6 +75,11 @@ TRAIN_MISTAKES: dict[str, list[str]] = {
     "environment.skyrl_gym.gsm8k.grader=lenient": ["environment.skyrl_gym.gsm8k.grader=lenient is unknown; use one of"],
     "environment.skyrl_gym.gms8k.grader=strict": ["section of an environment that does not exist", "'gsm8k'?"],
     "trainer.policy.model.path=./missing": ["path=./missing: there is no such folder"],
+    "trainer.policy.model.path=modle": ["path=modle: there is no such folder", "Did you mean 'model'?"],
+    "trainer.policy.model.path=run": ["is the folder of a run", "skyrl merge checkpoint run/ckpts <new folder>"],
+    "trainer.policy.model.path=run/ckpts/global_step_3": ["skyrl merge checkpoint run/ckpts/global_step_3 <new"],
+    "trainer.policy.model.lora.lora_path=model/adaptre": ["lora_path=model/adaptre: there is no such folder"],
+    "trainer.output_dir=/proc/x": ["the run folder /proc/x", "/proc belongs to the kernel"],
     "trainer.policy.model.path=without_tokenizer": ["the folder has no tokenizer.json"],
     "trainer.policy.model.path=without_weights": ["the folder has no model.safetensors"],
     "trainer.policy.model.path=list_config": ["list_config/config.json is a list", "save_pretrained"],
@@ -211,6 +216,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "broken.yaml").write_text("trainer: {epochs: ")
     (folder / "nul.yaml").write_text('trainer: {output_dir: "out\\0put"}')
     (folder / "broken_link").symlink_to("nowhere")
+    (folder / "run/ckpts/global_step_3").mkdir(parents=True)
     (folder / "folder.parquet").mkdir()
     for name, files in {
         "model": ["config.json", "model.safetensors", "tokenizer.json"],

@@ -113,6 +113,7 @@ def test_a_plan_refuses_what_megatron_does_not_compute(
     message: str,
 ) -> None:
     path = tmp_path / "model"
+    config.vocab_size = 500
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(path)
     settings = [f"trainer.policy.model.{setting}" for setting in (f"path={path}", *settings)]

@@ -1,0 +1,62 @@
+"""The prompts of a run as its generator renders them. Imports PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.dataset.files import local_path
+from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.generators.chat_template import custom_chat_template, read_chat_template
+from skyrl_train.models.loading import load_tokenizer
+
+
+def load_policy_tokenizer(cfg: SkyRLConfig) -> PreTrainedTokenizerBase:
+    """Load the policy's tokenizer, with the chat template of the engine's options, or `generator.chat_template` if it
+    has none.
+
+    Raises:
+        ConfigError: there is no tokenizer, or no chat template.
+    """
+    generator, path = cfg.generator, cfg.trainer.policy.model.path
+    key = "generator.engine_init_kwargs.chat_template"
+    if (file := generator.engine_init_kwargs.get("chat_template")) is not None:
+        template = read_chat_template(str(file), key)
+        return load_tokenizer(path, chat_template=template, template_key=key, replaces_template=True)
+    if (fallback := custom_chat_template(generator.chat_template)) is not None:
+        return load_tokenizer(path, chat_template=fallback)
+    return load_tokenizer(path, template_key=key)
+
+
+def open_prompts(
+    cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], max_checked_rows: int | None = None
+) -> PromptDataset:
+    """Open prompts, and filter them as the generator will render them; DataError as `PromptDataset`."""
+    return PromptDataset(
+        sources,
+        tokenizer,
+        cfg.trainer.max_prompt_length,
+        max_checked_rows=max_checked_rows,
+        chat_template=custom_chat_template(cfg.generator.chat_template),
+        chat_template_kwargs=cfg.generator.chat_template_kwargs,
+    )
+
+
+def check_prompts(cfg: SkyRLConfig) -> None:
+    """Render the prompts of the data files, if the tokenizer is on this machine.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded, or has no chat template.
+        DataError: the chat template refuses a prompt, or no prompt is short enough.
+    """
+    data = cfg.data
+    if not Path(cfg.trainer.policy.model.path).is_dir() or data.custom_cls.path is not None:
+        return
+    tokenizer = load_policy_tokenizer(cfg)
+    for sources, max_rows in ((data.train_data, data.max_checked_rows), (data.val_data, None)):
+        is_read = sources is data.train_data or cfg.trainer.eval_interval > 0
+        if is_read and sources and all(local_path(source) is not None for source in sources):
+            open_prompts(cfg, tokenizer, sources, max_rows)
