@@ -57,3 +57,16 @@ async def test_a_judge_that_fails_makes_the_trajectory_invalid(monkeypatch: pyte
         trajectory, _ = await play_one([tool_call("finish", answer="Paris")], row)
     assert not trajectory.is_valid
     assert trajectory.stop_reason == "error_evaluation"
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("The response says:\ncorrect: yes\nBut it is Rome.\ncorrect: no", 0.0),
+        ("At first I thought\ncorrect: no\nbut Paris is meant.\n**correct: yes**", 1.0),
+        ("correct: yes\ncorrect: yes\nCorrect: No.", 0.0),
+    ],
+)
+def test_the_last_verdict_of_a_judge_counts(text: str, reward: float) -> None:
+    with serving_openai(lambda request: (200, chat_completion(text)), JUDGE_MODEL="m"):
+        assert grade("It is Paris", "hle") == reward

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_kit.engines import tool_call
+from agent_kit.engines import ScriptedEngine, tool_call
 from agent_kit.trajectories import ROW, new_runner
+from train_kit.trajectories import make_trajectory
 
 from skyrl_agent import BaseTask
-from skyrl_agent.runner import to_rows
+from skyrl_agent.runner import _Played, agent_metrics, to_rows
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, rollout_requests
 from skyrl_train.types import DrawnPrompt, Message, PromptRow
@@ -91,3 +92,38 @@ async def test_rows_of_numpy_and_rows_without_a_prompt_are_read() -> None:
     assert (await agents.run(rows))["traj_rewards"] == [1.0, 1.0]
     assert (await agents.run([]))["traj_rewards"] == []
     await agents.close()
+
+
+async def test_each_call_has_its_own_sessions_and_seeds() -> None:
+    engine = ScriptedEngine(FINISH)
+    agents = new_runner(engine, num_trajectories=2)
+    for rows in ([ROW, ROW], [ROW], [ROW]):
+        await agents.run(rows)
+    await agents.close()
+    assert len({request.session_id for request in engine.requests}) == 8
+    assert len({request.seed for request in engine.requests}) == 8
+
+
+@pytest.mark.parametrize(
+    ("rewards", "n_all", "n_none"),
+    [([1, 1], 1, 0), ([0, 0], 0, 1), ([1, 0], 0, 0), ([0, 1], 0, 0), ([None, 1], 1, 0), ([None, None], 0, 0)],
+)
+def test_a_group_with_some_successes_is_neither_resolved_nor_unresolved(
+    rewards: list[float | None], n_all: int, n_none: int
+) -> None:
+    """A second group has both, so that counts of trajectories differ from counts of groups."""
+    segments = [make_trajectory("0", None if r is None else [float(r)], repetition=i) for i, r in enumerate(rewards)]
+    mixed = [make_trajectory("1", [float(i)], repetition=i) for i in range(2)]
+    metrics = agent_metrics([_Played.of(t, {}) for t in [*segments, *mixed]], ())
+    assert (metrics["num_all_resolved"], metrics["num_none_resolved"]) == (n_all, n_none)
+
+
+def test_metrics_of_trajectories_that_differ() -> None:
+    calls = [{"bash": 3, "finish": 1}, {"finish": 1}, {}]
+    trajectories = [make_trajectory("0", [float(i)], repetition=i) for i in range(3)]
+    metrics = agent_metrics([_Played.of(t, c) for t, c in zip(trajectories, calls, strict=True)], ())
+    assert metrics["tool_calls_total"] == 5
+    assert metrics["tool_calls_per_traj_mean"] == pytest.approx(5 / 3)
+    assert (metrics["tool_calls_per_traj_min"], metrics["tool_calls_per_traj_max"]) == (0, 4)
+    assert (metrics["tool_name/bash"], metrics["tool_name/finish"]) == (3, 2)
+    assert metrics["raw_reward"] == 1.0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from typing import Any, ClassVar
 
 import pytest
 from agent_kit.engines import ScriptedEngine, tool_call
 from agent_kit.trajectories import ROW, new_runner
 
-from skyrl_agent import BaseTask
+from skyrl_agent import BaseTask, BaseTool
 from skyrl_train.errors import EngineError
 from skyrl_train.types import Message
 
@@ -191,3 +192,96 @@ def test_a_runner_plays_in_several_event_loops() -> None:
     for _ in range(2):
         assert asyncio.run(agents.run([ROW]))["traj_rewards"] == [1.0] * 4
     asyncio.run(agents.close())
+
+
+class Exclusive(BaseTask):
+    """A task that counts the trajectories that hold each environment until their runtime is closed."""
+
+    n_users: ClassVar[Counter[str]] = Counter()
+    n_max: ClassVar[int] = 0
+    is_closing: ClassVar[asyncio.Event]
+    may_close: ClassVar[asyncio.Event]
+
+    @classmethod
+    async def initialize_runtime(cls, env: str | None) -> str:
+        name = env or "no environment"
+        cls.n_users[name] += 1
+        cls.n_max = max(cls.n_max, cls.n_users[name])
+        return name
+
+    @classmethod
+    def get_instruction(cls) -> list[Message]:
+        return [Message(role="user", content="Go")]
+
+    @classmethod
+    def evaluate_result(cls) -> float:
+        return 1.0
+
+    @classmethod
+    async def close_runtime(cls, runtime: str) -> None:
+        cls.is_closing.set()
+        await cls.may_close.wait()
+        await asyncio.sleep(0)
+        cls.n_users[runtime] -= 1
+
+
+class Held(BaseTool):
+    """A tool that counts how many of it are open."""
+
+    name = "held"
+    description = "Held."
+    parameters: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}}
+    n_open: ClassVar[int] = 0
+
+    def __init__(self, settings: Any = None) -> None:
+        super().__init__(settings)
+        Held.n_open += 1
+
+    def call(self, params: dict[str, Any], **kwargs: Any) -> str:
+        return ""
+
+    def close(self) -> None:
+        Held.n_open -= 1
+
+
+@pytest.fixture
+def exclusive() -> type[Exclusive]:
+    Exclusive.n_users, Exclusive.n_max = Counter(), 0
+    Exclusive.is_closing, Exclusive.may_close = asyncio.Event(), asyncio.Event()
+    Held.n_open = 0
+    return Exclusive
+
+
+async def test_an_environment_is_borrowed_again_once_its_runtime_is_closed(exclusive: type[Exclusive]) -> None:
+    dispatcher = {"type": "async_fix_pool", "envs": ("a", "b")}
+    agents = new_runner(FINISH, f"{__name__}.Exclusive", num_trajectories=6, dispatcher=dispatcher)
+    running = asyncio.create_task(agents.run([{}]))
+    await exclusive.is_closing.wait()
+    for _ in range(100):  # nothing else can begin meanwhile
+        await asyncio.sleep(0)
+    assert exclusive.n_users.total() <= 2
+    exclusive.may_close.set()
+    assert (await running)["traj_rewards"] == [1.0] * 6
+    assert exclusive.n_max == 1
+    await agents.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_cancellation_while_a_runtime_is_closed_skips_no_other_release(
+    kind: str, exclusive: type[Exclusive]
+) -> None:
+    """Tools, the engine's session and the environment are released, too."""
+    engine = ScriptedEngine(FINISH)
+    dispatcher = {"type": kind, **({"envs": ("a",)} if kind == "async_fix_pool" else {})}
+    tools = (f"{__name__}.Held", "finish")
+    agents = new_runner(engine, f"{__name__}.Exclusive", tools, num_trajectories=1, dispatcher=dispatcher)
+    running = asyncio.create_task(agents.run([{}]))
+    await exclusive.is_closing.wait()
+    running.cancel()
+    await asyncio.sleep(0)
+    exclusive.may_close.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (Held.n_open, engine.n_ended, exclusive.n_users.total()) == (0, 1, 0)
+    assert (await agents.run([{}]))["traj_rewards"] == [1.0]
+    await agents.close()

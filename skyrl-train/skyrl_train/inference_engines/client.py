@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_train.concurrency import gather_or_cancel
-from skyrl_train.errors import EngineError, EngineLostError
+from skyrl_train.errors import EngineError, EngineLostError, SyncError
 from skyrl_train.inference_engines.base import (
     EngineInfo,
     EngineRequest,
@@ -235,8 +235,10 @@ class EngineClient:
         receipts = await gather_or_cancel(
             engine.receive_weights(part) for engine, part in zip(self._engines, plans, strict=True)
         )
+        if len(set(receipts)) > 1:
+            raise SyncError(f"the engines received different weights: {receipts}")
         self._version = plan.version
-        return next((receipt for receipt in receipts if receipt != receipts[0]), receipts[0])
+        return receipts[0]
 
     async def sleep(self) -> None:
         if n_running := sum(self._n_running):

@@ -8,6 +8,7 @@ import random
 import shutil
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
@@ -26,7 +27,7 @@ from skyrl_train.checkpoint import (
     find_credentials_fault,
     upload_files,
 )
-from skyrl_train.checkpoint.manifest import MANIFEST, find_damage, fingerprint
+from skyrl_train.checkpoint.manifest import MANIFEST, Fingerprint, find_damage, fingerprint
 from skyrl_train.checkpoint.store import POINTER
 from skyrl_train.errors import CheckpointError
 
@@ -214,3 +215,29 @@ def test_a_pinned_checkpoint_is_kept_until_it_is_released(tmp_path: Path, monkey
     save(store, 4, write_named("4"), expected_bytes=1)
     assert store.steps() == [4], "a full disk removes pinned checkpoints, too, but never the one to resume from"
     assert (tmp_path / POINTER).read_text() == "4\n"
+
+
+@pytest.mark.parametrize("n_sent", [0, 1])
+def test_a_replacement_that_is_interrupted_leaves_no_mixture(
+    remote: RemoteCheckpoints, tmp_path: Path, n_sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of both checkpoints have equal sizes, which alone decide whether one is complete."""
+    store = CheckpointStore(tmp_path / "local")
+    for step in (10, 20):
+        remote.upload(save(store, step, write_named(f"step {step}")))
+    path = save(store, 20, write_named("again20"))
+    upload_file, n_calls = RemoteFolder.upload_file, count()
+
+    def upload_then_crash(folder: RemoteFolder, local: Path, name: str) -> Fingerprint:
+        if next(n_calls) == n_sent:
+            raise KeyboardInterrupt
+        return upload_file(folder, local, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFolder, "upload_file", upload_then_crash)
+        with pytest.raises(KeyboardInterrupt):
+            remote.upload(path)
+    assert remote.latest_step() == 10
+    assert remote.upload(path) == 2000
+    assert remote.latest_step() == 20
+    assert read(download(remote, 20, tmp_path / "copy")) == "again20"

@@ -337,3 +337,15 @@ def test_leftovers_of_a_crash_count_as_free_space(store: CheckpointStore, disk: 
     write_named("twenty")(store.path / ".global_step_20.partial")
     store.check_space(SIZE)
     assert store.steps() == [10]
+
+
+def test_retention_keeps_a_checkpoint_resumed_by_path_until_the_next_save(tmp_path: Path) -> None:
+    """With remote storage, retention runs after every step, also before the first save."""
+    save_all(CheckpointStore(tmp_path), 10, 20, 30)
+    store = CheckpointStore(tmp_path, 1, "from_path", str(tmp_path / "global_step_20"))
+    assert store.find() == tmp_path / "global_step_20"
+    store.remove_superseded()
+    assert store.steps() == [20, 30]
+    save_all(store, 21)
+    store.remove_superseded()
+    assert store.steps() == [21]

@@ -33,6 +33,7 @@ WITHOUT_EOS = (
     "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}### assistant: {% endif %}"
 )
+WITHOUT_ROLES = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
 WITH_TOOLS = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -405,3 +406,21 @@ def test_rows_that_are_checked_when_they_are_drawn_have_the_same_tokens(
     order = ShuffledPrompts(drawn, 38, 0)
     assert len(order.next_batch()) == 38
     assert order.metrics == {"data/n_skipped": 2.0}
+
+
+def test_the_fingerprint_covers_tokens_masks_and_order(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """The template shows no roles, so that the same tokens with another mask are other data."""
+    encoder = ConversationEncoder(tiny_tokenizer, {"chat_template": WITHOUT_ROLES})
+
+    def fingerprint(*rows: list[dict[str, str]]) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        path = write_rows(folder, [{"messages": messages} for messages in rows])
+        return SupervisedDataset([path], encoder, SFTDataConfig()).fingerprint
+
+    answered = [user("a"), assistant("b"), user("c"), assistant("d")]
+    all_trained = [user("a"), assistant("b"), assistant("c"), assistant("d")]
+    other = [user("a"), assistant("b"), user("c"), assistant("e")]
+    data = [(answered,), (all_trained,), (other,), (answered, other), (other, answered)]
+    assert len({fingerprint(*rows) for rows in data}) == len(data)
+    assert fingerprint(answered) == fingerprint(answered)

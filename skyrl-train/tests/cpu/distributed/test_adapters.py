@@ -92,7 +92,7 @@ async def test_ranks_of_fsdp2_drop_different_inputs_in_updates_only(strategies: 
         assert torch.equal(*scores[-1])
     assert norms[1] == norms[2]
     assert torch.equal(scores[1][0], scores[2][0])
-    assert abs(norms[1][0] / norms[0][0] - 1) > 0.02
+    assert norms[1][0] > 1.02 * norms[0][0], "half of the inputs, doubled, have the same mean and more variance"
     folder = await strategies.save(group)
     states = [torch.load(folder / f"rng_{rank}.pt", weights_only=True)["torch"] for rank in range(2)]
     assert not torch.equal(*states)
@@ -116,7 +116,7 @@ async def test_ranks_of_megatron_that_share_a_matrix_drop_the_same_inputs(strate
         await group.load_state(folder)
         norms.append([(await group.update(batch)).numbers()["grad_norm"] for _ in range(2)])
     assert norms[1] == pytest.approx(norms[2], rel=1e-4), "layers that are recomputed drop other inputs"
-    assert norms[1] != pytest.approx(norms[0], rel=1e-4), "nothing was dropped"
+    assert min(norms[1]) > max(norms[0]), "half of the inputs, doubled, have the same mean and more variance"
     scores = await group.score(batch)
     assert torch.equal((await group.score(batch))["logprobs"], scores["logprobs"]), "scores are random"
     single = await strategies.load("qwen3", None, lora)

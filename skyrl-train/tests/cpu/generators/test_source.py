@@ -216,3 +216,13 @@ async def test_no_session_repeats_in_three_epochs() -> None:
         await source.take(step)
     sessions = [request.id.session_id() for requests, _ in generator.calls for request in requests]
     assert len(set(sessions)) == len(sessions) == 3 * 6 * N_SAMPLES
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce++"])
+async def test_with_one_sample_of_each_prompt_none_is_left_alone(estimator: str) -> None:
+    """GRPO has no baseline then, which is warned of, and the run goes on."""
+    cfg = config(3, advantage_estimator=estimator)
+    cfg = cfg.model_copy(update={"generator": cfg.generator.model_copy(update={"n_samples_per_prompt": 1})})
+    step_data = await sample(cfg, ScriptedGenerator(), SequentialPrompts(n_rows=8, batch_size=3))
+    assert [t.id.to_string() for t in step_data.trajectories] == ["0_0", "1_0", "2_0"]
+    assert step_data.metrics.numbers()["generate/n_left_alone"] == 0

@@ -18,14 +18,14 @@ from train_kit.engines import LIMITS, EngineKit, Listener, assert_same, make_eng
 from train_kit.weight_sync import TensorSource
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError, EngineLostError
+from skyrl_train.errors import EngineError, EngineLostError, SyncError
 from skyrl_train.inference_engines import client as client_module
 from skyrl_train.inference_engines import remote
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.inference_engines.process import ServerProcess
-from skyrl_train.weight_sync import SyncOptions, WeightSync, rendezvous
+from skyrl_train.weight_sync import Receipt, SyncOptions, SyncPlan, WeightSync, rendezvous
 
 SYNC_TIMEOUT_S = 90.0
 
@@ -364,3 +364,31 @@ async def test_without_a_restart_a_lost_engine_fails_its_requests(fleet: Fleet) 
     fleet.kill()
     with pytest.raises(EngineError, match="ended with exit status -9"):
         await fleet.client.generate([request(400)])
+
+
+# -- receipts
+
+
+class Damaged(HFEngine):
+    """An engine that received other weights than were sent."""
+
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        receipt = await super().receive_weights(plan)
+        return receipt._replace(checksum=receipt.checksum + 1)
+
+
+@pytest.mark.parametrize("damaged", [[], [0], [1], [0, 1]], ids=str)
+async def test_an_engine_with_other_weights_is_noticed_wherever_it_is(
+    damaged: list[int], tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    kinds = [Damaged if i in damaged else HFEngine for i in range(2)]
+    model = copy.deepcopy(tiny_model)
+    engines = [kind(copy.deepcopy(model), tiny_tokenizer, owns_model=True, **LIMITS) for kind in kinds]
+    client = EngineClient(engines)
+    sync = WeightSync(TensorSource(model.named_parameters), {"engine": client}, SyncOptions("auto", timeout_s=60))
+    if damaged:
+        with pytest.raises(SyncError, match=r"received different weights|holds other weights than the policy"):
+            await sync(1)
+    else:
+        assert (await sync(1)).numbers()["sync/verified_copies"] == 2
+    await client.close()

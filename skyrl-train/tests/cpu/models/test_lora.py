@@ -18,6 +18,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_value_model
 from skyrl_train.models.lora import (
     adapter_disabled,
+    adapter_layers,
     add_adapter,
     change_norm,
     count_trained,
@@ -286,3 +287,18 @@ def test_a_damaged_adapter_is_refused(tiny_model: PreTrainedModel, tmp_path: Pat
     (tmp_path / "nan/adapter_model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(ConfigError, match=r"has no adapter_model.safetensors that can be read"):
         add_adapter(copy.deepcopy(tiny_model), spec(lora_path=str(tmp_path / "nan")))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_a_continued_adapter_has_the_dropout_of_the_run(
+    tiny_model: PreTrainedModel, tmp_path: Path, dropout: float
+) -> None:
+    """The dropout with which the adapter was trained does not count."""
+    folder = save(randomized(tiny_model, spec(rank=4, dropout=0.5)), tmp_path)
+    assert json.loads((folder / "adapter_config.json").read_text())["lora_dropout"] == 0.5
+    continued, new = copy.deepcopy(tiny_model), copy.deepcopy(tiny_model)
+    add_adapter(continued, spec(lora_path=str(folder), dropout=dropout))
+    add_adapter(new, spec(rank=4, dropout=dropout))
+    for model in (continued, new):
+        rates = {getattr(layer.lora_dropout["default"], "p", 0.0) for layer in adapter_layers(model).values()}
+        assert rates == {dropout}

@@ -160,3 +160,13 @@ def test_a_last_layer_without_attention_computes_all_tokens() -> None:
     model.model.layers[-1].self_attn = Identity()
     assert find_sharing_fault(model) is None
     assert not is_narrow(model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("parameter", ["model.norm.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_a_model_whose_states_are_not_finite_shares_no_prefixes(parameter: str, value: float) -> None:
+    model = make_model("qwen3")
+    assert find_sharing_fault(model) is None
+    with torch.no_grad():
+        model.get_parameter(parameter).fill_(value)
+    assert "would change its hidden states by nan" in str(find_sharing_fault(model))

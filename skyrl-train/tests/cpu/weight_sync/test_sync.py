@@ -22,6 +22,7 @@ from skyrl_train.weight_sync import (
     transport_between,
 )
 from skyrl_train.weight_sync.base import Transport
+from skyrl_train.weight_sync.sync import free_port
 
 pytestmark = pytest.mark.usefixtures("frozen_objects")
 
@@ -184,3 +185,49 @@ async def test_a_sync_that_begins_during_a_replacement_sends_no_changes(tensors:
     assert [plan.base_version for plan in survivor.plans] == [None, None]
     for sink in (survivor, replacement):
         assert_holds(sink, tensors)
+
+
+async def test_a_sink_that_is_replaced_while_a_sync_is_planned_gets_all_weights(tensors: Tensors) -> None:
+    """The plan waits for an address of another node, and for the source's specs."""
+    is_planning, may_plan = asyncio.Event(), asyncio.Event()
+    may_plan.set()
+
+    async def find_address() -> str:
+        is_planning.set()
+        await may_plan.wait()
+        return f"127.0.0.1:{free_port()}"
+
+    survivor, replacement = empty_copy(tensors), empty_copy(tensors)
+    sinks = {"engine 0": survivor, "engine 1": replacement}
+    sync = WeightSync(SerialSource(tensors), sinks, CHANGES, find_address=find_address)
+    await sync(1)
+    tensors["layer.0"] += 1
+    is_planning.clear()
+    may_plan.clear()
+    running = asyncio.create_task(sync(2))
+    await is_planning.wait()
+    for tensor in replacement.tensors.values():  # it begins without any weights
+        tensor.zero_()
+    sync.forget()
+    may_plan.set()
+    await running
+    assert [plan.base_version for plan in survivor.plans] == [None, None]
+    for sink in sinks.values():
+        assert_holds(sink, tensors)
+
+
+class Damaged(TensorCopy):
+    """A sink that received other weights than were sent."""
+
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        receipt = await super().receive_weights(plan)
+        return receipt._replace(checksum=receipt.checksum + 1)
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+async def test_a_sink_with_other_weights_is_named_wherever_it_is(tensors: Tensors, damaged: int) -> None:
+    copies = [empty_copy(tensors) for _ in range(3)]
+    copies[damaged] = Damaged(copies[damaged].tensors)
+    sync = WeightSync(TensorCopy(tensors), {f"engine {i}": copy for i, copy in enumerate(copies)}, OPTIONS)
+    with pytest.raises(SyncError, match=f"weight sync 1 failed: engine {damaged} holds other weights"):
+        await sync(1)

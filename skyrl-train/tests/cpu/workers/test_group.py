@@ -22,7 +22,7 @@ from train_kit.weight_sync import TensorCopy
 from train_kit.workers import config, policy_objective
 from transformers import PreTrainedModel
 
-from skyrl_train.errors import EngineLostError, WorkerError
+from skyrl_train.errors import EngineLostError, SyncError, WorkerError
 from skyrl_train.launch.process import ProcessRank
 from skyrl_train.launch.rank_host import RankHost
 from skyrl_train.models import scoring_module
@@ -30,6 +30,7 @@ from skyrl_train.types.specs import World
 from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, rendezvous
 from skyrl_train.weight_sync import stream as stream_module
 from skyrl_train.weight_sync.sync import free_port
+from skyrl_train.workers.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -136,3 +137,27 @@ async def test_a_rank_that_ends_while_the_model_is_probed_is_named(tiny_model_pa
     async with start_ranks(serve_until_probe) as ranks:
         with pytest.raises(WorkerError, match=r"rank 1 \(process \d+\) ended with exit status 3 during load"):
             await load_group(ranks, divided, policy_objective(cfg))
+
+
+def serve_damaged(connection: Connection, world: World, address: str) -> None:
+    """Serve a rank; rank 1 receives other weights than were sent."""
+    receive = Worker.receive_weights
+
+    def receive_damaged(worker: Worker, plan: SyncPlan) -> Receipt:
+        receipt = receive(worker, plan)
+        return receipt._replace(checksum=receipt.checksum + world.rank)
+
+    Worker.receive_weights = receive_damaged  # type: ignore[method-assign]
+    RankHost(world, address, 1).serve(connection)
+
+
+async def test_a_rank_of_the_reference_with_other_weights_is_noticed(
+    tiny_model_path: Path, tiny_model: PreTrainedModel
+) -> None:
+    cfg = config().trainer
+    source = TensorCopy(dict(tiny_model.named_parameters()))
+    async with start_ranks(serve_damaged) as ranks:
+        group = await load_group(ranks, spec("ref", tiny_model_path, cfg), None)
+        sync = WeightSync(source, {"reference": group}, SyncOptions("auto", timeout_s=60))
+        with pytest.raises(SyncError, match="the ranks of the ref received different weights"):
+            await sync(1)

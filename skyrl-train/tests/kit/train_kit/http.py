@@ -28,7 +28,7 @@ Answer = Callable[[Request], tuple[int, Any]]
 
 @contextmanager
 def serving(answer: Answer, headers: Mapping[str, str] | None = None) -> Iterator[tuple[str, list[Request]]]:
-    """Serve answers with more headers. Yield the address, e.g. `http://127.0.0.1:8080`, and the requests so far."""
+    """Serve answers with further headers. Yield the address, e.g. `http://127.0.0.1:8080`, and the requests so far."""
     requests: list[Request] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -64,3 +64,17 @@ def test_models_that_cannot_be_averaged_are_refused(tmp_path: Path) -> None:
         with pytest.raises((CheckpointError, ConfigError), match=message):
             average_models(sources, tmp_path / "mean", weights)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "wide"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_average_of_low_precision_is_rounded_once(tmp_path: Path, dtype: str) -> None:
+    shares = [0.3, 0.3, 0.4]
+    sources = [save_base(tmp_path / str(seed), seed=seed, dtype=dtype) for seed in range(len(shares))]
+    average_models([str(source) for source in sources], tmp_path / "mean", shares)
+    tensors = [load_file(source / "model.safetensors") for source in sources]
+    for name, mean in load_file(tmp_path / "mean/model.safetensors").items():
+        exact = sum(share * one[name].double() for share, one in zip(shares, tensors, strict=True))
+        assert isinstance(exact, torch.Tensor)
+        assert mean.dtype == getattr(torch, dtype)
+        is_rounded_once = mean == exact.to(mean.dtype)
+        assert is_rounded_once.double().mean() > 0.98, name  # the sum is float32, so ties may go either way
