@@ -190,7 +190,8 @@ class TrainingRun(ABC):
                     failures.append((text, error))
                 else:
                     await self.alert(f"{text}. Training continues")
-        for text, failure in failures[:1]:
+        if failures:
+            text, failure = failures[0]
             if isinstance(failure, CheckpointError):
                 raise failure
             rerun = self.checkpoints.describe_rerun()

@@ -36,10 +36,18 @@ Section {number} of {n_sections}:
 class Reader:
     """The place of a trajectory in its document, and its memory."""
 
-    def __init__(self, question: str, sections: Sequence[str]) -> None:
-        """Begin with the first of the sections."""
+    def __init__(
+        self,
+        question: str,
+        context: str,
+        max_section_chars: int = MAX_SECTION_CHARS,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_section_tokens: int = MAX_SECTION_TOKENS,
+    ) -> None:
+        """Divide the context into sections, see `split_sections`. Without a tokenizer, only characters count."""
         self._question = question
-        self._sections = sections
+        starts = [] if tokenizer is None else find_token_starts(context, tokenizer)
+        self._sections = split_sections(context, max_section_chars, starts, max_section_tokens)
         self._index = 0
 
     @property
@@ -107,10 +115,8 @@ class MemAgentTask(BaseTask):
     @classmethod
     def initialize_runtime(cls, instance: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Reader:
         """Return the reader of the text."""
-        context = get_context(instance)
-        starts = find_token_starts(context, tokenizer)
-        sections = split_sections(context, cls.max_section_chars, starts, cls.max_section_tokens)
-        return Reader(get_question(instance), sections)
+        limits = cls.max_section_chars, tokenizer, cls.max_section_tokens
+        return Reader(get_question(instance), get_context(instance), *limits)
 
     @classmethod
     def get_instruction(cls, runtime: Reader) -> list[Message]:
