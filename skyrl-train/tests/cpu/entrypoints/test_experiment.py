@@ -80,7 +80,7 @@ class _Exits(BasePPOExp):
     """An experiment in which a task of user code exits with status 0."""
 
     async def _run(self) -> None:
-        asyncio.create_task(self._exit())  # noqa: RUF006
+        self.exiting = asyncio.create_task(self._exit())
         await asyncio.sleep(60)
 
     async def _exit(self) -> None:
@@ -88,8 +88,10 @@ class _Exits(BasePPOExp):
 
 
 def test_code_that_exits_does_not_look_like_a_finished_run(catch_run: list[str]) -> None:
+    experiment = _Exits(parse_cli(catch_run))
     with pytest.raises(EnvError, match=r"code called sys.exit\(0\).*trainer.run_name=.*the same command starts"):
-        _Exits(parse_cli(catch_run)).run()
+        experiment.run()
+    assert isinstance(experiment.exiting.exception(), SystemExit)
 
 
 def test_a_setting_that_the_loss_ignores_is_logged_once(catch_run: list[str], caplog: pytest.LogCaptureFixture) -> None:
