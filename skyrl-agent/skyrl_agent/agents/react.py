@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from skyrl_agent.agents.base import AgentContext, BaseAgent, Outcome
-from skyrl_agent.chat import ContextWindowExceeded
+from skyrl_agent.chat import ContextWindowExceeded, Reply
 from skyrl_agent.tools.base import format_tools
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.runtime.text import describe_error
-from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
-from skyrl_gym.tools.messages import append_to_system
+from skyrl_gym.tools.calls import CUT_OFF, ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
+from skyrl_gym.tools.messages import append_to_system, shorten_result
 from skyrl_train.errors import EngineError
 from skyrl_train.generators.env_pool import EnvTimeout
-
-MAX_RESULT_CHARS = 50_000  # of which the first and the last half are kept
 
 NO_CALL = "Your reply has no function call. Call one function, or finish with: {finish}"
 SEVERAL_CALLS = "Your reply has {n} function calls, and none was carried out. Call one function in each reply."
@@ -52,7 +50,7 @@ class ReActAgent(BaseAgent):
             reply = await self.chat.generate()
             if not self.context.tools:
                 return Outcome("FINISH", strip_thoughts(reply.text).strip())
-            outcome = await self._act(reply.text)
+            outcome = await self._act(reply)
             if outcome is not None:
                 return outcome
             if self._max_repeats is not None and self._n_repeats >= self._max_repeats:
@@ -60,11 +58,11 @@ class ReActAgent(BaseAgent):
             self._remind(turn, n_turns)
         return Outcome("max_iterations_reached")
 
-    async def _act(self, text: str) -> Outcome | None:
+    async def _act(self, reply: Reply) -> Outcome | None:
         """Carry out the call in a reply and add its result to the history; return the outcome if it was the last."""
         tools, call = self.context.tools, None
         try:
-            call = self._parse(text)
+            call = self._parse(reply)
             if call.name not in tools:
                 raise ToolCallError(f"There is no function {call.name}; there are {', '.join(tools)}.")
             tool = tools[call.name]
@@ -83,21 +81,20 @@ class ReActAgent(BaseAgent):
             self._observe(call, text)
         return None
 
-    def _parse(self, text: str) -> ToolCall:
-        """Return the call in a reply; ToolCallError unless there is exactly one."""
-        calls = parse_tool_calls(text)
+    def _parse(self, reply: Reply) -> ToolCall:
+        """Return the call in a reply; ToolCallError unless there is exactly one, which is complete."""
+        calls = parse_tool_calls(reply.text, is_truncated=reply.is_truncated)
         if len(calls) > 1:
             raise ToolCallError(SEVERAL_CALLS.format(n=len(calls)))
+        if not calls and reply.is_truncated:
+            raise ToolCallError(CUT_OFF)
         if not calls:
             finish = next((tool.name for tool in self.context.tools.values() if tool.ends_trajectory), "finish")
             raise ToolCallError(NO_CALL.format(finish=f"<function={finish}>"))
         return calls[0]
 
     def _observe(self, call: ToolCall | None, observation: str) -> None:
-        if len(observation) > MAX_RESULT_CHARS:
-            n_kept = MAX_RESULT_CHARS // 2
-            n_left_out = len(observation) - 2 * n_kept
-            observation = f"{observation[:n_kept]}\n[{n_left_out:,} characters are left out]\n{observation[-n_kept:]}"
+        observation = shorten_result(observation)
         if call is not None:
             is_repeated = self._last == (call, observation)
             self._last, self._n_repeats = (call, observation), self._n_repeats + 1 if is_repeated else 1

@@ -44,6 +44,25 @@ async def test_mistakes_of_the_model_are_explained_to_it(reply: str, expected: s
     assert trajectory.total_reward == 1.0
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "<function=finish>\n<parameter=answer>\nParis is the capital of France, and so on, and so on",
+        "<function=finish>\n<parameter=answer>Rome</parameter>\n" + " " * 80,
+        "I think about Paris, and about France, and about Paris, and about France, and about Paris.",
+    ],
+)
+async def test_a_call_that_is_cut_off_is_not_carried_out(reply: str) -> None:
+    trajectory, engine = await play_one(
+        [reply * 3, FINISH], sampling_params={"max_tokens": len(TOKENIZER(FINISH)["input_ids"]) + 1}
+    )
+    assert (
+        "ERROR: Your reply was cut off at the maximum number of tokens, and no call was carried out"
+        in engine.prompts()[1]
+    )
+    assert (trajectory.total_reward, trajectory.stop_reason) == (1.0, "FINISH_TOOL")
+
+
 async def test_without_tools_the_first_reply_is_the_answer() -> None:
     trajectory, engine = await play_one(["<think>Hm.</think>Paris"], tools=())
     assert (trajectory.total_reward, trajectory.stop_reason) == (1.0, "FINISH")

@@ -10,7 +10,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Con
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
 from skyrl_gym.tools.core import ToolGroup
-from skyrl_gym.tools.messages import append_to_system, format_tool_response, format_tools_prompt
+from skyrl_gym.tools.messages import append_to_system, format_tool_response, format_tools_prompt, shorten_result
 
 ANSWER_INSTRUCTION = "A reply without a call is your answer."
 
@@ -26,10 +26,11 @@ class ToolEnv(BaseTextEnv):
             def score(self, answer):
                 return float(answer.strip() == self.truth)
 
-    The system message describes the tools in the format that Qwen and Hermes models were trained on; calls may also be
-    written as `<function=name><parameter=…>`. Calls are executed in order. The error of a wrong call, or of a tool that
-    raises, is the observation. If one call of a reply cannot be parsed, none is executed. A `ToolFailure`, a connection
-    error or a timeout is not the model's fault and is raised.
+    The system message describes the tools in the format that Qwen and Hermes models were trained on; calls may be
+    written in any marked format of `skyrl_gym.tools.calls`. Calls are executed in order. The error of a wrong call, or
+    of a tool that raises, is the observation. If one call of a reply cannot be parsed, for example because it is cut
+    off, none is executed. A `ToolFailure`, a connection error or a timeout is not the model's fault and is raised. Of a
+    long result, the model reads the beginning and the end.
     """
 
     DUPLICATE_FIX = "use skyrl_gym.tools.Prefixed(group, {group!r}) to prefix the tool names of one group"
@@ -110,12 +111,12 @@ class ToolEnv(BaseTextEnv):
     def _execute(self, call: ToolCall) -> str:
         self._n_calls += 1
         try:
-            return self._find_group(call).call(call.name, call.arguments)
+            return shorten_result(self._find_group(call).call(call.name, call.arguments))
         except (ToolFailure, ConnectionError, TimeoutError):
             raise
         except Exception as error:  # noqa: BLE001, the boundary of a tool
             self._n_errors += 1
-            return f"Error: {error}"
+            return shorten_result(f"Error: {error}")
 
     def _find_group(self, call: ToolCall) -> ToolGroup:
         if call.name not in self._groups:

@@ -178,10 +178,22 @@ async def _call(client: Client, name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _text(result: Any) -> str:
-    """Format a result for the model: its texts, or its structured content if it has no other."""
-    if not result.content and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(map(_text_of_part, result.content))
+    """Format a result for the model: its texts, and its structured content unless a text repeats it."""
+    texts = list(map(_text_of_part, result.content))
+    structured = result.structured_content
+    if structured is None or (texts and not structured):
+        return "\n".join(texts)
+    values = [_parse_if_json(text) for text in texts]
+    inner = structured.get("result", structured)  # servers wrap a result that is no object
+    is_repeated = values == inner or any(value in (structured, inner) for value in (*values, *texts))
+    return "\n".join(texts if is_repeated else [*texts, json.dumps(structured, ensure_ascii=False)])
+
+
+def _parse_if_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _text_of_part(part: Any) -> str:

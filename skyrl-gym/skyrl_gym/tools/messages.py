@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from skyrl_gym.envs.base_text_env import ConversationType, MessageType
 
+MAX_RESULT_CHARS = 50_000  # of a tool's result that the model reads
+
 INSTRUCTIONS = """# Tools
 
 You can call these functions, each described in JSON on a line of its own:
@@ -30,6 +32,14 @@ def format_tools_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
 def format_tool_response(text: str) -> str:
     """Format a tool's result as chat templates write it into a user message."""
     return f"<tool_response>\n{text}\n</tool_response>"
+
+
+def shorten_result(text: str) -> str:
+    """Return a tool's result with at most `MAX_RESULT_CHARS` characters: the first and the last half are kept."""
+    if len(text) <= MAX_RESULT_CHARS:
+        return text
+    n_kept = MAX_RESULT_CHARS // 2
+    return f"{text[:n_kept]}\n[{len(text) - 2 * n_kept:,} characters are left out]\n{text[-n_kept:]}"
 
 
 def append_to_system(prompt: ConversationType, text: str) -> ConversationType:

@@ -90,12 +90,14 @@ def raw_call(name: str, arguments: str) -> str:
         (call("take", n=5) + "<tool_call>{</tool_call>", "The tool call is not valid JSON"),
         (call("take", n=1) * 33, "more than 32 tool calls"),
         (call("split", n=0), "division by zero"),
+        ("<function=take><parameter=n>5", "n in the call of take has no </parameter>: the call is cut off"),
+        ('<tool_call>{"name": "take", "arguments": {"n": 5', "The tool call is not valid JSON"),
         (raw_call("take", '{"\\ud83d": 1}'), ""),
         (raw_call("\\ud83d", "3"), ""),
         (raw_call("\\ud83d", "{}"), ""),
         (raw_call("take\\u0000", '{"self": 1}'), ""),
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_wrong_call_is_explained_and_not_executed(reply: str, message: str) -> None:
     env = CountEnv()
@@ -114,6 +116,27 @@ def test_calls_of_the_last_turn_are_not_executed(reply: str) -> None:
     output = env.step(reply)
     assert (output["reward"], output["done"], output["observations"]) == (None, True, [])
     assert env.shelf.n_taken == 0  # the model would never read the result
+
+
+def test_the_middle_of_a_long_result_is_left_out() -> None:
+    class Long(ToolGroup):
+        @tool
+        def write(self, n: int) -> str:
+            """Write."""
+            return "a" * n + "z"
+
+        @tool
+        def break_down(self) -> str:
+            """Fail."""
+            raise ValueError("b" * 1_000_000)
+
+    with Shelves([Long("Long")], 4) as env:
+        text = message_text(env.step(call("write", n=5_000_033)))
+        assert len(text) < 51_000
+        assert "[4,950,034 characters are left out]" in text
+        assert text.endswith("az\n</tool_response>")
+        assert message_text(env.step(call("write", n=49_999))).count("a") == 49_999
+        assert len(message_text(env.step(call("break_down")))) < 51_000
 
 
 def test_tool_failure_is_raised() -> None:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from gym_kit.messages import call
@@ -15,6 +18,54 @@ SEARCH = ToolCall("search", {"query": "Mount Fuji"})
 JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Mount Fuji"}}\n</tool_call>'
 PLAIN_CALL = "<function=search>\n<parameter=query>\nMount Fuji\n</parameter>\n</function>"
 
+
+def write_parameters(name: str, arguments: Mapping[str, Any]) -> str:
+    """Write a call of Qwen3-Coder."""
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<function={name}>\n{parameters}</function>"
+
+
+def write_glm(name: str, arguments: Mapping[str, Any]) -> str:
+    """Write a call of GLM."""
+    parameters = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items()
+    )
+    return f"<tool_call>{name}\n{parameters}</tool_call>"
+
+
+WRITERS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
+    "tagged": lambda name, arguments: f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>",
+    "harmony": lambda name, arguments: (
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
+    ),
+    "llama": lambda name, arguments: f"<|python_tag|>{json.dumps({'name': name, 'parameters': arguments})}<|eom_id|>",
+    "deepseek": lambda name, arguments: (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜>"
+    ),
+    "deepseek 3.1": lambda name, arguments: (
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
+    ),
+    "mistral": lambda name, arguments: f"[TOOL_CALLS]{json.dumps([{'name': name, 'arguments': arguments}])}",
+    "mistral names": lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}",
+    "qwen3 coder": write_parameters,
+    "qwen3 coder tagged": lambda name, arguments: f"<tool_call>\n{write_parameters(name, arguments)}\n</tool_call>",
+    "glm": write_glm,
+}
+"""Writers of the formats with markers, which other code than the parser's defines."""
+PLAIN = ("qwen3 coder", "qwen3 coder tagged", "glm")
+TAGS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "</parameter>",
+    "</function>",
+    "<|call|>",
+    "[ARGS]",
+    "\n",
+    "```",
+)
+tagged_texts = st.lists(st.sampled_from(TAGS) | st.text(max_size=4), max_size=6).map("".join)
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,10}", fullmatch=True)
 
 
@@ -26,7 +77,25 @@ names = st.from_regex(r"[a-z_][a-z0-9_]{0,10}", fullmatch=True)
         "I will search.\n" + JSON_CALL + "\n",
         JSON_CALL.removesuffix("\n</tool_call>"),
         JSON_CALL.removesuffix("</tool_call>") + "<|im_end|>",
-        PLAIN_CALL.removesuffix("</parameter>\n</function>"),
+        PLAIN_CALL.removesuffix("</function>"),
+        PLAIN_CALL.removesuffix("</function>") + "<|im_end|>",
+        f"<tool_call>\n{PLAIN_CALL}\n</tool_call>",
+        f"<tool_call>\n{PLAIN_CALL.removesuffix('</function>')}</tool_call>",
+        '<function=search>{"query": "Mount Fuji"}</function>',
+        "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>Mount Fuji</arg_value>\n</tool_call>",
+        "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>Mount Fuji</arg_value>\n",
+        '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "Mount Fuji"}<|call|>',
+        '<|start|>assistant to=functions.search<|channel|>commentary json<|message|>{"query": "Mount Fuji"}',
+        "<|channel|>analysis<|message|>I call to=functions.etna.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.search <|constrain|>json<|message|>{"query": "Mount Fuji"}<|call|>',
+        '<|python_tag|>{"name": "search", "parameters": {"query": "Mount Fuji"}}<|eom_id|>',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n"
+        '{"query": "Mount Fuji"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        '<｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "Mount Fuji"}<｜tool▁call▁end｜>',
+        '[TOOL_CALLS][{"name": "search", "arguments": {"query": "Mount Fuji"}}]',
+        '[TOOL_CALLS]search[ARGS]{"query": "Mount Fuji"}',
+        '[TOOL_CALLS]search[CALL_ID]a1B2c3[ARGS]{"query": "Mount Fuji"}</s>',
+        "[THINK]" + JSON_CALL.replace("Fuji", "Etna") + "[/THINK]" + JSON_CALL,
         JSON_CALL.replace("tool_call", "function_call"),
         JSON_CALL.replace("arguments", "parameters"),
         JSON_CALL.replace("arguments", "params").replace('"name"', '"tool"'),
@@ -39,7 +108,13 @@ def test_ways_to_write_a_call(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "no call", "<think>" + JSON_CALL, "</tool_call>", '{"name": "search"}', "<tool_calls>{}</tool_calls>"]
+    "text",
+    [
+        *("", "no call", "<think>" + JSON_CALL, "</tool_call>", '{"name": "search"}', "<tool_calls>{}</tool_calls>"),
+        *("search(query='Mount Fuji')", "[search(query='Mount Fuji')]", "A list: [1, 2].", "</function>", "[ARGS]{}"),
+        *("<|channel|>analysis<|message|>" + JSON_CALL, "<|channel|>final<|message|>to=functions.search {}"),
+        *("I write <tool_call> …</think>4", "I write <function=bash><parameter=x> …</think>4", "[THINK]" + JSON_CALL),
+    ],
 )
 def test_no_call(text: str) -> None:
     assert parse_tool_calls(text) == []
@@ -51,6 +126,130 @@ def test_several_calls_in_both_formats() -> None:
         "<function=python>\n<parameter=code>\nif x:\n    print(x)\n\n</parameter><parameter=n>3</parameter></function>"
     )
     assert parse_tool_calls(text) == [ToolCall("python", {"code": "if x:\n    print(x)\n", "n": "3"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("bash", {"command": "grep -n '</think>' chat.py"}),
+        ("bash", {"command": "grep '<think>' a.py"}),
+        ("edit", {"path": "a.md", "text": "a block ends with </tool_call> here"}),
+        ("edit", {"path": "a.md", "text": "<tool_call>{}</tool_call>"}),
+        ("edit", {"text": "\nA block ends with </parameter> here.\nSecond line.\n"}),
+        ("edit", {"text": "A call ends with </function> here.\nSecond line."}),
+        ("edit", {"text": "Ends with </parameter>"}),
+        ("bash", {"command": "grep '<parameter=x>' a.py && grep \"<tool_call>\" b.py"}),
+        ("edit", {"text": "<|im_end|> and [TOOL_CALLS] and </arg_value> here"}),
+    ],
+)
+def test_tags_in_arguments_are_text(name: str, arguments: dict[str, str]) -> None:
+    for form in WRITERS:
+        assert parse_tool_calls("I edit.\n" + WRITERS[form](name, arguments) + "\n") == [ToolCall(name, arguments)], (
+            form
+        )
+        text = WRITERS["tagged"](name, arguments)
+        assert strip_thoughts("<think>a</think>" + text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<function=bash>\n<parameter=command>\nrm -rf /tmp/build", "command in the call of bash has no </parameter>"),
+        ("<function=bash>\n<parameter=command>\nls\n</function>", "has no </parameter>"),
+        (
+            "<function=bash>\n<parameter=command>\nls\n<parameter=timeout>\n10\n</parameter>\n</function>",
+            "contains <par",
+        ),
+        ("<function=bash><parameter=a>1</parameter><parameter=a>2</parameter></function>", "has the parameter a twice"),
+        ("<function=bash>ls</function>", "has text outside of its parameters"),
+        (
+            "<function=edit><parameter=t>a</parameter></function>b</parameter></function>",
+            "There is a </parameter> after",
+        ),
+        ("<tool_call>bash\n<arg_key>command</arg_key>\n<arg_value>rm -rf /tmp/build", "has no </arg_value>"),
+        (
+            "<tool_call>bash<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</arg_value>",
+            "contains <arg_key>",
+        ),
+        ('<tool_call>{"name": "bash", "arguments": {"command": "grep \'</think>\' a.py', "Unterminated string"),
+        ('<tool_call>{"name": "search"} and so on</tool_call>', "there is text between the JSON and </tool_call>"),
+        ('<|channel|>commentary to=functions.bash<|message|>{"command": "rm -rf /tmp/bu', "Unterminated string"),
+        ('<|python_tag|>{"name": "bash", "parameters": {"command"', "not valid JSON"),
+        ("<|python_tag|>print(1)", "not valid JSON"),
+        ("<｜tool▁call▁begin｜>bash", "has no name, or no JSON"),
+        ('<｜tool▁call▁begin｜>bash<｜tool▁sep｜>{"command": "rm', "Unterminated string"),
+        ('[TOOL_CALLS]bash[ARGS]{"command": "rm', "Unterminated string"),
+        ('[TOOL_CALLS]{"name": "bash"}', "Tool calls are a JSON list"),
+    ],
+)
+def test_a_call_that_is_cut_off_or_ambiguous_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ToolCallError, match=re.escape(message)):
+        parse_tool_calls(JSON_CALL + text)
+
+
+def test_a_truncated_reply_has_no_open_call() -> None:
+    open_calls = [JSON_CALL.removesuffix("</tool_call>"), PLAIN_CALL.removesuffix("</function>"), "<tool_call>{"]
+    for text in open_calls:
+        with pytest.raises(ToolCallError, match="was cut off at the maximum number of tokens, and no call was carried"):
+            parse_tool_calls(JSON_CALL + text, is_truncated=True)
+    for text in (JSON_CALL, PLAIN_CALL, JSON_CALL + "and so on", "<think>" + open_calls[0], ""):
+        assert parse_tool_calls(text, is_truncated=True) == parse_tool_calls(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "search", "parameters": {"query": "Mount Fuji"}}', [SEARCH]),
+        ('[{"name": "search", "arguments": {"query": "Mount Fuji"}}]', [SEARCH]),
+        ('{"name": "search", "parameters": {"query": "Mount Fuji"}}; {"name": "f"}<|eot_id|>', [SEARCH, ToolCall("f")]),
+        ("<think>[1]</think>" + '{"name": "f"}', [ToolCall("f")]),
+        (JSON_CALL, [SEARCH]),
+        (
+            '{"name": "f", "parameters": {"text": "</think><tool_call>"}}',
+            [ToolCall("f", {"text": "</think><tool_call>"})],
+        ),
+        ("The answer is {4}.", []),
+    ],
+)
+def test_bare_json(text: str, calls: list[ToolCall]) -> None:
+    assert parse_tool_calls(text, unmarked="json") == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("[search(query='Mount Fuji')]", [SEARCH]),
+        ('<|python_start|>[search(query="Mount Fuji"), a.f(n=[-1, 2.5], ok=true, none=None)]<|python_end|><|eot|>',
+         [SEARCH, ToolCall("a.f", {"n": [-1, 2.5], "ok": True, "none": None})]),
+        ("[f(text='a)] or [b(')]", [ToolCall("f", {"text": "a)] or [b("})]),
+        ("<think>[f()]</think>[1, 2] is the answer.", []),
+        ("search(query='Mount Fuji')", []),
+    ],
+)  # fmt: skip
+def test_pythonic(text: str, calls: list[ToolCall]) -> None:
+    assert parse_tool_calls(text, unmarked="pythonic") == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "message"),
+    [
+        ("[search(query='Mount F", "pythonic", "was never closed|unterminated"),
+        ("[search('Mount Fuji')]", "pythonic", "each item must be a call with keyword arguments"),
+        ("[search(query=open('a'))]", "pythonic", "malformed node"),
+        ("[search(n=1e999)]", "pythonic", "Out of range float"),
+        ("[search(n={1})]", "pythonic", "not JSON serializable"),
+        ("[search(**{})]", "pythonic", "is not supported"),
+        (f"[search(n={'[' * 70}{']' * 70})]", "pythonic", "nested too deeply"),
+        (f"[search(n={'-' * 100_000}1)]", "pythonic", "not a list such as"),
+        ('{"name": "search", "parameters": {', "json", "not valid JSON"),
+        ('{"name": "search"} is my call', "json", "has text after the tool call"),
+        ("[1]", "json", "A tool call is a JSON object"),
+    ],
+    ids=range(11),
+)
+def test_malformed_unmarked_call_is_explained(text: str, form: Literal["json", "pythonic"], message: str) -> None:
+    with pytest.raises(ToolCallError, match=message):
+        parse_tool_calls(text, unmarked=form)
 
 
 def test_lone_surrogates_are_replaced() -> None:
@@ -88,8 +287,43 @@ def test_round_trip(calls: list[tuple[str, dict[str, Any]]]) -> None:
     ]
 
 
+@pytest.mark.parametrize("form", sorted(WRITERS.keys() - set(PLAIN)))
+@settings(max_examples=40)
+@given(calls=st.lists(st.tuples(names, st.dictionaries(names, JSON_VALUES | tagged_texts, max_size=3)), max_size=3))
+def test_round_trip_of_json_formats(form: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    text = "\n".join(WRITERS[form](name, arguments) for name, arguments in calls)
+    assert parse_tool_calls(text) == [ToolCall(name, arguments) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("form", PLAIN)
+@settings(max_examples=100)
+@given(name=names, arguments=st.dictionaries(names, tagged_texts, max_size=3))
+def test_round_trip_of_plain_formats(form: str, name: str, arguments: dict[str, str]) -> None:
+    """A value is never changed: it arrives as written, or the call is refused."""
+    text = WRITERS[form](name, arguments)
+    if any(tag in value for value in arguments.values() for tag in ("</parameter>", "</function>", "</tool_call>")):
+        with suppress(ToolCallError):
+            assert parse_tool_calls(text)[0] == ToolCall(name, arguments)
+    else:
+        assert parse_tool_calls(text) == [ToolCall(name, arguments)]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(names, st.dictionaries(names, JSON_VALUES, max_size=3)), min_size=1, max_size=3))
+def test_round_trip_of_unmarked_formats(calls: list[tuple[str, dict[str, Any]]]) -> None:
+    calls = [(f"f_{name}", {f"a_{key}": value for key, value in arguments.items()}) for name, arguments in calls]
+    expected = [ToolCall(name, arguments) for name, arguments in calls]
+    written = [json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls]
+    assert parse_tool_calls("; ".join(written), unmarked="json") == expected
+    listed = [
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls
+    ]
+    assert parse_tool_calls(f"[{', '.join(listed)}]", unmarked="pythonic") == expected
+
+
 @given(
     st.text()
+    | tagged_texts
     | st.lists(st.sampled_from([JSON_CALL, "<tool_call>", "</tool_call>", "<function=f>", "</think>"])).map("".join)
 )
 def test_any_text_can_be_parsed_or_raises_tool_call_error(text: str) -> None:
@@ -98,11 +332,31 @@ def test_any_text_can_be_parsed_or_raises_tool_call_error(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["<tool_call>", "<function=f>", "<parameter=p>", "<think>", "</think>", "<function=f><parameter=p>"]
+    "unit",
+    [
+        *("<tool_call>", "<function=f>", "<parameter=p>", "<think>", "</think>", "<function=f><parameter=p>", "{", "["),
+        *("<function=f><parameter=p></think>", "<tool_call></think>", "</parameter>", "<tool_call>f<arg_key>", " "),
+        *(
+            "<function=f><parameter=p>x</parameter> ",
+            "[TOOL_CALLS]",
+            "<|python_tag|>",
+            "<|channel|>commentary to=functions.f",
+        ),
+        *(
+            "<|channel|>",
+            "<｜tool▁call▁begin｜>",
+            "<function=f></function>",
+            '<tool_call>{"name": "f"}</tool_call>',
+            "[f(",
+        ),
+    ],
 )
 def test_parsing_is_linear(unit: str) -> None:
     with linear_time(), suppress(ToolCallError):
         parse_tool_calls(long_text(unit))
+    for form in ("json", "pythonic"):
+        with linear_time(), suppress(ToolCallError):
+            parse_tool_calls(long_text(unit), unmarked=form)
 
 
 def test_thoughts() -> None:
@@ -110,3 +364,8 @@ def test_thoughts() -> None:
     assert strip_thoughts("a</think>b<think>c") == "b"
     assert strip_thoughts("<think>a") == ""
     assert strip_thoughts("b") == "b"
+    assert strip_thoughts("a<think>b</think>c<think>d</think>e") == "ace"
+    assert strip_thoughts("<think>a<think>b</think>c</think>d") == "d"
+    assert strip_thoughts("[THINK]a[/THINK]b") == strip_thoughts("<thinking>a</thinking>b") == "b"
+    harmony = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>"
+    assert strip_thoughts(harmony) == "b"

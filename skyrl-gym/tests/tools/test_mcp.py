@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -21,7 +22,10 @@ from skyrl_gym.tools.mcp import MCPServerConfig, MCPToolGroup
 pytestmark = pytest.mark.usefixtures("frozen_objects")
 
 PIPES = MCPServerConfig(command=sys.executable, args=[MCP_SERVER], timeout=20)
-TOOLS = ["add_note", "attach", "count", "end", "environment", "fail", "read_notes", "refuse", "wait"]
+TOOLS = [
+    *("add_note", "attach", "count", "end", "environment", "fail", "list_projects", "numbers", "one_project"),
+    *("read_notes", "refuse", "wait"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,10 @@ def test_error_of_a_call_leaves_the_session_open(
 def test_text_of_resources_and_structured_content(group: MCPToolGroup) -> None:
     assert group.call("attach", {}) == "milk and tea\n[resource]"
     assert group.call("count", {}).startswith('{"n_notes": ')
+    projects = 'list_projects returned 2 items.\n{"projects": [{"id": 1}, {"id": 2}]}'
+    assert group.call("list_projects", {}) == projects
+    assert group.call("numbers", {}) == "3\n5"  # a text that repeats the values is enough
+    assert json.loads(group.call("one_project", {})) == {"id": 1}
 
 
 @pytest.fixture

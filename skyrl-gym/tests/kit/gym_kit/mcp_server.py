@@ -14,6 +14,7 @@ from mcp.types import (
     BlobResourceContents,
     CallToolResult,
     EmbeddedResource,
+    TextContent,
     TextResourceContents,
 )
 
@@ -58,6 +59,25 @@ def attach() -> CallToolResult:
 def count() -> CallToolResult:
     """Answer with values alone."""
     return CallToolResult(content=[], structured_content={"n_notes": len(notes)})
+
+
+@server.tool()
+def list_projects() -> CallToolResult:
+    """Answer with a sentence, and with values that it does not have."""
+    text = TextContent(type="text", text="list_projects returned 2 items.")
+    return CallToolResult(content=[text], structured_content={"projects": [{"id": 1}, {"id": 2}]})
+
+
+@server.tool()
+def numbers() -> list[int]:
+    """Answer with a list, which the library sends as texts and as values."""
+    return [3, 5]
+
+
+@server.tool()
+def one_project() -> dict[str, int]:
+    """Answer with an object, which the library sends as text and as values."""
+    return {"id": 1}
 
 
 @server.tool()

@@ -1,0 +1,178 @@
+"""Parsing of tool calls in a model's reply.
+
+One scan finds the thoughts and the calls of a reply. A call is parsed as a whole: a tag in a string of JSON or in the
+value of a parameter is text. These formats have markers that no prose has, and are always recognized:
+
+    <tool_call>{"name": "search", "arguments": {"query": "Mount Fuji"}}</tool_call>       `tagged`: Hermes, Qwen
+    <function=search><parameter=query>Mount Fuji</parameter></function>                   `plain`: Qwen3-Coder
+    <tool_call>search<arg_key>query</arg_key><arg_value>Mount Fuji</arg_value></tool_call>  `plain`: GLM
+    <|channel|>commentary to=functions.search<|message|>{"query": "Mount Fuji"}<|call|>   `harmony`: gpt-oss
+    <|python_tag|>{"name": "search", "parameters": {"query": "Mount Fuji"}}               `llama`: Llama 3.1
+    <｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "Mount Fuji"}<｜tool▁call▁end｜>        `deepseek`: V3, V3.1
+    [TOOL_CALLS]search[ARGS]{"query": "Mount Fuji"}                                       `mistral`
+
+A reply may have several calls. The last one may lack the tag that closes the call, which is often the stop string, but
+not the end of a value. Calls inside thoughts are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from skyrl_gym.tools.calls.call import MalformedCall, ToolCall, ToolCallError
+from skyrl_gym.tools.calls.deepseek import DEEPSEEK
+from skyrl_gym.tools.calls.harmony import HARMONY, HEADER
+from skyrl_gym.tools.calls.llama import LLAMA, parse_bare_json, parse_pythonic
+from skyrl_gym.tools.calls.mistral import MISTRAL
+from skyrl_gym.tools.calls.plain import FUNCTION, STRAY
+from skyrl_gym.tools.calls.tagged import TAGGED
+
+__all__ = ["MalformedCall", "ToolCall", "ToolCallError", "for_template", "parse_tool_calls", "strip_thoughts"]
+
+MAX_CALLS = 32  # in one reply
+START_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+_THOUGHTS = {
+    START_OF_THOUGHT: END_OF_THOUGHT,
+    "<thinking>": "</thinking>",
+    "[THINK]": "[/THINK]",
+    "<|channel|>analysis<|message|>": "<|end|>",
+}
+"""Tags around thoughts: of most models, of Mistral's, and of gpt-oss."""
+
+_FORMATS = {
+    "tagged": TAGGED,
+    "plain": FUNCTION,
+    "harmony": HARMONY,
+    "llama": LLAMA,
+    "deepseek": DEEPSEEK,
+    "mistral": MISTRAL,
+}
+_UNMARKED: Mapping[str, Callable[[str], list[ToolCall]]] = {"json": parse_bare_json, "pythonic": parse_pythonic}
+_TOKEN = re.compile(
+    f"(?P<thought>{'|'.join(map(re.escape, _THOUGHTS))})"
+    f"|(?P<end_of_thought>{'|'.join(re.escape(tag) for tag in _THOUGHTS.values() if tag != '<|end|>')})"
+    + "".join(f"|(?P<{name}>{form.opening})" for name, form in _FORMATS.items())
+    + f"|(?P<header>{HEADER})|(?P<stray>{STRAY})"
+)
+
+CUT_OFF = "Your reply was cut off at the maximum number of tokens, and no call was carried out. Write a shorter reply."
+
+
+@dataclass(slots=True)
+class _Scan:
+    """Result of a scan: the text outside of thoughts, the calls, the first error, and facts of the last call."""
+
+    visible: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    error: ToolCallError | None = None
+    is_closed: bool = True
+    is_plain: bool = False
+
+
+def strip_thoughts(text: str) -> str:
+    """Return a reply without its thoughts. A thought may have begun in the prompt, and may be cut off."""
+    return "".join(_scan(text).visible)
+
+
+def parse_tool_calls(
+    text: str, *, is_truncated: bool = False, unmarked: Literal["json", "pythonic"] | None = None
+) -> list[ToolCall]:
+    """Return the calls in a reply, in order.
+
+    Args:
+        is_truncated: the reply ended at the maximum number of tokens. Then a last call that is not closed is an error.
+        unmarked: the format of calls without markers, for models that use one: ``json`` is a bare
+            ``{"name": …, "parameters": …}``, ``pythonic`` a list ``[search(query="Mount Fuji")]``. The calls must be
+            the whole reply, thoughts excluded.
+
+    Raises:
+        ToolCallError: a call cannot be parsed, or there are too many; then no call should be executed.
+    """
+    scan = _scan(text)
+    calls = []
+    if unmarked is not None:
+        is_bare = text.lstrip().startswith(("{", "["))  # tags in it are text
+        calls = _UNMARKED[unmarked](text if is_bare else "".join(scan.visible))
+    if not calls:
+        if is_truncated and (scan.error is not None or not scan.is_closed):
+            raise ToolCallError(CUT_OFF)
+        if scan.error is not None:
+            raise scan.error
+        calls = scan.calls
+    if len(calls) > MAX_CALLS:
+        raise ToolCallError(f"Your reply has more than {MAX_CALLS} tool calls.")
+    return calls
+
+
+def _scan(text: str) -> _Scan:
+    """Find thoughts and calls.
+
+    After a malformed call, only thoughts are looked for: the call may be a mention in a thought that the prompt began.
+    """
+    scan, start, position = _Scan(), 0, 0
+    while token := _TOKEN.search(text, position):
+        kind, position = token.lastgroup or "", token.end()
+        if kind == "thought":
+            scan.visible.append(text[start : token.start()])
+            closing = _THOUGHTS[token[0]]
+            end = text.find(closing, position)
+            if end < 0:
+                return scan
+            start = position = end + len(closing)
+        elif kind == "end_of_thought":  # all text before it is a thought that the prompt began
+            scan, start = _Scan(), position
+        elif kind == "header":
+            scan.visible.append(text[start : token.start()])
+            start = position
+        elif scan.error is None:
+            position = _parse_at(text, token, scan)
+    scan.visible.append(text[start:])
+    return scan
+
+
+def _parse_at(text: str, token: re.Match[str], scan: _Scan) -> int:
+    """Parse the calls at an opening, and return the position after them."""
+    kind = token.lastgroup or ""
+    if kind == "stray":
+        if scan.is_plain:
+            scan.error = ToolCallError(
+                f"There is a {token[0]} after a call; the value of a parameter must not contain the end of a call."
+            )
+        return token.end()
+    try:
+        parsed = _FORMATS[kind].parse(text, token.start(), token.end())
+    except MalformedCall as error:
+        scan.error = error
+        return max(error.end, token.end())
+    scan.calls += parsed.calls
+    scan.is_closed, scan.is_plain = parsed.is_closed, parsed.is_plain
+    return parsed.end
+
+
+def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a chat message whose tool calls have their arguments as objects, as chat templates expect them.
+
+    APIs and data sets often hold arguments as JSON text. Text that is not a JSON object is left as it is.
+    """
+    copy = dict(message)
+    if isinstance(calls := copy.get("tool_calls"), list):
+        copy["tool_calls"] = [_parse_arguments(call) for call in calls]
+    return copy
+
+
+def _parse_arguments(call: Any) -> Any:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    parsed = {**function, "arguments": arguments}
+    return {**call, "function": parsed} if "function" in call else parsed

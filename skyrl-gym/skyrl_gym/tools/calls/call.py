@@ -1,0 +1,111 @@
+"""A tool call, and the parts that its formats have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from json import JSONDecodeError
+from typing import Any, NamedTuple
+
+from skyrl_gym.runtime.text import clean_strings, clean_text
+from skyrl_gym.tools.strict_json import BadJSON, parse_json_at
+
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call, e.g. `ToolCall("search", {"query": "Mount Fuji"})`. Arguments of the plain-text formats are all text."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class ToolCallError(ValueError):
+    """A call that cannot be parsed; the message is for the model."""
+
+
+class MalformedCall(ToolCallError):
+    """A call that is malformed up to the position `end` of the reply."""
+
+    def __init__(self, message: str, end: int) -> None:
+        super().__init__(message)
+        self.end = end
+
+
+class Parsed(NamedTuple):
+    """Calls in a reply.
+
+    end: the position after them.
+    is_closed: True unless the tag that closes them is missing.
+    is_plain: True if their values are plain text.
+    """
+
+    calls: list[ToolCall]
+    end: int
+    is_closed: bool = True
+    is_plain: bool = False
+
+
+class Format(NamedTuple):
+    """A format of calls: the regular expression of its opening, and the parser of what follows.
+
+    The parser takes the reply and the positions of the start and the end of the opening. It raises MalformedCall.
+    """
+
+    opening: str
+    parse: Callable[[str, int, int], Parsed]
+
+
+def skip_space(text: str, position: int) -> int:
+    """Return the position of the next character that is no white space."""
+    space = _SPACE.match(text, position)
+    assert space is not None  # it may be empty
+    return space.end()
+
+
+def parse_json_in(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value after `start`, and the position after it. Tags in its strings are text."""
+    body = text[start:]
+    try:
+        value, length = parse_json_at(body, skip_space(body, 0))
+    except BadJSON as error:
+        raise MalformedCall(f"The tool call is not valid JSON ({error}).", start + _bad_length(error, body)) from error
+    return clean_strings(value), start + length
+
+
+def _bad_length(error: BadJSON, body: str) -> int:
+    """Return the length of malformed JSON; an unterminated string takes the rest of the reply."""
+    cause = error.__cause__
+    if not isinstance(cause, JSONDecodeError):
+        return 0
+    return len(body) if cause.msg.startswith("Unterminated string") else cause.pos
+
+
+def parse_closing(text: str, start: int, closing: str) -> Parsed:
+    """Return the position after the closing tag that must follow JSON; only the end of the reply may replace it."""
+    position = skip_space(text, start)
+    if text.startswith(closing, position):
+        return Parsed([], position + len(closing))
+    if position < len(text) and not text.startswith("<|", position):
+        raise MalformedCall(f"The tool call is not valid JSON: there is text between the JSON and {closing}.", position)
+    return Parsed([], position, is_closed=False)
+
+
+def to_call(value: Any, end: int) -> ToolCall:
+    """Convert `{"name": …, "arguments": {…}}` to a call."""
+    if not isinstance(value, dict):
+        raise MalformedCall('A tool call is a JSON object: {"name": …, "arguments": {…}}.', end)
+    name = value.get("name", value.get("tool"))
+    if not isinstance(name, str) or not name:
+        raise MalformedCall('The tool call has no "name".', end)
+    arguments: Any = next((value[key] for key in ("arguments", "parameters", "params") if key in value), {})
+    return named_call(name, arguments, end)
+
+
+def named_call(name: str, arguments: Any, end: int) -> ToolCall:
+    """Return a call with arguments that were read as JSON."""
+    if not isinstance(arguments, dict):
+        raise MalformedCall(f'"arguments" of the tool call {name} must be a JSON object.', end)
+    return ToolCall(clean_text(name), arguments)

@@ -1,0 +1,26 @@
+"""Calls of Mistral: a list as JSON, or names with arguments.
+
+[TOOL_CALLS][{"name": "search", "arguments": {"query": "Mount Fuji"}}]
+[TOOL_CALLS]search[ARGS]{"query": "Mount Fuji"}
+"""
+
+from __future__ import annotations
+
+import re
+
+from skyrl_gym.tools.calls.call import Format, MalformedCall, Parsed, named_call, parse_json_in, skip_space, to_call
+
+_NAME = re.compile(r"\s*([^\s\[\]{}]+)(?:\[CALL_ID\][^\s\[\]]*)?(?:\[ARGS\]|(?=\{))")
+
+
+def _parse(text: str, start: int, end: int) -> Parsed:
+    if name := _NAME.match(text, end):
+        arguments, position = parse_json_in(text, name.end())
+        return Parsed([named_call(name[1], arguments, position)], position)
+    values, position = parse_json_in(text, skip_space(text, end))
+    if not isinstance(values, list):
+        raise MalformedCall('Tool calls are a JSON list: [{"name": …, "arguments": {…}}].', position)
+    return Parsed([to_call(value, position) for value in values], position)
+
+
+MISTRAL = Format(r"\[TOOL_CALLS\]", _parse)

@@ -1,0 +1,113 @@
+"""Calls whose arguments are plain text between tags, as Qwen3-Coder and GLM write them.
+
+    <function=search>
+    <parameter=query>
+    Mount Fuji
+    </parameter>
+    </function>
+
+    <tool_call>search
+    <arg_key>query</arg_key>
+    <arg_value>Mount Fuji</arg_value>
+    </tool_call>
+
+A value ends with the first closing tag that the next parameter, the end of the call or the end of the reply follows, so
+it may contain tags. What remains ambiguous is an error: half of a value would be a call that the model did not write.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from skyrl_gym.runtime.text import clean_strings, clean_text
+from skyrl_gym.tools.calls.call import (
+    Format,
+    MalformedCall,
+    Parsed,
+    ToolCall,
+    named_call,
+    parse_closing,
+    parse_json_in,
+    skip_space,
+)
+
+
+class _Tags(NamedTuple):
+    """The tags of a plain-text format.
+
+    opening: the beginning of a parameter, with its `key`.
+    inner: the same within a value, except in quotes.
+    closing: the end of a value. `value_end` is a closing that does end one.
+    end: the end of the call.
+    """
+
+    opening: re.Pattern[str]
+    inner: re.Pattern[str]
+    closing: str
+    value_end: re.Pattern[str]
+    end: re.Pattern[str]
+
+
+def _tags(opening: str, newline: str, closing: str, end: str) -> _Tags:
+    """Return the tags of a format that writes `newline` after an opening and before a closing."""
+    return _Tags(
+        re.compile(rf"\s*{opening}{newline}"),
+        re.compile(rf"(?<!['\"`]){opening}"),
+        closing,
+        re.compile(rf"{newline}{closing}(?=\s*(?:{opening}|{end}|<\||\Z))"),
+        re.compile(rf"\s*(?:{end})"),
+    )
+
+
+_QWEN = _tags(r"<parameter=(?P<key>[^<>\s]+)>", r"\n?", "</parameter>", "</function>|</tool_call>")
+_GLM = _tags(r"<arg_key>(?P<key>[^<>]*)</arg_key>\s*<arg_value>", "", "</arg_value>", "</tool_call>|</function_call>")
+
+
+def parse_function(text: str, start: int, end: int) -> Parsed:
+    """Parse `<function=name>…</function>`. Llama 3.1 writes the arguments as JSON between these tags."""
+    name = clean_text(text[start:end].removeprefix("<function=").removesuffix(">"))
+    if text.startswith("{", skip_space(text, end)):
+        arguments, position = parse_json_in(text, end)
+        return parse_closing(text, position, "</function>")._replace(calls=[named_call(name, arguments, position)])
+    return _parse_parameters(text, end, name, _QWEN)
+
+
+def parse_glm(text: str, start: int, name: str) -> Parsed:
+    """Parse the arguments of a call of GLM."""
+    return _parse_parameters(text, start, name, _GLM)
+
+
+def _parse_parameters(text: str, position: int, name: str, tags: _Tags) -> Parsed:
+    arguments: dict[str, str] = {}
+    while opening := tags.opening.match(text, position):
+        key, start = opening["key"].strip(), opening.end()
+        is_cut_off = text.find(tags.closing, start) < 0  # much faster than the pattern
+        closing = None if is_cut_off else tags.value_end.search(text, start)
+        if closing is None:
+            raise MalformedCall(
+                f"The value of {key} in the call of {name} has no {tags.closing}: the call is cut off. Write it again.",
+                start,
+            )
+        value = text[start : closing.start()]
+        if inner := tags.inner.search(value):
+            raise MalformedCall(
+                f"The value of {key} in the call of {name} contains {inner[0]}: close each value with {tags.closing}.",
+                start,
+            )
+        if key in arguments:
+            raise MalformedCall(f"The call of {name} has the parameter {key} twice.", closing.end())
+        arguments[key] = value
+        position = closing.end()
+    call = ToolCall(name, clean_strings(arguments))
+    if end := tags.end.match(text, position):
+        return Parsed([call], end.end(), is_plain=True)
+    position = skip_space(text, position)
+    if position < len(text) and not text.startswith("<|", position):
+        raise MalformedCall(f"The call of {name} has text outside of its parameters.", position)
+    return Parsed([call], position, is_closed=False, is_plain=True)
+
+
+FUNCTION = Format(r"<function=[^<>\s]+>", parse_function)
+STRAY = r"</(?:parameter|function|arg_value|arg_key)>"
+"""Tags that are left over if a value contained the end of a call."""

@@ -1,0 +1,33 @@
+"""Calls between `<tool_call>` tags: JSON as Hermes and Qwen write it, the format of Qwen3-Coder, or of GLM.
+
+    <tool_call>{"name": "search", "arguments": {"query": "Mount Fuji"}}</tool_call>
+
+`<function_call>` is an alias of `<tool_call>`, `tool` of `name`, and `parameters` and `params` of `arguments`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from skyrl_gym.tools.calls.call import Format, Parsed, parse_closing, parse_json_in, to_call
+from skyrl_gym.tools.calls.plain import FUNCTION, parse_function, parse_glm
+
+_FUNCTION = re.compile(rf"\s*({FUNCTION.opening})")
+_GLM_NAME = re.compile(r"\s*([A-Za-z_][\w.:/-]*)\s*(?=<arg_key>|</tool_call>|</function_call>)")
+
+
+def _parse(text: str, start: int, end: int) -> Parsed:
+    closing = f"</{text[start + 1 : end]}"
+    if function := _FUNCTION.match(text, end):
+        parsed = parse_function(text, function.start(1), function.end())
+        if text.startswith(closing, parsed.end - len(closing)):  # in place of </function>
+            return parsed
+        return parse_closing(text, parsed.end, closing)._replace(calls=parsed.calls, is_plain=parsed.is_plain)
+    if glm := _GLM_NAME.match(text, end):
+        return parse_glm(text, glm.end(), glm[1])
+    value, position = parse_json_in(text, end)
+    call = to_call(value, position)
+    return parse_closing(text, position, closing)._replace(calls=[call])
+
+
+TAGGED = Format(r"<(?:tool_call|function_call)>", _parse)
