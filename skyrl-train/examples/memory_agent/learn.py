@@ -22,7 +22,7 @@ from examples.learning import Recipe, main
 from examples.memory_agent.task import BoxesTask
 from skyrl_agent.config import AgentConfig
 from skyrl_agent.integrations.skyrl_train import AgentExp, to_overrides
-from skyrl_agent.tasks.memagent import Reader, split_sections
+from skyrl_agent.tasks.memagent import Reader
 from skyrl_agent.tools.base import create_tools, format_tools
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.tools.messages import append_to_system
@@ -65,7 +65,7 @@ def write_data(folder: Path) -> None:
 
 def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
     """Return one of the sections with a random summary of the earlier ones, and a random action."""
-    reader = Reader(row["prompt"][-1]["content"], split_sections(row["context"], BoxesTask.max_section_chars))
+    reader = Reader(row["prompt"][-1]["content"], row["context"], BoxesTask.max_section_chars)
     messages, memory = reader.messages(), NOTHING
     for _ in range(rng.randrange(N_BOXES)):
         memory = rng.choice([NOTHING, str(rng.randrange(10))])
