@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 from skyrl_gym.core import Env
@@ -64,9 +64,13 @@ class EnvWorker:
 
 
 def serve(fd: int) -> None:
-    """Answer calls until the socket is closed."""
+    """Answer calls until the socket is closed, or reset because the parent was killed."""
     worker = EnvWorker()
-    with socket.socket(fileno=fd) as connection, connection.makefile("rw", encoding="utf-8", newline="\n") as stream:
+    with (
+        suppress(ConnectionResetError, BrokenPipeError),
+        socket.socket(fileno=fd) as connection,
+        connection.makefile("rw", encoding="utf-8", newline="\n") as stream,
+    ):
         for line in stream:
             method, *args = json.loads(line)
             try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,19 @@ def test_socket_protocol() -> None:
         ["error", "CancelledError: mine"],
         ["ok", {"topk": 3}],
     ]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_worker_whose_parent_was_killed_ends_without_an_error(waits: bool) -> None:
+    """The socket is reset if it has an unread answer, and else closed."""
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor() as threads:
+        server = threads.submit(serve, theirs.detach())
+        ours.sendall(json.dumps(["make", "awaited", f"{__name__}:AsyncEnv", {}, {}, {}]).encode() + b"\n")
+        if waits:
+            select.select([ours], [], [], 60)
+        ours.close()
+        server.result(timeout=60)
 
 
 FORKING_ENV = """

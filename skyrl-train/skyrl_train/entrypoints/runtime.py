@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,10 @@ def collect_rarely() -> Iterator[None]:
 
 @contextmanager
 def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at the first Ctrl-C, SIGTERM or SIGHUP; a second one ends the program after its current operation.
+    """Call `stop` at the first Ctrl-C, SIGTERM or SIGHUP. A second Ctrl-C or SIGTERM ends the program at once.
+
+    It ends as by `kill -9`: closing engines and environments could take as long as the step that the user does not want
+    to wait for. Files of a run are complete or absent at any time, and child processes end with their parent.
 
     A terminal that closes may send SIGHUP several times, from the shell and from the kernel, so SIGHUP is ignored after
     the first signal. It stays ignored where `nohup` has done so. Needs a running event loop. Does nothing outside of
@@ -40,7 +44,7 @@ def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
         return
     loop = asyncio.get_running_loop()
     numbers = [signal.SIGINT, signal.SIGTERM]
-    on_hangup = signal.getsignal(signal.SIGHUP)
+    on_hangup, on_interrupt = signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGINT)
     if on_hangup is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
 
@@ -51,6 +55,7 @@ def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
     def first() -> None:
         remove()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, _exit_at_once)
         stop()
 
     for number in numbers:
@@ -59,4 +64,10 @@ def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         remove()
+        signal.signal(signal.SIGINT, on_interrupt)
         signal.signal(signal.SIGHUP, on_hangup)
+
+
+def _exit_at_once(number: int, _: object) -> None:
+    os.write(2, b"\nstopped at once, without a checkpoint of this step\n")
+    os._exit(128 + number)
