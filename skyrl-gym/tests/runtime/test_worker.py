@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from gym_kit.processes import is_running, run_python, wait_until
 
 from skyrl_gym.core import Env
