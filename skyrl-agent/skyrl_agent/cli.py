@@ -25,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-Task = Annotated[Path, typer.Argument(metavar="TASK", help="The task file.", show_default=False)]
+Task = Annotated[Path, typer.Argument(metavar="TASK", help="The task file.", show_default=False, exists=True)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of skyrl train.", show_default=False)
 ]

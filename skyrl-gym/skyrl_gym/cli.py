@@ -15,7 +15,7 @@ from skyrl_gym.checkup.play import play
 from skyrl_gym.checkup.resources import child_processes, exit_soon
 from skyrl_gym.checkup.rows import read_row
 from skyrl_gym.checkup.rules import RULES, TIMEOUT_SECONDS, Checkup, Finding
-from skyrl_gym.envs.entry_point import load_attribute
+from skyrl_gym.envs.entry_point import load_attribute, suggestion
 from skyrl_gym.envs.registration import EnvSpec, registry, spec
 from skyrl_gym.error import Error
 
@@ -24,7 +24,11 @@ SIGNS = {"passed": "✓", "failed": "✗", "advice": "!"}
 
 def main(argv: Sequence[str] | None = None, prog: str = "skyrl-gym") -> int:
     """Run the command line. Return exit status 1 if a rule is broken, and 2 if the command is wrong."""
-    options = _parser(prog).parse_args(argv)
+    parser = _parser(prog)
+    name = next(iter(sys.argv[1:] if argv is None else argv), "")
+    if name not in COMMANDS and (hint := suggestion(name, list(COMMANDS))):
+        parser.error(f"there is no command {name!r}.{hint}")
+    options = parser.parse_args(argv)
     try:
         return COMMANDS[options.command](options)
     except (

@@ -126,6 +126,7 @@ def test_play_and_list(folder: Path) -> None:
         ("check gsm8k --timeout soon", "--timeout: soon is not a time limit"),
         ("check gsm8k --data rows.jsonl --row 3", "--row 3: rows.jsonl has rows 0 to 0"),
         ("play gsm8k", "reward_spec field is required"),
+        ("chek gsm8k", "there is no command 'chek'. Did you mean 'check'?"),
         ("check gsm8k --set grader", "--set grader has no value; use key=value"),
         ("", "usage: skyrl-gym"),
     ],

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -187,7 +187,7 @@ def _rewrite(text: str, fields: Fields) -> str:
 def parse_override(text: str) -> Override:
     """Return an override; ConfigError if it cannot be parsed."""
     try:
-        return OverridesParser.create().parse_override(_quote_home(text))
+        return OverridesParser.create().parse_override(_quote_text(_quote_home(text)))
     except HydraException as error:
         key, _, value = text.partition("=")
         reason = " ".join(str(error).split())
@@ -197,6 +197,16 @@ def parse_override(text: str) -> Override:
 def _quote_home(text: str) -> str:
     """Quote paths such as `~/models`, whose `~` has a meaning of its own in Hydra's grammar."""
     return text if {"'", '"'} & set(text) else re.sub(r"(?<=[=\[,])(~[\w./-]*)", r"'\1'", text)
+
+
+def _quote_text(text: str) -> str:
+    """Quote what would be a number and is the value of a text, such as trainer.run_name=2026_11_28."""
+    key, _, value = text.partition("=")
+    field = FIELDS.get(key.lstrip("+"))
+    options = () if field is None else (field.annotation, *get_args(field.annotation))
+    kinds = {get_args(option)[0] if get_origin(option) is Annotated else option for option in options}
+    is_text = str in kinds and not kinds & {int, float, bool}
+    return f"{key}='{value}'" if is_text and re.fullmatch(r"[-+]?[\d._]+(?:e[-+]?\d+)?", value, re.I) else text
 
 
 def _is_of_hydra(override: Override) -> bool:

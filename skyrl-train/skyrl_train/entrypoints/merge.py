@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from skyrl_train.entrypoints.command import as_command
 from skyrl_train.errors import ConfigError
@@ -15,7 +16,19 @@ if TYPE_CHECKING:
 
 ALLOWED = {"dtype": ("auto", "float32", "bfloat16", "float16"), "role": ("policy", "critic", "reward")}
 
-merge = typer.Typer(help="Merge an adapter, a checkpoint or several models into one model.", no_args_is_help=True)
+
+class _MergeGroup(TyperGroup):
+    """A group that names the command for the folder of a run."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands and (Path(args[0]) / "ckpts").is_dir():
+            ctx.fail(f"{args[0]} is the folder of a run; write skyrl merge checkpoint {args[0]}/ckpts <new folder>")
+        return super().resolve_command(ctx, args)
+
+
+merge = typer.Typer(
+    cls=_MergeGroup, help="Merge an adapter, a checkpoint or several models into one model.", no_args_is_help=True
+)
 
 Target = Annotated[Path, typer.Argument(metavar="TARGET_DIR", help="Folder to write; it must not exist.")]
 Base = Annotated[
