@@ -74,7 +74,7 @@ class _Scan:
 
 
 def strip_thoughts(text: str) -> str:
-    """Return a reply without its thoughts. A thought may have begun in the prompt, and may be cut off."""
+    """Return the text after the last thought, and before one that is cut off. The prompt may have begun a thought."""
     return "".join(_scan(text).visible)
 
 
@@ -117,13 +117,14 @@ def _scan(text: str) -> _Scan:
     while token := _TOKEN.search(text, position):
         kind, position = token.lastgroup or "", token.end()
         if kind == "thought":
-            scan.visible.append(text[start : token.start()])
             closing = _THOUGHTS[token[0]]
             end = text.find(closing, position)
             if end < 0:
+                scan.visible.append(text[start : token.start()])
                 return scan
-            start = position = end + len(closing)
-        elif kind == "end_of_thought":  # all text before it is a thought that the prompt began
+            scan, start = _Scan(), end + len(closing)
+            position = start
+        elif kind == "end_of_thought":  # the prompt began the thought
             scan, start = _Scan(), position
         elif kind == "header":
             scan.visible.append(text[start : token.start()])
