@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,9 +64,9 @@ class Step:
     ends_epoch: bool = False
     timer: StepTimer = field(default_factory=StepTimer)
 
-    def record(self, metrics: Metrics) -> None:
-        """Add the metrics of a stage."""
-        self.metrics = self.metrics.merge(metrics)
+    def record(self, metrics: Metrics | Mapping[str, float]) -> None:
+        """Add the metrics of a stage. Plain numbers with the same name are averaged over the step."""
+        self.metrics = self.metrics.merge(metrics if isinstance(metrics, Metrics) else Metrics.of(metrics))
 
 
 class _Copying:

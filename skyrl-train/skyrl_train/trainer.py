@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.callbacks import Callback
@@ -36,12 +37,24 @@ STOP_GRACE_S = 20.0
 """Seconds that the rollouts of a step may take after a stop request, before the step is abandoned."""
 
 
+STAGES = {"rollout", "build_batch", "score", "advantages", "update", "sync_weights", "finish_step"}
+
+
 class RolloutsAbandonedError(Exception):
     """The rollouts of a step did not end in time after a stop request."""
 
 
 class Trainer(TrainingRun):
     """A trainer of a policy on the rewards of its own rollouts. Callbacks see it as a `Run`."""
+
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError for a stage that is a coroutine and must be a function, or the other way round."""
+        super().__init_subclass__()
+        for name in STAGES & cls.__dict__.keys():
+            is_async = iscoroutinefunction(getattr(Trainer, name))
+            if iscoroutinefunction(cls.__dict__[name]) != is_async:
+                kind = "async def" if is_async else "def, without async"
+                raise TypeError(f"{cls.__name__}.{name} must be defined with {kind}, as Trainer.{name} is")
 
     def __init__(
         self,

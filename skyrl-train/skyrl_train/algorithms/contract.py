@@ -253,7 +253,10 @@ def _call(key: str, call: Callable[[], Any]) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # the boundary to user code
-        raise ConfigError(f"{key} failed on a made-up example: {type(error).__name__}: {error}") from error
+        hint = ""
+        if isinstance(error, KeyError) and error.args and str(error.args[0]).isidentifier():
+            hint = f"; if it is a setting of yours, set trainer.algorithm.custom.{error.args[0]}"
+        raise ConfigError(f"{key} failed on a made-up example: {type(error).__name__}: {error}{hint}") from error
 
 
 def _has_shape(value: object, *shapes: tuple[int, ...]) -> bool:

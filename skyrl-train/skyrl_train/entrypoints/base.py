@@ -152,6 +152,16 @@ class Experiment(ABC):
         id_dir = ckpt_path if is_elsewhere else folder  # a run with another run folder may resume the checkpoints
         return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, folder, id_dir)
 
+    def open_tracker(self) -> Tracking:
+        """Return what `get_tracker` returns; ConfigError if it cannot take the place of the metrics backends."""
+        tracker = self.get_tracker()
+        if not isinstance(tracker, Tracking):
+            raise ConfigError(
+                f"{type(self).__name__}.get_tracker() returned a {type(tracker).__name__}; return the result of "
+                "super().get_tracker(), after adding your own backend to it with its method add"
+            )
+        return tracker
+
     def new_launcher(
         self,
         roles: Sequence[Role],

@@ -70,7 +70,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
         self.check_environments([dataset])
         launching = self.launching([]) if self.cfg.generator.run_engines_locally else nullcontext()
         async with launching, self.playing(None) as (_, generator):
-            with self.get_tracker() as tracker:
+            with self.open_tracker() as tracker:
                 metrics, trajectories = await evaluate(dataset, generator, self.cfg, 0)
                 tracker.log(metrics, 0)
         folder = self.run_folder.evals(None)

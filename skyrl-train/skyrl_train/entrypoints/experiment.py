@@ -301,7 +301,7 @@ class BasePPOExp(Experiment):
             learner = await self._load_models(launcher, estimator, objective, total_steps)
             self._reserved_bytes = launcher.bytes_beside_engine(await learner.checkpoint_bytes())
             async with self.playing(launcher.policy) as (engine, generator):
-                with self.get_tracker() as tracker:
+                with self.open_tracker() as tracker:
                     skyrl_trainer = self._skyrl_trainer(tracker, train_dataset, eval_dataset, engine, generator)
                     if isinstance(skyrl_trainer, FullyAsyncRayPPOTrainer):
                         self._enable_fully_async(launcher)

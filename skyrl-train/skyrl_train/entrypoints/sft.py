@@ -129,7 +129,7 @@ class SupervisedExp(Experiment):
         optimizer = optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", total_steps)
         async with started(self.new_model_launcher(self.roles)) as launcher:
             models = await self.load_models(launcher, optimizer)
-            with self.get_tracker() as tracker:
+            with self.open_tracker() as tracker:
                 trainer = SupervisedTrainer(
                     self.cfg,
                     rows=rows,

@@ -189,6 +189,16 @@ class Tracking:
             started.callback(self._finish_writing)
             self._closing = started.pop_all()
 
+    def add(self, tracker: Tracker) -> None:
+        """Log to a further backend, too. It is closed with the others."""
+        if missing := [name for name in ("log", "truncate_after", "close") if not hasattr(tracker, name)]:
+            raise ConfigError(
+                f"the tracker {type(tracker).__name__} has no method {' and no '.join(missing)}; see "
+                "skyrl_train.tracking.Tracker"
+            )
+        self._trackers.append(tracker)
+        self._closing.callback(tracker.close)
+
     def log(self, metrics: Mapping[str, float], step: int, commit: bool = True) -> None:
         """Log the metrics of a step to every backend; then raise the OSError of this or an earlier write.
 

@@ -14,17 +14,19 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from train_kit.http import Request, chat_completion, serving
 from train_kit.processes import run_python
-from train_kit.runs import train
+from train_kit.runs import read_lines, train
 
 from skyrl_gym.checkup.rules import Checkup
 from skyrl_gym.envs.registration import EnvSpec
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Registry
 from skyrl_train.callbacks import StepReport
 from skyrl_train.dataset.custom import CustomDataset
-from skyrl_train.entrypoints.main_base import parse_cli
+from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS, RewardSample
 from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.trainer import Trainer
 from skyrl_train.types import Segment, Trajectory, TrajectoryID
 
 ROOT = Path(__file__).parents[3]
@@ -114,6 +116,40 @@ def test_the_callback_of_the_page_stops_a_solved_run(score: float, reasons: list
     run = StoppableRun()
     asyncio.run(callbacks[2].on_step_end(run, StepReport(1, False, {"eval/all/avg_score": score})))
     assert run.reasons == reasons
+
+
+def test_the_tracker_of_the_page_receives_every_step(catch_run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(next(code for code in python_blocks(EXTENDING) if "class Scoreboard" in code), names)
+    names["Experiment"](parse_cli([*catch_run, "trainer.max_training_steps=2", "trainer.eval_interval=-1"])).run()
+    assert re.search(r"\{1: -?[\d.]+, 2: -?[\d.]+\}", capsys.readouterr().out)
+
+
+def test_the_trainer_of_the_page_changes_a_stage(catch_run: list[str], tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(next(code for code in python_blocks(EXTENDING) if "class PatientTrainer" in code), names)
+    names["Experiment"](parse_cli([*catch_run, "trainer.max_training_steps=1", "trainer.eval_interval=-1"])).run()
+    assert 0 <= read_lines(tmp_path / "skyrl/test_run/metrics.jsonl")[-1]["mine/long_share"] <= 1
+
+
+def test_wrong_parts_of_a_run_are_refused_with_their_names(catch_run: list[str]) -> None:
+    class Silent:
+        def log(self, metrics: Any, step: int) -> None: ...
+
+    class OwnTracker(BasePPOExp):
+        def get_tracker(self) -> Any:
+            return Silent()
+
+    experiment = OwnTracker(parse_cli(catch_run))
+    with pytest.raises(ConfigError, match=r"OwnTracker\.get_tracker\(\) returned a Silent; return the result of super"):
+        experiment.open_tracker()
+    missing = pytest.raises(ConfigError, match="the tracker Silent has no method truncate_after and no close")
+    with BasePPOExp(parse_cli(catch_run)).get_tracker() as tracking, missing:
+        tracking.add(Silent())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Late\.advantages must be defined with def, without async"):
+        type("Late", (Trainer,), {"advantages": Trainer.score})
+    with pytest.raises(TypeError, match=r"Early\.score must be defined with async def"):
+        type("Early", (Trainer,), {"score": Trainer.advantages})
 
 
 def test_the_environment_of_the_page_passes_the_checkup() -> None:
