@@ -68,6 +68,7 @@ _SCRIPT = re.compile(f"([{_RAISED}]+)|[{_LOWERED}]+")
 _UNSCRIPTED = str.maketrans(_RAISED + _LOWERED, "0123456789+-ni0123456789+-nix")
 _UPRIGHT = r"\\(?:mathrm|textrm|text|operatorname)\s*\{\s*([ei])\s*\}|\{\\rm\s+([ei])\s*\}"
 _TEXT = r"\s*\\(?:text|mathrm)\s*\{[^{}]*\}\s*"
+_NAMES_OF_FUNCTIONS = "pi|log|ln|sin|cos|tan|arcsin|arccos|arctan"
 _NOTATION = (
     (re.compile(r"√(\[\d\])?\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+))", re.ASCII), r"\\sqrt\1{\2\3}"),
     (re.compile(r"√", re.ASCII), r"\\sqrt"),
@@ -76,7 +77,8 @@ _NOTATION = (
     (re.compile(r"\*\*", re.ASCII), "^"),  # this line and the next: 10**-3 and 10^-3
     (re.compile(r"\^\s*([-+]\s*(?:\d+|[A-Za-z]))", re.ASCII), r"^{\1}"),
     (re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", re.ASCII), r"\\times "),
-    (re.compile(r"(?<![\\A-Za-z])(pi|log|ln|sin|cos|tan|arcsin|arccos|arctan)(?![A-Za-z])", re.ASCII), r"\\\1 "),
+    (re.compile(rf"\\(?:mathrm|operatorname|text)\s*\{{\s*\\?({_NAMES_OF_FUNCTIONS})\s*\}}", re.ASCII), r"\\\1 "),
+    (re.compile(rf"(?<![\\A-Za-z])({_NAMES_OF_FUNCTIONS})(?![A-Za-z])", re.ASCII), r"\\\1 "),
     (re.compile(r"\\[dtc]?frac\s+(\d)\s*(\d)", re.ASCII), r"\\frac{\1}{\2}"),
     (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), r"\\text{ or }"),
     (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), r"\\text{ and }"),
