@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("agent_kit", "gym_kit", "train_kit", "tx_kit", "veritas_kit")
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # tests that compare runs bit by bit; `torch` reads it when it is imported
+# PyTorch reads it when it is imported. Tests compare runs bit by bit.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MARKERS = {
     "skyrl-train/tests/ray": "ray",
