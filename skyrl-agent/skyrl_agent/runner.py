@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_agent.agents.base import BaseAgent
@@ -213,10 +212,11 @@ def _check_system_message(encoder: ChatEncoder) -> None:
     """Raise ConfigError for a chat template without system messages, which describe the tools."""
     try:
         encoder.prompt_ids([{"role": "system", "content": "?"}, {"role": "user", "content": "?"}])
-    except TemplateError as error:
+    except DataError as error:
+        reason = describe_error(error.__cause__ or error)
         raise ConfigError(
-            f"the chat template refuses the system message that describes the tools: {describe_error(error)}; use a "
-            "tokenizer whose template has system messages"
+            f"the chat template refuses the system message that describes the tools: {reason}; use a tokenizer whose "
+            "template has system messages"
         ) from error
 
 

@@ -11,7 +11,7 @@ from agent_kit.trajectories import GENERAL, ROW, new_runner, play_one
 
 from skyrl_agent import AgentConfig, AutoAgentRunner, BaseAgent, Outcome
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.rendering.template import ChatTemplate
 
 FINISH = tool_call("finish", answer="Paris")
 
@@ -87,13 +87,13 @@ class Verbose(BaseAgent):
 async def test_text_that_cannot_fit_is_not_tokenized(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten million characters would take many seconds, in which no other trajectory continues."""
     lengths: list[int] = []
-    encode = ChatEncoder.encode
+    encode = ChatTemplate.encode
 
-    def record(self: ChatEncoder, text: str) -> list[int]:
+    def record(self: ChatTemplate, text: str) -> list[int]:
         lengths.append(len(text))
         return encode(self, text)
 
-    monkeypatch.setattr(ChatEncoder, "encode", record)
+    monkeypatch.setattr(ChatTemplate, "encode", record)
     agents = new_runner(
         ScriptedEngine(["hm", "hm"], context_length=20_000),
         agent_cls=f"{__name__}.Verbose",

@@ -59,10 +59,10 @@ def test_the_command_trains_and_evaluates(tmp_path: Path) -> None:
         assert row["avg_turn_assistant"] == 2.0
         assert row["iter_cap_ratio"] == 1.0
         assert row["tool_calls_total"] == 0.0
-    result = CliRunner().invoke(app, ["generate", str(task), *overrides])
+    result = CliRunner().invoke(app, ["generate", str(task), *overrides, "trainer.run_name=evaluated"])
     assert result.exit_code == 0, result.output
     assert "eval/all/avg_score" in result.output
-    lines = (folder / "evals" / "eval_only" / "nq.jsonl").read_text().splitlines()
+    lines = (folder.with_name("evaluated") / "evals" / "eval_only" / "nq.jsonl").read_text().splitlines()
     assert len(lines) == 4 * 3
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_gym.runtime.text import describe_error
 from skyrl_train.dataset.files import ROWS_AT_ONCE, Row, Rows
 from skyrl_train.dataset.rows import TaskRow, read_prompt_rows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
@@ -165,9 +164,3 @@ class PromptDataset:
             return self._template.prompt(prompt)
         except DataError as error:
             raise DataError(f"{location}: {error}") from error
-        except Exception as error:  # the boundary of a template, which may do anything
-            roles = ", ".join(message["role"] for message in prompt)
-            raise DataError(
-                f"{location}: the chat template refuses a prompt with the roles {roles} ({describe_error(error)}); "
-                "change the prompt, or the template"
-            ) from error

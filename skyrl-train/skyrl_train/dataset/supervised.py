@@ -16,7 +16,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config.sft import SupervisedDataConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.demonstrations import Demonstration, read_answers
@@ -73,12 +72,6 @@ class ConversationEncoder:
             return self._encode(demonstration)
         except DataError as error:
             raise DataError(f"{demonstration.location}: {error}") from error
-        except Exception as error:  # the boundary of a template, which may do anything
-            roles = ", ".join(message["role"] for message in demonstration.messages)
-            raise DataError(
-                f"{demonstration.location}: the chat template refuses messages with the roles {roles} "
-                f"({describe_error(error)}); change the row, or the template"
-            ) from error
 
     def _encode(self, demonstration: Demonstration) -> list[TokenRow]:
         rows: list[TokenRow] = []
@@ -110,8 +103,8 @@ class ConversationEncoder:
         that the model samples.
         """
         token_ids = self._template.encode_after(turn.prompt, turn.answer)
-        end_texts = self._tokenizer.convert_ids_to_tokens(sorted(self._end_ids))
-        if written := next((end for end in end_texts if end in str(message)), None):
+        end_texts = self._tokenizer.convert_ids_to_tokens(sorted(self._end_ids))  # None for ids without a token
+        if written := next((end for end in end_texts if end and end in str(message)), None):
             raise DataError(
                 f"message {index} contains {written}, the end of a turn, as text; remove it, since the chat template "
                 "adds it"

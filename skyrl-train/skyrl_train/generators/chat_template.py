@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config.generator import ChatTemplateConfig
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rendering.messages import prepare_messages
 from skyrl_train.rendering.template import MARK, ChatTemplate, Messages
 
@@ -69,10 +67,10 @@ class ChatEncoder:
         self._after_turn = _Cached(self._render_after_turn)
         try:
             tail = self._after_turn("[]")  # check the template now, not in the first rollout
-        except TemplateError as error:
+        except DataError as error:
             raise ConfigError(
-                f"the chat template cannot render a message of the user and a reply: {describe_error(error)}; correct "
-                "the template of the tokenizer or of generator.chat_template"
+                f"the chat template cannot render a message of the user and a reply: {error}; correct the template of "
+                "the tokenizer or of generator.chat_template"
             ) from error
         special_ids = set(tokenizer.all_special_ids)
         end_ids = [token for token in tail if token in special_ids][:1]

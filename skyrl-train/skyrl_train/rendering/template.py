@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.runtime.text import describe_error
 from skyrl_train.errors import DataError
 from skyrl_train.rendering.messages import ROLES, THOUGHT_FIELDS, prepare_messages
 
@@ -64,16 +65,23 @@ class ChatTemplate:
     def render(self, messages: Messages, tools: Sequence[Any] | None = None, *, adds_header: bool) -> str:
         """Return the text of a conversation, with the header of the next assistant's turn if `adds_header`.
 
-        A template may raise anything.
-
         Raises:
-            DataError: a message has a medium.
+            DataError: a message has a medium, or the template refuses the messages.
         """
+        prepared = prepare_messages(messages)
         options = {**self.options, "tools": list(tools)} if tools else self.options
-        text: Any = self.tokenizer.apply_chat_template(
-            prepare_messages(messages), tokenize=False, add_generation_prompt=adds_header, **options
-        )
-        return str(text)
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    prepared, tokenize=False, add_generation_prompt=adds_header, **options
+                )
+            )
+        except Exception as error:  # the boundary of a template, which may raise anything
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise DataError(
+                f"the chat template refuses messages with the roles {roles or 'none'} ({describe_error(error)}); "
+                "change them, or the template"
+            ) from error
 
     def prompt(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
         """Return the text that the model continues. A last message of the assistant is the beginning of its reply."""

@@ -57,7 +57,9 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
             r"does not support the tensor model\.layers\.0\.self_attn\..*bias of a Llama",
             name="tensor, bias",
         ),
-        param("tensor", LlamaConfig(**SMALL, rope_parameters=DYNAMIC_ROPE), "of type dynamic", name="tensor, rope"),
+        param(
+            "tensor", LlamaConfig(**SMALL, rope_parameters=DYNAMIC_ROPE), "of rope_type dynamic", name="tensor, rope"
+        ),
         param(
             "tensor",
             MistralConfig(**SMALL),

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,6 +19,13 @@ def test_the_garbage_collector_is_as_it_was() -> None:
         assert gc.get_threshold()[0] > before[0][0]
         assert gc.get_freeze_count() > before[1]
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+@pytest.fixture(autouse=True)
+def _without_nohup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 async def send(*numbers: int) -> int:

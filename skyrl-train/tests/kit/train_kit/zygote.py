@@ -157,6 +157,7 @@ class _Program:
     def become(self) -> NoReturn:
         """Turn this process into the program, and end it."""
         status: object = 0
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` may have started the tests
         try:
             self._run()
         except SystemExit as end:
