@@ -44,6 +44,13 @@ class Env(Generic[ObsType, ActType]):
     spec: EnvSpec | None = None
     """The spec from which `make` built this environment; None if the class was called directly."""
 
+    @classmethod
+    def check_packages(cls) -> None:
+        """Raise ImportError, with the install command, if a package that only an episode imports is missing.
+
+        It is called once before training, in the interpreter that plays the environment.
+        """
+
     def init(self, *args: Any, **kwargs: Any) -> tuple[ObsType, dict[str, Any]]:
         """Start the episode; return the first observations and a dict of facts."""
         raise NotImplementedError(f"{type(self).__name__} must implement init()")

@@ -13,6 +13,7 @@ import skyrl_gym
 from skyrl_gym.envs.entry_point import suggestion
 from skyrl_gym.envs.registration import registry, validates_rows
 from skyrl_gym.error import InvalidSettings, InvalidSpec, UnregisteredEnv
+from skyrl_gym.runtime.packages import check_packages, find_fault
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import is_conversation
 from skyrl_train.config.root import EnvironmentConfig
@@ -95,16 +96,27 @@ def check_environments(
 
 
 def _load_environment(name: str, row: TaskRow, environment: EnvironmentConfig) -> Any:
-    """Return the class or function of a row's environment; None if only another interpreter can import it."""
+    """Return the class or function of a row's environment; None if only another interpreter can import it.
+
+    The interpreter that will play the environment must have its packages.
+    """
     origin = f"{row.location}: env_class" if row.env_class else "environment.env_class"
+    python = environment.skyrl_gym.python
     try:
-        return skyrl_gym.spec(name).load()
+        spec = skyrl_gym.spec(name)
+        is_path = isinstance(spec.entry_point, str)
+        if python is not None and is_path and (fault := find_fault(python, str(spec.entry_point))):
+            raise ConfigError(f"{origin}={name}: environment.skyrl_gym.python={python} cannot play it: {fault}")
+        creator = spec.load()
+        if python is None:
+            check_packages(creator)
     except (UnregisteredEnv, InvalidSpec) as error:
         raise (DataError if row.env_class else ConfigError)(f"{origin}={name}: {error}") from error
     except ImportError as error:
-        if environment.skyrl_gym.python is not None:
+        if python is not None:
             return None
         raise ConfigError(f"{origin}={name}: {error}") from error
+    return creator
 
 
 def _find_refusal(name: str, creator: Any, row: TaskRow, env_config: Any, max_turns: int) -> str | None:

@@ -13,6 +13,7 @@ from collections import deque
 from typing import Any
 
 from skyrl_gym.envs.registration import spec
+from skyrl_gym.runtime.packages import import_paths
 from skyrl_gym.runtime.serialization import to_json_value
 from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import EnvError
@@ -101,7 +102,7 @@ class _Worker(Episode):
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(python, "-m", "skyrl_gym.runtime.worker", str(theirs.fileno()), json.dumps(_import_paths())),
+                    *(python, "-m", "skyrl_gym.runtime.worker", str(theirs.fileno()), json.dumps(import_paths())),
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -178,12 +179,6 @@ class _Worker(Episode):
         except TimeoutError:
             return "its connection, but still runs"
         return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-
-
-def _import_paths() -> list[str]:
-    """Return the import paths of this program, except those of its Python installation."""
-    prefixes = (sys.prefix, sys.base_prefix)
-    return [os.getcwd(), *(path for path in sys.path if path and not path.startswith(prefixes))]
 
 
 def _entry_point(env_class: str) -> str:
