@@ -229,7 +229,7 @@ def _read_clouds(task: Path | None) -> list[str]:
 
 
 def _check_task(path: Path) -> Iterator[Finding]:
-    """Check a SkyPilot task: that `workdir.ref` is the pushed branch, and that its environment variables are set."""
+    """Check a SkyPilot task: that `workdir.ref` is the pushed branch, and that its required variables are set."""
     try:
         task = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -241,7 +241,7 @@ def _check_task(path: Path) -> Iterator[Finding]:
     unset = [name for section in ("envs", "secrets") for name in _unset(task.get(section)) if not os.environ.get(name)]
     if unset:
         fix = "; ".join(f"--env {name}=${name}" for name in unset)
-        yield Finding("task", "failed", f"{path}: {', '.join(unset)} have no value", f"export them, and pass {fix}")
+        yield Finding("task", "failed", f"{path}: {', '.join(unset)} must have a value", f"export and pass: {fix}")
     workdir = task.get("workdir")
     if not isinstance(workdir, dict) or "ref" not in workdir:
         yield Finding("workdir.ref", "ok", f"{path} uploads local files, or uses the default branch")
@@ -250,7 +250,8 @@ def _check_task(path: Path) -> Iterator[Finding]:
 
 
 def _unset(variables: Any) -> list[str]:
-    return [name for name, value in variables.items() if value in (None, "")] if isinstance(variables, dict) else []
+    """Return the variables without a value. An empty text is a value, e.g. of an optional variable."""
+    return [name for name, value in variables.items() if value is None] if isinstance(variables, dict) else []
 
 
 def _check_workdir(path: Path, ref: str, url: str) -> Iterator[Finding]:

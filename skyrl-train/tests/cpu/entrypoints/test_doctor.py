@@ -97,7 +97,7 @@ def test_the_ref_of_a_task_must_be_the_pushed_commit(tmp_path: Path, monkeypatch
     git("init", "--bare", str(remote), cwd=tmp_path)
     git("init", "-b", "main", str(local), cwd=tmp_path)
     task = local / "task.yaml"
-    variables = "envs:\n  FLEET_API_KEY:\n  WANDB_API_KEY: ''\n  MODALITY: tool_use\n"
+    variables = "envs:\n  FLEET_API_KEY:\n  WANDB_API_KEY: null\n  ENV_KEYS: ''\n  MODALITY: tool_use\n"
     task.write_text(f"workdir:\n  url: {remote}\n  ref: main\n{variables}")
     git("add", ".")
     git("commit", "-m", "one")
@@ -107,7 +107,20 @@ def test_the_ref_of_a_task_must_be_the_pushed_commit(tmp_path: Path, monkeypatch
     git("commit", "--allow-empty", "-m", "two")
     stale = findings(task=task)["workdir.ref"]
     assert (stale.status, f"git push {remote} main" in stale.fix) == ("failed", True)
-    assert "WANDB_API_KEY have no value" in findings(task=task)["task"].text
+    assert findings(task=task)["task"].text == f"{task}: WANDB_API_KEY must have a value"
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert "task" not in findings(task=task)
+
+
+TRAIN = Path(__file__).parents[3]
+TASK_FILES = [*sorted(TRAIN.glob("tasks/*.yaml")), TRAIN / "examples/cluster/skypilot.yaml"]
+
+
+@pytest.mark.parametrize("path", TASK_FILES, ids=lambda path: path.stem)
+def test_a_task_file_of_this_repository_needs_nothing_but_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FLEET_API_KEY", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "key")
+    assert [finding for finding in doctor._check_task(path) if finding.name == "task"] == []
 
 
 def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
