@@ -22,6 +22,8 @@ PACKAGES := -e skyrl-agent -e skyrl-gym -e skyrl-train
 MANIFESTS := skyrl-agent/pyproject.toml skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml constraints.txt
 DIFFERENTIAL := $(VENVS)/.venv-differential
 DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
+FLEET := $(VENVS)/.venv-fleet
+FLEET_REQUIREMENTS := skyrl-train/tests/fleet_openenv/requirements.txt
 OPENENV := $(VENVS)/.venv-openenv
 OPENENV_REQUIREMENTS := skyrl-gym/tests/openenv_server/requirements.txt
 SGLANG := $(VENVS)/.venv-sglang
@@ -146,6 +148,10 @@ test-differential: $(DIFFERENTIAL)/.ready ## compare the algorithms with TRL, ve
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 \
 	  $(DIFFERENTIAL)/bin/python -m pytest -q skyrl-train/tests/differential $(ARGS)
 
+.PHONY: test-fleet
+test-fleet: $(FLEET)/.ready ## play episodes with Fleet's OpenEnv, without Fleet's cloud (separate environment)
+	@$(FLEET)/bin/python -m pytest -q --confcutdir=skyrl-train/tests/fleet_openenv skyrl-train/tests/fleet_openenv $(ARGS)
+
 .PHONY: test-isolation
 test-isolation: .venv/.dev ## run a thousand programs, a quarter of them hostile, at every level of isolation (also as root)
 	@TEST_PROGRAMS=1000 $(BIN)/python -m pytest -q skyrl-gym/tests/isolation $(ARGS)
@@ -268,7 +274,7 @@ wheels: .venv/.dev ## build wheels into dist/, install them into a new environme
 
 ENVS ?= all
 OURS := $(DIFFERENTIAL) $(VERIFIERS) $(VLLM)
-ENVIRONMENTS := $(OURS) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER_VERSIONS:%=$(TINKER)/%)
+ENVIRONMENTS := $(OURS) $(FLEET) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER_VERSIONS:%=$(TINKER)/%)
 
 .venv/bin/python $(ENVIRONMENTS:%=%/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -330,9 +336,14 @@ $(TINKER)/%/.ready: $(TINKER_REQUIREMENTS)/%.txt constraints.txt | $(TINKER)/%/b
 	@$(if $(WITHOUT_DEPENDENCIES),$(call pip,$(TINKER)/$*) --no-deps -r $(WITHOUT_DEPENDENCIES))
 	@touch $@
 
-$(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERIFIERS)/bin/python
-	@echo "setup: installing $(VERIFIERS_REQUIREMENTS) into $(VERIFIERS)"
-	@$(call pip,$(VERIFIERS)) -r $(VERIFIERS_REQUIREMENTS) -e skyrl-gym
+# Interpreters of environments: skyrl-gym and their own packages.
+$(FLEET)/.ready: REQUIREMENTS := $(FLEET_REQUIREMENTS)
+$(FLEET)/.ready: $(FLEET_REQUIREMENTS) skyrl-train/integrations/fleet/requirements.txt
+$(VERIFIERS)/.ready: REQUIREMENTS := $(VERIFIERS_REQUIREMENTS)
+$(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS)
+$(FLEET)/.ready $(VERIFIERS)/.ready: %/.ready: skyrl-gym/pyproject.toml | %/bin/python
+	@echo "setup: installing $(REQUIREMENTS) into $*"
+	@$(call pip,$*) -r $(REQUIREMENTS) -e skyrl-gym
 	@touch $@
 
 .PHONY: install-check install-all install-ours

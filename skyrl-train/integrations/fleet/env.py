@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import datetime
 import importlib
+import inspect
 import logging
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from typing import Any, Protocol
 
 from integrations.fleet.context import CONTEXT_TOOL_NAMES, CONTEXT_TOOLS, Context, ContextToolError
 from integrations.fleet.prompts import DONE, format_result, is_error, system_prompt
-from integrations.fleet.tasks import TOOL_USE, FleetTask, tasks_by_key
+from integrations.fleet.tasks import NEEDS_IMAGES, TOOL_USE, FleetTask, tasks_by_key
 from skyrl_gym.adapters.async_env import AsyncEnv
 from skyrl_gym.adapters.observations import user_message
 from skyrl_gym.adapters.settings import read_settings
@@ -39,6 +41,12 @@ logger = logging.getLogger(__name__)
 ENV_CLASS = "fleet_task"
 ENTRY_POINT = "integrations.fleet.env:FleetTaskEnv"
 OPENENV_MODULE = "envs.fleet_env.task_env"
+INSTALL = (
+    "python -m venv .venv-fleet && .venv-fleet/bin/pip install -e skyrl-gym -r "
+    "skyrl-train/integrations/fleet/requirements.txt"
+)
+"""The commands that install OpenEnv, in the root of the repository."""
+
 DEFAULT_MAX_TURNS = 50
 MAX_RETRY_WAIT_S = 60.0
 COMPUTER_TOOL = "computer"
@@ -65,6 +73,9 @@ class ProvisioningError(Error):
 class OpenEnvTask(Protocol):
     """OpenEnv's `FleetTaskEnv`, as far as it is used here."""
 
+    conversation_messages: list[dict[str, Any]] | None
+    """The messages of the episode, for verifiers that grade them."""
+
     async def reset_async(self) -> dict[str, Any]:
         """Start the software; return `prompt`, `tools`, and other facts."""
         ...
@@ -86,7 +97,7 @@ class FleetSettings:
     """The section `environment.skyrl_gym.fleet_task`. The API key is read from the variable FLEET_API_KEY alone.
 
     tasks_file: the task file that the dataset was prepared from; a row's `tasks_file` overrides it.
-    ttl_seconds: time after which Fleet stops the software of an episode.
+    ttl_seconds: seconds after which Fleet stops the software of an episode; at least the rollout's time limit.
     enable_context_tools: True to offer tools that search the context and drop old turns.
     max_output_chars: maximum characters of a tool result that the model sees.
     n_provisioning_attempts: maximum attempts to start the software; only transient failures are repeated.
@@ -95,7 +106,7 @@ class FleetSettings:
     """
 
     tasks_file: str | None = None
-    ttl_seconds: int = 600
+    ttl_seconds: int = 1800
     enable_context_tools: bool = False
     max_output_chars: int = 10_000
     n_provisioning_attempts: int = 3
@@ -120,8 +131,18 @@ class FleetTaskEnv(AsyncEnv):
 
     validates_rows = True
 
+    @classmethod
+    def check_packages(cls) -> None:
+        """Raise ImportError, with the command that installs it, if Fleet's OpenEnv cannot be imported."""
+        _openenv_class()
+
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
-        """Find the row's task; ValueError if it does not exist; InvalidSettings for the configuration."""
+        """Find the row's task.
+
+        Raises:
+            InvalidSettings: the configuration is invalid.
+            ValueError: the task does not exist, or needs screenshots.
+        """
         super().__init__()
         if "api_key" in (env_config or {}):
             raise InvalidSettings(
@@ -137,6 +158,7 @@ class FleetTaskEnv(AsyncEnv):
         self._env: OpenEnvTask | None = None
         self._is_abandoned = False
         self._context = Context([], self.settings.max_output_chars)
+        self._transcript: list[dict[str, Any]] = []  # with the turns that context tools drop
         self._is_graded = False
         self._is_verified = False
         self._n_calls = 0
@@ -147,14 +169,14 @@ class FleetTaskEnv(AsyncEnv):
         """Provision the software; return the system message, with its tools, and the task.
 
         Raises:
-            ModuleNotFoundError: OpenEnv with its Fleet environment is not installed.
-            ProvisioningError: the software cannot be started, or it has no tool for the task's modality.
+            ImportError: OpenEnv with its Fleet environment cannot be imported.
+            ProvisioningError: the software cannot be started, or it has no tool for the task.
         """
         if self._env is not None:
             raise RuntimeError("this episode has started; create a new FleetTaskEnv for the next episode")
         try:
             observation = await self._provision()
-            tools = _select_tools(observation.get("tools") or [], self.task)
+            tools = _select_tools(observation.get("tools") or [], self.task.env_key)
         except BaseException:
             self._is_abandoned = True  # a thread may still be starting the software
             await self._release()
@@ -167,6 +189,7 @@ class FleetTaskEnv(AsyncEnv):
             {"role": "system", "content": system},
             user_message(str(observation.get("prompt") or self.task.prompt)),
         ]
+        self._transcript += self._context.prompt
         facts = {"task_key": self.task.key, "env_key": self.task.env_key, "modality": self.task.modality}
         return list(self._context.prompt), facts
 
@@ -183,7 +206,9 @@ class FleetTaskEnv(AsyncEnv):
         is_done = DONE in statement or "[done]" in statement
         reward = None
         metadata: dict[str, Any] = {"task_key": self.task.key, "turn": self.turns, "tool_call": None, "error": None}
-        self._context.turns.append([{"role": "assistant", "content": action}])
+        reply = {"role": "assistant", "content": action}
+        self._context.turns.append([reply])
+        self._transcript.append(reply)
         try:
             calls = parse_tool_calls(action)
         except ToolCallError as error:
@@ -201,6 +226,7 @@ class FleetTaskEnv(AsyncEnv):
         observation = user_message(format_tool_response(text) if calls_tool(metadata) else text)
         history = self._context.messages if metadata.pop("has_dropped_turns", False) else None
         self._context.turns[-1].append(observation)
+        self._transcript.append(observation)
         if history is not None:
             metadata["modified_chat_history"] = history
         return BaseTextEnvStepOutput(observations=[observation], reward=0.0, done=False, metadata=metadata)
@@ -264,6 +290,7 @@ class FleetTaskEnv(AsyncEnv):
             max_steps=self.max_turns + 1,  # the last turn is graded here
             **options,
         )
+        env.conversation_messages = self._transcript
         if self._is_abandoned:
             self._abandon()
         return env
@@ -315,6 +342,9 @@ class FleetTaskEnv(AsyncEnv):
     def _known_reward(self, reward: float | None, info: Mapping[str, Any]) -> float | None:
         """Return the reward, or None if the verifier did not compute it."""
         self._is_verified = reward is not None and bool(info.get("reward_computed", True))
+        if self._is_verified and _handle(self._env) is None:  # OpenEnv then returns 0.0
+            logger.warning("OpenEnv lost the software of the Fleet task %s: its verifier did not run", self.task.key)
+            self._is_verified = False
         return reward if self._is_verified else None
 
     def _last_output(self, reward: float | None, metadata: dict[str, Any], reason: str) -> BaseTextEnvStepOutput:
@@ -327,10 +357,13 @@ class FleetTaskEnv(AsyncEnv):
         env, self._env = self._env, None
         if env is None:
             return
+        handle = _handle(env)  # closing clears it
         closings = [close_async] if (close_async := getattr(env, "close_async", None)) else []
         for close in [*closings, partial(asyncio.to_thread, env.close)]:
             try:
                 await close()
+                if inspect.iscoroutinefunction(getattr(handle, "close", None)):
+                    await handle.close()  # OpenEnv 0.1.1 calls it without awaiting it, and the software keeps running
                 break
             except Exception as error:  # noqa: BLE001, Fleet stops the software after `ttl_seconds`
                 logger.warning("Stopping the Fleet task %s failed: %s", self.task.key, describe_error(error))
@@ -346,6 +379,11 @@ def calls_tool(metadata: Mapping[str, Any]) -> bool:
     return metadata["tool_call"] is not None or metadata["error"] is not None
 
 
+def _handle(env: Any) -> Any:
+    """Return OpenEnv's handle of the software; None if it has none."""
+    return getattr(getattr(env, "_orch", None), "_fleet_env", None)
+
+
 def is_transient(error: Exception) -> bool:
     """Return True for a provisioning error that another attempt may not have."""
     message = str(error).lower()
@@ -353,13 +391,15 @@ def is_transient(error: Exception) -> bool:
 
 
 def _openenv_class() -> Any:
-    """Return OpenEnv's class for Fleet tasks; ModuleNotFoundError if Fleet's OpenEnv is not installed."""
+    """Return OpenEnv's class for Fleet tasks; ImportError if Fleet's OpenEnv or a package of it cannot be imported."""
     try:
         return importlib.import_module(OPENENV_MODULE).FleetTaskEnv
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"Fleet tasks need {OPENENV_MODULE}, and the module {error.name or OPENENV_MODULE} is not installed: pip "
-            "install 'git+https://github.com/fleet-ai/OpenEnv' fleet-python. The package openenv of PyPI lacks it",
+    except ImportError as error:
+        cause = error.__cause__ or error  # OpenEnv catches some ImportErrors and hides their reason
+        raise ImportError(
+            f"{sys.executable} cannot import {OPENENV_MODULE} of Fleet's OpenEnv: {cause}. Install it in a virtual "
+            f"environment of its own ({INSTALL}), and set environment.skyrl_gym.isolation=process and "
+            "environment.skyrl_gym.python to the absolute path of .venv-fleet/bin/python",
             name=error.name,
         ) from error
 
@@ -378,16 +418,18 @@ def _find_task(settings: FleetSettings, extras: Mapping[str, Any]) -> FleetTask:
             f"task_key={key!r} is not in {path}, whose {len(tasks)} tasks begin with {', '.join(list(tasks)[:5])}; "
             "prepare the dataset from the same file"
         )
-    return tasks[key]
+    task = tasks[key]
+    if task.modality != TOOL_USE:
+        raise ValueError(f"the task {key} has the modality {task.modality}, {NEEDS_IMAGES}")
+    return task
 
 
-def _select_tools(tools: Sequence[Mapping[str, Any]], task: FleetTask) -> list[Mapping[str, Any]]:
-    """Return the tools of the task's modality: all but `computer` for tool use, otherwise only that one."""
-    is_tool_use = task.modality == TOOL_USE
-    selected = [tool for tool in tools if (_tool_name(tool) == COMPUTER_TOOL) != is_tool_use]
+def _select_tools(tools: Sequence[Mapping[str, Any]], env_key: str) -> list[Mapping[str, Any]]:
+    """Return all tools except `computer`, which answers with screenshots."""
+    selected = [tool for tool in tools if _tool_name(tool) != COMPUTER_TOOL]
     if not selected:
         names = ", ".join(map(_tool_name, tools)) or "none"
-        raise ProvisioningError(f"{task.env_key} has no tool for the modality {task.modality}; it has: {names}")
+        raise ProvisioningError(f"{env_key} has no tool for the modality {TOOL_USE}; it has: {names}")
     return selected
 
 

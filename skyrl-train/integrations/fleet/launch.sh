@@ -4,15 +4,21 @@
 #   CLUSTER=fleet-a1b2 RUN_NAME=fleet_tool_use_a1b2 launch.sh skyrl-train/tasks/openenv-fleet-grpo.yaml [sky flags …]
 #
 # Only provisioning is repeated, PROVISIONING_ATTEMPTS times. A run that crashes is launched again with the same RUN_NAME,
-# at most MAX_RESTARTS times, and resumes from its newest checkpoint. Values of SECRETS go to the run by name.
+# at most MAX_RESTARTS times, and resumes from its newest checkpoint. Values of SECRETS go to the run by name; without one
+# of those in REQUIRED, nothing is rented.
 set -euo pipefail
 
 task=$1
 shift
 attempts=${PROVISIONING_ATTEMPTS:-4}
 restarts=${MAX_RESTARTS:-2}
+required=${REQUIRED-FLEET_API_KEY WANDB_API_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY}
+for name in $required; do
+  [[ -n ${!name:-} ]] || { echo "launch: $name is not set; export it, or leave it out of REQUIRED" >&2 && exit 3; }
+done
 flags=(--cluster "$CLUSTER" --env RUN_NAME --yes --detach-run "$@")
 for name in ${SECRETS:-FLEET_API_KEY WANDB_API_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY}; do
+  flags+=(--env "$name=") # a value of the task file that is null counts as missing, beside a secret too
   [[ -z ${!name:-} ]] || flags+=(--secret "$name")
 done
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 from tabulate import tabulate
 
 from examples.prepare import MESSAGES, SPLITS, write_splits
-from integrations.fleet.tasks import FleetTask, load_tasks
+from integrations.fleet.tasks import NEEDS_IMAGES, TOOL_USE, FleetTask, load_tasks
 from skyrl_train.dataset.files import Row, read_rows
 from skyrl_train.errors import DataError, SkyRLError
 
@@ -273,6 +273,8 @@ def prepare(args: argparse.Namespace) -> str:
     if not splits["validation"]:
         (folder / "validation.parquet").unlink(missing_ok=True)  # of an earlier call
         lines.append("No task is evaluated on, so there is no validation.parquet: set trainer.eval_interval=-1")
+    if n_unusable := sum(task.modality != TOOL_USE for chosen in splits.values() for task in chosen):
+        lines.append(f"{n_unusable} tasks cannot be trained on: they have a modality {NEEDS_IMAGES}")
     if left_out:
         lines.append(f"{len(left_out)} entries of {args.tasks_json} are left out; {left_out[0]}")
     return "\n".join([format_report(splits, selected, rules), "", *lines])

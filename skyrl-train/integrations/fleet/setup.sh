@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check the variables of a Fleet task file, install the project, and prepare the dataset. Run it from the repository root.
-# With PYTHON set, that interpreter is used and nothing is installed.
+# With PYTHON set, that interpreter is used and nothing is installed. ENV_PYTHON is the interpreter of the environments.
 set -euo pipefail
 
 fail() {
@@ -13,9 +13,16 @@ DATA_DIR=${DATA_DIR:-$HOME/data/fleet}
 [[ ${LOGGER:-wandb} != *wandb* || -n ${WANDB_API_KEY:-} || ${WANDB_MODE:-} == offline ]] ||
   fail "WANDB_API_KEY is not set; pass --env WANDB_API_KEY=\$WANDB_API_KEY, or --env LOGGER=console"
 case ${MODALITY:-} in
-tool_use | computer_use | all) ;;
-*) fail "MODALITY='${MODALITY:-}' must be tool_use, computer_use or all" ;;
+tool_use) ;;
+computer_use | all) fail "MODALITY=$MODALITY has tasks that need screenshots, and image inputs are not supported; use tool_use" ;;
+*) fail "MODALITY='${MODALITY:-}' must be tool_use" ;;
 esac
+source="s3://${S3_DATASET_BUCKET:-fleet-internal-datasets}/${DATA_VERSION:-v4}/openenv/all_$MODALITY.json"
+if [[ -z ${TASKS_JSON:-} ]]; then
+  for name in AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY; do
+    [[ -n ${!name:-} ]] || fail "the tasks are in $source, and $name is not set; pass --env $name=\$$name, or TASKS_JSON"
+  done
+fi
 
 if [[ -z ${PYTHON:-} ]]; then
   command -v uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
@@ -26,17 +33,20 @@ if [[ -z ${PYTHON:-} ]]; then
     [[ ${INFERENCE_BACKEND:-vllm} != vllm ]] || extras+=(--extra vllm)
     uv sync --python 3.12 "${extras[@]}"
   )
-  PYTHON=$PWD/.venv/bin/python
-  uv pip install --quiet --python "$PYTHON" awscli fleet-python "git+https://github.com/fleet-ai/OpenEnv"
+  PYTHON=$PWD/skyrl-train/.venv/bin/python
+  ENV_PYTHON=$PWD/.venv-fleet/bin/python
+  uv pip install --quiet --python "$PYTHON" awscli
+  uv venv --quiet --allow-existing --python 3.12 .venv-fleet
+  uv pip install --quiet --python "$ENV_PYTHON" -e skyrl-gym -r skyrl-train/integrations/fleet/requirements.txt
 fi
+(cd skyrl-train && "${ENV_PYTHON:-$PYTHON}" -m skyrl_gym.runtime.packages integrations.fleet.env:FleetTaskEnv) ||
+  fail "${ENV_PYTHON:-$PYTHON} cannot play Fleet tasks; the reason is above"
 
 mkdir -p "$DATA_DIR"
 tasks=$DATA_DIR/tasks_$MODALITY.json
 if [[ -n ${TASKS_JSON:-} ]]; then
   [[ $TASKS_JSON -ef $tasks ]] || cp "$TASKS_JSON" "$tasks"
 else
-  source="s3://${S3_DATASET_BUCKET:-fleet-internal-datasets}/${DATA_VERSION:-v4}/openenv/all_$MODALITY.json"
-  [[ -n ${AWS_ACCESS_KEY_ID:-} ]] || fail "the tasks are in $source; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or TASKS_JSON"
   "$PYTHON" -m awscli s3 cp "$source" "$tasks" || fail "$source cannot be downloaded; check DATA_VERSION=${DATA_VERSION:-v4}"
 fi
 

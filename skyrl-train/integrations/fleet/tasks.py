@@ -15,6 +15,10 @@ from skyrl_train.errors import DataError
 
 TOOL_USE = "tool_use"
 MODALITIES = (TOOL_USE, "computer_use", "browser_use")
+NEEDS_IMAGES = (
+    "whose screenshots a model cannot see, because image inputs are not supported; prepare the dataset with --modality "
+    "tool_use"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,8 @@ def _parse(entry: Any) -> FleetTask:
     modality = values.get("task_modality", TOOL_USE)
     if modality not in MODALITIES:
         raise DataError(f"task {key!r} has task_modality={modality!r}; use one of {', '.join(MODALITIES)}")
+    if not (values.get("verifier_code") or values.get("verifier_func")):
+        raise DataError(f"task {key!r} has no verifier_code, so that nothing can grade it; export it with its verifier")
     names = {"task_key": key, "env_key": env_key, "task_modality": modality}
     names |= {"env_version": version} if version else {}
     difficulty = values.get("difficulty")

@@ -4,7 +4,10 @@
 set -euo pipefail
 
 DATA_DIR=${DATA_DIR:-$HOME/data/fleet}
-PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+if [[ -z ${PYTHON:-} ]]; then
+  PYTHON=$PWD/skyrl-train/.venv/bin/python
+  ENV_PYTHON=$PWD/.venv-fleet/bin/python
+fi
 scope=task
 [[ -z ${ENV_KEYS:-} ]] || scope=${ENV_KEYS//,/-}
 data=$DATA_DIR/$MODALITY
@@ -21,7 +24,12 @@ overrides=(
   "trainer.resume_mode=latest"
   "trainer.logger=[${LOGGER:-wandb}]"
   "generator.backend=${INFERENCE_BACKEND:-vllm}"
+  "environment.skyrl_gym.call_timeout_seconds=960" # the Fleet SDK waits up to 900 s for the software of an episode
 )
+# OpenEnv needs other versions than vLLM, so its environments have an interpreter of their own.
+if [[ -n ${ENV_PYTHON:-} ]]; then
+  overrides+=("environment.skyrl_gym.isolation=process" "environment.skyrl_gym.python=$ENV_PYTHON")
+fi
 if [[ -f $data/validation.parquet ]]; then
   overrides+=("data.val_data=['$data/validation.parquet']")
 else

@@ -1,22 +1,28 @@
 """Train on Fleet tasks: `python -m integrations.fleet.entrypoints.main_fleet data.train_data=… generator.max_turns=50`.
 
 The same as `skyrl train`, with the environment `fleet_task`, metrics by environment and alerts. Without
-`trainer.project_name`, the project is `fleet-task-grpo`.
+`trainer.project_name`, the project is `fleet-task-grpo`. Without `generator.trajectory_timeout_seconds`, a rollout ends
+when Fleet stops its software.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
 
 import skyrl_gym
-from integrations.fleet.env import ENTRY_POINT, ENV_CLASS
+from integrations.fleet.env import ENTRY_POINT, ENV_CLASS, FleetSettings
 from integrations.fleet.metrics import FleetMetrics, ToolErrorAlert
+from skyrl_gym.adapters.settings import read_settings
 from skyrl_gym.envs.registration import registry
+from skyrl_gym.error import InvalidSettings
 from skyrl_train.callbacks import Callback
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
+from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.tracking import Tracking
 
@@ -47,11 +53,35 @@ def with_project(arguments: Sequence[str]) -> list[str]:
     return [*arguments, f"trainer.project_name={PROJECT_NAME}"]
 
 
+def read_config(arguments: Sequence[str]) -> SkyRLConfig:
+    """Return the configuration of overrides, in which no rollout outlives its software.
+
+    Raises:
+        ConfigError: a setting is invalid, or rollouts may take longer than `ttl_seconds`.
+    """
+    arguments = with_project(arguments)
+    cfg = parse_cli(arguments)
+    try:
+        ttl_s = read_settings(FleetSettings, ENV_CLASS, cfg.environment.skyrl_gym.env_config(ENV_CLASS), {}).ttl_seconds
+    except InvalidSettings as error:
+        raise ConfigError(str(error)) from error
+    limit_s = cfg.generator.trajectory_timeout_seconds
+    if limit_s is None:
+        return parse_cli([*arguments, f"generator.trajectory_timeout_seconds={ttl_s}"])
+    if limit_s > ttl_s:
+        raise ConfigError(
+            f"generator.trajectory_timeout_seconds={limit_s:g} is longer than the {ttl_s} s after which Fleet stops an "
+            f"episode's software; set environment.skyrl_gym.{ENV_CLASS}.ttl_seconds={math.ceil(limit_s)}, or a "
+            "shorter time limit"
+        )
+    return cfg
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line, with overrides `key=value`."""
     register_fleet()
     arguments = sys.argv[1:] if argv is None else argv
-    run_command(lambda: FleetExp(parse_cli(with_project(arguments))).run())
+    run_command(lambda: FleetExp(read_config(arguments)).run())
 
 
 if __name__ == "__main__":

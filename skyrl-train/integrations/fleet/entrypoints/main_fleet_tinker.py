@@ -26,12 +26,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class FleetTinkerOptions(TinkerOptions):
-    """The command line."""
+    """The command line.
+
+    ttl_seconds: seconds after which Fleet stops the software of an episode, and a rollout ends.
+    env_python: interpreter of the environments, with OpenEnv; that of this program by default.
+    """
 
     tasks_file: str
     model_name: str = "Qwen/Qwen3-VL-30B-A3B-Instruct"
     max_turns: int = 50
     ttl_seconds: int = 7200
+    env_python: str = ""
     project_name: str = "fleet-tinker-grpo"
     run_name: str = "fleet_tinker"
 
@@ -40,8 +45,11 @@ class FleetTinkerOptions(TinkerOptions):
         settings = super().settings()
         for name in ("sampling_params", "eval_sampling_params"):
             settings["generator"][name]["stop"] = ["</tool_call>"]
-        section = {"tasks_file": self.tasks_file, "ttl_seconds": self.ttl_seconds}
-        return settings | {"environment": {"env_class": ENV_CLASS, "skyrl_gym": {ENV_CLASS: section}}}
+        settings["generator"]["trajectory_timeout_seconds"] = self.ttl_seconds
+        section: dict[str, Any] = {ENV_CLASS: {"tasks_file": self.tasks_file, "ttl_seconds": self.ttl_seconds}}
+        if self.env_python:
+            section |= {"isolation": "process", "python": self.env_python}
+        return settings | {"environment": {"env_class": ENV_CLASS, "skyrl_gym": section}}
 
 
 class FleetTinkerRun(TinkerRun):

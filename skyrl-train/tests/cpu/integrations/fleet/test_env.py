@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ TASK = {
     "env_id": "notes",
     "version": "v2",
     "prompt": "Write a note.",
+    "verifier_code": "def verify(env, conversation): return 1.0",
     "env_variables": {"LOGGED_IN_USER": "ann", "CURRENT_DATE": "2026-01-31", "ZONE": "UTC"},
 }
 
@@ -59,6 +62,7 @@ async def test_an_episode_from_the_prompt_to_the_grade(openenv: Any, tasks_file:
     await env.close_async()
     (server,) = openenv.created
     assert (server.n_verified, server.is_closed, server.notes) == (1, True, ["milk"])
+    assert server.software.is_closed
     assert server.task_config["env_version"] == "v2"
     assert env.get_metrics() | {"turns": 2, "tool_calls": 1, "tool_errors": 0, "is_verified": 1} == env.get_metrics()
 
@@ -160,17 +164,48 @@ async def test_errors_of_calls_are_shown_and_counted(openenv: Any, tasks_file: P
     assert (totals["notes/tool_error_rate"], totals["tool_error_rate"], totals["total_episodes"]) == (0.75, 0.375, 2)
 
 
-async def test_a_computer_task_has_only_the_computer(
+@pytest.mark.parametrize("modality", ["computer_use", "browser_use"])
+def test_tasks_that_need_screenshots_are_refused(modality: str, openenv: Any, tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path / "tasks.json", [TASK | {"task_modality": modality}])
+    with pytest.raises(ValueError, match=f"modality {modality}, whose screenshots a model cannot see"):
+        make(tasks)
+
+
+async def test_software_with_nothing_but_a_computer_is_refused(
     openenv: Any, tasks_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt, _ = await make(tasks_file, "screen_1").init_async([])
-    assert '"computer"' in prompt[0]["content"]
-    assert "add_note" not in prompt[0]["content"]
-    monkeypatch.setattr("envs.fleet_env.task_env.TOOLS", ("add_note",))
-    env = make(tasks_file, "screen_1")
-    with pytest.raises(ProvisioningError, match="no tool for the modality computer_use"):
-        await env.init_async([])
+    monkeypatch.setattr("envs.fleet_env.task_env.TOOLS", ("computer",))
+    with pytest.raises(ProvisioningError, match="no tool for the modality tool_use; it has: computer"):
+        await make(tasks_file).init_async([])
     assert openenv.created[-1].is_closed
+
+
+@pytest.mark.parametrize("reply", ["<done>", call("submit_final_answer", answer="4"), "hm"])
+@pytest.mark.parametrize("orchestrator", [None, SimpleNamespace(_fleet_env=None)])
+async def test_a_grade_without_software_is_no_reward(
+    reply: str, orchestrator: Any, openenv: Any, tasks_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openenv, "_verify", return_zero)
+    env = make(tasks_file, max_turns=1)
+    await env.init_async([])
+    openenv.created[-1]._orch = orchestrator
+    output = await env.step_async(reply)
+    assert (output["done"], output["reward"], env.get_metrics()["is_verified"]) == (True, None, 0)
+
+
+async def return_zero(self: Any) -> float:
+    """Grade as OpenEnv does without running the verifier."""
+    return 0.0
+
+
+async def test_the_verifier_receives_the_whole_conversation(openenv: Any, tasks_file: Path) -> None:
+    env = make(tasks_file, max_turns=9, enable_context_tools=True)
+    replies = [call("add_note", text="milk"), "hm", call("manage_context", keep_recent_turns=1), "Done. <done>"]
+    outputs = await play(env, *replies)
+    assert len(outputs[2]["metadata"]["modified_chat_history"]) < 6
+    messages = openenv.created[-1].conversation_messages
+    assert [message["role"] for message in messages] == ["system", "user", *["assistant", "user"] * 3, "assistant"]
+    assert [message["content"] for message in messages if message["role"] == "assistant"] == replies
 
 
 async def test_context_tools(openenv: Any, tasks_file: Path) -> None:
@@ -219,8 +254,26 @@ async def test_without_openenv_the_error_says_what_to_install(
     tasks_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEET_API_KEY", "test")
-    with pytest.raises(ModuleNotFoundError, match="fleet-ai/OpenEnv"):
+    with pytest.raises(
+        ImportError, match=r"No module named 'envs'.*-r skyrl-train/integrations/fleet/requirements.txt"
+    ):
         await make(tasks_file).init_async([])
+
+
+def test_the_reason_that_openenv_hides_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With mcp 2, OpenEnv says that an optional dependency is missing."""
+    package = tmp_path / "envs/fleet_env"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "task_env.py").write_text(
+        "try:\n    from json import streams\nexcept ImportError as error:\n    raise ImportError('extra') from error\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ImportError, match="cannot import name 'streams' from 'json'"):
+        FleetTaskEnv.check_packages()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "envs"]:
+        del sys.modules[name]
 
 
 def test_the_blocking_methods(openenv: Any, tasks_file: Path) -> None:

@@ -17,6 +17,7 @@ from train_kit.fleet.tasks import OPENENV, fleet_entries, write_tasks
 from train_kit.processes import python
 from train_kit.runs import Run
 
+from integrations.fleet.entrypoints.main_fleet import read_config
 from integrations.fleet.env import FleetSettings
 from skyrl_train.config.validation import WARNINGS, find_problems
 from skyrl_train.entrypoints.main_base import parse_cli
@@ -45,6 +46,9 @@ def test_the_settings_of_a_task_file_are_valid(task: Path) -> None:
     assert cfg.generator.max_turns == 50
     assert find_problems(cfg, WARNINGS) == []
     FleetSettings(**cfg.environment.skyrl_gym.env_config("fleet_task"))
+    read_config([*overrides(task), "generator.backend=hf", "trainer.placement.launcher=auto"])  # time limits too
+    n_rollouts = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
+    assert cfg.environment.skyrl_gym.max_env_workers >= n_rollouts  # separate processes play all of a step at once
 
 
 def test_the_defaults_of_the_first_task_file() -> None:
@@ -83,7 +87,7 @@ def test_the_commands_of_a_task_file_train_and_resume(fleet_model: Path, tmp_pat
         "generator.eval_sampling_params.max_generate_length=8",
     ]
     environment = {
-        **{name: str(value) for name, value in task["envs"].items()},
+        **{name: str(value or "") for name, value in task["envs"].items()},
         "HOME": str(tmp_path),
         "PYTHON": python(),
         "PYTHONPATH": os.pathsep.join([str(OPENENV), *sys.path]),
@@ -111,13 +115,19 @@ def test_the_commands_of_a_task_file_train_and_resume(fleet_model: Path, tmp_pat
         ({"FLEET_API_KEY": ""}, "FLEET_API_KEY is not set"),
         ({"LOGGER": "wandb"}, "WANDB_API_KEY is not set"),
         ({"MODALITY": "tools"}, "MODALITY='tools' must be"),
-        ({"TASKS_JSON": ""}, "set AWS_ACCESS_KEY_ID"),
+        ({"MODALITY": "computer_use"}, "MODALITY=computer_use has tasks that need screenshots"),
+        ({"MODALITY": "all"}, "MODALITY=all has tasks that need screenshots"),
+        ({"TASKS_JSON": ""}, "AWS_ACCESS_KEY_ID is not set; pass --env AWS_ACCESS_KEY_ID=$AWS_ACCESS_KEY_ID"),
+        ({"TASKS_JSON": "", "AWS_ACCESS_KEY_ID": "k"}, "AWS_SECRET_ACCESS_KEY is not set"),
+        ({}, "cannot import envs.fleet_env.task_env"),
+        ({"ENV_PYTHON": "/nowhere/python"}, "/nowhere/python cannot play Fleet tasks"),
     ],
 )
 def test_the_setup_checks_its_variables(change: Mapping[str, str], message: str, tmp_path: Path) -> None:
     environment = {
         "HOME": str(tmp_path),
         "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join(sys.path),
         "FLEET_API_KEY": "secret-key",  # pragma: allowlist secret
         "LOGGER": "jsonl",
         "MODALITY": "tool_use",
@@ -138,6 +148,9 @@ exit "$status"
 """
 
 
+KEYS = dict.fromkeys(("FLEET_API_KEY", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "secret-key")
+
+
 def launch(tmp_path: Path, results: list[int]) -> tuple[int, list[str], str]:
     """Launch with a `sky` that ends with these statuses; return the status, the calls but `down`, and the output."""
     sky, calls, queue = tmp_path / "sky", tmp_path / "calls", tmp_path / "results"
@@ -151,10 +164,11 @@ def launch(tmp_path: Path, results: list[int]) -> tuple[int, list[str], str]:
         RESULTS=str(queue),
         CLUSTER="fleet-1",
         RUN_NAME="run_1",
-        FLEET_API_KEY="secret-key",  # pragma: allowlist secret
+        SECRETS=" ".join([*KEYS, "SLACK_BOT_TOKEN"]),
         PROVISIONING_WAIT_S="0",
         RECONNECT_WAIT_S="0",
         GITHUB_STEP_SUMMARY=str(tmp_path / "summary.md"),
+        **KEYS,
     )
     lines = calls.read_text().splitlines()
     assert "secret-key" not in result.stdout + result.stderr + "".join(lines)
@@ -178,10 +192,82 @@ def test_only_provisioning_is_repeated(results: list[int], status: int, calls: l
     returned, made, _ = launch(tmp_path, results)
     assert (returned, made) == (status, calls)
     first = (tmp_path / "calls").read_text().splitlines()[0]
+    secrets = " ".join(f"--env {name}= --secret {name}" for name in KEYS)
     assert first == (
-        "launch --cluster fleet-1 --env RUN_NAME --yes --detach-run --env MODALITY --secret FLEET_API_KEY task.yaml"
+        f"launch --cluster fleet-1 --env RUN_NAME --yes --detach-run --env MODALITY {secrets} --env SLACK_BOT_TOKEN= "
+        "task.yaml"
     )
     assert "Run run_1" in (tmp_path / "summary.md").read_text() or status == 2
+
+
+@pytest.mark.parametrize("missing", KEYS)
+def test_nothing_is_rented_without_a_key(missing: str, tmp_path: Path) -> None:
+    keys = {name: key for name, key in KEYS.items() if name != missing}
+    result = bash(SCRIPTS / "launch.sh", "task.yaml", CLUSTER="a", RUN_NAME="b", PATH="/usr/bin:/bin", **keys)
+    assert (result.returncode, result.stdout) == (3, "")
+    assert f"{missing} is not set" in result.stderr
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.stem)
+def test_exactly_the_keys_that_a_run_needs_have_no_default(task: Path) -> None:
+    assert {name for name, value in load(task)["envs"].items() if value is None} == set(KEYS)
+
+
+def test_the_workflow_checks_its_runner(tmp_path: Path) -> None:
+    """The programs that the check names are all that the workflow and its scripts call."""
+    for name in ("sky", "aws", "git", "python3"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "bash").symlink_to("/bin/bash")
+    complete = {"PATH": str(tmp_path), "MODALITY": "tool_use", **KEYS}
+    assert bash(SCRIPTS / "check_runner.sh", **complete).stderr == ""
+    for change, message in (
+        ({"MODALITY": "computer_use"}, "runner: modality computer_use needs screenshots"),
+        *(({name: ""}, f"runner: the secret {name} is not set") for name in KEYS),
+    ):
+        result = bash(SCRIPTS / "check_runner.sh", **complete | change)
+        assert (result.returncode, result.stderr.startswith(message)) == (1, True), result.stderr
+    for name in ("sky", "aws", "git", "python3"):
+        (tmp_path / name).unlink()
+    result = bash(SCRIPTS / "check_runner.sh", **complete)
+    assert [line.split()[1] for line in result.stderr.splitlines()] == ["sky", "aws", "git", "python3"]
+
+
+def test_the_workflow_trains_the_commit_of_its_own_repository(tmp_path: Path) -> None:
+    (step,) = (step for step in load(WORKFLOW)["jobs"]["train"]["steps"] if step.get("name") == "Train")
+    sky = tmp_path / "sky"
+    sky.write_text('#!/bin/sh\necho "$*" >> "$CALLS"\n')
+    sky.chmod(0o755)
+    result = bash(
+        "-c",
+        step["run"],
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        CALLS=str(tmp_path / "calls"),
+        GITHUB_SERVER_URL="https://github.com",
+        GITHUB_REPOSITORY="me/fork",
+        GITHUB_SHA="abc",
+        CLUSTER="c",
+        RUN_NAME="r",
+        CLOUD="any",
+        TASK_NAME="t",
+        MODALITY="tool_use",
+        **dict.fromkeys((*KEYS, "WANDB_API_KEY_TOOL_USE"), "k"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "--git-url https://github.com/me/fork.git --git-ref abc" in (tmp_path / "calls").read_text()
+
+
+def test_the_separate_interpreter_plays_the_environments(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    variables = {"HOME": str(tmp_path), "PYTHON": str(program), "MODALITY": "tool_use"}
+    separate = {"environment.skyrl_gym.isolation=process", "environment.skyrl_gym.python=/venv/bin/python"}
+    for environment, expected in ((variables, set()), (variables | {"ENV_PYTHON": "/venv/bin/python"}, separate)):
+        lines = bash(SCRIPTS / "train.sh", **environment).stdout.splitlines()
+        assert separate & set(lines) == expected
+        cfg = read_config([line for line in lines[2:] if not line.startswith(("trainer.logger", "generator.backend"))])
+        assert cfg.environment.skyrl_gym.call_timeout_seconds == 960  # above DEFAULT_CREATE_TIMEOUT of fleet-python
 
 
 def test_credentials_are_files_that_only_the_owner_reads(tmp_path: Path) -> None:

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_kit.fleet.tasks import fleet_entries, write_dataset, write_tasks
+from train_kit.fleet.tasks import OPENENV, fleet_entries, write_dataset, write_tasks
+from train_kit.processes import python
 from train_kit.runs import Run, small_run
 
-from integrations.fleet.entrypoints.main_fleet import main
+from integrations.fleet.entrypoints.main_fleet import main, read_config
+from integrations.fleet.env import FleetSettings
+from skyrl_train.errors import ConfigError
 
 N_STEPS = 3
 
@@ -70,6 +76,57 @@ def test_rollouts_that_the_trainer_ends_have_the_verifiers_grade(fleet_run: list
     trajectories = Run(tmp_path / "fleet-task-grpo/test_run").trajectories(1)
     assert {row["stop_reason"] for row in trajectories} == {"length"}
     assert {row["total_reward"] for row in trajectories} == {0.5, 1.0}
+
+
+def test_environments_in_another_interpreter(fleet_run: list[str], tmp_path: Path) -> None:
+    separate = ["environment.skyrl_gym.isolation=process", f"environment.skyrl_gym.python={python()}"]
+    main([*fleet_run, *separate, "trainer.max_training_steps=1", "trainer.eval_interval=-1"])
+    trajectories = Run(tmp_path / "fleet-task-grpo/test_run").trajectories(1)
+    assert [row["error"] for row in trajectories] == [None] * 16
+    assert {row["total_reward"] for row in trajectories} <= {0.5, 1.0}
+
+
+@pytest.mark.parametrize("separate", [[], ["isolation=process", f"python={sys.executable}"]])
+def test_without_openenv_nothing_is_trained(
+    separate: list[str],
+    fleet_run: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(OPENENV)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "envs"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit):
+        main([*fleet_run, *(f"environment.skyrl_gym.{setting}" for setting in separate)])
+    error = capsys.readouterr().err
+    assert f"{sys.executable} cannot import envs.fleet_env.task_env" in error
+    assert "integrations/fleet/requirements.txt" in error
+    assert not (tmp_path / "fleet-task-grpo/test_run/metrics.jsonl").exists()
+
+
+def test_no_rollout_outlives_its_software() -> None:
+    limit, ttl = "generator.trajectory_timeout_seconds", "environment.skyrl_gym.fleet_task.ttl_seconds"
+    assert read_config([]).generator.trajectory_timeout_seconds == FleetSettings().ttl_seconds
+    assert read_config([f"{ttl}=60"]).generator.trajectory_timeout_seconds == 60
+    assert read_config([f"{limit}=50", f"{ttl}=60"]).generator.trajectory_timeout_seconds == 50
+    with pytest.raises(ConfigError, match=r"=60.5 is longer than the 60 s .* set .*ttl_seconds=61, or"):
+        read_config([f"{limit}=60.5", f"{ttl}=60"])
+    with pytest.raises(ConfigError, match="did you mean ttl_seconds"):
+        read_config(["environment.skyrl_gym.fleet_task.ttl_second=60"])
+
+
+def test_skyrl_doctor_knows_the_environment(fleet_run: list[str]) -> None:
+    command = [python(), "-m", "integrations.fleet", "doctor", *fleet_run]
+    without = [path for path in sys.path if path != str(OPENENV)]
+    for paths, text in (
+        ([str(OPENENV), *without], "ok       data          every row fits its environment"),
+        (without, f"failed   data          row 0 of {fleet_run[0].split(chr(39))[1]}"),
+    ):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert text in done.stdout, done.stdout + done.stderr
+        assert ("cannot import envs.fleet_env.task_env" in done.stdout) == (paths == without)
 
 
 def test_a_missing_task_is_refused_before_the_run(

@@ -23,6 +23,14 @@ def test_the_options_are_those_of_fleet() -> None:
         assert (sampling.max_generate_length, sampling.stop) == (2048, ["</tool_call>"])
     assert cfg.environment.env_class == "fleet_task"
     assert cfg.environment.skyrl_gym.env_config("fleet_task") == {"tasks_file": "t.json", "ttl_seconds": 60}
+    assert cfg.generator.trajectory_timeout_seconds == 60
+    assert (cfg.environment.skyrl_gym.isolation, cfg.environment.skyrl_gym.python) == ("thread", None)
+    gym = (
+        parse_options(FleetTinkerOptions, [*argv, "--env_python", "/venv/bin/python"], "")
+        .config()
+        .environment.skyrl_gym
+    )
+    assert (gym.isolation, gym.python) == ("process", "/venv/bin/python")
 
 
 def test_a_run_on_a_tinker_server_trains_and_resumes(

@@ -154,12 +154,30 @@ def test_a_stale_validation_file_is_removed(all_tasks: Path, tmp_path: Path) -> 
 
 
 def test_entries_that_are_no_tasks_are_left_out_and_named(tmp_path: Path) -> None:
-    good = {"task_key": "a", "env_key": "github", "prompt": "Do it."}
+    good = {"task_key": "a", "env_key": "github", "prompt": "Do it.", "verifier_func": "def verify(env): return 1"}
     entries: list[Any] = [good, good | {"prompt": "Other."}, {"task_key": "b"}, {**good, "key": "c", "task_key": None}]
     tasks, left_out = load_tasks(write_tasks(tmp_path / "tasks.json", [*entries, good | {"task_key": 3}, "x"]))
     assert [(task.key, task.prompt) for task in tasks] == [("a", "Do it."), ("c", "Do it.")]
     assert len(left_out) == 4
     assert "'a' occurs twice" in left_out[0]
+
+
+def test_tasks_that_nothing_can_grade_are_left_out_and_named(tmp_path: Path) -> None:
+    (graded, ungraded) = fleet_entries({"github": (2, 0)})
+    for verifier in ({}, {"verifier_code": None}, {"verifier_code": "", "verifier_func": ""}):
+        ungraded.pop("verifier_code", None)
+        tasks, left_out = load_tasks(write_tasks(tmp_path / "tasks.json", [graded, ungraded | verifier]))
+        assert [task.key for task in tasks] == ["github_tool_use_0"]
+        assert left_out == [
+            "entry 1: task 'github_tool_use_1' has no verifier_code, so that nothing can grade it; export it with its "
+            "verifier"
+        ]
+
+
+def test_tasks_that_need_screenshots_are_counted_in_the_report(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path / "tasks.json", fleet_entries({"github": (2, 0), "amazon": (0, 3)}))
+    assert "3 tasks cannot be trained on: they have a modality whose screenshots" in run(tasks, tmp_path / "all")[0]
+    assert "cannot be trained on" not in run(tasks, tmp_path / "tools", "--modality", "tool_use")[0]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"tasks": 3}', "[3]"])

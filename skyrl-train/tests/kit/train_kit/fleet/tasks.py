@@ -41,6 +41,7 @@ def fleet_entries(counts: dict[str, tuple[int, int]] | None = None) -> list[dict
             "task_modality": modality,
             "difficulty": 1 + i % 3,
             "version": "v1",
+            "verifier_code": "def verify(env): return 1.0",
         }
         for env_key, numbers in (counts or COUNTS).items()
         for modality, n_tasks in zip(("tool_use", "computer_use"), numbers, strict=True)

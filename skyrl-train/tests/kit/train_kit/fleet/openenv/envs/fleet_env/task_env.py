@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 TOOLS = ("list_notes", "add_note", "submit_final_answer", "computer")
@@ -20,6 +21,16 @@ def describe_tools() -> list[dict[str, Any]]:
         {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
         for name in TOOLS
     ]
+
+
+class Software:
+    """The handle of a task's software. OpenEnv calls `close` without awaiting it."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    async def close(self) -> None:
+        self.is_closed = True
 
 
 class FleetTaskEnv:
@@ -52,12 +63,16 @@ class FleetTaskEnv:
         self.is_closed = False
         self.n_verified = 0
         self.final_reward: float | None = None
+        self.conversation_messages: list[dict[str, Any]] | None = None
+        self.software = Software()
+        self._orch: SimpleNamespace | None = None
         self.grade = 0.5 if len(self.created) % 2 else 1.0
         self.created.append(self)
 
     async def reset_async(self) -> dict[str, Any]:
         if self._fails():
             raise RuntimeError("Fleet env failed to start: health check timed out")
+        self._orch = SimpleNamespace(_fleet_env=self.software)
         return {
             "prompt": self.task_config["prompt"],
             "observation": {},
@@ -91,7 +106,7 @@ class FleetTaskEnv:
     async def close_async(self) -> None:
         if not self.is_closed and not self.is_done:
             self.final_reward = await self._verify()
-        self.is_closed = True
+        self.is_closed, self._orch = True, None
 
     def close(self) -> None:
         self.is_closed = True

@@ -1,0 +1,13 @@
+"""The command `skyrl` with Fleet's environment: `python -m integrations.fleet doctor KEY=VALUE…`.
+
+Train with `integrations.fleet.entrypoints.main_fleet`, which also logs metrics by environment.
+"""
+
+from __future__ import annotations
+
+from integrations.fleet.entrypoints.main_fleet import register_fleet
+from skyrl_train.entrypoints.cli import main
+
+if __name__ == "__main__":
+    register_fleet()
+    raise SystemExit(main())
