@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from skyrl_train.absent import refuse_name
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
@@ -113,3 +115,7 @@ def _segment_row(segment: Segment, chat: ChatEncoder, is_valid: bool) -> dict[st
         "output_response": chat.decode_all(segment.response_ids),
         "score": segment.rewards if is_valid else None,  # for each token
     }
+
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # for names that SkyRL's scripts import

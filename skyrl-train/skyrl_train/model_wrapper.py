@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
+from skyrl_train.absent import refuse_name
 from skyrl_train.config.policy import LoraConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import check_head, checkpointed_layers, default_device, load_model
@@ -94,3 +96,7 @@ class HFModelWrapper(torch.nn.Module):
     def gradient_checkpointing_disable(self) -> None:
         """Keep activations for the backward pass."""
         self.model.gradient_checkpointing_disable()
+
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # for names that SkyRL's scripts import

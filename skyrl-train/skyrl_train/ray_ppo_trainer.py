@@ -56,7 +56,7 @@ class RayPPOTrainer(Trainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raise ConfigError for a subclass that overrides a method of SkyRL that would never be called."""
         super().__init_subclass__(**kwargs)
-        refuse_overrides(cls, TRAINER_METHODS)
+        refuse_overrides(cls, RayPPOTrainer, TRAINER_METHODS)
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError; the message says what to do instead of using an attribute of SkyRL's trainer."""
@@ -123,7 +123,7 @@ class RayPPOTrainer(Trainer):
         with self._in_hook(step, "postprocess_generator_output"):
             return edit_as_lists(
                 trajectories,
-                lambda lists: self.postprocess_generator_output(lists, uids, **options),
+                lambda lists: _without_uids(self.postprocess_generator_output(lists, uids, **options)),
                 with_totals=self.generator.returns_totals,
             )
 
@@ -159,6 +159,12 @@ class RayPPOTrainer(Trainer):
             raise DataError(f"{type(self).__name__}.{name}: {error}") from error
         finally:
             self.global_step = finished
+
+
+def _without_uids(output: Any) -> GeneratorOutput:
+    """Return the rollouts of a hook that returns them alone, or with their uids, as since SkyRL's new layout."""
+    rollouts: GeneratorOutput = output[0] if isinstance(output, tuple) else output
+    return rollouts
 
 
 def _checked(data: object) -> TrainingInputBatch:

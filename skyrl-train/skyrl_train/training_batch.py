@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from skyrl_train.absent import refuse_name
 from skyrl_train.errors import DataError
 from skyrl_train.lazy import torch
 from skyrl_train.types import TrainingBatch
@@ -61,3 +63,7 @@ class TrainingInputBatch(dict[str, Any]):
             if value is not None and shape != expected:
                 raise DataError(f"{key!r} of the batch is {shape}; it must be a tensor {expected}")
         return replace(self._batch, **fields)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # for names that SkyRL's scripts import

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
@@ -73,6 +73,13 @@ class GdpoConfig(Section):
 
     weights: Annotated[dict[str, float], Allowed("a section of component=weight")] = Field(default={})
     """Weight of each component, by its name: `trainer.algorithm.gdpo.weights.format=0.5`; 1 by default."""
+
+
+class OverlongBuffer(NamedTuple):
+    """The soft overlong penalty, as trainers of SkyRL read it."""
+
+    len: int | None
+    penalty_factor: float
 
 
 class AlgorithmConfig(Section):
@@ -205,6 +212,11 @@ class AlgorithmConfig(Section):
     custom: Annotated[dict[str, FreeValue], Allowed("a section of keys of your own")] = Field(default={})
     """Settings of custom estimators and losses, which read `trainer.algorithm.custom.tau=0.3` as
     `config.custom["tau"]`."""
+
+    @property
+    def overlong_buffer(self) -> OverlongBuffer:
+        """The penalty under SkyRL's names, `overlong_buffer.len` and `overlong_buffer.penalty_factor`."""
+        return OverlongBuffer(self.overlong_buffer_len, self.overlong_buffer_penalty_factor)
 
     @property
     def compares_with_reference(self) -> bool:

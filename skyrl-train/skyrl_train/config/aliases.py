@@ -80,6 +80,8 @@ SKYRL = {
     "trainer.critic.model.lora.init": Alias("trainer.critic.model.lora.init_method"),
     "trainer.algorithm.use_kl_estimator_k3": Alias("trainer.algorithm.kl_estimator_type", {True: "k3", False: None}),
     "trainer.algorithm.use_abs_kl": Alias("trainer.algorithm.kl_estimator_type", {True: "abs", False: None}),
+    "trainer.algorithm.overlong_buffer.len": Alias("trainer.algorithm.overlong_buffer_len"),
+    "trainer.algorithm.overlong_buffer.penalty_factor": Alias("trainer.algorithm.overlong_buffer_penalty_factor"),
     "trainer.algorithm.use_tis": Alias(
         "trainer.algorithm.off_policy_correction.tis_ratio_type", {True: "token", False: None}
     ),

@@ -52,6 +52,11 @@ def as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def empty_as_null(value: object) -> object:
+    """Return None for an empty string."""
+    return None if value == "" else value
+
+
 def as_tuple(value: object) -> object:
     """Return a list as a tuple; YAML has lists only."""
     return tuple(value) if isinstance(value, list) else value

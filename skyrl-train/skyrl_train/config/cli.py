@@ -2,10 +2,10 @@
 
 `parse` applies overrides itself, because it must know their order: the last spelling of a key wins.
 
-`@hydra.main` refuses a key that is not in its YAML before `load_config` sees it. `rewrite_overrides` therefore marks
-such keys as additions (`++key=value`). `load_config` then reads aliases and keys of the user's own, and suggests the
-nearest keys for a mistyped one. A script that passes its own command line to `@hydra.main` needs one more line,
-`sys.argv[1:] = rewrite_overrides(sys.argv[1:])`; without it, such keys must be written `+key=value`.
+`@hydra.main` refuses a key that is not in its YAML, unless its section is open. `OPEN_SECTIONS`, which the YAML of
+reinforcement learning includes, opens all of them. `load_config` then reads aliases and keys of the user's own, and
+suggests the nearest keys for a mistyped one. `rewrite_overrides` marks the keys of sections that do not exist, such as
+verl's, as additions (`++key=value`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -32,6 +33,9 @@ from skyrl_train.errors import ConfigError
 
 config_dir = str(Path(__file__).parent)
 """The folder that `@hydra.main(config_path=config_dir, config_name="ppo_base_config")` reads."""
+
+OPEN_SECTIONS = DictConfig({name: DictConfig({}, flags={"struct": False}) for name in SkyRLConfig.model_fields})
+ConfigStore.instance().store(name="open_sections", node=OPEN_SECTIONS)
 
 
 def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = (), file: Path | None = None) -> SkyRLConfig:

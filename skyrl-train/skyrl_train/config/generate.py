@@ -88,13 +88,15 @@ ALIAS_HEAD = """\
 ## Aliases
 
 These keys are read as the keys on the right, with a log line for each. On a command line, the last spelling of a key
-wins. A script that hands its own command line to `@hydra.main` takes them as `+key=value`.
+wins. A script with `@hydra.main` takes verl's sections as `+key=value`.
 """
 
 
 def render_yaml(root: type[Section] = SkyRLConfig) -> str:
     """Return the text of a YAML file of defaults, with their help texts as comments."""
-    return YAML_HEAD + "\n" + "\n".join(_yaml_lines(root, indent="")) + "\n"
+    self_line = "  - _self_\n"
+    opened = self_line + "  - open_sections\n" if root is SkyRLConfig else self_line
+    return YAML_HEAD.replace(self_line, opened) + "\n" + "\n".join(_yaml_lines(root, indent="")) + "\n"
 
 
 def _yaml_lines(section: type[Section], indent: str) -> Iterator[str]:

@@ -17,6 +17,9 @@ DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
 REWARD_FUNCTION_ENV = "reward_function"
 """The environment that calls `custom_reward_function`."""
 
+ENV_DEFAULTS = {"llm_as_a_judge": {"model": "gpt-4o-mini", "base_url": None}}
+"""Settings by environment class that environments of SkyRL's scripts read without a default of their own."""
+
 
 class MixtureConfig(Section):
     """The fraction of each `data_source` in a batch. Without these keys, all training prompts are shuffled together."""
@@ -103,7 +106,8 @@ class SkyRLGymConfig(Section):
 
     def env_config(self, env_class: str) -> dict[str, Any]:
         """Return the free section of one environment class, which may be empty: `MyEnv` for `my_module:MyEnv`."""
-        return dict((self.model_extra or {}).get(env_class.rpartition(":")[2], {}))
+        name = env_class.rpartition(":")[2]
+        return {**ENV_DEFAULTS.get(name, {}), **(self.model_extra or {}).get(name, {})}
 
 
 class EnvironmentConfig(Section):

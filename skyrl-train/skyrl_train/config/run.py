@@ -18,6 +18,7 @@ from skyrl_train.config.base import (
     StringList,
     Text,
     as_list,
+    empty_as_null,
     resolved_later,
 )
 
@@ -169,9 +170,9 @@ class RunConfig(Section):
     project_name: Resolved[Text] = resolved_later()
     """Project name, used for the run folder and the trackers; null takes `$WANDB_PROJECT` with wandb, else `skyrl`."""
 
-    run_name: Resolved[Text] = resolved_later()
-    """Run name, used for the run folder and the trackers; an existing name resumes that run. null takes `$WANDB_NAME`
-    with wandb, else `<project_name>-<date>-<time>`."""
+    run_name: Annotated[Resolved[Text], BeforeValidator(empty_as_null)] = resolved_later()
+    """Run name, used for the run folder and the trackers; an existing name resumes that run. If null or empty, it is
+    `$WANDB_NAME` with wandb, else `<project_name>-<date>-<time>`."""
 
     logger: LoggerList = Field(default=["tensorboard"])
     """Trackers of metrics; `console` prints all of them, wandb needs WANDB_API_KEY. A progress line and `metrics.jsonl`

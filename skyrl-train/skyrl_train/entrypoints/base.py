@@ -64,10 +64,7 @@ class Experiment(ABC):
         if torchrun is not None and torchrun.rank > 0:
             serve_driver(torchrun)
             return
-        if self.run_folder.has_separate_evaluation:
-            raise ConfigError(
-                f"{self.run_folder.path} has the results of `skyrl generate`; set trainer.run_name to another name"
-            )
+        self.check_run_folder()
         with self.running():
             logger.info("Run folder: %s", self.run_folder.path)
             try:
@@ -85,6 +82,13 @@ class Experiment(ABC):
                     f"trainer.run_name={self.cfg.trainer.run_name}, the same command {self._describe_rerun()}"
                 ) from error
             logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)
+
+    def check_run_folder(self) -> None:
+        """Raise ConfigError if an evaluation has written to the run folder."""
+        if self.run_folder.has_separate_evaluation:
+            raise ConfigError(
+                f"{self.run_folder.path} has the results of `skyrl generate`; set trainer.run_name to another name"
+            )
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from skyrl_gym.runtime.console import guard_console
-from skyrl_train.errors import SkyRLError
+from skyrl_train.errors import ConfigError, SkyRLError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -83,18 +83,34 @@ def _run_on_ranks(command: Callable[[], None]) -> None:
     torchrun.release_ranks(processes)
 
 
+@contextmanager
+def exit_on_mistake(*, is_program: bool) -> Iterator[None]:
+    """Print a ConfigError as one message and exit with its status; raise it unless `is_program`."""
+    try:
+        yield
+    except ConfigError as error:
+        if not is_program:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+
+
 def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConfig:
     """Check everything that can be checked before a run starts, and return the typed configuration.
 
-    Register your own estimators and losses first, so that the rules apply to them, too.
+    Register your own estimators and losses first, so that the rules apply to them, too. In a script with `@hydra.main`,
+    a mistake ends the process with one message; Hydra would print a traceback.
 
     Raises:
         ConfigError: it lists every problem.
     """
+    from hydra.core.hydra_config import HydraConfig
+
     from skyrl_train import config
     from skyrl_train.algorithms.rules import ALGORITHM_RULES
 
-    return config.validate_cfg(cfg, ALGORITHM_RULES)
+    with exit_on_mistake(is_program=HydraConfig.initialized()):
+        return config.validate_cfg(cfg, ALGORITHM_RULES)
 
 
 def parse_cli(argv: Sequence[str], file: Path | None = None) -> SkyRLConfig:

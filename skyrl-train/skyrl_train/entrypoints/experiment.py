@@ -106,6 +106,19 @@ class _AllocatedMemory(Callback):
             self._experiment._reserved_bytes = 0
 
 
+class WholeRun:
+    """A run that `train` sets up, trains and closes."""
+
+    def __init__(self, experiment: BasePPOExp) -> None:
+        self._experiment = experiment
+
+    async def train(self) -> None:
+        """Train to the last step, as `BasePPOExp.run` does without torchrun."""
+        self._experiment.check_run_folder()
+        with self._experiment.running():
+            await self._experiment._run()
+
+
 class BasePPOExp(Experiment):
     """One training run, assembled from its configuration."""
 
@@ -128,11 +141,15 @@ class BasePPOExp(Experiment):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raise ConfigError for a subclass that overrides a method of SkyRL that would never be called."""
         super().__init_subclass__(**kwargs)
-        refuse_overrides(cls, EXPERIMENT_METHODS)
+        refuse_overrides(cls, BasePPOExp, EXPERIMENT_METHODS)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes need to load models and make the engine."""
         return super().__getstate__() | {"_launcher": None}
+
+    def _setup_trainer(self) -> WholeRun:
+        """Return what an override of `run`, as in SkyRL's asynchronous example, awaits: `await trainer.train()`."""
+        return WholeRun(self)
 
     @asynccontextmanager
     async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.absent import refuse_name
 from skyrl_train.config import config_dir
 from skyrl_train.entrypoints import cli
 from skyrl_train.entrypoints.command import importing_torch, parse_cli, run_command, validate_cfg
@@ -45,11 +46,11 @@ def __getattr__(name: str) -> Any:
             from skyrl_train.entrypoints.experiment import BasePPOExp
 
         return BasePPOExp
-    if name == "skyrl_entrypoint":
-        from skyrl_train.launch.ray.cluster import as_task
+    if name != "skyrl_entrypoint":
+        refuse_name("skyrl_train.entrypoints.main_base", name)  # this may be __main__
+    from skyrl_train.launch.ray.cluster import as_task
 
-        return as_task(_run_experiment)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return as_task(_run_experiment)
 
 
 if __name__ == "__main__":

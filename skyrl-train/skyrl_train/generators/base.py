@@ -14,11 +14,10 @@ from skyrl_gym.runtime.text import clean_text, to_facts
 from skyrl_gym.runtime.validation import MAX_REWARD, is_reward
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import DataError
-from skyrl_train.inference_engines.base import SamplingParams, hash_seed
+from skyrl_train.inference_engines.base import ConversationType, SamplingParams, hash_seed
 from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
 from skyrl_train.types import (
     DrawnPrompt,
-    Message,
     PromptRow,
     Segment,
     Trajectory,
@@ -30,6 +29,7 @@ from skyrl_train.types import (
 from skyrl_train.types.tokens import Phase
 
 T = TypeVar("T")
+TrainingPhase = Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class BatchMetadata:
     """The step in which rollouts begin, e.g. `BatchMetadata(12, "train", seed=42)`."""
 
     global_step: int
-    training_phase: Phase
+    training_phase: TrainingPhase
     seed: int = 0  # the run's seed
 
 
@@ -71,7 +71,7 @@ def rollout_requests(
 class GeneratorInput(TypedDict):
     """SkyRL's input: n prompts as parallel lists of length n. The last four fields may be missing or None."""
 
-    prompts: list[list[Message]]
+    prompts: list[ConversationType]
     env_classes: list[str | None]
     env_extras: list[dict[str, Any]]
     sampling_params: dict[str, Any]  # under vLLM's names; None: those of the configuration

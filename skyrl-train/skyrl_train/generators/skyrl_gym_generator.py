@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,11 +29,14 @@ from skyrl_gym.runtime.validation import (
     validate_reward,
     validate_step_output,
 )
+from skyrl_train.absent import refuse_name
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import EngineError, EnvError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
+from skyrl_train.generators.base import GeneratorInput as GeneratorInput
+from skyrl_train.generators.base import GeneratorOutput as GeneratorOutput
 from skyrl_train.generators.chat_template import MAX_CHARS_PER_TOKEN, ChatEncoder, cannot_fit, custom_chat_template
 from skyrl_train.generators.conversation import TokenConversation, conversation_factory
 from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, Episode, LocalEpisodes
@@ -302,3 +305,7 @@ def _boundary(rollout: Rollout, method: str) -> Iterator[None]:
         is_engine = isinstance(error, EngineError)
         message = str(error) if is_engine else f"{rollout.env_class}.{method} raised {describe_error(error)}"
         rollout.fail(stop_reason, message, error)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # for names that SkyRL's scripts import

@@ -7,12 +7,14 @@ tokens should return those.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_gym.tools.calls import for_template
+from skyrl_train.absent import refuse_name
 from skyrl_train.generators.base import GeneratorOutput, put_on_last_token
 from skyrl_train.generators.chat_template import Messages
 from skyrl_train.generators.chat_template import custom_chat_template as get_custom_chat_template
@@ -169,3 +171,7 @@ def _render(
         add_generation_prompt=add_generation_prompt,
     )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # for names that SkyRL's scripts import

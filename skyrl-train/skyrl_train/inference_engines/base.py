@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 import torch
 
+from skyrl_train.absent import refuse_name
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.types import Message, WeightSpan
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 StopReason = Literal["stop", "length", "abort"]
+ConversationType = list[Message]
 WakeUp = Literal["weights", "all"]
 
 MIN_TEMPERATURE = 1e-4  # below, logits divided by it leave the range of float32
@@ -224,3 +227,7 @@ class InferenceEngine(Protocol):
     async def close(self) -> None:
         """Release memory, threads and processes; requests still waiting fail with EngineError."""
         ...
+
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # for names that SkyRL's scripts import

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from skyrl_train.absent import refuse_name
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
@@ -22,3 +24,7 @@ def get_sampling_params_for_backend(
     if isinstance(sampling_params, SamplingConfig):
         return to_sampling_params(SamplingParams.from_config(sampling_params))
     return to_sampling_params(to_sampling(sampling_params, None))
+
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # for names that SkyRL's scripts import

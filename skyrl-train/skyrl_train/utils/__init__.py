@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.absent import refuse_name
+
 if TYPE_CHECKING:
     from skyrl_train.entrypoints.command import validate_cfg
     from skyrl_train.launch.ray.cluster import initialize_ray
@@ -22,5 +24,5 @@ HOMES = {
 def __getattr__(name: str) -> Any:
     """Import a name at its first use: ray is optional."""
     if name not in HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        refuse_name(__name__, name)
     return getattr(import_module(HOMES[name]), name)

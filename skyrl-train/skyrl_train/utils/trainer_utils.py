@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING
 
+from skyrl_train.absent import refuse_name
 from skyrl_train.algorithms.filters import informative_groups
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput, to_trajectories
 
-__all__ = ["validate_generator_output", "zero_variance_filter"]
+__all__ = ["ResumeMode", "validate_generator_output", "zero_variance_filter"]
 
 TOLERANCE = 1e-6
+
+
+class ResumeMode(Enum):
+    """The values of `trainer.resume_mode`."""
+
+    NONE = "none"
+    LATEST = "latest"
+    FROM_PATH = "from_path"
 
 
 def validate_generator_output(num_prompts: int, generator_output: GeneratorOutput) -> None:
@@ -24,3 +36,7 @@ def zero_variance_filter(rewards: Sequence[float | Sequence[float]], uids: Seque
     totals = [float(reward) if isinstance(reward, int | float) else float(sum(reward)) for reward in rewards]
     kept = informative_groups(totals, [groups[uid] for uid in uids], TOLERANCE)
     return [index for index, uid in enumerate(uids) if groups[uid] in kept]
+
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # for names that SkyRL's scripts import

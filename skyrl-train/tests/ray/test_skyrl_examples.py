@@ -69,8 +69,8 @@ from skyrl_train.trainer import RayPPOTrainer
 class DAPOTrainer(RayPPOTrainer):
     @torch.no_grad()
     def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list) -> GeneratorOutput:
-        length = self.cfg.trainer.algorithm.overlong_buffer_len
-        factor = self.cfg.trainer.algorithm.overlong_buffer_penalty_factor
+        length = self.cfg.trainer.algorithm.overlong_buffer.len
+        factor = self.cfg.trainer.algorithm.overlong_buffer.penalty_factor
         max_length = self.cfg.generator.sampling_params.max_generate_length
         rewards = generator_output["rewards"]
         assert not isinstance(rewards[0], list), "rewards of whole responses are expected"
@@ -88,6 +88,7 @@ class DAPOExp(BasePPOExp):
 """
 
 FULLY_ASYNC = f"""{IMPORTS}
+import asyncio
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 
 
@@ -115,6 +116,12 @@ class FullyAsyncPPOExp(BasePPOExp):
         )
 """
 
+OWN_RUN = """
+    def run(self):
+        trainer = self._setup_trainer()
+        asyncio.run(trainer.train())
+"""
+
 MAIN = """
 
 @ray.remote(num_cpus=1)
@@ -125,6 +132,59 @@ def skyrl_entrypoint(cfg: DictConfig):
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
 def main(cfg: DictConfig) -> None:
+    validate_cfg(cfg)
+    initialize_ray(cfg)
+    ray.get(skyrl_entrypoint.remote(cfg))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+NEW_LAYOUT_DAPO = """
+import sys
+from dataclasses import dataclass
+
+import ray
+import torch
+from skyrl.train.config import AlgorithmConfig, make_config
+from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.generators.base import GeneratorOutput
+from skyrl.train.trainer import RayPPOTrainer
+from skyrl.train.utils import initialize_ray, validate_cfg
+
+
+@dataclass
+class PenaltyConfig(AlgorithmConfig):
+    overlong_buffer_len: int = 2
+    penalty: float = 0.25
+
+
+Config = make_config(algorithm_cls=PenaltyConfig)
+
+
+class PenaltyTrainer(RayPPOTrainer):
+    @torch.no_grad()
+    def postprocess_generator_output(self, generator_output: GeneratorOutput, uids):
+        algorithm, engine = self.cfg.trainer.algorithm, self.cfg.generator.inference_engine
+        assert (algorithm.overlong_buffer_len, engine.num_engines) == (2, 1)
+        generator_output["rewards"] = [reward - algorithm.penalty for reward in generator_output["rewards"]]
+        output, uids = super().postprocess_generator_output(generator_output, uids)
+        return output, uids
+
+
+class PenaltyExp(BasePPOExp):
+    def get_trainer(self, *args, **kwargs):
+        return PenaltyTrainer(*args, **kwargs)
+
+
+@ray.remote(num_cpus=1)
+def skyrl_entrypoint(cfg):
+    PenaltyExp(cfg).run()
+
+
+def main() -> None:
+    cfg = Config.from_cli_overrides(sys.argv[1:])
     validate_cfg(cfg)
     initialize_ray(cfg)
     ray.get(skyrl_entrypoint.remote(cfg))
@@ -223,8 +283,8 @@ def test_a_trainer_of_dapo(launch: Launch, tmp_path: Path) -> None:
         "trainer.algorithm.clip_ratio_c=10.0",
         "trainer.algorithm.eps_clip_high=0.28",
         "trainer.algorithm.loss_reduction=token_mean",
-        "+trainer.algorithm.overlong_buffer_len=2",
-        "+trainer.algorithm.overlong_buffer_penalty_factor=1.0",
+        "+trainer.algorithm.overlong_buffer.len=2",
+        "trainer.algorithm.overlong_buffer.penalty_factor=1.0",
     ]
     steps = launch(["main_dapo.py"], SCORED, *dapo, *REWARD)
     for step in steps:
@@ -232,11 +292,20 @@ def test_a_trainer_of_dapo(launch: Launch, tmp_path: Path) -> None:
         assert -1 <= punishment < -0.5  # nearly all replies have four tokens
 
 
+def test_a_trainer_and_keys_of_the_new_layout(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "main_penalty.py").write_text(NEW_LAYOUT_DAPO)
+    keys = ["trainer.algorithm.penalty=0.5", "generator.inference_engine.num_engines=1", "trainer.strategy=fsdp"]
+    for step in launch(["main_penalty.py"], SCORED, *keys, *REWARD):
+        assert step["loss/avg_final_rewards"] - step["reward/avg_raw_reward"] == pytest.approx(-0.5)
+        assert step["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("run", ["", OWN_RUN], ids=["", "own_run"])
 @pytest.mark.parametrize(
     "placement", ["trainer.placement.colocate_all=false", "trainer.fully_async.enabled=true"], ids=["ray", "inline"]
 )
-def test_the_fully_asynchronous_trainer(placement: str, launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "main_fully_async.py").write_text(FULLY_ASYNC + MAIN.format(experiment="FullyAsyncPPOExp"))
+def test_the_fully_asynchronous_trainer(placement: str, run: str, launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "main_fully_async.py").write_text(FULLY_ASYNC + run + MAIN.format(experiment="FullyAsyncPPOExp"))
     settings = [
         placement,
         "trainer.policy_mini_batch_size=4",

@@ -323,6 +323,32 @@ def test_a_hydra_script_without_rewrite_overrides_accepts_additions(tmp_path: Pa
     assert (algorithm.kl_estimator_type, algorithm.off_policy_correction.tis_ratio_type) == ("k3+", "token")
 
 
+def test_a_hydra_script_accepts_aliases_and_own_keys_in_its_sections(tmp_path: Path) -> None:
+    argv = ["trainer.algorithm.overlong_buffer.len=3", "+trainer.algorithm.overlong_buffer.penalty_factor=0.5"]
+    argv += [
+        "generator.inference_engine.max_num_seqs=4",
+        "environment.skyrl_gym.judge.model=small",
+        "trainer.run_name=",
+    ]
+    done = run_script(tmp_path, *argv, script=SCRIPT.replace(REWRITING, ""))
+    assert done.returncode == 0, done.stderr
+    cfg = load_config(yaml.safe_load(done.stdout))
+    assert cfg.trainer.algorithm.overlong_buffer == (3, 0.5)
+    assert cfg.generator.max_num_seqs == 4
+    assert cfg.environment.skyrl_gym.env_config("judge") == {"model": "small"}
+    assert cfg.trainer.run_name.startswith("skyrl-")
+
+
+def test_a_mistake_ends_a_hydra_script_with_one_message(tmp_path: Path) -> None:
+    script = SCRIPT.replace(REWRITING, "").replace("to_yaml, validate_cfg", "to_yaml")
+    script = script.replace(
+        "import sys\n", "import sys\nfrom skyrl_train.entrypoints.main_base import validate_cfg\n", 1
+    )
+    done = run_script(tmp_path, "trainer.epoch=3", script=script)
+    assert done.returncode == 1
+    assert done.stderr == "error: trainer.epoch=3: there is no key trainer.epoch; did you mean trainer.epochs?\n"
+
+
 def test_a_hydra_script_can_sweep(tmp_path: Path) -> None:
     done = run_script(tmp_path, "--multirun", "trainer.seed=1,2")
     assert done.returncode == 0, done.stderr

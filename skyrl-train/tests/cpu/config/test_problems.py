@@ -29,7 +29,7 @@ environment.skyrl_gym.max_env_worker=4
 """
 WRONG_TYPES = """
 trainer.epochs=three trainer.epochs='3' trainer.epochs=3.0 trainer.epochs=true trainer.epochs=null
-trainer.bf16=1 trainer.run_name=5 trainer.run_name='' trainer=5 environment.skyrl_gym=null
+trainer.bf16=1 trainer.run_name=5 trainer=5 environment.skyrl_gym=null
 data.train_data=[a,1] trainer.policy.optimizer_config.lr=true trainer.policy.optimizer_config.adam_betas=[0.9,1.0]
 trainer.critic.model.path='' environment.env_class=''
 """

@@ -119,6 +119,7 @@ def test_a_custom_section_reaches_its_environment() -> None:
     ).environment.skyrl_gym
     assert gym.env_config("search") == {"topk": 3, "nested": {"a": [1]}}
     assert gym.env_config("gsm8k") == {}
+    assert gym.env_config("llm_as_a_judge") == {"model": "gpt-4o-mini", "base_url": None}
     assert gym.max_env_workers == 32
 
 

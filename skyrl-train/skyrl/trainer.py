@@ -1,0 +1,33 @@
+"""SkyRL's trainers, with the signatures of its new layout."""
+
+from __future__ import annotations
+
+from skyrl_train import fully_async_trainer, ray_ppo_trainer
+from skyrl_train.generators.base import GeneratorOutput
+
+__all__ = ["FullyAsyncRayPPOTrainer", "RayPPOTrainer"]
+
+
+class RayPPOTrainer(ray_ppo_trainer.RayPPOTrainer):
+    """A trainer whose `postprocess_generator_output` returns the uids, too."""
+
+    @property
+    def postprocesses(self) -> bool:
+        return type(self).postprocess_generator_output is not RayPPOTrainer.postprocess_generator_output
+
+    def postprocess_generator_output(  # type: ignore[override]
+        self,
+        generator_output: GeneratorOutput,
+        uids: list[str],
+        metrics_generator_output: GeneratorOutput | None = None,
+        metrics_uids: list[str] | None = None,
+    ) -> tuple[GeneratorOutput, list[str]]:
+        """Return the rollouts of a step with a reward for each token, and the `uids`, which do not change.
+
+        The other two parameters are not read, because the trainer computes its metrics itself.
+        """
+        return super().postprocess_generator_output(generator_output, uids), uids
+
+
+class FullyAsyncRayPPOTrainer(RayPPOTrainer, fully_async_trainer.FullyAsyncRayPPOTrainer):
+    """A `RayPPOTrainer` that trains while rollouts are generated."""
