@@ -24,7 +24,13 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"skyrl_agent": "skyrl-agent", "skyrl_gym": "skyrl-gym", "skyrl_train": "skyrl-train", "tx": "skyrl-tx"}
+PACKAGES = {
+    "skyrl": "skyrl-train",
+    "skyrl_agent": "skyrl-agent",
+    "skyrl_gym": "skyrl-gym",
+    "skyrl_train": "skyrl-train",
+    "tx": "skyrl-tx",
+}
 LOOSE_FOLDERS = ("skyrl-train/examples", "skyrl-train/integrations", "veritas-rl")
 """Folders of modules that no package contains."""
 

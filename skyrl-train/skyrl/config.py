@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
@@ -97,7 +98,7 @@ class SkyRLTrainConfig:
         root = _extend(_Root, "", additions)
         schema = replace(RL, root=root, fields=dict(iter_fields(root)))
         with exit_on_mistake(is_program=given == sys.argv[1:]):
-            return parse([*defaults, *given], schema)
+            return parse([*defaults, *map(_without_json, given)], schema)
 
 
 def make_config(
@@ -107,6 +108,16 @@ def make_config(
     added = {"trainer.algorithm": algorithm_cls, "trainer": trainer_cls, "generator": generator_cls}
     sections = {key: section for key, section in added.items() if section is not None}
     return type("ExtendedConfig", (SkyRLTrainConfig,), {"sections": sections})
+
+
+def _without_json(text: str) -> str:
+    """Return an override with a section in JSON, `key={"a": "b"}`, in Hydra's grammar: `key={a:b}`."""
+    key, _, value = text.partition("=")
+    try:
+        section = json.loads(value) if value.startswith("{") else None
+    except ValueError:
+        return text
+    return text if section is None else f"{key}={show(section)}"
 
 
 def _declared(added: type) -> Iterator[Field[Any]]:

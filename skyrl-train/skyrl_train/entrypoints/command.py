@@ -105,11 +105,13 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
         ConfigError: it lists every problem.
     """
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
     from skyrl_train import config
     from skyrl_train.algorithms.rules import ALGORITHM_RULES
 
-    with exit_on_mistake(is_program=HydraConfig.initialized()):
+    is_one_run = HydraConfig.initialized() and HydraConfig.get().mode is RunMode.RUN  # a sweep tries all combinations
+    with exit_on_mistake(is_program=is_one_run):
         return config.validate_cfg(cfg, ALGORITHM_RULES)
 
 

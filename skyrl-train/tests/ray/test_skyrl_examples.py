@@ -289,7 +289,7 @@ def test_a_trainer_of_dapo(launch: Launch, tmp_path: Path) -> None:
     steps = launch(["main_dapo.py"], SCORED, *dapo, *REWARD)
     for step in steps:
         punishment = step["loss/avg_final_rewards"] - step["reward/avg_raw_reward"]
-        assert -1 <= punishment < -0.5  # nearly all replies have four tokens
+        assert -1.001 <= punishment < -0.5  # nearly all replies have four tokens
 
 
 def test_a_trainer_and_keys_of_the_new_layout(launch: Launch, tmp_path: Path) -> None:

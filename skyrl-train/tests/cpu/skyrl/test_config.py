@@ -55,6 +55,14 @@ def test_overrides_are_parsed_into_a_configuration() -> None:
     assert SkyRLTrainConfig.from_cli_overrides({"trainer.epochs": 3, "trainer.run_name": "a b"}).trainer.epochs == 3
 
 
+def test_sections_may_be_json() -> None:
+    cfg = SkyRLTrainConfig.from_cli_overrides(
+        ['environment.skyrl_gym.judge={"model": "small", "limits": {"tries": 2}}', "environment.skyrl_gym.tool={a:1}"]
+    )
+    assert cfg.environment.skyrl_gym.env_config("judge") == {"model": "small", "limits": {"tries": 2}}
+    assert cfg.environment.skyrl_gym.env_config("tool") == {"a": 1}
+
+
 def test_keys_of_the_engine_are_read_in_their_new_section() -> None:
     cfg: Any = SkyRLTrainConfig.from_cli_overrides(["generator.inference_engine.backend=hf"])
     engine = cfg.generator.inference_engine
