@@ -25,6 +25,7 @@ from skyrl_train.errors import ConfigError, DataError, SkyRLError
 RAY_PORT = 6379
 TIMEOUT_S = 30.0
 PROBE = ".skyrl-doctor"
+FLAGS = '--git-url "$(git remote get-url origin)" --git-ref "$(git rev-parse HEAD)"'
 
 
 Status = Literal["ok", "warning", "failed"]
@@ -264,10 +265,10 @@ def _check_workdir(path: Path, ref: str, url: str) -> Iterator[Finding]:
     elif listed is None:
         yield Finding("workdir.ref", "warning", f"{url} cannot be reached: {ref} cannot be compared with {branch}")
     elif not listed and not commit.startswith(ref):
-        fix = f"push it, or set workdir.ref: {branch} in {path}"
+        fix = f"push it, or set workdir.ref: {branch} in {path}, or launch with {FLAGS}"
         yield Finding("workdir.ref", "failed", f"{url} has no branch or tag {ref}", fix)
     elif listed and listed.split()[0] != commit:
-        fix = f"git push {url} {branch}, and set workdir.ref: {branch} in {path}"
+        fix = f"git push {url} {branch}, and set workdir.ref: {branch} in {path}, or launch with {FLAGS}"
         text = f"the task would run {ref} at {listed[:8]}, not the local {branch} at {commit[:8]}"
         yield Finding("workdir.ref", "failed", text, fix)
     else:

@@ -106,7 +106,7 @@ def test_the_ref_of_a_task_must_be_the_pushed_commit(tmp_path: Path, monkeypatch
     assert findings(task=task)["workdir.ref"].status == "ok"
     git("commit", "--allow-empty", "-m", "two")
     stale = findings(task=task)["workdir.ref"]
-    assert (stale.status, f"git push {remote} main" in stale.fix) == ("failed", True)
+    assert (stale.status, f"git push {remote} main" in stale.fix, "--git-url" in stale.fix) == ("failed", True, True)
     assert findings(task=task)["task"].text == f"{task}: WANDB_API_KEY must have a value"
     monkeypatch.setenv("WANDB_API_KEY", "key")
     assert "task" not in findings(task=task)

@@ -203,7 +203,8 @@ def test_only_provisioning_is_repeated(results: list[int], status: int, calls: l
 @pytest.mark.parametrize("missing", KEYS)
 def test_nothing_is_rented_without_a_key(missing: str, tmp_path: Path) -> None:
     keys = {name: key for name, key in KEYS.items() if name != missing}
-    result = bash(SCRIPTS / "launch.sh", "task.yaml", CLUSTER="a", RUN_NAME="b", PATH="/usr/bin:/bin", **keys)
+    variables = {"CLUSTER": "a", "RUN_NAME": "b", "PATH": "/usr/bin:/bin", "PROVISIONING_WAIT_S": "0"}
+    result = bash(SCRIPTS / "launch.sh", "task.yaml", **variables, **keys)
     assert (result.returncode, result.stdout) == (3, "")
     assert f"{missing} is not set" in result.stderr
 
