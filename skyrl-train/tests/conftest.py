@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +69,11 @@ def forked_processes() -> Iterator[None]:
     """Start the processes of `multiprocessing` from the zygote, in 0.1 s instead of 6 s."""
     with forked_multiprocessing():
         yield
+
+
+@pytest.fixture
+def without_nohup() -> Iterator[None]:
+    """Let SIGHUP reach the test, even if `nohup` has started pytest."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -6,11 +6,12 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from skyrl_train.entrypoints.runtime import collect_rarely, on_first_interrupt
+
+pytestmark = pytest.mark.usefixtures("without_nohup")
 
 
 def test_the_garbage_collector_is_as_it_was() -> None:
@@ -19,13 +20,6 @@ def test_the_garbage_collector_is_as_it_was() -> None:
         assert gc.get_threshold()[0] > before[0][0]
         assert gc.get_freeze_count() > before[1]
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
-
-
-@pytest.fixture(autouse=True)
-def _without_nohup() -> Iterator[None]:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
 
 
 async def send(*numbers: int) -> int:
