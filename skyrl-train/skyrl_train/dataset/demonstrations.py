@@ -13,13 +13,14 @@ from itertools import takewhile
 from typing import Any
 
 from skyrl_gym.runtime.validation import is_conversation
+from skyrl_gym.tools.calls import for_template
 from skyrl_train.config.preferences import PreferenceDataConfig
 from skyrl_train.config.sft import SFTDataConfig, SupervisedDataConfig
 from skyrl_train.dataset.files import Row, Rows, quote
 from skyrl_train.errors import DataError
 from skyrl_train.rendering.messages import check_media, drop_nulls, prepare_messages
 
-WEIGHT_FIELDS = ("weight", "train", "training")
+WEIGHT_FIELDS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_weight", "step_loss_mask")
 UNREAD_FIELDS = {
     "function_call": 'write tool_calls: [{"type": "function", "function": {"name": "…", "arguments": {}}}]',
     "refusal": "write its text as content",
@@ -46,7 +47,7 @@ class Demonstration:
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
-    """Return False for a message with `weight: 0` (OpenAI, Mistral) or `train: false` (Axolotl)."""
+    """Return False for a message with `weight: 0` (OpenAI, Mistral), `train: false` (Axolotl) or a field like these."""
     return all(message.get(name, True) for name in WEIGHT_FIELDS)
 
 
@@ -248,13 +249,15 @@ def _check_fields(message: Mapping[str, Any], name: str) -> None:
 
 
 def _has_valid_calls(message: Mapping[str, Any]) -> bool:
-    calls = message.get("tool_calls", [])
+    calls = for_template(message).get("tool_calls", [])
+    functions = [call.get("function", call) if isinstance(call, Mapping) else None for call in calls or ()]
     return isinstance(calls, list) and all(
-        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls
+        isinstance(function, Mapping) and isinstance(function.get("arguments", {}), Mapping) for function in functions
     )
 
 
 def _parse_tools(value: Any, location: str, key: str) -> list[Any] | None:
+    is_text = isinstance(value, str)
     if isinstance(value, str) and value:
         try:
             value = json.loads(value)
@@ -266,4 +269,4 @@ def _parse_tools(value: Any, location: str, key: str) -> list[Any] | None:
         return None
     if not isinstance(value, list):
         raise DataError(f"{location}: {key}={quote(value)} is not a list of tools; write a list of JSON schemas")
-    return list(drop_nulls(value))
+    return list(value if is_text else drop_nulls(value))  # nulls of a text were meant

@@ -43,8 +43,9 @@ def drop_nulls(value: Any) -> Any:
 def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return copies of messages in the form that every chat template reads.
 
-    Fields that are null are dropped, arguments of tool calls are objects, and content that consists of text parts is
-    one string. Templates differ in what they make of parts: Qwen3's writes nothing.
+    Fields that are null are dropped, arguments of tool calls are objects (a null in them was meant, once a file's nulls
+    are dropped), and content that consists of text parts is one string. Templates differ in what they make of parts:
+    Qwen3's writes nothing.
 
     Raises:
         DataError: a message has an image or another medium.
@@ -53,7 +54,8 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def _prepare(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    prepared: dict[str, Any] = for_template(drop_nulls(message))
+    given = {name: value for name, value in message.items() if value is not None or name == "content"}
+    prepared: dict[str, Any] = for_template(given)
     if medium := next((name for name in MEDIA_FIELDS if prepared.get(name)), None):
         raise DataError(f"message {index} has {medium}, which models here do not read; remove it")
     content = prepared.get("content")

@@ -9,21 +9,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.runtime.text import describe_error
+from skyrl_gym.tools.calls import THOUGHT_TAGS
 from skyrl_train.errors import DataError
 from skyrl_train.rendering.messages import ROLES, THOUGHT_FIELDS, prepare_messages
 
 MARK = "ASSISTANTTURN"  # stands for the content of a message to find its position; no template changes plain letters
 ANCHORS = ("\n", ".", "a")  # text that a fragment can follow if it would merge with its real context
 MAX_TAIL_CHARS = 1000  # of a context, in which its last special token is looked for
-THOUGHT_TAGS = (
-    ("<think>", "</think>"),
-    ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
-    ("<reasoning>", "</reasoning>"),
-    ("<seed:think>", "</seed:think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-)
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -90,7 +82,7 @@ class ChatTemplate:
             return self.render(messages, tools, adds_header=True)
         header = self.render(past, tools, adds_header=True) if past else ""
         marked = self.render([*past, {**last, "content": start + MARK}], tools, adds_header=False).partition(MARK)[0]
-        opening = next((opening for opening, _ in THOUGHT_TAGS if start.lstrip().startswith(opening)), None)
+        opening = next((opening for opening in THOUGHT_TAGS if start.lstrip().startswith(opening)), None)
         if marked.endswith(start) and marked.startswith(header):
             # Qwen3's template puts an empty thought before the last reply, even if the reply begins with a thought
             has_two_thoughts = opening is not None and marked[len(header) : -len(start)].strip()
@@ -135,11 +127,11 @@ class ChatTemplate:
         """Return the answer if the prompt's header has an empty or an open thought that a past turn's header lacks."""
         turn = [*past, {"role": "assistant", "content": MARK}]
         head = self.render(turn, tools, adds_header=False).partition(MARK)[0]
-        for _, closing in THOUGHT_TAGS:
+        for closing in THOUGHT_TAGS.values():
             if not prompt.startswith(head):  # DeepSeek-V3.1 closes a thought in past turns that it never opens there
                 head = head.removesuffix(closing)
         extra = prompt[len(head) :].strip()
-        for opening, closing in THOUGHT_TAGS:
+        for opening, closing in THOUGHT_TAGS.items():
             extra = extra.removeprefix(opening).strip().removeprefix(closing)
         if not (prompt.startswith(head) and text.startswith(head)) or extra:
             raise DataError(
@@ -195,7 +187,7 @@ def split_thought(message: Mapping[str, Any]) -> tuple[str | None, str]:
     """Return the thought of a prepared message, and its content without it."""
     content = str(message["content"] or "")
     thought = next((str(message[name]) for name in THOUGHT_FIELDS if message.get(name)), None)
-    for opening, closing in THOUGHT_TAGS:
+    for opening, closing in THOUGHT_TAGS.items():
         before, found, after = content.partition(closing)
         if found:
             return before.strip().removeprefix(opening).strip(), after
@@ -209,7 +201,7 @@ def _continue_thought(prompt: str, answer: str, thought: str | None, index: int)
         DataError: the message has a thought after the header closed it.
     """
     header = prompt.rstrip()
-    for opening, closing in THOUGHT_TAGS:
+    for opening, closing in THOUGHT_TAGS.items():
         if header.endswith(closing) and thought is not None:
             raise DataError(
                 f"message {index} has a thought, but the header of the turn has already closed it ({header[-40:]!r}); "

@@ -31,17 +31,29 @@ from skyrl_gym.tools.calls.mistral import MISTRAL
 from skyrl_gym.tools.calls.plain import FUNCTION, STRAY
 from skyrl_gym.tools.calls.tagged import TAGGED
 
-__all__ = ["MalformedCall", "ToolCall", "ToolCallError", "for_template", "parse_tool_calls", "strip_thoughts"]
+__all__ = [
+    "THOUGHT_TAGS",
+    "MalformedCall",
+    "ToolCall",
+    "ToolCallError",
+    "for_template",
+    "parse_tool_calls",
+    "strip_thoughts",
+]
 
 MAX_CALLS = 32  # in one reply
 START_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
-_THOUGHTS = {
+THOUGHT_TAGS = {
     START_OF_THOUGHT: END_OF_THOUGHT,
     "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>",
+    "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
-    "<|channel|>analysis<|message|>": "<|end|>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
 }
-"""Tags around thoughts: of most models, of Mistral's, and of gpt-oss."""
+"""Tags around thoughts: of most models, of Seed-OSS, Mistral's and Command A."""
+_THOUGHTS = {**THOUGHT_TAGS, "<|channel|>analysis<|message|>": "<|end|>"}  # and of gpt-oss
 
 _FORMATS = {
     "tagged": TAGGED,
@@ -157,7 +169,8 @@ def _parse_at(text: str, token: re.Match[str], scan: _Scan) -> int:
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a chat message whose tool calls have their arguments as objects, as chat templates expect them.
 
-    APIs and data sets often hold arguments as JSON text. Text that is not a JSON object is left as it is.
+    APIs and data sets often hold arguments as JSON text, and no arguments as an empty text or as null. Other text that
+    is not a JSON object is left as it is.
     """
     copy = dict(message)
     if isinstance(calls := copy.get("tool_calls"), list):
@@ -170,9 +183,10 @@ def _parse_arguments(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"].strip() or "{}")
     except ValueError:
         return call
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         return call
     parsed = {**function, "arguments": arguments}

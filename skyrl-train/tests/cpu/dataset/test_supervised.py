@@ -253,6 +253,8 @@ REFUSED: list[dict[str, Any]] = [
     {"messages": [user("a")]},
     {"messages": [{**assistant(""), "tool_calls": "f()"}]},
     {"messages": [calling(7)]},
+    {"messages": [user("a"), calling({"name": "f", "arguments": '{"city": "Par'})]},
+    {"messages": [user("a"), calling({"name": "f", "arguments": "[1]"})]},
     {"prompt": "a", "response": "b", "tools": "["},
     {"prompt": "a", "response": "b", "tools": {"a": 1}},
     {"messages": [user("a"), {**assistant("b"), "weight": 0}]},
@@ -274,7 +276,26 @@ def test_a_bad_row_is_refused_with_its_number(tmp_path: Path, pytestconfig: pyte
     golden.compare("dataset/demonstrations", {str(row): [find_error(row)] for row in REFUSED}, pytestconfig)
 
 
-@pytest.mark.parametrize("field", ["weight", "train", "training"])
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": null, "n": 1}', '{"city": null, "n": 1}'),
+        ({"city": None, "n": 1}, '{"n": 1}'),
+        ("", "{}"),
+        ("null", "{}"),
+    ],
+)
+def test_nulls_in_the_text_of_arguments_were_meant(
+    arguments: Any, shown: str, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    path = write_rows(tmp_path, [{"messages": [user("a"), calling(call)]}])
+    ((row,),) = read_demonstrations(path, SFTDataConfig())
+    ((_, (trained,)),) = encode(tiny_tokenizer, row.messages, WITH_TOOLS)
+    assert f'"arguments": {shown}}}' in trained
+
+
+@pytest.mark.parametrize("field", ["weight", "train", "training", "loss", "step_loss_mask"])
 def test_only_answers_with_a_weight_are_trained(
     field: str, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -354,8 +375,9 @@ def test_keys_may_be_nested(tmp_path: Path) -> None:
 
 
 def test_empty_columns_of_parquet_are_left_out(tmp_path: Path) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": ""}}
-    messages = [user("a"), {**calling(call), "content": None}]
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    as_text = {"type": "function", "function": {"name": "f", "arguments": ""}}
+    messages = [user("a"), {**calling(as_text), "content": None}]
     ((row,),) = read_demonstrations(write_rows(tmp_path, [{"messages": messages}], "rows.parquet"), SFTDataConfig())
     assert row.messages == [user("a"), calling(call)]
 
