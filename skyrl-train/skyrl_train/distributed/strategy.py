@@ -219,7 +219,8 @@ class DistributedStrategy(ABC, Generic[M]):
         if state.scheduler is not None:
             state.scheduler.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
         for i, settings in enumerate(configured):
-            groups[i].update(settings)
+            assert state.optimizer is not None
+            state.optimizer.param_groups[i].update(settings)  # loading may have replaced the list that was read above
             if state.scheduler is not None:
                 state.scheduler.base_lrs[i] = settings["initial_lr"]
 

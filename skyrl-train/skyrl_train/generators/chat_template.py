@@ -72,9 +72,11 @@ class ChatEncoder:
                 f"the chat template cannot render a message of the user and a reply: {error}; correct the template of "
                 "the tokenizer or of generator.chat_template"
             ) from error
-        special_ids = set(tokenizer.all_special_ids)
-        end_ids = [token for token in tail if token in special_ids][:1]
-        end_ids += [vocabulary[token] for token in TURN_ENDS if token in (vocabulary := tokenizer.get_added_vocab())]
+        vocabulary = tokenizer.get_added_vocab()
+        end_ids = [vocabulary[token] for token in TURN_ENDS if token in vocabulary]
+        if "<|channel|>" not in vocabulary:  # gpt-oss also ends a thought with <|end|>, which `strip_thoughts` needs
+            special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+            end_ids += [token for token in tail if token in special_ids][:1]
         self._hidden_ids = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *end_ids}
 
     def prompt_ids(self, messages: Messages) -> list[int]:

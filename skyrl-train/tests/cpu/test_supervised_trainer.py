@@ -224,6 +224,23 @@ def test_a_run_with_more_epochs_than_before_follows_their_schedule(
     assert jumps == ([f"The learning rate of the policy is {jump}, {rest}"] if jump else [])
 
 
+def test_weight_decay_that_a_resume_changes_shrinks_the_weights(named: Overrides) -> None:
+    """AdamW subtracts lr · decay · w, so two runs from one checkpoint differ by that."""
+    section = "trainer.policy.optimizer_config"
+    fixed = ["trainer.eval_interval=-1", "trainer.hf_save_interval=1", f"{section}.scheduler=constant_with_warmup"]
+    after = {}
+    for name, decay in (("without", 0), ("with", 10)):
+        train(*named(name, *fixed, f"{section}.weight_decay=0", "trainer.max_training_steps=1"), command="sft")
+        run = train(
+            *named(name, *fixed, f"{section}.weight_decay={decay}", "trainer.max_training_steps=2"), command="sft"
+        )
+        before, after[name] = (
+            load_file(run.folder / f"export/global_step_{step}/policy/model.safetensors") for step in (1, 2)
+        )
+    for key, weight in before.items():
+        torch.testing.assert_close(after["with"][key], after["without"][key] - 3e-3 * 10 * weight, atol=1e-6, rtol=1e-5)
+
+
 def test_settings_that_a_resume_changes_are_used_and_shown(named: Overrides) -> None:
     """Adam's step is proportional to the learning rate, so another rate scales it."""
     rate, fixed = "trainer.policy.optimizer_config.lr", ["trainer.eval_interval=-1", "trainer.hf_save_interval=1"]

@@ -90,6 +90,18 @@ def test_turns_of_rl_and_of_sft_have_the_same_tokens(family: str) -> None:
         assert last.token_ids[: last.loss_mask.index(1)] == chat.history_ids(messages[:3])
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt-oss"])
+def test_environments_do_not_read_the_end_of_a_turn(family: str) -> None:
+    tokenizer, reply = load(family), FAMILIES[family].reply.format("It is 4.")
+    token_ids = tokenizer("a" + reply, add_special_tokens=False)["input_ids"]
+    assert (
+        ChatEncoder(tokenizer, template_kwargs=FAMILIES[family].variables)
+        .decode(token_ids)
+        .rstrip()
+        .endswith("It is 4.")
+    )
+
+
 @pytest.mark.parametrize("family", ["qwq", "r1-distill", "minimax m2", "qwen3", "smollm3", "deepseek-v3.1, thinking"])
 @pytest.mark.parametrize("opening", ["<think>\n", "<think>"])
 def test_a_thought_is_trained_even_if_the_template_drops_it_from_past_turns(family: str, opening: str) -> None:
