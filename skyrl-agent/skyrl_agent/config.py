@@ -112,8 +112,8 @@ class AgentGeneration(Section):
     """Log each turn."""
 
     max_repeats: Annotated[int, Ge(0)] | None = None
-    """Equal calls with equal results in a row that end the trajectory with `stuck_in_a_loop`; 0 for no limit. null for
-    the limit of the agent: 4 for `CodeActAgent`, none for `ReActAgent`. An agent that polls needs more."""
+    """Number of equal calls with equal results in a row that end the trajectory with `stuck_in_a_loop`; 0 for no limit.
+    Defaults to the agent's limit: 4 for `CodeActAgent`, none for `ReActAgent`. Raise it for agents that poll."""
 
     tool_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds after which a call of a tool is abandoned and ends its trajectory with `cmd_timeout`."""
@@ -122,7 +122,7 @@ class AgentGeneration(Section):
     """Seconds after which a method of the task is abandoned; its trajectory is invalid."""
 
     trajectory_timeout: Annotated[float, Gt(0)] = 14_400.0
-    """Seconds after which an agent is abandoned, waiting for the engine included; its trajectory is invalid."""
+    """Maximum seconds of an agent's work, including waits for the engine. Then its trajectory is invalid."""
 
     n_retries: Annotated[int, Ge(0)] = 1
     """Further attempts at a trajectory that failed."""

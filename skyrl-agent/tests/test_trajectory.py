@@ -185,7 +185,7 @@ async def test_each_attempt_has_its_own_instance_and_nothing_collected_keeps_the
 
 
 class Fatal(BaseException):
-    """An error that `except Exception` does not catch, such as those of pytest and torch.distributed.checkpoint."""
+    """An error that `except Exception` does not catch. pytest and torch.distributed.checkpoint raise such errors."""
 
 
 async def cancel_a_task() -> None:
@@ -294,7 +294,7 @@ class SlowStart(BaseTask):
 
 
 class SlowStartAsyncClose(SlowStart):
-    """The same task, with a coroutine function that closes."""
+    """A `SlowStart` whose `close_runtime` is a coroutine function."""
 
     @classmethod
     async def close_runtime(cls, runtime: object) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shlex
-import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +46,7 @@ class Run(Protocol):
     """The last finished step; 0 before the first."""
     total_steps: int
     changes: list[str]
-    """Settings that differ from those of the checkpoint it resumed from, e.g. `trainer.seed: 1 -> 2`."""
+    """Settings that changed since the checkpoint it resumed from, e.g. `trainer.seed: 1 -> 2`."""
 
     @property
     def is_stopping(self) -> bool:
@@ -323,9 +321,9 @@ class Reporting(Callback):
         self._run_folder = run_folder
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
-        from skyrl_train.report import report_run  # matplotlib, which a run needs only now
+        from skyrl_train.report import report_own_run  # matplotlib, which a run needs only now
 
-        report_run(self._run_folder, command=shlex.join(["python", *sys.orig_argv[1:]]))
+        report_own_run(self._run_folder)
 
 
 class Export(Callback):

@@ -170,8 +170,8 @@ class TrainingRun(ABC):
     async def finish_step(self, step: Step) -> None:
         """Report the step to the callbacks.
 
-        An OSError of a callback is an alert. If the run ends with this step, it ends with that error, but only after
-        the callbacks that follow: the metrics of a full disk must not cost the checkpoint on another one.
+        An OSError in a callback is an alert. At the last step it ends the run, but only after the remaining callbacks:
+        if metrics cannot be written to a full disk, a checkpoint on another disk must still be saved.
 
         Raises:
             StorageError, CheckpointError: the first failure of the last step.

@@ -38,6 +38,7 @@ STOP_GRACE_S = 20.0
 
 
 STAGES = {"rollout", "build_batch", "score", "advantages", "update", "sync_weights", "finish_step"}
+"""Methods of a training step that a subclass may override."""
 
 
 class RolloutsAbandonedError(Exception):

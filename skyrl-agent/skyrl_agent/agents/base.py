@@ -53,7 +53,7 @@ async def run_contained(awaitable: Awaitable[T]) -> T:
 
 
 class _LateCall:
-    """A blocking call, and what happens to its result if it returns after it was abandoned."""
+    """A blocking call whose result is closed if it returns after it was abandoned."""
 
     is_stuck = False
 

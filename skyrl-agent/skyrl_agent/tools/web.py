@@ -24,7 +24,7 @@ MAX_RETRY_AFTER_S = 30.0
 SERVICE_STATUSES = frozenset({401, 402, 403, 407, 408, 421, 425, 429})
 """Client errors that say nothing about the request: no key, no credit, too many requests, …"""
 ENDPOINT_STATUSES = SERVICE_STATUSES | {404, 405, 410}
-"""The same for a fixed address, which is configured wrongly if it does not exist."""
+"""As above for a configured address: if it does not exist, the configuration is wrong, not the request."""
 
 QUERY = text_parameters(query="What to search for.")
 
@@ -38,7 +38,7 @@ Web page:
 
 
 class _Retry(urllib3.Retry):
-    """Retries that fail at once if the service asks for a long pause, in which nothing else would end the call."""
+    """Retry policy that gives up at once if the service asks for a pause of more than `MAX_RETRY_AFTER_S`."""
 
     def get_retry_after(self, response: urllib3.BaseHTTPResponse) -> float | None:
         seconds = super().get_retry_after(response)

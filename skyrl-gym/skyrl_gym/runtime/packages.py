@@ -43,7 +43,7 @@ def find_fault(python: str, entry_point: str) -> str | None:
 
 
 def import_paths() -> list[str]:
-    """Return the import paths of this program, except those of its Python installation."""
+    """Return the import paths of this program without its Python installation's own."""
     prefixes = (sys.prefix, sys.base_prefix)
     return [os.getcwd(), *(path for path in sys.path if path and not path.startswith(prefixes))]
 

@@ -39,7 +39,7 @@ def pipe_without_reader() -> Iterator[int]:
 
 @contextmanager
 def full_pipe() -> Iterator[int]:
-    """A pipe that does not block, as programs that share a terminal may set it, and that nobody reads."""
+    """A non-blocking pipe that nobody reads. Programs that share a terminal may make it non-blocking."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     yield writer

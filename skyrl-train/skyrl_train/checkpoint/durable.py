@@ -13,7 +13,7 @@ import torch
 DISK_ERRORS = frozenset(
     {
         *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS),
-        *(errno.EPERM, errno.EACCES),  # also of an expired ticket of Kerberos, or of a tool for quotas
+        *(errno.EPERM, errno.EACCES),  # an expired Kerberos ticket or a quota tool, too
         *(errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT),  # of a network file system
     }
 )

@@ -204,7 +204,7 @@ def _quote_home(text: str) -> str:
 
 
 def _quote_text(text: str) -> str:
-    """Quote what would be a number and is the value of a text, such as trainer.run_name=2026_11_28."""
+    """Quote a value that looks like a number if its key takes text, e.g. trainer.run_name=2026_11_28."""
     key, _, value = text.partition("=")
     field = FIELDS.get(key.lstrip("+"))
     options = () if field is None else (field.annotation, *get_args(field.annotation))

@@ -181,8 +181,8 @@ class GeneratorConfig(Section):
     """Trajectories per evaluation prompt."""
 
     success_reward: float | None = None
-    """Total reward from which a trajectory passes in `pass_at_k`, e.g. 1. By default, every reward above 0 passes,
-    partial credit included. Training does not read it."""
+    """Minimum total reward of a success in `pass_at_k`, e.g. 1. Defaults to any reward above 0, partial credit
+    included. Does not affect training."""
 
     max_turns: Count = 1
     """Maximum number of turns of a trajectory, which then ends with stop reason `max_turns`. Environments receive it as

@@ -96,11 +96,10 @@ class ConversationEncoder:
         return rows
 
     def _encode_answer(self, turn: Turn, message: Mapping[str, Any], index: int) -> tuple[list[int], str]:
-        """Return the tokens of an answer up to its end of turn, or the EOS token if it has none, and their text.
+        """Return the tokens and the text of an answer up to its end of turn. If it has none, the EOS token is appended.
 
-        Templates end a turn differently: ChatML with "<|im_end|>\\n", Phi-3.5 with "<|end|>\\n", and after a whole
-        conversation with its EOS token as well. The first end in the special tokens and blanks at the end is the one
-        that the model samples.
+        Templates add text after the end: ChatML "\\n", Phi-3.5 "\\n" and, after the last turn, its EOS token. The model
+        stops at the first end token, so only the trailing special tokens and white space are searched.
         """
         token_ids = self._template.encode_after(turn.prompt, turn.answer)
         end_texts = self._tokenizer.convert_ids_to_tokens(sorted(self._end_ids))  # None for ids without a token

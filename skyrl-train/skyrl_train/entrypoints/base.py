@@ -157,7 +157,7 @@ class Experiment(ABC):
         return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, folder, id_dir)
 
     def open_tracker(self) -> Tracking:
-        """Return what `get_tracker` returns; ConfigError if it cannot take the place of the metrics backends."""
+        """Return the result of `get_tracker`. Raise ConfigError unless it is a `Tracking`."""
         tracker = self.get_tracker()
         if not isinstance(tracker, Tracking):
             raise ConfigError(

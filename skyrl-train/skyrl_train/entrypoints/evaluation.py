@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shlex
-import sys
 from contextlib import nullcontext
 
 import yaml
@@ -23,7 +21,7 @@ from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.evaluate import dump_evaluation, evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.remote_storage import open_evaluations
-from skyrl_train.report import report_run
+from skyrl_train.report import report_own_run
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
         with self.running():
             self._record_settings()
             metrics = asyncio.run(self.evaluate())
-            report_run(self.run_folder, command=shlex.join(["python", *sys.orig_argv[1:]]))
+            report_own_run(self.run_folder)
             for name, value in sorted(metrics.items()):
                 print(f"{name:<50} {value:.6g}")
 

@@ -30,10 +30,10 @@ def collect_rarely() -> Iterator[None]:
 
 @contextmanager
 def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at the first Ctrl-C, SIGTERM or SIGHUP. A second Ctrl-C or SIGTERM ends the program at once.
+    """Call `stop` at the first Ctrl-C, SIGTERM or SIGHUP. A second Ctrl-C or SIGTERM kills the program at once.
 
-    It ends as by `kill -9`: closing engines and environments could take as long as the step that the user does not want
-    to wait for. Files of a run are complete or absent at any time, and child processes end with their parent.
+    It does not close engines and environments, because that could take as long as the step. Files are complete or
+    absent at any time, and child processes end with their parent.
 
     A terminal that closes may send SIGHUP several times, from the shell and from the kernel, so SIGHUP is ignored after
     the first signal. It stays ignored where `nohup` has done so. Needs a running event loop. Does nothing outside of

@@ -298,8 +298,8 @@ async def await_within(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
 def errors_as_exceptions() -> Iterator[None]:
     """Raise SystemExit, CancelledError and the like of user code as RuntimeError, so that they do not end the run.
 
-    KeyboardInterrupt passes: a second Ctrl-C raises it wherever the program is. A child process that user code forks
-    ends here.
+    KeyboardInterrupt is raised as it is: before training starts, Ctrl-C must end the program. A child process that user
+    code forked ends here.
     """
     try:
         with end_forked_children():

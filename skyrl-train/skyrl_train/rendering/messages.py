@@ -43,12 +43,12 @@ def drop_nulls(value: Any) -> Any:
 def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return copies of messages in the form that every chat template reads.
 
-    Fields that are null are dropped, arguments of tool calls are objects (a null in them was meant, once a file's nulls
-    are dropped), and content that consists of text parts is one string. Templates differ in what they make of parts:
-    Qwen3's writes nothing.
+    Fields that are null are dropped. Arguments of tool calls become objects. Nulls inside them are kept, because the
+    file reader has already dropped the table's. Text parts are joined into one string: templates disagree on parts, and
+    Qwen3's writes none of them.
 
     Raises:
-        DataError: a message has an image or another medium.
+        DataError: a message has an image, a video or audio.
     """
     return [_prepare(message, index) for index, message in enumerate(messages)]
 

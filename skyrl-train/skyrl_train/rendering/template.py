@@ -13,16 +13,16 @@ from skyrl_gym.tools.calls import THOUGHT_TAGS
 from skyrl_train.errors import DataError
 from skyrl_train.rendering.messages import ROLES, THOUGHT_FIELDS, prepare_messages
 
-MARK = "ASSISTANTTURN"  # stands for the content of a message to find its position; no template changes plain letters
+MARK = "ASSISTANTTURN"  # placeholder for the content of a message, to find its position in the rendered text
 ANCHORS = ("\n", ".", "a")  # text that a fragment can follow if it would merge with its real context
-MAX_TAIL_CHARS = 1000  # of a context, in which its last special token is looked for
+MAX_TAIL_CHARS = 1000  # end of a context that is searched for its last special token
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An assistant's turn: the text that the model reads, and the text that it has to write."""
+    """An assistant's turn: the prompt that the model reads and the answer that it learns to write."""
 
     prompt: str
     answer: str
@@ -46,7 +46,7 @@ class ChatTemplate:
     # -- text
 
     def check_roles(self, messages: Messages) -> None:
-        """Raise DataError for a role that neither published templates nor this one know, such as "human"."""
+        """Raise DataError for a role that neither this template nor published ones use, such as "human"."""
         for index, message in enumerate(messages):
             if message["role"] not in ROLES and message["role"] not in self._source:
                 raise DataError(
@@ -58,7 +58,7 @@ class ChatTemplate:
         """Return the text of a conversation, with the header of the next assistant's turn if `adds_header`.
 
         Raises:
-            DataError: a message has a medium, or the template refuses the messages.
+            DataError: a message has an image, a video or audio, or the template refuses the messages.
         """
         prepared = prepare_messages(messages)
         options = {**self.options, "tools": list(tools)} if tools else self.options

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +89,11 @@ def report_run(run_folder: RunFolder, *, command: str | None = None) -> Path | N
         title = f"{run_folder.path.parent.name}: {run_folder.path.name}"
         plot_learning_curve(rows, run_folder.learning_curve, metric=measured[0], title=title)
     return write_report(run_folder, command=command)
+
+
+def report_own_run(run_folder: RunFolder) -> None:
+    """Write the report of the run that this process executes, with its command; as `report_run`."""
+    report_run(run_folder, command=shlex.join(["python", *sys.orig_argv[1:]]))
 
 
 def write_report(

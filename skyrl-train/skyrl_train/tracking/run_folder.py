@@ -72,7 +72,7 @@ class RunFolder:
 
     @property
     def has_training(self) -> bool:
-        """True if a training run has started here. Its folders may be elsewhere, but not its configuration."""
+        """True if a training run has started here. Its checkpoints may be elsewhere, but not its `config.yaml`."""
         has_files = bool(self.eval_steps()) or any((self.path / name).exists() for name in ("ckpts", "trajectories"))
         return has_files or (self.config_yaml.exists() and not (self.path / "evals" / EVAL_ONLY).is_dir())
 

@@ -15,7 +15,7 @@ BOX_END_CHARS = 100
 INVALID = "[INVALID]"
 
 _ANSWER = re.compile(r"Answer\s*:\s*((?:(?!<(?:[|/｜]|[A-Za-z_]+>))[^\n])+)", re.IGNORECASE)
-"""An answer ends with the line, or before a special token or a tag. ``x < 5`` goes on."""
+"""An answer ends at the end of its line, or before a special token or a tag. A plain `<`, as in ``x < 5``, is kept."""
 _DELIMITER = re.compile(r"\\[()\[\]]")  # \(…\) and \[…\] are $…$
 _FORMULA = re.compile(r"([^$]*)\$([^$]*)\$([^$]*)")
 _WORDS = re.compile(
@@ -54,7 +54,7 @@ _WRITTEN = (
     (re.compile(r"\\(?:[lc]?dots[cbm]?)(?![A-Za-z])|\.\.\.|…"), r"\\dots "),
     (re.compile(rf"^({_TEXT}\{{)?\s*an?\s+(?=[A-Za-z]{{3,}}(?:[\s-]+[A-Za-z]{{2,}})*\s*\}}?$)"), r"\1"),
 )
-"""Notation, whatever the answer is."""
+"""Replacements of notation, for every kind of answer."""
 _DELETED = (
     re.compile(rf"\s*{_TEXT}\{{\s*(?:(?:(?:{_UNITS}|m|s|th)\s*)*\.?)\s*\}}(?:\^\{{?[23]\}}?)?"),
     re.compile(rf"(?<![A-Za-z0-9\\^_{{(]){_UNITS}"),

@@ -3,7 +3,7 @@
     <|python_tag|>{"name": "search", "parameters": {"query": "Mount Fuji"}}
     [search(query="Mount Fuji"), search(query="Etna")]
 
-Bare JSON and lists have no marker that tells them from prose, so callers must choose these formats.
+Nothing marks bare JSON and lists as calls, so they are parsed only if the caller asks for the format.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _merged_specs(base: Sequence[TensorSpec], changes: Changes, frozen: Collecti
 
 
 def _find_folder(adapter: str) -> Path:
-    """Return the folder of an adapter, for the Hub's the one in its cache."""
+    """Return the folder of an adapter, downloading its tokenizer files if it is on the Hub."""
     return (
         Path(adapter)
         if Path(adapter).is_dir()

@@ -220,7 +220,7 @@ async def test_no_session_repeats_in_three_epochs() -> None:
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce++"])
 async def test_with_one_sample_of_each_prompt_none_is_left_alone(estimator: str) -> None:
-    """GRPO has no baseline then, which is warned of, and the run goes on."""
+    """GRPO then has no baseline. The configuration warns of it, and the run continues."""
     cfg = config(3, advantage_estimator=estimator)
     cfg = cfg.model_copy(update={"generator": cfg.generator.model_copy(update={"n_samples_per_prompt": 1})})
     step_data = await sample(cfg, ScriptedGenerator(), SequentialPrompts(n_rows=8, batch_size=3))

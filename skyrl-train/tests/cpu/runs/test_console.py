@@ -1,4 +1,4 @@
-"""A console that goes away costs nothing: the run goes on to its last step, with all checkpoints."""
+"""A run that loses its console still reaches its last step and writes all checkpoints."""
 
 from __future__ import annotations
 
