@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,6 +19,8 @@ def start_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Clu
 
     With `has_gpus`, Ray also books as many GPUs on each node, which need not exist.
     """
+    # Workers look up the experiment that a test defines in train_kit; pytest puts that on the path of its own process only.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     clusters = []
 
     def start(*n_cpus: int, has_gpus: bool = False) -> Cluster:
