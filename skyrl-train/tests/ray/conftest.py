@@ -19,7 +19,7 @@ def start_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Clu
 
     With `has_gpus`, Ray also books as many GPUs on each node, which need not exist.
     """
-    # Workers look up the experiment that a test defines in train_kit; pytest puts that on the path of its own process only.
+    # A worker imports the experiment of a test from train_kit, which only pytest has on its path.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     clusters = []
 
