@@ -114,6 +114,8 @@ ANY_DEVICE = Fixed("a GPU is used if there is one")
 PLAIN_ROWS = Fixed("rows are read as they are", (None, False))
 SAME_TEMPLATE = Fixed("all rows have the template's variables in data.chat_template_kwargs")
 TEXT_ONLY = Fixed("rows hold text; images and videos are not supported")
+IMAGE_COLUMN = Fixed("rows hold text; a row whose column image or images is filled is refused", ("images", "image"))
+VIDEO_COLUMN = Fixed("rows hold text; a row whose column video or videos is filled is refused", ("videos", "video"))
 IN_ORDER = Fixed("mini-batches keep the order of the prompts", (False,))
 SYSTEM_CACHE = Fixed("models are read from their folder, which the system caches")
 ONE_REWARD = Fixed("custom_reward_function scores each reply", ("naive", "batch", "dapo", "prime"))
@@ -175,8 +177,8 @@ COMMON = {
     "data.num_workers": Fixed("rows are read by the trainer"),
     "data.dataloader_num_workers": Fixed("rows are read by the trainer"),
     "data.use_shm": Fixed("rows are read from their files"),
-    "data.image_key": TEXT_ONLY,
-    "data.video_key": TEXT_ONLY,
+    "data.image_key": IMAGE_COLUMN,
+    "data.video_key": VIDEO_COLUMN,
     "data.image_patch_size": TEXT_ONLY,
     "trainer.default_hdfs_dir": ONE_FOLDER,
     "trainer.device": ANY_DEVICE,

@@ -95,7 +95,7 @@ actor_rollout_ref.rollout.nn=3 actor_rollout_ref.actor.quantum=3 hydra.sweep.dir
 {REJECTION}=seq_max_k2 {REJECTION}=token algorithm.rollout_correction.bypass_mode=True
 custom_reward_function.reward_kwargs.k=1 actor_rollout_ref.model.override_config.attn_implementation=eager
 actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent actor_rollout_ref.rollout.temprature=1
-data.shufle=True data.colour=1 actor_rollout_ref.rollout.zeal=0
+data.shufle=True data.colour=1 data.image_key=pictures data.video_key=clips actor_rollout_ref.rollout.zeal=0
 """
 
 
