@@ -43,7 +43,7 @@ from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.dataset.rows import TaskRow, check_environments
+from skyrl_train.dataset.rows import check_environments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.command import validate_cfg
 from skyrl_train.entrypoints.engine import (
@@ -56,7 +56,7 @@ from skyrl_train.entrypoints.engine import (
     sync_tolerance,
 )
 from skyrl_train.entrypoints.preflight import check_data
-from skyrl_train.entrypoints.prompts import load_policy_tokenizer, open_prompts
+from skyrl_train.entrypoints.prompts import check_rows, load_policy_tokenizer, open_prompts
 from skyrl_train.errors import ConfigError
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.generators.base import GeneratorInterface
@@ -533,13 +533,8 @@ class BasePPOExp(Experiment):
             self._data_is_checked = check_data(self.cfg, trains=self.trains)
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
-        """Check that every row has an environment that accepts it, unless a custom generator plays them.
-
-        Of a dataset whose rows are checked when they are drawn, check some now.
-
-        Raises:
-            ConfigError: an environment does not exist.
-            DataError: an environment refuses a row.
+        """Check the rows as `check_rows`, and those that a dataset checks as they are drawn, unless a custom generator
+        plays them.
         """
         if self._replaces("get_generator"):
             return
@@ -547,15 +542,8 @@ class BasePPOExp(Experiment):
         for dataset in datasets:
             if not dataset.is_checked:
                 dataset.check_drawn = lambda row: check_environments([row], environment, max_turns, is_complete=False)
-        if self._data_is_checked:
-            return
-        rows = (
-            TaskRow(location, row.env_class, row.env_extras)
-            for dataset in datasets
-            for location, row in dataset.checked_rows()
-        )
-        is_complete = all(dataset.is_checked for dataset in datasets)
-        check_environments(rows, environment, max_turns, is_complete=is_complete)
+        if not self._data_is_checked:
+            check_rows(self.cfg, datasets)
 
     def _replaces(self, *methods: str) -> bool:
         """Return True if a user's subclass overrides one of these methods."""

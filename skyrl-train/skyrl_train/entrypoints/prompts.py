@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.files import local_path
 from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.dataset.rows import TaskRow, check_environments
 from skyrl_train.generators.chat_template import custom_chat_template, read_chat_template
 from skyrl_train.models.loading import load_tokenizer
 
@@ -45,17 +48,39 @@ def open_prompts(
     )
 
 
-def check_prompts(cfg: SkyRLConfig) -> None:
-    """Render the prompts of the data files, if the tokenizer is on this machine.
+def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
+    """Check that every row has an environment that accepts it; of a dataset that checks rows as they are drawn, some.
 
     Raises:
-        ConfigError: the tokenizer cannot be loaded, or has no chat template.
-        DataError: the chat template refuses a prompt, or no prompt is short enough.
+        ConfigError: an environment does not exist, or its settings are invalid.
+        DataError: an environment refuses a row.
+    """
+    rows = (
+        TaskRow(location, row.env_class, row.env_extras)
+        for dataset in datasets
+        for location, row in dataset.checked_rows()
+    )
+    is_complete = all(dataset.is_checked for dataset in datasets)
+    check_environments(rows, cfg.environment, cfg.generator.max_turns, is_complete=is_complete)
+
+
+def check_prompts(cfg: SkyRLConfig) -> None:
+    """Render the prompts of the data files, or read some of a custom class, if the tokenizer is on this machine.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded or has no chat template, or the custom class refuses its options.
+        DataError: the chat template refuses a prompt, no prompt is short enough, or a row cannot be used.
     """
     data = cfg.data
-    if not Path(cfg.trainer.policy.model.path).is_dir() or data.custom_cls.path is not None:
+    if not Path(cfg.trainer.policy.model.path).is_dir():
         return
     tokenizer = load_policy_tokenizer(cfg)
+    if data.custom_cls.path is not None:
+        splits: list[Literal["train", "validation"]] = ["train", "validation"]
+        if cfg.trainer.eval_interval < 0:
+            splits = ["train"]
+        check_rows(cfg, [CustomDataset(cfg, tokenizer, split) for split in splits])
+        return
     for sources, max_rows in ((data.train_data, data.max_checked_rows), (data.val_data, None)):
         is_read = sources is data.train_data or cfg.trainer.eval_interval > 0
         if is_read and sources and all(local_path(source) is not None for source in sources):

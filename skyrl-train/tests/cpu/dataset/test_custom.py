@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from train_kit.runs import run_of
+from train_kit.runs import expect_error, run_of
 
 from skyrl_train.config import load_config
 from skyrl_train.dataset.custom import CustomDataset
@@ -178,11 +178,9 @@ def test_errors_of_a_function_are_counted_and_are_no_rewards(catch_run: list[str
     ],
 )
 def test_missing_parts_are_named_before_models_are_loaded(
-    catch_run: list[str], file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, words: list[str]
+    catch_run: list[str], file: str, tmp_path: Path, change: str, words: list[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(run(catch_run, file, change))
-    message = capsys.readouterr().err.partition("error: ")[2]
-    for word in words:
-        assert word in message
+    arguments = run(catch_run, file, change)
+    for message in (expect_error(*arguments), expect_error(*arguments, "--dry-run")):
+        assert all(word in message for word in words), message
     assert not (tmp_path / "skyrl/test_run/metrics.jsonl").exists()
