@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from gym_kit.messages import call
@@ -196,62 +196,6 @@ def test_a_truncated_reply_has_no_open_call() -> None:
         assert parse_tool_calls(text, is_truncated=True) == parse_tool_calls(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ('{"name": "search", "parameters": {"query": "Mount Fuji"}}', [SEARCH]),
-        ('[{"name": "search", "arguments": {"query": "Mount Fuji"}}]', [SEARCH]),
-        ('{"name": "search", "parameters": {"query": "Mount Fuji"}}; {"name": "f"}<|eot_id|>', [SEARCH, ToolCall("f")]),
-        ("<think>[1]</think>" + '{"name": "f"}', [ToolCall("f")]),
-        (JSON_CALL, [SEARCH]),
-        (
-            '{"name": "f", "parameters": {"text": "</think><tool_call>"}}',
-            [ToolCall("f", {"text": "</think><tool_call>"})],
-        ),
-        ("The answer is {4}.", []),
-    ],
-)
-def test_bare_json(text: str, calls: list[ToolCall]) -> None:
-    assert parse_tool_calls(text, unmarked="json") == calls
-
-
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ("[search(query='Mount Fuji')]", [SEARCH]),
-        ('<|python_start|>[search(query="Mount Fuji"), a.f(n=[-1, 2.5], ok=true, none=None)]<|python_end|><|eot|>',
-         [SEARCH, ToolCall("a.f", {"n": [-1, 2.5], "ok": True, "none": None})]),
-        ("[f(text='a)] or [b(')]", [ToolCall("f", {"text": "a)] or [b("})]),
-        ("<think>[f()]</think>[1, 2] is the answer.", []),
-        ("search(query='Mount Fuji')", []),
-    ],
-)  # fmt: skip
-def test_pythonic(text: str, calls: list[ToolCall]) -> None:
-    assert parse_tool_calls(text, unmarked="pythonic") == calls
-
-
-@pytest.mark.parametrize(
-    ("text", "form", "message"),
-    [
-        ("[search(query='Mount F", "pythonic", "was never closed|unterminated"),
-        ("[search('Mount Fuji')]", "pythonic", "each item must be a call with keyword arguments"),
-        ("[search(query=open('a'))]", "pythonic", "malformed node"),
-        ("[search(n=1e999)]", "pythonic", "Out of range float"),
-        ("[search(n={1})]", "pythonic", "not JSON serializable"),
-        ("[search(**{})]", "pythonic", "is not supported"),
-        (f"[search(n={'[' * 70}{']' * 70})]", "pythonic", "nested too deeply"),
-        (f"[search(n={'-' * 100_000}1)]", "pythonic", "not a list such as"),
-        ('{"name": "search", "parameters": {', "json", "not valid JSON"),
-        ('{"name": "search"} is my call', "json", "has text after the tool call"),
-        ("[1]", "json", "A tool call is a JSON object"),
-    ],
-    ids=range(11),
-)
-def test_malformed_unmarked_call_is_explained(text: str, form: Literal["json", "pythonic"], message: str) -> None:
-    with pytest.raises(ToolCallError, match=message):
-        parse_tool_calls(text, unmarked=form)
-
-
 def test_lone_surrogates_are_replaced() -> None:
     (one,) = parse_tool_calls('<tool_call>{"name": "search", "arguments": {"q": ["\\ud83d"]}}</tool_call>')
     assert one.arguments == {"q": ["?"]}
@@ -308,19 +252,6 @@ def test_round_trip_of_plain_formats(form: str, name: str, arguments: dict[str, 
         assert parse_tool_calls(text) == [ToolCall(name, arguments)]
 
 
-@settings(max_examples=50)
-@given(st.lists(st.tuples(names, st.dictionaries(names, JSON_VALUES, max_size=3)), min_size=1, max_size=3))
-def test_round_trip_of_unmarked_formats(calls: list[tuple[str, dict[str, Any]]]) -> None:
-    calls = [(f"f_{name}", {f"a_{key}": value for key, value in arguments.items()}) for name, arguments in calls]
-    expected = [ToolCall(name, arguments) for name, arguments in calls]
-    written = [json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls]
-    assert parse_tool_calls("; ".join(written), unmarked="json") == expected
-    listed = [
-        f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls
-    ]
-    assert parse_tool_calls(f"[{', '.join(listed)}]", unmarked="pythonic") == expected
-
-
 @given(
     st.text()
     | tagged_texts
@@ -354,9 +285,6 @@ def test_any_text_can_be_parsed_or_raises_tool_call_error(text: str) -> None:
 def test_parsing_is_linear(unit: str) -> None:
     with linear_time(), suppress(ToolCallError):
         parse_tool_calls(long_text(unit))
-    for form in ("json", "pythonic"):
-        with linear_time(), suppress(ToolCallError):
-            parse_tool_calls(long_text(unit), unmarked=form)
 
 
 def test_thoughts() -> None:

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from skyrl_gym.tools.calls.call import MalformedCall, ToolCall, ToolCallError
 from skyrl_gym.tools.calls.deepseek import DEEPSEEK
 from skyrl_gym.tools.calls.harmony import HARMONY, HEADER
-from skyrl_gym.tools.calls.llama import LLAMA, parse_bare_json, parse_pythonic
+from skyrl_gym.tools.calls.llama import LLAMA
 from skyrl_gym.tools.calls.mistral import MISTRAL
 from skyrl_gym.tools.calls.plain import FUNCTION, STRAY
 from skyrl_gym.tools.calls.tagged import TAGGED
@@ -63,7 +63,6 @@ _FORMATS = {
     "deepseek": DEEPSEEK,
     "mistral": MISTRAL,
 }
-_UNMARKED: Mapping[str, Callable[[str], list[ToolCall]]] = {"json": parse_bare_json, "pythonic": parse_pythonic}
 _TOKEN = re.compile(
     f"(?P<thought>{'|'.join(map(re.escape, _THOUGHTS))})"
     f"|(?P<end_of_thought>{'|'.join(re.escape(tag) for tag in _THOUGHTS.values() if tag != '<|end|>')})"
@@ -90,34 +89,23 @@ def strip_thoughts(text: str) -> str:
     return "".join(_scan(text).visible)
 
 
-def parse_tool_calls(
-    text: str, *, is_truncated: bool = False, unmarked: Literal["json", "pythonic"] | None = None
-) -> list[ToolCall]:
+def parse_tool_calls(text: str, *, is_truncated: bool = False) -> list[ToolCall]:
     """Return the calls in a reply, in order.
 
     Args:
         is_truncated: the reply ended at the maximum number of tokens. Then a last call that is not closed is an error.
-        unmarked: the format of calls without markers, for models that use one: ``json`` is a bare
-            ``{"name": …, "parameters": …}``, ``pythonic`` a list ``[search(query="Mount Fuji")]``. The calls must be
-            the whole reply, thoughts excluded.
 
     Raises:
         ToolCallError: a call cannot be parsed, or there are too many; then no call should be executed.
     """
     scan = _scan(text)
-    calls = []
-    if unmarked is not None:
-        is_bare = text.lstrip().startswith(("{", "["))  # tags in it are text
-        calls = _UNMARKED[unmarked](text if is_bare else "".join(scan.visible))
-    if not calls:
-        if is_truncated and (scan.error is not None or not scan.is_closed):
-            raise ToolCallError(CUT_OFF)
-        if scan.error is not None:
-            raise scan.error
-        calls = scan.calls
-    if len(calls) > MAX_CALLS:
+    if is_truncated and (scan.error is not None or not scan.is_closed):
+        raise ToolCallError(CUT_OFF)
+    if scan.error is not None:
+        raise scan.error
+    if len(scan.calls) > MAX_CALLS:
         raise ToolCallError(f"Your reply has more than {MAX_CALLS} tool calls.")
-    return calls
+    return scan.calls
 
 
 def _scan(text: str) -> _Scan:
