@@ -13,12 +13,12 @@ from itertools import takewhile
 from typing import Any
 
 from skyrl_gym.runtime.validation import is_conversation
-from skyrl_gym.tools.calls import for_template
+from skyrl_gym.tools.calls import parse_arguments
 from skyrl_train.config.preferences import PreferenceDataConfig
 from skyrl_train.config.sft import SFTDataConfig, SupervisedDataConfig
 from skyrl_train.dataset.files import Row, Rows, quote
 from skyrl_train.errors import DataError
-from skyrl_train.rendering.messages import check_media, drop_nulls, prepare_messages
+from skyrl_train.rendering.messages import THOUGHT_FIELDS, check_media, drop_nulls, get_function, prepare_messages
 
 WEIGHT_FIELDS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_weight", "step_loss_mask")
 UNREAD_FIELDS = {
@@ -37,7 +37,7 @@ class Demonstration:
     messages: list[dict[str, Any]]  # at least one of the assistant
     n_context: int  # messages at the start that are not trained, even those of the assistant
     tools: list[Any] | None = None
-    reply_start: str = ""  # beginning of message `n_context` that belongs to the prompt
+    reply_start: dict[str, Any] | None = None  # message of the prompt that begins message `n_context`
 
     @property
     def trained(self) -> list[int]:
@@ -80,13 +80,22 @@ def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonst
 def _answer_prompt(
     location: str, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: list[Any] | None
 ) -> Demonstration:
-    """Join a prompt and its answer. A prompt that ends with a message of the assistant is continued by the answer."""
+    """Join a prompt and its answer. A prompt that ends with a message of the assistant is continued by the answer.
+
+    Raises:
+        DataError: that message has tool calls.
+    """
     last, first = prompt[-1], answer[0]
     if last["role"] != "assistant" or first["role"] != "assistant":
         return Demonstration(location, [*prompt, *answer], len(prompt), tools)
-    start = str(last["content"])
-    reply = {**first, "content": start + str(first["content"])}
-    return Demonstration(location, [*prompt[:-1], reply, *answer[1:]], len(prompt) - 1, tools, start)
+    if last.get("tool_calls"):
+        raise DataError(
+            f"{location}: the prompt ends with tool calls of the assistant and without their results; add the results "
+            'as messages with the role "tool", or move the calls to the answer'
+        )
+    thought = {name: last[name] for name in THOUGHT_FIELDS if name in last}
+    reply = {**thought, **first, "content": str(last["content"]) + str(first["content"])}
+    return Demonstration(location, [*prompt[:-1], reply, *answer[1:]], len(prompt) - 1, tools, last)
 
 
 def _read_pair(row: Row, location: str, data: PreferenceDataConfig) -> tuple[Demonstration, ...]:
@@ -118,7 +127,13 @@ def _read_pair(row: Row, location: str, data: PreferenceDataConfig) -> tuple[Dem
                 f"{location}: {key} begins with a {answer[0]['role']} message that is not the prompt; repeat the "
                 "prompt exactly, or write the answer only"
             )
-        pair.append(_answer_prompt(location, prompt, answer, tools))
+        demonstration = _answer_prompt(location, prompt, answer, tools)
+        if not demonstration.trained:
+            raise DataError(
+                f"{location}: every message of the assistant in {key} has weight 0, so the pair has nothing to "
+                "compare; give one weight 1, or remove the row"
+            )
+        pair.append(demonstration)
     return tuple(pair)
 
 
@@ -249,8 +264,8 @@ def _check_fields(message: Mapping[str, Any], name: str) -> None:
 
 
 def _has_valid_calls(message: Mapping[str, Any]) -> bool:
-    calls = for_template(message).get("tool_calls", [])
-    functions = [call.get("function", call) if isinstance(call, Mapping) else None for call in calls or ()]
+    calls = parse_arguments(message).get("tool_calls", [])
+    functions = [get_function(call) if isinstance(call, Mapping) else None for call in calls or ()]
     return isinstance(calls, list) and all(
         isinstance(function, Mapping) and isinstance(function.get("arguments", {}), Mapping) for function in functions
     )

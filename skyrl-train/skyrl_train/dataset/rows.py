@@ -52,7 +52,8 @@ def read_prompt_rows(
 def check_row(row: Row, location: str, prompt_key: str = "prompt", env_class_key: str = "env_class") -> None:
     """Raise DataError for a row without a chat prompt, or with an invalid `env_class`."""
     _check_prompt(row, location, prompt_key)
-    check_media(row, location)
+    # a text may be the path of a container image, which the environments of coding tasks read
+    check_media({name: value for name, value in row.items() if not isinstance(value, str)}, location)
     env_class = row.get(env_class_key)
     if env_class is not None and not isinstance(env_class, str):
         raise DataError(

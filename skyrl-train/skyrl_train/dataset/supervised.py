@@ -78,10 +78,10 @@ class ConversationEncoder:
         text = ""  # text of the last row
         messages, tools = demonstration.messages, demonstration.tools
         for index in demonstration.trained:
-            start = demonstration.reply_start if index == demonstration.n_context else ""
+            start = demonstration.reply_start if index == demonstration.n_context else None
+            if not rows and tools:
+                self._template.check_tools(messages[:index], tools)
             turn = self._template.turn(messages, index, tools, start)
-            if not rows and tools and turn == self._template.turn(messages, index, None, start):
-                raise DataError("the chat template does not write tools; use one that does (data.chat_template)")
             if rows and turn.prompt.startswith(text):
                 row, added = rows[-1], self._template.encode_after(text, turn.prompt[len(text) :])
             else:

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.rendering.messages import prepare_messages
 from skyrl_train.rendering.template import MARK, ChatTemplate, Messages
 
 CONTEXT_TOKENS = 32  # of a row, with which a text is tokenized that follows it
@@ -102,7 +101,7 @@ class ChatEncoder:
     def conversation_ids(self, messages: Messages) -> tuple[list[int], list[int]]:
         """Return the tokens of a conversation, and a mask: 1 in the template's generation blocks."""
         encoded: Any = self.tokenizer.apply_chat_template(
-            prepare_messages(messages),
+            self._template.prepare(messages),
             return_dict=True,
             return_assistant_tokens_mask=True,
             **self._template.options,

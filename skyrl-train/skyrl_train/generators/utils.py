@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.metrics import default_aggregate_metrics
-from skyrl_gym.tools.calls import for_template
 from skyrl_train.absent import refuse_name
 from skyrl_train.generators.base import GeneratorOutput, put_on_last_token
 from skyrl_train.generators.chat_template import Messages
 from skyrl_train.generators.chat_template import custom_chat_template as get_custom_chat_template
 from skyrl_train.generators.metrics import rollout_metrics
+from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import Segment, Trajectory, TrajectoryID
 
 __all__ = [
@@ -164,13 +164,8 @@ def _render(
     *,
     add_generation_prompt: bool = False,
 ) -> list[int]:
-    text = tokenizer.apply_chat_template(
-        [for_template(message) for message in messages],
-        chat_template=chat_template,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-    )
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    template = ChatTemplate(tokenizer, chat_template)
+    return template.encode(template.render(messages, adds_header=add_generation_prompt))
 
 
 if not TYPE_CHECKING:

@@ -8,7 +8,6 @@ from typing import Any, overload
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_gym.tools.calls import for_template
 from skyrl_train.absent import CLIENT_METHODS, describe_missing
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import DataError
@@ -21,6 +20,7 @@ from skyrl_train.inference_engines.base import (
     hash_seed,
 )
 from skyrl_train.inference_engines.params import to_sampling
+from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import all_or_none
 
 MAX_SESSIONS = 10_000
@@ -38,6 +38,7 @@ class InferenceEngineClient:
         """
         self._engine = engine
         self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
         self._cfg = cfg
         self._seed = seed
         self._n_requests: OrderedDict[str | None, int] = OrderedDict()  # by session, most recently used last
@@ -92,10 +93,7 @@ class InferenceEngineClient:
 
     def _encode(self, prompt: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of a conversation, and of the header of the next assistant turn."""
-        text = self._tokenizer.apply_chat_template(
-            [for_template(message) for message in prompt], tokenize=False, add_generation_prompt=True
-        )
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._template.encode(self._template.render(prompt, adds_header=True))
 
     async def _next_seed(self, session_id: str | None) -> int:
         """Return the seed of the next request of a session; end the one that was idle for longest beyond the limit."""

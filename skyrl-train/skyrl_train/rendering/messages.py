@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from skyrl_gym.tools.calls import for_template
+from skyrl_gym.tools.calls import parse_arguments
 from skyrl_train.errors import DataError
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation"})
 """Roles that templates of published models write. Others are used if the template names them."""
 
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message with the thought before the answer. DeepSeek's and Qwen's templates read the first."""
+"""Fields of a message with the thought before the answer. Qwen's templates read the first, gpt-oss's the last."""
 
 MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
-MEDIA_COLUMNS = ("images", "videos", "audios")
 
 
 def check_media(row: Mapping[str, Any], location: str) -> None:
     """Raise DataError for a row with a column of images or other media."""
-    for name in MEDIA_COLUMNS:
-        if isinstance(row.get(name), list) and row[name]:
-            raise DataError(f"{location} has {len(row[name])} {name}, which models here do not read; remove the column")
+    for name in MEDIA_FIELDS:
+        if row.get(name):
+            raise DataError(f"{location} has a column {name!r}, which models here do not read; remove the column")
 
 
 def drop_nulls(value: Any) -> Any:
@@ -45,7 +46,7 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
     Fields that are null are dropped. Arguments of tool calls become objects. Nulls inside them are kept, because the
     file reader has already dropped the table's. Text parts are joined into one string: templates disagree on parts, and
-    Qwen3's writes none of them.
+    Qwen3's writes none of them. A thought is written to every field that a template may read it from.
 
     Raises:
         DataError: a message has an image, a video or audio.
@@ -55,7 +56,7 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 def _prepare(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     given = {name: value for name, value in message.items() if value is not None or name == "content"}
-    prepared: dict[str, Any] = for_template(given)
+    prepared: dict[str, Any] = parse_arguments(given)
     if medium := next((name for name in MEDIA_FIELDS if prepared.get(name)), None):
         raise DataError(f"message {index} has {medium}, which models here do not read; remove it")
     content = prepared.get("content")
@@ -70,4 +71,66 @@ def _prepare(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         prepared["content"] = "".join(part if isinstance(part, str) else part["text"] for part in content)
     elif content is None and "tool_calls" in prepared:
         prepared["content"] = ""
+    if thought := find_thought(prepared):
+        prepared |= dict.fromkeys(THOUGHT_FIELDS, thought)
     return prepared
+
+
+def find_thought(message: Mapping[str, Any]) -> str | None:
+    """Return the thought in a field of a message."""
+    return next((str(message[name]) for name in THOUGHT_FIELDS if message.get(name)), None)
+
+
+def get_function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the name and the arguments of a tool call, in OpenAI's form or without the level `function`."""
+    function: Mapping[str, Any] = call.get("function", call)
+    return function
+
+
+def replace_function(call: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return a tool call with another name or other arguments."""
+    function = {**get_function(call), **fields}
+    return {**call, "function": function} if "function" in call else function
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """A form of messages with tool calls that some templates require."""
+
+    arguments_are_text: bool  # JSON as text, which DeepSeek V3's and R1's templates join to other text
+    content_is_null: bool  # beside calls, if it is empty; the same templates write no calls otherwise
+
+    def write(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return prepared messages in this form.
+
+        Raises:
+            DataError: a message has content beside its calls, and the template writes the calls without it only.
+        """
+        written = []
+        for index, message in enumerate(messages):
+            copy = dict(message)
+            if copy.get("tool_calls"):
+                if self.arguments_are_text:
+                    copy["tool_calls"] = [_write_arguments(call) for call in copy["tool_calls"]]
+                if self.content_is_null:
+                    if copy["content"]:
+                        raise DataError(
+                            f"message {index} has content beside tool calls, and the chat template writes only one of "
+                            "them; remove the content"
+                        )
+                    copy["content"] = None
+            written.append(copy)
+        return written
+
+
+CALL_FORMS = tuple(CallForm(is_text, is_null) for is_null in (False, True) for is_text in (False, True))
+"""The forms that templates of published models read. Most read the first."""
+
+
+def _write_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = get_function(call).get("arguments", {})
+    return (
+        call
+        if isinstance(arguments, str)
+        else replace_function(call, arguments=json.dumps(arguments, ensure_ascii=False))
+    )

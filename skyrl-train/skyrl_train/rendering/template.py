@@ -1,19 +1,35 @@
-"""Chat templates: conversations as text, and the token ids of text that follows other text."""
+"""Chat templates: conversations as text, and the token ids of text that follows other text.
+
+Published templates differ in how they write thoughts, tool calls and past turns. `ChatTemplate` does not parse them. It
+renders a conversation a second time with placeholders (`MARK`) in place of some of its text, and looks where they are.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import Environment
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.tools.calls import THOUGHT_TAGS
 from skyrl_train.errors import DataError
-from skyrl_train.rendering.messages import ROLES, THOUGHT_FIELDS, prepare_messages
+from skyrl_train.rendering.messages import (
+    CALL_FORMS,
+    ROLES,
+    THOUGHT_FIELDS,
+    CallForm,
+    find_thought,
+    get_function,
+    prepare_messages,
+    replace_function,
+)
 
-MARK = "ASSISTANTTURN"  # placeholder for the content of a message, to find its position in the rendered text
+MARK = "ASSISTANTTURN"  # placeholder for text of a message, to find its position in the rendered text
+LAST_MARK, THOUGHT_MARK, CALL_MARK = "LASTMESSAGE", "ASSISTANTTHOUGHT", "ASSISTANTCALL"
 ANCHORS = ("\n", ".", "a")  # text that a fragment can follow if it would merge with its real context
 MAX_TAIL_CHARS = 1000  # end of a context that is searched for its last special token
 
@@ -40,7 +56,15 @@ class ChatTemplate:
         """Use `template` instead of the tokenizer's own, if given, and pass it `variables`."""
         self.tokenizer = tokenizer
         self.options: dict[str, Any] = {"chat_template": template, **(variables or {})}
-        self._source = str(self.options["chat_template"] or tokenizer.chat_template)
+        source = self.options["chat_template"] or tokenizer.chat_template
+        self._source = "\n".join(source.values()) if isinstance(source, Mapping) else str(source)
+        # other tags, such as a <reasoning> that the task asks for, are visible text to this model
+        self._thought_tags = {
+            opening: closing
+            for opening, closing in THOUGHT_TAGS.items()
+            if opening in self._source or closing in self._source
+        }
+        self._call_form: CallForm | None = None  # of this template, once it has rendered a call
         self._added_tokens = list(tokenizer.get_added_vocab())
 
     # -- text
@@ -48,19 +72,71 @@ class ChatTemplate:
     def check_roles(self, messages: Messages) -> None:
         """Raise DataError for a role that neither this template nor published ones use, such as "human"."""
         for index, message in enumerate(messages):
-            if message["role"] not in ROLES and message["role"] not in self._source:
+            role = message["role"]
+            if role not in ROLES and role not in _string_literals(self._source):
                 raise DataError(
-                    f"message {index} has the role {message['role']!r}, which the chat template does not name; use "
-                    "system, user, assistant or tool"
+                    f"message {index} has the role {role!r}, which the chat template does not name; use system, user, "
+                    "assistant or tool"
                 )
+
+    def check_tools(self, messages: Messages, tools: Sequence[Any]) -> None:
+        """Raise DataError if the template does not write the schemas of tools."""
+        with_tools, without = (self.render(messages, given, adds_header=True) for given in (tools, None))
+        if with_tools == without:
+            raise DataError(
+                "the chat template does not write tools; use one that does (data.chat_template, or "
+                "generator.chat_template), or describe them in a message"
+            )
 
     def render(self, messages: Messages, tools: Sequence[Any] | None = None, *, adds_header: bool) -> str:
         """Return the text of a conversation, with the header of the next assistant's turn if `adds_header`.
 
         Raises:
-            DataError: a message has an image, a video or audio, or the template refuses the messages.
+            DataError: a message has an image, a video or audio, or the template refuses the messages or does not write
+                their tool calls.
+        """
+        return self._apply(self.prepare(messages, tools), tools, adds_header=adds_header)
+
+    def prepare(self, messages: Messages, tools: Sequence[Any] | None = None) -> list[dict[str, Any]]:
+        """Return messages in the form that this template reads, see `prepare_messages`.
+
+        Raises:
+            DataError: a message has an image, a video or audio, or the template does not write tool calls.
         """
         prepared = prepare_messages(messages)
+        index = next((i for i, message in enumerate(prepared) if message.get("tool_calls")), None)
+        if index is None:
+            return prepared
+        if self._call_form is None:
+            self._call_form = self._find_call_form(prepared, index, tools)
+        return self._call_form.write(prepared)
+
+    def _find_call_form(self, prepared: list[dict[str, Any]], index: int, tools: Sequence[Any] | None) -> CallForm:
+        """Return the first form of the tool calls of message `index` that the template writes.
+
+        It has to write the name and the arguments of a call, and the arguments not as a Python object, `{'a': True}`.
+        """
+        name, argument = CALL_MARK + "NAME", CALL_MARK + "ARGUMENT"
+        call = replace_function(prepared[index]["tool_calls"][0], name=name, arguments={argument: True})
+        calling = {**prepared[index], "content": "", "tool_calls": [call]}
+        errors = []
+        for form in CALL_FORMS:
+            try:
+                marked = form.write([*prepared[:index], calling, *prepared[index + 1 :]])
+                text = self._apply(marked, tools, adds_header=False)
+            except DataError as error:
+                errors.append(error)
+                continue
+            if name in text and argument in text and repr(argument) not in text:
+                return form
+        if len(errors) == len(CALL_FORMS):
+            raise errors[0]
+        raise DataError(
+            f"the chat template does not write the tool calls of message {index} with their arguments; use a template "
+            "that does, or write the calls as content"
+        )
+
+    def _apply(self, prepared: list[dict[str, Any]], tools: Sequence[Any] | None, *, adds_header: bool) -> str:
         options = {**self.options, "tools": list(tools)} if tools else self.options
         try:
             return str(
@@ -69,91 +145,175 @@ class ChatTemplate:
                 )
             )
         except Exception as error:  # the boundary of a template, which may raise anything
-            roles = ", ".join(str(message.get("role")) for message in messages)
+            roles = ", ".join(str(message.get("role")) for message in prepared)
             raise DataError(
                 f"the chat template refuses messages with the roles {roles or 'none'} ({describe_error(error)}); "
                 "change them, or the template"
             ) from error
 
     def prompt(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
-        """Return the text that the model continues. A last message of the assistant is the beginning of its reply."""
-        *past, last = messages
-        if last["role"] != "assistant" or not (start := prepare_messages([last])[0]["content"]):
+        """Return the text that the model continues.
+
+        A last message of the assistant is the beginning of its reply, and the model continues its content. A thought
+        beside it, in a field or between tags, is complete. A thought that the content opens and does not close is
+        continued.
+
+        Raises:
+            DataError: the last message has tool calls, which nothing can continue, or the template does not write it.
+        """
+        if messages[-1]["role"] != "assistant":
             return self.render(messages, tools, adds_header=True)
-        header = self.render(past, tools, adds_header=True) if past else ""
-        marked = self.render([*past, {**last, "content": start + MARK}], tools, adds_header=False).partition(MARK)[0]
-        opening = next((opening for opening in THOUGHT_TAGS if start.lstrip().startswith(opening)), None)
-        if marked.endswith(start) and marked.startswith(header):
-            # Qwen3's template puts an empty thought before the last reply, even if the reply begins with a thought
-            has_two_thoughts = opening is not None and marked[len(header) : -len(start)].strip()
-            if not has_two_thoughts:
-                return marked
-        if opening is not None and header.rstrip().endswith(opening):  # R1's header opens the thought
-            start = start.lstrip().removeprefix(opening).removeprefix("\n")
-        return header + start
+        *past, last = messages
+        if last.get("tool_calls"):
+            raise DataError(
+                f"message {len(past)}, the last one of the prompt, has tool calls without their results; add the "
+                'results as messages with the role "tool", or remove the calls'
+            )
+        start = prepare_messages([last])[0]
+        content = start["content"] or ""
+        if not content and not find_thought(start):
+            return self.render(past, tools, adds_header=True)
+        rest = MARK
+        for opening, closing in self._thought_tags.items():
+            if content.lstrip().startswith(opening) and closing not in content:
+                rest += f"\n{closing}\n\n."
+        header, reply = self._render_reply(past, {**start, "content": content + rest}, tools)
+        return (header + reply).partition(MARK)[0]
 
-    def turn(self, messages: Messages, index: int, tools: Sequence[Any] | None = None, start: str = "") -> Turn:
-        """Return the prompt and the answer of an assistant's message, which begins with `start` in the prompt.
+    def turn(
+        self,
+        messages: Messages,
+        index: int,
+        tools: Sequence[Any] | None = None,
+        start: Mapping[str, Any] | None = None,
+    ) -> Turn:
+        """Return the prompt and the answer of an assistant's message.
 
-        The prompt is the one of generation, so the answer is what follows the template's header, even if the template
-        writes past turns differently. R1's header opens a thought that its past turns do not have:
-
-            header        <｜Assistant｜><think>\\n
-            past turn     <｜Assistant｜>It is 4.<eos>
-            answer        \\n</think>\\n\\nIt is 4.<eos>
-
-        The answer closes such a thought, after the message's own thought if it has one.
+        With `start`, the prompt ends with this message of the assistant, which begins the one at `index`.
 
         Raises:
             DataError: the template does not write a part of the message, or not after the header.
         """
-        past, message = list(messages[:index]), messages[index]
-        if start:
-            prompt = self.prompt([*past, {"role": "assistant", "content": start}], tools)
-        else:
-            prompt = self.render(past, tools, adds_header=True)
-        text = self.render([*past, message], tools, adds_header=False)
-        if text.startswith(prompt):
-            answer = text[len(prompt) :]
-        else:
-            answer = self._answer_after_other_header(prompt, text, past, tools, index)
-        thought, content = split_thought(prepare_messages([message])[0])
-        if not start:
-            answer = _continue_thought(prompt, answer, thought, index)
-        self._check_complete(answer, thought, content.removeprefix(start), message, index)
-        return Turn(prompt, answer)
-
-    def _answer_after_other_header(self, prompt: str, text: str, past: Messages, tools: Any, index: int) -> str:
-        """Return the answer if the prompt's header has an empty or an open thought that a past turn's header lacks."""
-        turn = [*past, {"role": "assistant", "content": MARK}]
-        head = self.render(turn, tools, adds_header=False).partition(MARK)[0]
-        for closing in THOUGHT_TAGS.values():
-            if not prompt.startswith(head):  # DeepSeek-V3.1 closes a thought in past turns that it never opens there
-                head = head.removesuffix(closing)
-        extra = prompt[len(head) :].strip()
-        for opening, closing in THOUGHT_TAGS.items():
-            extra = extra.removeprefix(opening).strip().removeprefix(closing)
-        if not (prompt.startswith(head) and text.startswith(head)) or extra:
+        past = list(messages[:index])
+        header, reply = self._render_reply(past, prepare_messages([messages[index]])[0], tools)
+        prompt = header if start is None else self.prompt([*past, start], tools)
+        text = header + reply
+        if not text.startswith(prompt):
             raise DataError(
-                f"the chat template writes message {index} in another place than after the header of the assistant's "
-                f"turn, {prompt[-40:]!r}, so the answer cannot be separated from the prompt; use a template whose "
-                "generation prompt is the beginning of a turn, remove the thought of the message, or change "
-                "data.chat_template_kwargs"
+                f"the chat template writes message {index} in another way than its beginning, which the prompt has "
+                f"({prompt[-40:]!r}); write the whole answer as the response"
             )
-        return text[len(head) :]
+        return Turn(prompt, text[len(prompt) :])
 
-    def _check_complete(
-        self, answer: str, thought: str | None, content: str, message: Mapping[str, Any], index: int
-    ) -> None:
-        """Raise DataError if the answer lacks the thought, the content or a tool call of its message."""
-        calls = [call.get("function", call).get("name") for call in message.get("tool_calls") or ()]
-        parts = {"thought": thought, "content": content, **{f"call of {name}": str(name) for name in calls}}
-        for name, part in parts.items():
-            if part and part.strip() not in answer:
+    def _render_reply(self, past: Messages, message: Mapping[str, Any], tools: Sequence[Any] | None) -> tuple[str, str]:
+        """Return the prompt of generation, and a prepared message as the reply that continues it.
+
+        Templates write a finished turn in another way than the prompt of generation and a reply (␣ is a space):
+
+            template       end of the prompt             finished turn               reply
+            ChatML         2+2?<end>assistant\\n          2+2?<end>assistant\\n4<end>  4<end>
+            R1, QwQ        2+2?<bot><think>\\n            2+2?<bot>4<end>             \\n</think>\\n\\n4<end>
+            Qwen3, closed  2+2?<bot><think>\\n</think>\\n  2+2?<bot>4<end>             4<end>
+            Mistral v0.3   Be brief. 2+2?[/INST]         2+2?[/INST]␣4</s>           ␣4</s>
+
+        The reply is what follows the header in the finished turn. If the two texts differ before it, they are compared
+        from the end of the last message on, and without the thought that the header opens or closes.
+        """
+        index = len(past)
+        header = self.render(past, tools, adds_header=True) if past else ""
+        turn = self.render([*past, message], tools, adds_header=False)
+        thought = self._split_thought(message, index)[1]
+        lost = self._find_lost_parts(past, message, tools)
+        if turn.startswith(header):
+            reply = turn[len(header) :]
+        else:
+            reply = self._reply_after_rewritten_prompt(past, message, tools, header)
+        for opening, closing in self._thought_tags.items():
+            if thought and header.rstrip().endswith(closing):
                 raise DataError(
-                    f"the chat template does not write the {name} in message {index}; use a template that does "
-                    "(data.chat_template), or remove it from the message"
+                    f"message {index} has a thought, but the header of the turn has already closed it "
+                    f"({header[-40:]!r}); remove the thought, or change data.chat_template_kwargs, e.g. enable_thinking"
                 )
+            if header.rstrip().endswith(opening):
+                reply = _strip_opening(reply, opening)
+                if (not thought or "thought" in lost) and not reply.lstrip().startswith(closing):
+                    reply = f"\n{closing}\n\n" + reply.lstrip("\n")
+                if "thought" in lost:
+                    reply = f"{thought}\n" + reply.lstrip("\n")
+                    lost.remove("thought")
+        if lost:
+            raise DataError(
+                f"the chat template does not write the {' and the '.join(sorted(lost))} in message {index}; use a "
+                "template that does (data.chat_template), or remove it from the message"
+            )
+        return header, reply
+
+    def _find_lost_parts(self, past: Messages, message: Mapping[str, Any], tools: Sequence[Any] | None) -> set[str]:
+        """Return the parts of a message that the template does not write: its thought, its content, or a call.
+
+        Whether a part is written cannot be read from the text: a thought "4" is in the content "2 + 2 = 4". The message
+        is therefore rendered with a placeholder for each part.
+        """
+        before, thought, between, content = self._split_thought(message, len(past))
+        parts = [("thought", THOUGHT_MARK)] if thought else []
+        marked: dict[str, Any] = {**message, "content": before + THOUGHT_MARK * bool(thought) + between}
+        if find_thought(message):
+            marked |= dict.fromkeys(THOUGHT_FIELDS, THOUGHT_MARK) | {"content": ""}
+        if content.strip():
+            parts.append(("content", MARK + "CONTENT"))
+            marked["content"] += MARK + "CONTENT"
+        if calls := message.get("tool_calls"):
+            marked["tool_calls"] = []
+            for number, call in enumerate(calls):
+                name, argument = f"{CALL_MARK}{number}NAME", f"{CALL_MARK}{number}ARGUMENT"
+                called = get_function(call).get("name")
+                parts += [(f"call of {called}", name), (f"arguments of the call of {called}", argument)]
+                marked["tool_calls"].append(replace_function(call, name=name, arguments={argument: True}))
+        text = self.render([*past, marked], tools, adds_header=False)
+        return {part for part, mark in parts if mark not in text}
+
+    def _reply_after_rewritten_prompt(
+        self, past: Messages, message: Mapping[str, Any], tools: Sequence[Any] | None, header: str
+    ) -> str:
+        """Return the reply if the finished turn does not begin with `header`, the prompt of generation."""
+        *earlier, last = prepare_messages(past)
+        marked = [*earlier, {**last, "content": (last["content"] or "") + LAST_MARK}]
+        _, found, end = self.render(marked, tools, adds_header=True).rpartition(LAST_MARK)
+        _, also_found, turn = self.render([*marked, message], tools, adds_header=False).rpartition(LAST_MARK)
+        bare_end = end
+        for opening, closing in self._thought_tags.items():
+            open_or_closed = rf"(?:{re.escape(opening)}\s*)?{re.escape(closing)}\s*\Z|{re.escape(opening)}\s*\Z"
+            bare_end = re.sub(open_or_closed, "", bare_end)
+        if found and also_found:
+            for known in (end, bare_end):
+                if turn.startswith(known):
+                    return turn[len(known) :]
+        raise DataError(
+            f"the chat template writes message {len(past)} in another place than after the header of the assistant's "
+            f"turn, {header[-40:]!r}, so the answer cannot be separated from the prompt; use a template whose "
+            "generation prompt is the beginning of a turn, remove the thought of the message, or change "
+            "data.chat_template_kwargs"
+        )
+
+    def _split_thought(self, message: Mapping[str, Any], index: int) -> tuple[str, str | None, str, str]:
+        """Return the text before the thought of a prepared message, the thought, the text after it, and the answer.
+
+        Joined, they are the content, unless the thought is in a field. A content with a closing tag only begins with a
+        thought: data that R1's kind of models wrote lacks the tag that their header has.
+
+        Raises:
+            DataError: the content opens a thought and does not close it.
+        """
+        content = str(message["content"] or "")
+        for opening, closing in self._thought_tags.items():
+            inside, found, answer = content.partition(closing)
+            if found:
+                thought = inside.strip().removeprefix(opening).strip()
+                before = inside.rstrip().removesuffix(thought)
+                return before, thought, inside[len(before + thought) :] + closing, answer
+            if content.lstrip().startswith(opening):
+                raise DataError(f"message {index} opens a thought with {opening} and does not close it; add {closing}")
+        return "", find_thought(message), "", content
 
     # -- tokens
 
@@ -183,36 +343,12 @@ class ChatTemplate:
         return self.encode(fragment)
 
 
-def split_thought(message: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the thought of a prepared message, and its content without it."""
-    content = str(message["content"] or "")
-    thought = next((str(message[name]) for name in THOUGHT_FIELDS if message.get(name)), None)
-    for opening, closing in THOUGHT_TAGS.items():
-        before, found, after = content.partition(closing)
-        if found:
-            return before.strip().removeprefix(opening).strip(), after
-    return thought, content
+def _strip_opening(reply: str, opening: str) -> str:
+    """Remove the tag that opens a thought from the beginning of a reply, if it is there."""
+    stripped = reply.lstrip()
+    return stripped.removeprefix(opening).removeprefix("\n") if stripped.startswith(opening) else reply
 
 
-def _continue_thought(prompt: str, answer: str, thought: str | None, index: int) -> str:
-    """Return an answer to a prompt that may have opened or closed a thought.
-
-    Raises:
-        DataError: the message has a thought after the header closed it.
-    """
-    header = prompt.rstrip()
-    for opening, closing in THOUGHT_TAGS.items():
-        if header.endswith(closing) and thought is not None:
-            raise DataError(
-                f"message {index} has a thought, but the header of the turn has already closed it ({header[-40:]!r}); "
-                "remove the thought, or change data.chat_template_kwargs, e.g. enable_thinking"
-            )
-        if header.endswith(opening):
-            if answer.lstrip().startswith(opening):
-                answer = answer.lstrip().removeprefix(opening).removeprefix("\n")
-            if closing not in answer:
-                answer = f"\n{closing}\n\n" + answer.lstrip("\n")
-            if thought and thought not in answer:
-                answer = thought + "\n" + answer.lstrip("\n")
-            return answer
-    return answer
+def _string_literals(source: str) -> set[str]:
+    """Return the text of the string literals in a template's expressions."""
+    return {str(value)[1:-1] for _, kind, value in Environment(autoescape=True).lex(source) if kind == "string"}

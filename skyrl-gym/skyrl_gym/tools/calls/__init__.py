@@ -36,7 +36,7 @@ __all__ = [
     "MalformedCall",
     "ToolCall",
     "ToolCallError",
-    "for_template",
+    "parse_arguments",
     "parse_tool_calls",
     "strip_thoughts",
 ]
@@ -154,7 +154,7 @@ def _parse_at(text: str, token: re.Match[str], scan: _Scan) -> int:
     return parsed.end
 
 
-def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+def parse_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a chat message whose tool calls have their arguments as objects, as chat templates expect them.
 
     APIs and data sets often hold arguments as JSON text, and no arguments as an empty text or as null. Other text that
@@ -162,11 +162,11 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """
     copy = dict(message)
     if isinstance(calls := copy.get("tool_calls"), list):
-        copy["tool_calls"] = [_parse_arguments(call) for call in calls]
+        copy["tool_calls"] = [_parse_call_arguments(call) for call in calls]
     return copy
 
 
-def _parse_arguments(call: Any) -> Any:
+def _parse_call_arguments(call: Any) -> Any:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import DataError, EngineError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.endpoint.recorder import Prompt, Recording
 from skyrl_train.generators.endpoint.responses import (
@@ -37,6 +37,7 @@ from skyrl_train.generators.endpoint.wire import (
     refuse,
 )
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams, hash_seed
+from skyrl_train.rendering.template import ChatTemplate
 
 TEMPLATE_VARIANTS = 64
 """Number of sets of template variables whose encoders are cached."""
@@ -117,7 +118,7 @@ class ModelService:
         with _encoding("messages"):
             variables = request.template_variables
             variant = json.dumps(variables) if variables else ""  # not sorted: the template may show their order
-            messages = [message.for_template() for message in request.messages]
+            messages = [message.to_message() for message in request.messages]
             prompt = self._recording(session).chat_prompt(messages, self._chat_variant(variant), variant)
         choices = self._choices(request, "messages", prompt, session)
         return Job(request, choices, ChatAnswer(request, self._token_text))
@@ -185,7 +186,14 @@ class ModelService:
         """Return the encoder for template variables of a request; `variant` is JSON, as the key of a cache."""
         if not variant:
             return self.chat
-        return ChatEncoder(self._tokenizer, self._template, self._template_kwargs | json.loads(variant))
+        variables = self._template_kwargs | json.loads(variant)
+        if tools := variables.get("tools"):
+            template = ChatTemplate(self._tokenizer, self._template, variables | {"tools": None})
+            try:
+                template.check_tools([{"role": "user", "content": "?"}], tools)
+            except DataError as error:
+                refuse(str(error), param="tools", code="unsupported")
+        return ChatEncoder(self._tokenizer, self._template, variables)
 
     # -- from jobs to answers
 

@@ -101,7 +101,7 @@ class ChatMessage(WireModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
-    def for_template(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, Any]:
         """Return the message for the chat template: text, tool calls, and no empty fields."""
         message: dict[str, Any] = {"role": self.role, "content": self._text()}
         for name in ("name", "tool_call_id", "reasoning_content"):

@@ -141,6 +141,7 @@ WRONG: list[dict[str, Any]] = [
     {"prompt": [ASK], "chosen": [user("2 + 2? "), GOOD], "rejected": [ASK, BAD]},
     {"prompt": "2 + 2?", "chosen": [ASK, GOOD], "rejected": [system("Add."), ASK, BAD]},
     {"prompt": 3, "chosen": "x", "rejected": "y"},
+    {"prompt": "a", "chosen": [GOOD], "rejected": [{**BAD, "weight": 0}]},
 ]
 
 

@@ -70,9 +70,9 @@ def test_the_length_limit_is_exact_and_includes_the_assistant_header(
 
 
 def test_column_names_are_configurable(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    source = write_rows(tmp_path, [{"question": [user("a")], "env": "catch", "prompt": "kept"}])
+    source = write_rows(tmp_path, [{"question": [user("a")], "env": "catch", "prompt": "kept", "image": "python:3.12"}])
     (row,) = PromptDataset(source, tiny_tokenizer, LONG, 8, "question", "env")
-    assert (row.env_class, row.env_extras) == ("catch", {"prompt": "kept"})
+    assert (row.env_class, row.env_extras) == ("catch", {"prompt": "kept", "image": "python:3.12"})
 
 
 BAD_ROWS: list[dict[str, Any]] = [
@@ -86,6 +86,8 @@ BAD_ROWS: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": 5}]},
     prompt_row("a", env_class=5),
     prompt_row("a", env_class=["catch"]),
+    prompt_row("a", images=["a.png"]),
+    prompt_row("a", image={"bytes": "…", "path": None}),
     prompt_row("a", deep=json.loads("[" * 100 + "]" * 100)),
 ]
 

@@ -132,7 +132,7 @@ def test_tool_calls_are_trained_and_results_are_not(tiny_tokenizer: PreTrainedTo
     ((text, trained),) = encode(tiny_tokenizer, messages, WITH_TOOLS, tools=tools)
     assert text.startswith("tools: [")
     assert [part[:11] for part in trained] == ["<tool_call>", "Two.<|im_en"]
-    with pytest.raises(DataError, match=r"row 0: the chat template does not write the call of add in message 1"):
+    with pytest.raises(DataError, match=r"row 0: the chat template does not write the tool calls of message 1"):
         encode(tiny_tokenizer, messages)
 
 
@@ -141,11 +141,11 @@ def test_without_eos_calls_after_the_content_and_its_blanks_are_kept(tiny_tokeni
     messages = [user("1 + 1?"), {"role": "assistant", "content": "So: ", "tool_calls": [call]}]
     template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.name }}{% endfor %}\n\n"
+        "{% for c in m.tool_calls or [] %}{{ c.name }}{{ c.arguments | tojson }}{% endfor %}\n\n"
         "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )
     ((_, trained),) = encode(tiny_tokenizer, messages, template)
-    assert trained == ["So: add<|im_end|>"]
+    assert trained == ['So: add{"a": 1}<|im_end|>']
     ((_, trained),) = encode(tiny_tokenizer, [messages[0], assistant("b\n")], template)
     assert trained == ["b\n<|im_end|>"]
 
@@ -265,6 +265,9 @@ REFUSED: list[dict[str, Any]] = [
     {"messages": [user("a"), {**assistant("b"), "prefix": True}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}, assistant("b")]},
     {"prompt": "a", "response": "b", "images": ["a.png"]},
+    {"prompt": "a", "response": "b", "image": "a.png"},
+    {"prompt": "a", "response": "b", "image": {"bytes": "…", "path": None}},
+    {"prompt": [user("a"), calling({"name": "f", "arguments": {}})], "response": "b"},
 ]
 
 

@@ -182,13 +182,13 @@ def test_text_for_environments_has_no_special_tokens(tiny_tokenizer: PreTrainedT
 
 def test_arguments_of_earlier_tool_calls_are_rendered_as_objects(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content, m.tool_calls or [] }}{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}"
     encoder = ChatEncoder(tokenizer)
     texts = []
     for arguments in ({"at": "ball"}, '{"at": "ball"}'):
         call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
         message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
-        texts.append(encoder.decode_all(encoder.prompt_ids([message])))
+        texts.append(encoder.decode_all(encoder.history_ids([message])))
         assert message["tool_calls"][0]["function"]["arguments"] == arguments
     assert texts[0] == texts[1]
-    assert "'arguments': {'at': 'ball'}" in texts[0]
+    assert '"arguments": {"at": "ball"}' in texts[0]

@@ -1,4 +1,4 @@
-"""Turns of 36 template families: the prompt of generation, and after it exactly the tokens of the rendered text."""
+"""Turns of template families: the prompt of generation, and after it exactly the tokens of the rendered text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from train_kit.messages import assistant, user
-from train_kit.templates import FAMILIES
+from train_kit.messages import assistant, system, user
+from train_kit.templates import FAMILIES, THINKS
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.dataset.demonstrations import Demonstration
@@ -16,6 +16,7 @@ from skyrl_train.errors import DataError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.rendering.template import ChatTemplate, Messages
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 REPLIES = ["It is 4.", "A", "s", "<b>4</b>", "assistant", "Füße 😀", "4\n\nYes.", "4, the answer"]
 
 
@@ -24,11 +25,14 @@ def load(family: str) -> PreTrainedTokenizerBase:
     return FAMILIES[family].tokenizer()
 
 
-def encode(family: str, messages: Messages) -> list[TokenRow]:
+def encode(family: str, messages: Messages, n_context: int = 0, start: Any = None) -> list[TokenRow]:
     tokenizer = load(family)
-    eos_ids = tokenizer.convert_tokens_to_ids(["<|end|>"] if family == "phi-3.5" else [])
+    eos_ids = tokenizer.convert_tokens_to_ids(
+        {"phi-3.5": ["<|end|>"], "gpt-oss, with tools": ["<|call|>"]}.get(family, [])
+    )
     encoder = ConversationEncoder(tokenizer, FAMILIES[family].variables, eos_ids)
-    return encoder.encode(Demonstration("row 0", [dict(message) for message in messages], 0))
+    copies = [dict(message) for message in messages]
+    return encoder.encode(Demonstration("row 0", copies, n_context, reply_start=start))
 
 
 def trained_texts(tokenizer: PreTrainedTokenizerBase, row: TokenRow) -> list[str]:
@@ -45,21 +49,23 @@ def trained_texts(tokenizer: PreTrainedTokenizerBase, row: TokenRow) -> list[str
     return [str(tokenizer.decode([letter, *tokens])).removeprefix(before) for tokens in stretches]
 
 
+@pytest.mark.parametrize("before", [[], [system("Be brief.")]], ids=["", "system"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exactly_the_reply_is_trained_after_the_prompt_of_generation(family: str) -> None:
+def test_exactly_the_reply_is_trained_after_the_prompt_of_generation(family: str, before: list[Any]) -> None:
     tokenizer, template = load(family), ChatTemplate(load(family), variables=FAMILIES[family].variables)
     n_joint = 0
     for reply in REPLIES:
-        messages = [user("What is 2 plus 2?"), assistant(reply)]
+        messages = [*before, user("What is 2 plus 2?"), assistant(reply)]
         (row,) = encode(family, messages)
         expected = FAMILIES[family].reply.format(reply)
         assert trained_texts(tokenizer, row) == [expected]
-        prompt = template.prompt(messages[:1])
+        prompt = template.prompt(messages[:-1])
+        assert all(message["content"] in prompt for message in messages[:-1])
         n_prompt = row.loss_mask.index(1)
         assert (
             row.token_ids[:n_prompt]
             == template.encode(prompt)
-            == ChatEncoder(tokenizer, template_kwargs=FAMILIES[family].variables).prompt_ids(messages[:1])
+            == ChatEncoder(tokenizer, template_kwargs=FAMILIES[family].variables).prompt_ids(messages[:-1])
         )
         joint = template.encode(prompt + expected)
         if joint[:n_prompt] == row.token_ids[:n_prompt]:  # the reply does not merge with the prompt
@@ -119,8 +125,16 @@ def test_a_thought_is_trained_even_if_the_template_drops_it_from_past_turns(fami
         ("qwen3 without thinking", assistant("<think>\nHm.\n</think>\n\n4"), "has a thought|cannot be separated"),
         ("deepseek-v3.1", assistant("Hm.</think>4"), "has a thought"),
         ("chatml", assistant("4") | {"reasoning_content": "Hm."}, "does not write the thought in message 1"),
-        ("llama 3", assistant("") | {"tool_calls": [{"function": {"name": "add", "arguments": {}}}]}, "call of add"),
+        (
+            "llama 3",
+            assistant("") | {"tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
+            "tool calls of message 1",
+        ),
+        ("deepseek-v3", assistant("I add.") | {"tool_calls": [CALL]}, "message 1 has content beside tool calls"),
+        ("gpt-oss, with tools", assistant("4") | {"tool_calls": [CALL, CALL]}, "arguments of the call of add and the"),
         ("r1-distill", {"role": "bot", "content": "4"}, "has the role 'bot'"),
+        ("r1-distill", {"role": "Assistant", "content": "4"}, "has the role 'Assistant'"),
+        ("qwen3", assistant("<think>\nHm"), "opens a thought with <think> and does not close it"),
         ("chatml", assistant("4<|im_end|>"), "contains <|im_end|>, the end of a turn"),
     ],
 )
@@ -131,9 +145,13 @@ def test_what_the_template_does_not_write_is_refused(family: str, message: Any, 
 
 STARTS = {
     "chatml": ("Let me see", "<|im_start|>assistant\nLet me see"),
+    "zephyr": ("<think>\nHm", "<|assistant|>\n<think>\nHm"),  # the template knows no thoughts
     "llama 2": ("Let me see", "[/INST] Let me see"),
     "mistral v7": ("The answer is ", "[/INST]The answer is "),
     "r1-distill": ("<think>\nHm", "<｜Assistant｜><think>\nHm"),
+    "deepseek-r1": ("It is", "<｜Assistant｜><think>\n\n</think>\n\nIt is"),
+    "qwen3.5": ("", "assistant\n<think>\n"),
+    "mistral v0.3, with tools": ("It", "[/INST] It"),
     "qwq": ("<think>", "assistant\n<think>\n"),
     "qwen3": ("<think>\nHm", "assistant\n<think>\nHm"),
     "qwen3 without thinking": ("It is", "<think>\n\n</think>\n\nIt is"),
@@ -147,4 +165,86 @@ def test_a_reply_that_the_prompt_begins_is_continued(family: str) -> None:
     start, end = STARTS[family]
     prompt = ChatTemplate(load(family), variables=FAMILIES[family].variables).prompt([user("2 + 2?"), assistant(start)])
     assert prompt.endswith(end)
-    assert prompt.count(start.strip()) == 1
+    assert not start or prompt.count(start.strip()) == 1
+
+
+HM = {"reasoning_content": "Hm"}
+
+
+@pytest.mark.parametrize(
+    ("start", "rest"),
+    [
+        ({"content": "It "}, "is 4."),
+        ({"content": "<think>\nHm"}, ", 4.\n</think>\n\nIt is 4."),
+        ({"content": "<think>"}, "Hm.</think>It is 4."),
+        ({"content": "<think>\nHm\n</think>\n\nIt"}, " is 4."),
+        ({"content": "It is", **HM}, " 4."),
+        ({"content": "", **HM}, "It is 4."),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3", "qwq", "r1-distill", "deepseek-v3.1, thinking", "qwen3.5", "minimax m2"])
+def test_the_rest_of_a_begun_reply_is_trained(family: str, start: dict[str, Any], rest: str) -> None:
+    tokenizer, template = load(family), ChatTemplate(load(family), variables=FAMILIES[family].variables)
+    question, begun = user("2 + 2?"), {"role": "assistant", **start}
+    whole = {**begun, "content": begun["content"] + rest}
+    prompt = template.prompt([question, begun])
+    (row,) = encode(family, [question, whole], 1, begun)
+    assert row.token_ids[: row.loss_mask.index(1)] == template.encode(prompt)
+    text = str(tokenizer.decode(row.token_ids))
+    assert text == str(tokenizer.decode(encode(family, [question, whole])[0].token_ids))
+    assert text.count("<think>") <= text.count("</think>") == 1
+    assert "".join(text.split()).count("Hm") == ("Hm" in str(whole))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].call])
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_call_is_trained_in_the_form_that_the_template_reads(family: str, arguments: Any, content: Any) -> None:
+    call = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    calling = {"role": "assistant", "content": content, "tool_calls": [call]}
+    result = {"role": "tool", "content": "4", "tool_call_id": "call_0"}
+    rows = encode(family, [user("2 + 2?"), calling, result, assistant("It is 4.")])
+    trained = [text for row in rows for text in trained_texts(load(family), row)]
+    assert trained[0] == FAMILIES[family].call
+    assert "It is 4." in trained[1]
+    history = ChatEncoder(load(family), template_kwargs=FAMILIES[family].variables).history_ids(
+        [user("2 + 2?"), calling, result]
+    )
+    assert rows[-1].token_ids[: len(history)] == history
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].thought])
+def test_a_thought_in_any_field_is_trained(family: str) -> None:
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        (row,) = encode(family, [user("2 + 2?"), {**assistant("It is 4."), name: "Hm"}])
+        assert trained_texts(load(family), row) == [FAMILIES[family].thought]
+
+
+@pytest.mark.parametrize(
+    ("family", "content", "reply"),
+    [
+        ("r1-distill", "<think>\n4\n</think>\n\n2+2=4", "4" + THINKS.format("2+2=4")),
+        ("qwen3", "<think>\n4\n</think>\n\n2+2=4", "<think>\n4" + THINKS.format("2+2=4")),
+        ("qwen3", "<think>\nthink\n</think>\n\n4", "<think>\nthink" + THINKS.format("4")),
+        ("r1-distill", "I write </thought> and 4", THINKS.format("I write </thought> and 4")),
+        ("qwen3 without thinking", "<reasoning>2+2</reasoning>4", "<reasoning>2+2</reasoning>4"),
+        ("chatml", "<think>2+2</think>4", "<think>2+2</think>4"),
+        ("qwen3 without thinking", "<think>\n\n</think>\n\n4", "4"),
+    ],
+)
+def test_a_thought_is_what_the_tags_of_the_template_enclose(family: str, content: str, reply: str) -> None:
+    (row,) = encode(family, [user("2 + 2?"), assistant(content)])
+    (trained,) = trained_texts(load(family), row)
+    assert trained.startswith(reply + FAMILIES[family].reply.partition("{}")[2])
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama 3.1"])
+def test_tools_that_the_template_does_not_write_are_refused(family: str) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    with pytest.raises(DataError, match="does not write tools"):
+        ChatTemplate(load(family)).check_tools([user("2 + 2?")], tools)
+
+
+def test_a_prompt_that_ends_with_calls_is_refused() -> None:
+    with pytest.raises(DataError, match="message 1, the last one of the prompt, has tool calls without their results"):
+        ChatTemplate(load("kimi k2, with tools")).prompt([user("2 + 2?"), {**assistant(""), "tool_calls": [CALL]}])

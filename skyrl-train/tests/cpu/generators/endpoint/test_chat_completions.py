@@ -138,6 +138,7 @@ def test_harmless_and_unknown_fields_are_ignored(live: LiveEndpoint) -> None:
 def test_tools_and_template_kwargs_reach_the_chat_template(live: LiveEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = []
     tokenizer = live.chat.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools }}{{ messages | tojson }}")
     original = type(tokenizer).apply_chat_template
 
     def spy(self: Any, messages: Any, **options: Any) -> Any:

@@ -47,7 +47,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "messages",
         "turned into tokens: RecursionError",
     ),
-    ({"tools": [{}], "chat_template_kwargs": {"tokenize": True}}, "messages", "messages cannot be turned into tokens"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "messages", "messages cannot be turned into tokens"),
+    ({"tools": [{}]}, "tools", "the chat template does not write tools; use one that does"),
     ({"messages": [{"role": "user", "content": "1" * 600}]}, "messages", "maximum context length is 511 tokens"),
 ]
 
