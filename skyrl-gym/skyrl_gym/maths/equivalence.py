@@ -5,6 +5,7 @@ math-verify decides whether two expressions are equal. An answer must also be on
 - It has no operation left that the ground truth lacks: ``137\cdot248`` and ``\binom{20}{10}`` restate a question.
 - The numbers in a chain of equations agree: ``41 = 42`` and ``42 \approx 41`` are no answer.
 - Notation that changes a number counts: ``42\%`` is 0.42, ``42_{43}`` has another base, ``42 thousand`` is 42000.
+- Words count: see `words`.
 - Numbers are equal relative to their size: ``6.63e-34`` is not ``1.05e-34``. Exact numbers are compared exactly, and
   decimals with six digits.
 
@@ -23,23 +24,29 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, grader, parse, verify
 from sympy import (
+    And,
     Basic,
     Derivative,
     Expr,
     FiniteSet,
     Float,
     Function,
+    GreaterThan,
     Integer,
     Integral,
     Intersection,
+    LessThan,
     Limit,
     MatrixBase,
     MatrixExpr,
     Max,
     Min,
     Mod,
+    Or,
     Product,
     Rational,
+    StrictGreaterThan,
+    StrictLessThan,
     Sum,
     Symbol,
     UnevaluatedExpr,
@@ -48,6 +55,8 @@ from sympy import (
     preorder_traversal,
 )
 from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction, TrigonometricFunction
+
+from skyrl_gym.maths.words import compare_names, compare_quantities, have_same_words, unwrap_numbers
 
 BOX = [LatexExtractionConfig(boxed_match_priority=0)]
 APPROXIMATION = 0.005  # maximum relative difference between the sides of an approximation
@@ -80,6 +89,10 @@ _NOTATION = (
     (re.compile(rf"\\(?:mathrm|operatorname|text)\s*\{{\s*\\?({_NAMES_OF_FUNCTIONS})\s*\}}", re.ASCII), r"\\\1 "),
     (re.compile(rf"(?<![\\A-Za-z])({_NAMES_OF_FUNCTIONS})(?![A-Za-z])", re.ASCII), r"\\\1 "),
     (re.compile(r"\\[dtc]?frac\s+(\d)\s*(\d)", re.ASCII), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}"), r"\\emptyset "),
+    (re.compile(r"\((\d+)\)(?=\s*_)", re.ASCII), r"\1"),
+    (re.compile(r"\b([ap])\.\s?m\b\.?", re.ASCII | re.IGNORECASE), r"\1m"),
+    (re.compile(r"(?<![\\A-Za-z])infinity(?![A-Za-z])", re.ASCII | re.IGNORECASE), r"\\infty "),
     (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), r"\\text{ or }"),
     (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), r"\\text{ and }"),
     (re.compile(rf"(?<=[\d}}])[\s\\,;]*\\[dt]?frac\{{{_TEXT}\}}\{{{_TEXT}\}}$"), ""),  # a unit
@@ -135,9 +148,15 @@ _LIST_COMMA = re.compile(r",(?!\d{3}(?!\d))|\n")
 
 def is_same(answer: str, gold: str) -> bool | None:
     """Return True if `answer` is a result equal to `gold`; None if math-verify cannot parse `gold`."""
-    names = [name[1] for name in map(_COORDINATE.match, (answer, gold)) if name is not None]
-    if len(set(names)) > 1:
+    coordinates = [name[1] for name in map(_COORDINATE.match, (answer, gold)) if name is not None]
+    if len(set(coordinates)) > 1:
         return False  # x = 5 and y = 5 are different lines
+    for compare in (compare_names, compare_quantities):
+        if (verdict := compare(answer, gold)) is not None:
+            return verdict
+    if not have_same_words(answer, gold):
+        return False
+    answer, gold = unwrap_numbers(answer), unwrap_numbers(gold)
     verdicts = [_compare(text, truth) for truth in _readings(gold) for text in _readings(answer)]
     return None if None in verdicts else any(verdicts)
 
@@ -180,12 +199,15 @@ def _bases(text: str) -> list[str]:
 def _with_variants(parsed: list[Any], text: str) -> list[Any]:
     r"""Add forms of a parsed text that math-verify compares with more others.
 
-    It declares the symbols of ``2 i`` complex and the symbol of ``2i`` real, so that they would differ. Inequalities
-    such as ``x < 2 \text{ or } x > 5`` become the union, or the intersection, of their solutions.
+    It declares the symbols of ``2 i`` complex and the symbol of ``2i`` real, so that they would differ. An inequality
+    such as ``|x| < 3`` becomes the set of its solutions, and ``x < 2 \text{ or } x > 5`` the union of both sets.
     """
     first = parsed[0]
     if isinstance(first, Expr) and any(not symbol.is_real for symbol in first.free_symbols):
         return [*parsed, first.xreplace({symbol: Symbol(symbol.name, real=True) for symbol in first.free_symbols})]
+    if isinstance(first, And | Or | StrictLessThan | StrictGreaterThan | LessThan | GreaterThan):
+        with suppress(NotImplementedError):  # several variables, or nothing that sympy can solve
+            return [*parsed, first.as_set()]
     combine = Union if _OR.search(text) else Intersection if _AND.search(text) else None
     relations = first.args if isinstance(first, FiniteSet) and combine is not None else ()
     if combine is not None and relations and all(map(grader.is_relation, relations)):

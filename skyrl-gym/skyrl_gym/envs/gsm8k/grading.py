@@ -21,7 +21,10 @@ _CONTINUED = re.compile(
     re.IGNORECASE,
 )
 """Text after a number that makes it another number or one of several: ``42/1``, ``42e3``, ``42 000``, ``42 or 43``."""
-_NUMBER = re.compile(r"[/^]?(?:(?<![\w)])-)?[0-9.,]+")
+_NUMBER = re.compile(
+    r"[/^]?(?:(?<![\w)])-)?[0-9.,]+(?:[eE][-+]?[0-9]+)?(?:[ \t]*(?:[/^×÷·]|\*(?!\*)|\*\*(?=[0-9]))[ \t]*[0-9.,]+)*"
+)
+"""A number, or a product, quotient or power, whose last factor is not the answer: ``3 / 4``, ``2**5``."""
 _SIGN = re.compile(
     r"(?:(?<![\w)])-|[$€£¥]\s?-\s?|(?<=[=:(]) ?- |(?<![0-9)]\s)\bminus\s+|\bnegative\s+)"
     r"(?:\\(?:boxed|text\w*|math\w+)\s*\{|[$€£¥*_{(\\])*(?=[.,]?[0-9])",
