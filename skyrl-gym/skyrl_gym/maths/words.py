@@ -51,7 +51,8 @@ _FORMS = {
 _UNITS = {form: unit for unit, forms in _FORMS.items() for form in (unit, *forms.split())}
 """Forms of a unit without their plural s, and its name."""
 _POWERS = {"2": "square", "3": "cubic"}
-_KNOWN = _CHANGES | _FORMS.keys() | {"am", "pm", "bc", "ad", "day", "mph", "kph"}
+_SPEED = re.compile(r"(?<![A-Za-z])([mk])ph(?![A-Za-z])")
+_KNOWN = _CHANGES | _FORMS.keys() | {"am", "pm", "bc", "ad", "day", "per"}
 
 
 def compare_names(answer: str, gold: str) -> bool | None:
@@ -75,8 +76,8 @@ def have_same_words(answer: str, gold: str) -> bool:
     if words & _CHANGES != expected & _CHANGES:
         return False
     if words and expected:
-        powers = (side.intersection(_POWERS.values()) for side in (words, expected))
-        return len(set(map(frozenset, powers))) == 1 and (words <= expected or expected <= words)
+        areas_and_rates = {*_POWERS.values(), "per"}
+        return words & areas_and_rates == expected & areas_and_rates and (words <= expected or expected <= words)
     bare = tokens if expected else expected_tokens  # 3 m beside 3 km: here the last letter is a unit, too
     return not bare or bare[-1][0] != "letter" or (words | expected).isdisjoint(_FORMS)
 
@@ -109,11 +110,14 @@ def _tokens(text: str) -> list[tuple[str, str]]:
     four letters count.
     """
     tokens: list[tuple[str, str]] = []
-    for index, part in enumerate(_WRAPPED.split(_POWER.sub(r"^\1}", text))):
+    text = _SPEED.sub(lambda unit: {"m": "mile", "k": "km"}[unit[1]] + " per hour", _POWER.sub(r"^\1}", text))
+    for index, part in enumerate(_WRAPPED.split(text)):
         for match in _TOKEN.finditer(_SPACING.sub(" ", part)):
             word = _stem(match["word"] or "")
             if match["number"]:
                 tokens.append(("number", match[0].replace(",", "")))
+            elif match[0] == "/" and tokens and tokens[-1][0] == "word":
+                tokens.append(("word", "per"))
             elif not word or word in _MATHS:
                 tokens.append(("maths", match[0]))
             elif len(word) == 1 and (index % 2 == 0 or word in "eid"):  # \mathrm{e} is Euler's number
