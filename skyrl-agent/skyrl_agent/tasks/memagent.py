@@ -90,7 +90,8 @@ def split_sections(
         if next_token < len(token_starts):
             end = min(end, max(token_starts[next_token], start + 1))
         if end < len(context):
-            last = documents[bisect_right(documents, end) - 1] if documents else 0
+            n_before = bisect_right(documents, end)  # 0 in a preface, which has no document to end before
+            last = documents[n_before - 1] if n_before else start
             end = last if last > start else context.rfind(" ", start + 1, end) + 1 or end
         sections.append(context[start:end].strip())
         start = end
