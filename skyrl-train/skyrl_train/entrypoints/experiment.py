@@ -469,6 +469,7 @@ class BasePPOExp(Experiment):
                 optimizer=optimizer,
                 lora=lora,
                 sharding={"policy": cfg.policy, "critic": cfg.critic, "ref": cfg.ref}[role],
+                eos_ids=[tokenizer.eos_token_id, *self.cfg.generator.sampling_params.stop_token_ids],
             )
             return await launcher.load(spec, objective)
 

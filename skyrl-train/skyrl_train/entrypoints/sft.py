@@ -19,6 +19,7 @@ from skyrl_train.config.sft import SFT, SupervisedConfig
 from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, build_segments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.preflight import find_long_rows
+from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.launch.launcher import ModelLauncher, started
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import TrainedModels
@@ -68,12 +69,11 @@ class SupervisedExp(Experiment):
             eos = GenerationConfig.from_pretrained(path).eos_token_id
         except OSError:  # the model has no generation_config.json
             eos = None
-        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         text_config = AutoConfig.from_pretrained(path).get_text_config()
         n_context = getattr(text_config, "max_position_embeddings", None)
         # again, because the model's configuration may have been downloaded just now
         raise_problems(find_long_rows(self.cfg, n_context))
-        encoder = ConversationEncoder(self.tokenizer, data.chat_template_kwargs, eos_ids)
+        encoder = ConversationEncoder(self.tokenizer, data.chat_template_kwargs, all_eos_ids(eos, None))
         return SupervisedDataset(sources, encoder, data, self.get_segment_reader(), n_context, max_checked_rows)
 
     def get_segment_reader(self) -> SegmentReader:
@@ -167,6 +167,7 @@ class SupervisedExp(Experiment):
             optimizer=optimizer,
             lora=lora,
             sharding=self.cfg.trainer.ref if role == "ref" else self.cfg.trainer.policy,
+            eos_ids=[self.tokenizer.eos_token_id],
         )
 
     async def load_reference(

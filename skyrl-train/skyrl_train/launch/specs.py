@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -24,6 +24,7 @@ def model_spec(
     optimizer: OptimizerSpec | None = None,
     lora: LoraSpec | None = None,
     sharding: ShardedModelConfig | None = None,
+    eos_ids: Sequence[int] = (),
 ) -> ModelSpec:
     """Return the specification of one model of a run, whose strategy decides which fields of `sharding` are read."""
     sharding = sharding or ShardedModelConfig()
@@ -32,6 +33,7 @@ def model_spec(
         role=role,
         load=load,
         save_tokenizer=save_tokenizer,
+        eos_ids=tuple(eos_ids),
         optimizer=optimizer,
         lora=lora,
         fsdp=sharding.fsdp_config,

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from skyrl_train.models.generation import default_generation_config, save_generation_config
+
 
 def train_in_float32(model: PreTrainedModel, *, is_empty: bool) -> dict[str, torch.dtype]:
     """Make parameters of shorter types float32, in place, and return the types that they had, by name.
@@ -30,7 +32,9 @@ def save_model(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Te
     Transformers empties the dictionary.
     """
     dtype = model.dtype if tensors is None else next(iter(tensors.values())).dtype
-    model.save_pretrained(folder, state_dict=tensors)
+    with default_generation_config(model):
+        model.save_pretrained(folder, state_dict=tensors)
+    save_generation_config(model, folder)
     if dtype != model.dtype:
         model.config.dtype = dtype  # transformers has set that of the model
         model.config.save_pretrained(folder)

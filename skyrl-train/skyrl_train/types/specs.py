@@ -113,6 +113,7 @@ class ModelSpec:
     """Returns the `PreTrainedModel`, on the rank's device."""
     save_tokenizer: Callable[[str], Any]
     """Writes the tokenizer into a folder; called for exports and checkpoints."""
+    eos_ids: tuple[int, ...] = ()  # tokens that end a trained turn, for exports
     optimizer: OptimizerSpec | None = None  # None: the model is frozen
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     sequence_parallel_size: int = 1  # ranks that get the same rows, and divide their tokens

@@ -23,6 +23,7 @@ from skyrl_train.checkpoint import disk_error, to_bytes
 from skyrl_train.distributed import BASE_MODEL, METADATA, DistributedStrategy, TrainState
 from skyrl_train.distributed.strategy import SCHEDULE
 from skyrl_train.errors import CheckpointError, WorkerError
+from skyrl_train.models.generation import save_generation_config
 from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, count_parameters, save_adapter
 from skyrl_train.models.memory import default_max_tokens
 from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
@@ -286,8 +287,7 @@ class Worker:
         """Write what a Hugging Face folder has beside the weights."""
         model = self.module.hf_model
         model.config.save_pretrained(folder)
-        if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
+        save_generation_config(model, folder, self._spec.eos_ids)
         self._spec.save_tokenizer(str(folder))
 
     def is_written(self) -> bool:
@@ -357,6 +357,8 @@ class Worker:
             if is_merged:
                 self._strategy.export(self.module, folder)
             if self._strategy.world.rank == 0:
+                if is_merged:
+                    save_generation_config(self.module.hf_model, folder, self._spec.eos_ids)
                 if lora is not None and adapter is not None:
                     adapter_folder = folder / ADAPTER_FOLDER if is_merged else folder
                     save_adapter(self.module.hf_model, adapter, lora.base_path, adapter_folder)

@@ -28,6 +28,7 @@ from skyrl_train.checkpoint.model_folder import (
     write_model,
 )
 from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.models.generation import add_eos_ids
 from skyrl_train.models.loading import create_empty
 from skyrl_train.models.lora import (
     ADAPTER_FOLDER,
@@ -86,6 +87,8 @@ def merge_into_base(
         copy_settings(sources, partial, tokenizer=_find_folder(adapter) if settings is None else None)
         if role != "policy":
             _describe_scores(partial, role, adapter, is_complete=settings is not None)
+        elif (partial / "tokenizer_config.json").is_file():
+            add_eos_ids(partial, [AutoTokenizer.from_pretrained(partial).eos_token_id])
         write_model(partial, specs, _apply_changes(source, specs, changes, dtype, tally), dtype)
         if settings is not None:
             if not frozen.keys() <= {spec.name for spec in source.specs}:  # the model has one tensor of all experts

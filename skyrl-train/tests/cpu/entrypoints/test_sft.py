@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from train_kit.datasets import write_answers
+from train_kit.datasets import write_answers, write_rows
 from train_kit.runs import Run, expect_error, supervised_run, train
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.entrypoints.cli import main
 
@@ -102,3 +102,22 @@ def test_a_custom_template_replaces_a_broken_one_and_is_trained_and_exported(
     expect_error(*short, command="sft")
     run = train(*short, f"data.chat_template='{data}/template.jinja'", command="sft")
     assert AutoTokenizer.from_pretrained(run.export(1)).chat_template == template
+
+
+def test_an_export_stops_where_its_training_ended_the_turns(
+    overrides_of: Overrides, data: Path, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model_path, tmp_path / "model")
+    settings = {"eos_token_id": 5, "max_new_tokens": 30, "temperature": 0.6, "do_sample": False}  # not valid together
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    write_rows(data, [{"prompt": "Play", "response": "123"}] * 5, "train.jsonl")
+    run = train(*overrides_of(f"trainer.policy.model.path='{model}'", "trainer.epochs=20"), command="sft")
+    tokenizer = AutoTokenizer.from_pretrained(run.export(20))
+    for folder in (run.export(20), run.folder / "ckpts/global_step_20/policy/huggingface"):
+        exported = json.loads((folder / "generation_config.json").read_text())
+        assert exported.items() >= (settings | {"eos_token_id": [5, tokenizer.eos_token_id]}).items()
+    trained = AutoModelForCausalLM.from_pretrained(run.export(20))
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Play"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert tokenizer.decode(trained.generate(**prompt)[0]).endswith("123<|im_end|>")

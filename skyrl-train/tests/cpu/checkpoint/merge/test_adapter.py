@@ -108,11 +108,12 @@ def test_a_merged_model_has_the_tokenizer_of_its_adapter_as_a_whole(
         tokenizer.chat_template = {"default": template, "tool_use": f"{name}'s tools"}
         tokenizer.save_pretrained(tmp_path / name)
     (tmp_path / "base/vocab.txt").touch()  # of the base's tokenizer
-    (tmp_path / "base/generation_config.json").write_text("{}")
+    (tmp_path / "base/generation_config.json").write_text('{"top_k": 7, "eos_token_id": 5}')
     (tmp_path / "adapter/trainer_state.json").touch()  # neither settings nor tokenizer
     merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged", base=str(tmp_path / "base"))
     files = {file.relative_to(tmp_path / "merged").as_posix() for file in (tmp_path / "merged").rglob("*")}
-    assert "generation_config.json" in files
+    settings = json.loads((tmp_path / "merged/generation_config.json").read_text())
+    assert settings == {"top_k": 7, "eos_token_id": [5, tiny_tokenizer.eos_token_id]}
     assert not files & {"vocab.txt", "trainer_state.json", "adapter_config.json"}
     merged = AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
     assert merged == {"default": "{{ messages }}", "tool_use": "adapter's tools"}
