@@ -87,7 +87,7 @@ class Experiment(ABC):
         """Raise ConfigError if an evaluation has written to the run folder."""
         if self.run_folder.has_separate_evaluation:
             raise ConfigError(
-                f"{self.run_folder.path} has the results of `skyrl generate`; set trainer.run_name to another name"
+                f"{self.run_folder.path} is a folder of `skyrl generate`; set trainer.run_name to another name"
             )
 
     @contextmanager

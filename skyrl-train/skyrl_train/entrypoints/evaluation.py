@@ -41,12 +41,12 @@ class EvalOnlyEntrypoint(BasePPOExp):
                 print(f"{name:<50} {value:.6g}")
 
     def _record_settings(self) -> None:
-        """Write `config.yaml`; ConfigError if the folder has a training run, or an evaluation with other settings."""
+        """Write `config.yaml`; ConfigError if the folder has a training run, or the results of other settings."""
         folder, settings = self.run_folder, self.cfg.model_dump(mode="json")
         choose = "set trainer.run_name to another name"
         if folder.has_training:
             raise ConfigError(f"{folder.path} has a training run, whose metrics an evaluation would replace; {choose}")
-        if folder.config_yaml.exists():
+        if folder.evaluation_results.exists():
             before = yaml.safe_load(folder.config_yaml.read_text(encoding="utf-8"))
             if changes := changed_settings(before, settings):
                 raise ConfigError(f"{folder.path} has an evaluation with other settings ({changes[0]}); {choose}")
@@ -82,5 +82,6 @@ class EvalOnlyEntrypoint(BasePPOExp):
             except STORAGE_ERRORS as error:
                 logger.warning("They could not be uploaded to %s: %s. Rerun the command to retry", remote.url, error)
         if not any(t.is_valid for t in trajectories):
+            self.run_folder.evaluation_results.unlink()  # so that the next try may have other settings
             raise EnvError(f"all {len(trajectories)} rollouts failed; the first: {trajectories[0].error}")
         return metrics

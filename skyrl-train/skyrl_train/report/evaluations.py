@@ -9,8 +9,7 @@ from typing import Any
 
 from skyrl_train.errors import DataError
 from skyrl_train.tracking import RunFolder
-
-AGGREGATED = "aggregated_results.jsonl"
+from skyrl_train.tracking.run_folder import AGGREGATED
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from skyrl_gym.tools.calls import ToolCallError, parse_tool_calls, strip_thoughts
 from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder
 from skyrl_train.errors import DataError
-from skyrl_train.report.evaluations import AGGREGATED, EvaluatedTrajectory, parse_rows, parse_trajectory
+from skyrl_train.report.evaluations import EvaluatedTrajectory, parse_rows, parse_trajectory
 from skyrl_train.tracking import RunFolder, read_metrics
+from skyrl_train.tracking.run_folder import AGGREGATED
 
 EXCERPT_CHARACTERS = 200
 ROLE = re.compile(r"<\|im_start\|>(\w+)\n|<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*")

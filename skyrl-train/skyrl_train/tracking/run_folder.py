@@ -19,6 +19,7 @@ from skyrl_train.tracking.writer import BackgroundWriter
 logger = logging.getLogger(__name__)
 
 EVAL_ONLY = "eval_only"
+AGGREGATED = "aggregated_results.jsonl"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class RunFolder:
     def has_separate_evaluation(self) -> bool:
         """True for the folder of a run that only evaluates."""
         return (self.path / "evals" / EVAL_ONLY).is_dir() and not self.has_training
+
+    @property
+    def evaluation_results(self) -> Path:
+        """The metrics of a run that only evaluates, which are written once it has ended with valid rollouts."""
+        return self.path / "evals" / EVAL_ONLY / AGGREGATED
 
     def evals(self, step: int | None) -> Path:
         """Return the folder of one evaluation; `step` is None for a run that only evaluates.

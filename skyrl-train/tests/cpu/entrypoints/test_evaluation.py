@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from train_kit.runs import expect_error, read_lines, train
+from train_kit.runs import Run, expect_error, read_lines, train
 
 from skyrl_train.entrypoints import main_generate
 
@@ -55,7 +55,7 @@ def test_an_evaluation_describes_itself_and_leaves_other_runs_alone(arguments: l
     train(*arguments, command="generate")  # the same evaluation may be repeated
     message = expect_error(*arguments, "generator.eval_n_samples_per_prompt=2", command="generate")
     assert "has an evaluation with other settings (generator.eval_n_samples_per_prompt: 4 -> 2)" in message
-    assert "has the results of `skyrl generate`" in expect_error(*arguments, "trainer.max_training_steps=1")
+    assert "is a folder of `skyrl generate`" in expect_error(*arguments, "trainer.max_training_steps=1")
     trained = train(*arguments, "trainer.run_name=trained", "trainer.max_training_steps=1")
     metrics = (trained.folder / "metrics.jsonl").read_text()
     message = expect_error(*arguments, "trainer.run_name=trained", command="generate")
@@ -63,11 +63,13 @@ def test_an_evaluation_describes_itself_and_leaves_other_runs_alone(arguments: l
     assert (trained.folder / "metrics.jsonl").read_text() == metrics
 
 
-def test_the_command_fails_if_every_rollout_fails(arguments: list[str], tmp_path: Path) -> None:
+def test_the_command_fails_if_every_rollout_fails_and_may_be_tried_again(arguments: list[str], tmp_path: Path) -> None:
     message = expect_error(*arguments, "generator.trajectory_timeout_seconds=1e-9", command="generate")
     assert "error: all 48 rollouts failed; the first: " in message
-    (metrics,) = read_lines(tmp_path / "skyrl/test_run/evals/eval_only/aggregated_results.jsonl")
-    assert metrics["eval/generate/n_invalid/trajectory_timeout"] == 48
+    run = Run(tmp_path / "skyrl/test_run")
+    assert run.metrics[0]["eval/generate/n_invalid/trajectory_timeout"] == 48
+    assert train(*arguments, command="generate").folder == run.folder  # with another timeout
+    assert "eval/all/avg_score" in run.metrics[-1]
 
 
 def test_missing_prompts_are_refused(arguments: list[str]) -> None:
