@@ -390,11 +390,16 @@ def _find_missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> 
 
 
 def _is_local(path: str) -> bool:
-    """Return True for the path of a missing folder: no name on the Hub, or like the name of a folder beside it."""
+    """Return True for the path of a missing folder, and False for a name that only the Hub can know.
+
+    `Qwen/Qwen3-8B` is one, even beside a folder Qwen/Qwen3-4B, unless Qwen is the folder of a model.
+    """
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         return True
     folder = Path(path)
-    return bool(suggestion(folder.name, _list_folders(folder.parent)) or ("/" in path and folder.parent.is_dir()))
+    if "/" in path:
+        return (folder.parent / "config.json").is_file()
+    return bool(suggestion(path, _list_folders(folder.parent))) and not _read_model_config(path)
 
 
 def _list_folders(parent: Path) -> list[str]:

@@ -12,7 +12,7 @@ from train_kit.runs import expect_error, train
 
 from skyrl_train.dataset.files import Rows, read_rows, write_jsonl
 from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
-from skyrl_train.entrypoints.preflight import check_data, find_folder_fault
+from skyrl_train.entrypoints.preflight import check_data, find_folder_fault, find_missing
 from skyrl_train.errors import DataError
 
 
@@ -57,6 +57,15 @@ def test_a_folder_of_another_user_is_read_only() -> None:
         "print(find_folder_fault('/usr/runs'))"
     )
     assert run_python("-c", script) == "/usr is read-only for this user\n"
+
+
+def test_a_name_on_the_hub_may_be_like_that_of_a_folder(
+    catch_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen/Qwen3-4B").mkdir(parents=True)
+    cfg = parse_cli([*catch_run, "trainer.policy.model.path=Qwen/Qwen3-8B"])
+    assert list(find_missing(cfg, trains=True)) == []
 
 
 def test_settings_that_no_row_uses_are_reported(
