@@ -5,10 +5,8 @@ python -m examples.catch.main_catch data.train_data=~/data/catch/train.parquet â
 
 from __future__ import annotations
 
-import sys
-
 from skyrl_gym.envs import register
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
+from skyrl_train.entrypoints import main_base
 
 
 def register_catch() -> None:
@@ -17,9 +15,9 @@ def register_catch() -> None:
 
 
 def main() -> None:
-    """Run the command line, with overrides `key=value`."""
+    """Run the command line: overrides `key=value` and the options of `skyrl train`."""
     register_catch()
-    run_command(lambda: BasePPOExp(parse_cli(sys.argv[1:])).run())
+    main_base.main()
 
 
 if __name__ == "__main__":

@@ -174,23 +174,32 @@ class CheckpointStore:
         return sorted(int(name[1]) for name in names if name)
 
     def check_space(self, checkpoint_bytes: int) -> None:
-        """Check, before the first step, that a checkpoint fits beside the last complete one.
-
-        Checkpoints that `save` would remove to make room count as free.
+        """Check, before the first step, that a checkpoint fits beside the last complete one, as `find_shortage`.
 
         Raises:
-            CheckpointError: the disk is too small; the message has the bytes needed and free.
+            CheckpointError: the disk is too small.
         """
         self._tidy_up()
+        if shortage := self.find_shortage(checkpoint_bytes):
+            raise CheckpointError(shortage)
+
+    def find_shortage(self, checkpoint_bytes: int) -> str | None:
+        """Return why the disk is too small for a checkpoint beside the last complete one, with the bytes needed and
+        free; None if it is not. Changes nothing: the folder need not exist.
+
+        Checkpoints that `save` would remove to make room count as free.
+        """
         needed = checkpoint_bytes * (1 if self.steps() else 2) + SPARE_BYTES
         files = (path for step in self._removable() for path in self._folder(step).rglob("*") if path.is_file())
-        free = shutil.disk_usage(self.path).free + sum(path.stat().st_size for path in files)
-        if free < needed:
-            raise CheckpointError(
-                f"{self.path} has {free:,} bytes free and needs {needed:,}: a checkpoint takes {checkpoint_bytes:,}, "
-                "and the next one is written before the last is removed; set trainer.ckpt_path to a larger disk, or "
-                "trainer.ckpt_interval=-1 to run without checkpoints"
-            )
+        disk = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(disk).free + sum(path.stat().st_size for path in files)
+        if free >= needed:
+            return None
+        return (
+            f"{self.path} has {free:,} bytes free and needs {needed:,}: a checkpoint takes {checkpoint_bytes:,}, and "
+            "the next one is written before the last is removed; set trainer.ckpt_path to a larger disk, or "
+            "trainer.ckpt_interval=-1 to run without checkpoints"
+        )
 
     def remove_superseded(self) -> None:
         """Remove the checkpoints beyond the number to keep that are not pinned and not the one to resume from."""

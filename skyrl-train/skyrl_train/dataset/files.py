@@ -375,11 +375,13 @@ def _load_from_hub(source: str) -> pa.Table:
         if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):  # of save_to_disk
             saved = datasets.load_from_disk(name)
             if isinstance(saved, datasets.DatasetDict):
-                if split not in saved:
+                if (split or "train") not in saved:
                     raise ValueError(f"it has the splits {', '.join(saved)}")
-                saved = saved[split]
+                saved = saved[split or "train"]
+            elif split is not None and split != str(saved.split):  # the split that it was before it was saved
+                raise ValueError(f"it has no splits, only {len(saved)} rows; remove :{split}")
             return saved.with_format("arrow")[:]
-        return datasets.load_dataset(name, config, split=split).with_format("arrow")[:]
+        return datasets.load_dataset(name, config, split=split or "train").with_format("arrow")[:]
     except Exception as error:  # the boundary to the Hub: its client raises dozens of types
         raise DataError(
             f"cannot load {source!r} from the Hugging Face Hub ({type(error).__name__}: {error}); a dataset is written "
@@ -387,10 +389,10 @@ def _load_from_hub(source: str) -> pa.Table:
         ) from error
 
 
-def _hub_name(source: str) -> tuple[str, str | None, str]:
+def _hub_name(source: str) -> tuple[str, str | None, str | None]:
     """Return dataset, configuration and split of `owner/name/config:split`; the last two are optional."""
     name, _, split = source.partition(":")
     parts = name.split("/")
     if len(parts) == 3 and all(parts) and not Path(name).exists():  # a local folder is a dataset too
-        return "/".join(parts[:2]), parts[2], split or "train"
-    return name, None, split or "train"
+        return "/".join(parts[:2]), parts[2], split or None
+    return name, None, split or None

@@ -258,9 +258,11 @@ def _start_rl(
         return
     data_is_checked = check_data(cfg, trains=trains)
     if dry_run:
+        from skyrl_train.entrypoints.forecast import check_disk, plan_models
         from skyrl_train.entrypoints.plan import describe_plan
 
         typer.echo(describe_plan(cfg))
+        check_disk(cfg.trainer, plan_models(cfg))
         with importing_torch():
             from skyrl_train.entrypoints.prompts import check_prompts
 
@@ -308,9 +310,11 @@ def _start_supervised(
         return
     check_answers(cfg)
     if dry_run:
+        from skyrl_train.entrypoints.forecast import check_disk, plan_supervised_models
         from skyrl_train.entrypoints.plan import describe_supervised_plan
 
         typer.echo(describe_supervised_plan(cfg))
+        check_disk(cfg.trainer, plan_supervised_models(cfg))
     elif cfg.trainer.placement.uses_torchrun and "TORCHELASTIC_RUN_ID" not in os.environ:
         file = [] if config is None else ["--config", str(config)]
         replace_by_torchrun([command, "--checked", *file, *overrides], cfg.trainer.placement, torchrun_flags)

@@ -18,7 +18,7 @@ from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, find_credential
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints import providers
 from skyrl_train.entrypoints.command import parse_cli
-from skyrl_train.entrypoints.forecast import forecast_disk, format_bytes, free_bytes, plan_models
+from skyrl_train.entrypoints.forecast import forecast_disk, forecast_memory, format_bytes, free_bytes, plan_models
 from skyrl_train.entrypoints.preflight import check_data, find_missing
 from skyrl_train.errors import ConfigError, DataError, SkyRLError
 
@@ -124,7 +124,6 @@ def _check_disk(cfg: SkyRLConfig, sources: Sequence[str]) -> Iterator[Finding]:
 
 
 def _check_memory(cfg: SkyRLConfig) -> Iterator[Finding]:
-    import psutil
     import torch
 
     models, placement = plan_models(cfg), cfg.trainer.placement
@@ -134,16 +133,18 @@ def _check_memory(cfg: SkyRLConfig) -> Iterator[Finding]:
         yield Finding("GPU", "failed", f"{key}={n_asked}, but this machine has {n_gpus}", f"set {key}={n_gpus}")
         return
     device = f"{n_gpus} × {torch.cuda.get_device_name(0)}" if n_gpus else "no GPU: the run uses the CPU"
-    free = torch.cuda.mem_get_info(0)[0] * n_asked if n_gpus else psutil.virtual_memory().available
-    needed = sum(model.training_bytes for model in models)
-    text = f"{device} · {format_bytes(needed)} for training, without activations · {format_bytes(free)} free"
     if any(model.n_parameters is None for model in models):
         yield Finding("memory", "warning", f"{device} · the size of the model is unknown before the download")
-    elif needed > free:
-        fix = "use more GPUs (trainer.placement), LoRA (trainer.policy.model.lora.rank=32), or a smaller model"
-        yield Finding("memory", "failed", text, fix)
+        return
+    memory = forecast_memory(cfg.trainer, models, offloads_idle=cfg.offloads_idle(has_gpus=n_gpus > 0))
+    if memory is None:
+        yield Finding("memory", "warning", f"{device} · training may be on other machines of a Ray cluster")
+    elif memory.shortage is not None:
+        text, _, fix = memory.shortage.partition(": ")
+        yield Finding("memory", "failed", f"{device} · {text}", fix)
     else:
-        yield Finding("memory", "ok", text)
+        needed, free = format_bytes(memory.needed_bytes), format_bytes(memory.free_bytes)
+        yield Finding("memory", "ok", f"{device} · {needed} for training, without activations · {free} free")
 
 
 def _check_storage(cfg: SkyRLConfig) -> Iterator[Finding]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
 from skyrl_train.algorithms.rules import loads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
-from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
-from skyrl_train.config.sft import SFTTrainerConfig
+from skyrl_train.config.policy import CriticModelConfig, FSDPConfig, LoraConfig, MegatronConfig, PolicyModelConfig
+from skyrl_train.config.preferences import DPOTrainerConfig, RewardConfig
+from skyrl_train.config.run import RunPlacementConfig
+from skyrl_train.config.sft import SFTTrainerConfig, SupervisedConfig
 from skyrl_train.dataset.files import count_rows
+from skyrl_train.errors import CheckpointError
 from skyrl_train.models.weight_files import list_weight_files
 from skyrl_train.types.specs import Role, lora_spec
 
@@ -27,6 +32,9 @@ ROLES: Mapping[ModelName, Role] = {
     "reference": "ref",
     "reward model": "reward",
 }
+
+Ranks = Mapping[ModelName, tuple[int, int]]
+"""Nodes, and ranks per node, of each model."""
 
 BYTES = {"float32": 4, "bfloat16": 2}
 BYTES_WHEN_TRAINED = 4 * BYTES["float32"]  # weights, gradients and the two moments of AdamW
@@ -97,6 +105,16 @@ def plan_models(cfg: SkyRLConfig) -> list[PlannedModel]:
     if trainer.critic.model.path is not None:
         models.append(plan_trained_model("critic", trainer.critic.model, trainer.seed))
     if loads_reference(cfg):
+        models.append(plan_reference(trainer.ref.model.path, trainer.policy.model))
+    return models
+
+
+def plan_supervised_models(cfg: SupervisedConfig) -> list[PlannedModel]:
+    """Return each model that a run on fixed data loads; ConfigError if an adapter does not fit."""
+    trainer = cfg.trainer
+    role: Literal["policy", "reward"] = "reward" if isinstance(cfg, RewardConfig) else "policy"
+    models = [plan_trained_model(role, trainer.policy.model, trainer.seed)]
+    if isinstance(trainer, DPOTrainerConfig) and not trainer.policy_is_reference:
         models.append(plan_reference(trainer.ref.model.path, trainer.policy.model))
     return models
 
@@ -201,6 +219,75 @@ def forecast_disk(
         export_bytes=sum(map(_export_bytes, trained)) if trainer.hf_save_interval > 0 else 0,
         n_exports=times(trainer.hf_save_interval),
     )
+
+
+def check_disk(trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel]) -> None:
+    """Raise CheckpointError, as the run does after loading its models, if the disk has no room for a checkpoint."""
+    from skyrl_train.checkpoint import CheckpointStore  # imports torch, as `forecast_memory`
+
+    if trainer.ckpt_interval > 0 and all(model.n_parameters is not None for model in models):
+        n_bytes = sum(model.checkpoint_bytes for model in models if model.role != "reference")
+        if shortage := CheckpointStore(Path(trainer.ckpt_path)).find_shortage(n_bytes):
+            raise CheckpointError(shortage)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryForecast:
+    """The memory for weights, gradients and optimizer, without which training cannot run, and what is free of it."""
+
+    device: str
+    needed_bytes: float
+    free_bytes: float
+
+    @property
+    def shortage(self) -> str | None:
+        """Why the memory is too small; None if it is not. Activations and an engine come on top."""
+        if self.needed_bytes <= self.free_bytes:
+            return None
+        return (
+            f"training takes {format_bytes(self.needed_bytes)} on {self.device}, without activations, and "
+            f"{format_bytes(self.free_bytes)} are free: use more GPUs (trainer.placement), LoRA "
+            "(trainer.policy.model.lora.rank=32), or a smaller model"
+        )
+
+
+def forecast_memory(
+    trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel], *, offloads_idle: bool = False
+) -> MemoryForecast | None:
+    """Forecast the memory of a run; None before the download, and for processes that may be on other machines.
+
+    Models that are on different devices, or leave theirs while they are idle, count as the largest of them.
+    """
+    import torch  # takes a second, which a mistake in the configuration should not cost
+
+    ranks = plan_ranks(trainer.placement, models)
+    is_elsewhere = bool(ranks) and os.environ.get("RAY_ADDRESS", "local") != "local"
+    if is_elsewhere or any(model.n_parameters is None for model in models):
+        return None
+    sizes = [model.training_bytes / (count_shards(trainer, model, ranks) if ranks else 1) for model in models]
+    needed = max(sizes) if ranks or offloads_idle else sum(sizes)
+    is_on_host = bool(ranks) and trainer.strategy != "megatron" and trainer.policy.fsdp_config.cpu_offload
+    if torch.cuda.is_available() and not is_on_host:
+        return MemoryForecast("each GPU" if ranks else "the GPU", needed, torch.cuda.mem_get_info()[0])
+    n_processes = max((n_per_node for _, n_per_node in ranks.values()), default=1)
+    return MemoryForecast("this machine", needed * n_processes, psutil.virtual_memory().available)
+
+
+def plan_ranks(placement: RunPlacementConfig, models: Sequence[PlannedModel]) -> Ranks:
+    """Return the ranks of each model; nothing for a run in one process."""
+    if not (placement.uses_ray or placement.uses_torchrun):
+        return {}
+    return {model.role: placement.size(ROLES[model.role]) for model in models}
+
+
+def count_shards(trainer: TrainerConfig | SFTTrainerConfig, model: PlannedModel, ranks: Ranks) -> int:
+    """Return the number of ranks that hold a model together; others hold copies."""
+    section = getattr(trainer, ROLES[model.role], trainer.policy)  # `skyrl reward` trains trainer.policy
+    if trainer.strategy == "megatron":
+        megatron: MegatronConfig = section.megatron_config
+        return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    fsdp: FSDPConfig = section.fsdp_config
+    return fsdp.fsdp_size if fsdp.fsdp_size > 0 else math.prod(ranks[model.role])
 
 
 def _export_bytes(model: PlannedModel) -> int:

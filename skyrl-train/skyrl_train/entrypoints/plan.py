@@ -3,44 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
 
 import psutil
 
 from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.base import value_at
-from skyrl_train.config.policy import FSDPConfig, MegatronConfig
-from skyrl_train.config.preferences import DPOTrainerConfig, PreferenceDataConfig, RewardConfig
-from skyrl_train.config.run import RunPlacementConfig
+from skyrl_train.config.preferences import DPOTrainerConfig, PreferenceDataConfig
 from skyrl_train.config.sft import SFTTrainerConfig, SupervisedConfig
 from skyrl_train.dataset.files import count_rows
 from skyrl_train.entrypoints.forecast import (
     ROLES,
-    ModelName,
     PlannedModel,
+    Ranks,
     count_batches,
+    count_shards,
     count_steps,
     forecast_disk,
     forecast_engine_bytes,
+    forecast_memory,
     forecast_offloaded_bytes,
     format_bytes,
     format_count,
     free_bytes,
     plan_models,
-    plan_reference,
-    plan_trained_model,
+    plan_ranks,
+    plan_supervised_models,
 )
 from skyrl_train.entrypoints.preflight import read_context_length
-from skyrl_train.errors import ConfigError
-from skyrl_train.types.specs import SPARE_BYTES, lora_spec
+from skyrl_train.types.specs import lora_spec
 
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
-
-Ranks = Mapping[ModelName, tuple[int, int]]
-"""Nodes, and ranks per node, of each model."""
 
 
 def describe_plan(cfg: SkyRLConfig) -> str:
@@ -59,14 +53,12 @@ def describe_plan(cfg: SkyRLConfig) -> str:
 def describe_supervised_plan(cfg: SupervisedConfig) -> str:
     """Return the plan of a run on fixed data, as `describe_plan`, and raise the same errors."""
     trainer, data = cfg.trainer, cfg.data
-    role: Literal["policy", "reward"] = "reward" if isinstance(cfg, RewardConfig) else "policy"
-    models = [plan_trained_model(role, trainer.policy.model, trainer.seed)]
+    models = plan_supervised_models(cfg)
     lines = [*_describe_model(models[0])]
     if isinstance(trainer, DPOTrainerConfig):
         if trainer.policy_is_reference:
             lines.append(("reference", "the policy without its adapter"))
         else:
-            models.append(plan_reference(trainer.ref.model.path, trainer.policy.model))
             lines += _describe_model(models[1])
         dpo = trainer.dpo
         smoothing = f" · label smoothing {dpo.label_smoothing:g}" if dpo.label_smoothing else ""
@@ -86,7 +78,7 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
     )
     from skyrl_train.launch.torchrun import Torchrun  # imports torch, as `_describe_device`
 
-    torchrun, ranks = Torchrun.find(), _plan_ranks(trainer.placement, models)
+    torchrun, ranks = Torchrun.find(), plan_ranks(trainer.placement, models)
     if torchrun is not None:
         torchrun.check(trainer.placement)
         processes = f"{torchrun.size} of torchrun"
@@ -218,7 +210,7 @@ def _describe_resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     has_gpu = torch.cuda.is_available()
     offloads_idle = cfg.offloads_idle(has_gpus=has_gpu)
     yield _describe_device()
-    ranks = _plan_ranks(placement, models)
+    ranks = plan_ranks(placement, models)
     if ranks:
         n_engines, size = cfg.generator.n_local_engines, cfg.generator.n_devices_per_engine
         devices = "its own device" if size == 1 else f"{size} devices of its own"
@@ -245,14 +237,14 @@ def _describe_resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
             on_top = f"activations, {format_bytes(engine_bytes)} for the engine's weights, and the key-value cache"
     if offloads_idle and all(model.n_parameters is not None for model in models):
         yield _describe_offloading(cfg.trainer, models, ranks, engine_bytes)
-    yield from _describe_storage(cfg.trainer, models, sources, on_top, ranks, engine_bytes)
+    yield from _describe_storage(cfg.trainer, models, sources, on_top, ranks, engine_bytes, offloads_idle=offloads_idle)
 
 
 def _describe_offloading(
     trainer: TrainerConfig, models: Sequence[PlannedModel], ranks: Ranks, engine_bytes: float
 ) -> tuple[str, str]:
     """Describe the memory of models and an engine that leave shared devices while they are idle."""
-    shares = {model: 1 / _n_shards(trainer, model, ranks) if ranks else 1.0 for model in models}
+    shares = {model: 1 / count_shards(trainer, model, ranks) if ranks else 1.0 for model in models}
     _, n_per_node = ranks.get("policy", (1, 1))
     n_bytes = n_per_node * forecast_offloaded_bytes(shares, engine_bytes)
     staying = shares[models[0]] * models[0].loaded_bytes
@@ -283,6 +275,8 @@ def _describe_storage(
     and_on_top: str,
     ranks: Ranks,
     engine_bytes: float = 0.0,
+    *,
+    offloads_idle: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """Yield memory, disk and run folder of a run that loads `models`, with `ranks` if it takes several processes.
 
@@ -299,36 +293,16 @@ def _describe_storage(
             ),
         )
         if ranks:
-            shards = (f"{m.role} {format_bytes(m.training_bytes / _n_shards(trainer, m, ranks))}" for m in models)
+            shards = (f"{m.role} {format_bytes(m.training_bytes / count_shards(trainer, m, ranks))}" for m in models)
             engine = f"; engine {format_bytes(engine_bytes)}" if engine_bytes else ""
             yield "per process", f"{', '.join(shards)}{engine}"
+        memory = forecast_memory(trainer, models, offloads_idle=offloads_idle)
+        if memory is not None and memory.shortage is not None:
+            yield "warning", memory.shortage
         forecast = forecast_disk(trainer, models, sources)
         if forecast is not None and forecast.total_bytes:
-            free, needed = free_bytes(trainer.ckpt_path), 2 * forecast.checkpoint_bytes + SPARE_BYTES
-            if forecast.checkpoint_bytes and free < needed and not Path(trainer.ckpt_path).is_dir():
-                raise ConfigError(
-                    f"trainer.ckpt_path={trainer.ckpt_path} has {free:,} bytes free and needs {needed:,} for two "
-                    "checkpoints; set it to a larger disk, or trainer.ckpt_interval=-1 to run without checkpoints"
-                )
-            yield "disk", f"{forecast.describe()} · {format_bytes(free)} free"
+            yield "disk", f"{forecast.describe()} · {format_bytes(free_bytes(trainer.ckpt_path))} free"
     yield "run folder", trainer.run_dir
-
-
-def _plan_ranks(placement: RunPlacementConfig, models: Sequence[PlannedModel]) -> Ranks:
-    """Return the ranks of each model; nothing for a run in one process."""
-    if not (placement.uses_ray or placement.uses_torchrun):
-        return {}
-    return {model.role: placement.size(ROLES[model.role]) for model in models}
-
-
-def _n_shards(trainer: TrainerConfig | SFTTrainerConfig, model: PlannedModel, ranks: Ranks) -> int:
-    """Return the number of ranks that hold a model together; others hold copies."""
-    section = getattr(trainer, ROLES[model.role], trainer.policy)  # `skyrl reward` trains trainer.policy
-    if trainer.strategy == "megatron":
-        megatron: MegatronConfig = section.megatron_config
-        return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
-    fsdp: FSDPConfig = section.fsdp_config
-    return fsdp.fsdp_size if fsdp.fsdp_size > 0 else math.prod(ranks[model.role])
 
 
 def _describe_processes(ranks: Ranks, n_engines: int = 0) -> str:

@@ -43,9 +43,10 @@ def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
 
     Transformers refuses to save settings that it loads with a warning, e.g. a temperature without `do_sample`.
     """
-    settings = model.generation_config
-    if settings is not None:
-        model.generation_config = GenerationConfig()
+    if not model.can_generate():
+        yield
+        return
+    settings, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
     finally:

@@ -286,3 +286,5 @@ def test_a_dataset_that_was_saved_to_disk_is_read(tmp_path: Path) -> None:
     assert read_rows(str(tmp_path / "plain")) == read_rows(f"{tmp_path}/splits:test") == saved.to_list()
     with pytest.raises(DataError, match="it has the splits test"):
         read_rows(str(tmp_path / "splits"))
+    with pytest.raises(DataError, match="it has no splits, only 2 rows; remove :test"):
+        read_rows(f"{tmp_path}/plain:test")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from omegaconf import OmegaConf
 from train_kit.models import SMALL
@@ -47,6 +49,27 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert "≤ 5 turns of ≤ 1 token after a prompt of ≤ 512 tokens" in plan
     assert "processes    1: training and generation in this one" in plan
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_does_not_fit_is_planned_and_warned_of_before_it_loads(
+    catch_run: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = psutil.virtual_memory()._replace(available=3_000_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    shortage = "training takes 3.88 MB on this machine, without activations, and 3 MB are free: use more GPUs"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+        message = expect_error(*catch_run, "trainer.ckpt_interval=1", "--dry-run")
+    assert "has 0 bytes free and needs 71,762,944: a checkpoint takes 2,327,040" in message
+    assert f"warning      {shortage}" in capsys.readouterr().out
+    train(*catch_run, "trainer.max_training_steps=1")
+    assert caplog.text.index(shortage) < caplog.text.index("Loaded the policy")
+    caplog.clear()
+    train(*catch_run, "trainer.run_name=adapter", "trainer.max_training_steps=1", "trainer.policy.model.lora.rank=2")
+    assert "training takes" not in caplog.text
 
 
 def test_a_dry_run_refuses_data_that_does_not_fill_a_batch(catch_run: list[str]) -> None:

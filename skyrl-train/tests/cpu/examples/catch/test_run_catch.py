@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from train_kit.example_scripts import record
 from train_kit.processes import TRAIN_FOLDER, python
 from train_kit.runs import Run
 
+import skyrl_gym
 from examples.catch.catch_dataset import CatchDataset, write_dataset
+from examples.catch.main_catch import main
 
 SCRIPT = ["bash", "examples/catch/run_catch.sh"]
 GUIDE = [
@@ -74,3 +77,12 @@ def test_each_reward_mode_has_its_own_folder(mode: str, folder: str, tmp_path: P
     variables = {"HOME": str(tmp_path), "DATA_DIR": "", "REWARD_MODE": mode}
     _, overrides = record(SCRIPT, tmp_path, has_gpu=True, **variables).training
     assert f"data.train_data=['{tmp_path}/data/{folder}/train.parquet']" in overrides
+
+
+def test_the_plan_is_printed(
+    catch_run: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skyrl_gym.envs.deregister("catch")  # the script registers it
+    monkeypatch.setattr(sys, "argv", ["main_catch", *catch_run, "--dry-run"])
+    main()
+    assert "memory       3.88 MB for weights, gradients and optimizer" in capsys.readouterr().out
