@@ -342,6 +342,9 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
 def _is_json_lines(path: Path) -> bool:
     """Return whether the first line of a `.json` file is a complete object, as in files of Hugging Face datasets."""
     with path.open("rb") as file:
+        if file.read(len(BOM_UTF8) + 1).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+            return False  # a list, whose first line may be the whole file
+        file.seek(0)
         line = file.readline().removeprefix(BOM_UTF8).strip()
     try:
         return isinstance(json.loads(line), dict)
