@@ -50,9 +50,7 @@ async def evaluate(
     return eval_metrics(trajectories, n_samples, cfg.generator.success_reward) | reported, trajectories
 
 
-def eval_metrics(
-    trajectories: Sequence[Trajectory], n_samples: int, success_reward: float | None = None
-) -> dict[str, float]:
+def eval_metrics(trajectories: Sequence[Trajectory], n_samples: int, success_reward: float | None) -> dict[str, float]:
     """Return the metrics of an evaluation, over all trajectories and for each data source."""
     metrics: dict[str, float] = {}
     for name, group in {"all": list(trajectories), **by_source(trajectories)}.items():
@@ -66,7 +64,7 @@ def dump_evaluation(
     trajectories: Sequence[Trajectory],
     metrics: dict[str, float],
     chat: ChatEncoder,
-    success_reward: float | None = None,
+    success_reward: float | None,
 ) -> None:
     """Write `<data source>.jsonl` for each source, and all metrics as one line of `aggregated_results.jsonl`.
 
@@ -81,7 +79,7 @@ def dump_evaluation(
             path.unlink()
 
 
-def trajectory_row(trajectory: Trajectory, chat: ChatEncoder, success_reward: float | None = None) -> dict[str, Any]:
+def trajectory_row(trajectory: Trajectory, chat: ChatEncoder, success_reward: float | None) -> dict[str, Any]:
     """Return a trajectory as a JSON row, with text instead of token ids. Rewards are null if it is invalid.
 
     The first three keys describe the last segment, and `earlier` the ones before it. `turns` number their `segment`

@@ -88,8 +88,7 @@ class DPOTrainerConfig(SFTTrainerConfig):
     @property
     def policy_is_reference(self) -> bool:
         """True if the reference is the policy without its adapter, so that no second model is loaded."""
-        lora = self.policy.model.lora
-        return lora.is_used and lora.lora_path is None and self.ref.model.path == self.policy.model.path
+        return self.ref.is_base_of(self.policy.model)
 
 
 class DPOConfig(SupervisedConfig):

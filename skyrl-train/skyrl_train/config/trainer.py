@@ -149,11 +149,4 @@ class TrainerConfig(RunConfig):
     @property
     def policy_is_reference(self) -> bool:
         """True if the reference is the policy without its adapter, so that no second model is loaded."""
-        is_new = self.policy.model.lora.is_used and not self.continues_adapter
-        return is_new and self.ref.model.path == self.policy.model.path and not self.update_ref_every_epoch
-
-    @property
-    def continues_adapter(self) -> bool:
-        """True if the policy starts with the adapter in `lora_path`, which then belongs to the reference, too."""
-        model = self.policy.model
-        return model.lora.lora_path is not None and self.ref.model.path == model.path
+        return self.ref.is_base_of(self.policy.model) and not self.update_ref_every_epoch

@@ -506,7 +506,8 @@ class BasePPOExp(Experiment):
             ref = policy
         elif reads_reference(cfg.algorithm):
             check_same_vocabulary(cfg.ref.model.path, REF_PATH, tokenizer)
-            lora = lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed) if cfg.continues_adapter else None
+            lora = lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed)
+            lora = lora if cfg.ref.has_adapter_of(cfg.policy.model) else None
             ref = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH), lora=lora)
             check_vocabulary_size(await ref.n_embeddings(), REF_PATH, cfg.ref.model.path, n_embeddings)
             if cfg.update_ref_every_epoch:

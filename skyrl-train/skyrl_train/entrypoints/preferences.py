@@ -41,11 +41,11 @@ class DPOExp(SupervisedExp):
         if trainer.policy_is_reference:
             return policy
         path = trainer.ref.model.path
-        starts_there = path == trainer.policy.model.path
-        if not starts_there:
+        if path != trainer.policy.model.path:
             check_same_vocabulary(path, REF_PATH, self.tokenizer)
         load = partial(self.load_language_model, path, REF_PATH)
-        ref = await launcher.load(self.model_spec("ref", load, None, lora if starts_there else None), None)
+        lora = lora if trainer.ref.has_adapter_of(trainer.policy.model) else None
+        ref = await launcher.load(self.model_spec("ref", load, None, lora), None)
         check_vocabulary_size(await ref.n_embeddings(), REF_PATH, path, await policy.n_embeddings())
         return ref
 

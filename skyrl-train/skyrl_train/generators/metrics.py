@@ -57,7 +57,7 @@ def is_success(trajectory: Trajectory, success_reward: float | None) -> bool:
 
 
 def reward_metrics(
-    trajectories: Sequence[Trajectory], n_samples: int, success_reward: float | None = None
+    trajectories: Sequence[Trajectory], n_samples: int, success_reward: float | None
 ) -> dict[str, float]:
     """Return `avg_score`, `pass_at_n` and `mean_positive_reward` of the valid trajectories.
 
@@ -75,7 +75,7 @@ def reward_metrics(
     }
 
 
-def pass_at_k(trajectories: Sequence[Trajectory], success_reward: float | None = None) -> dict[str, float]:
+def pass_at_k(trajectories: Sequence[Trajectory], success_reward: float | None) -> dict[str, float]:
     """Return `pass_at_k` for k = 1, 2, 4, …: the probability that one of k samples of a prompt passes.
 
     If c of the n valid samples of a prompt pass, it is 1 - C(n - c, k) / C(n, k), averaged over prompts with n ≥ k.
@@ -102,7 +102,7 @@ def _passed_by_draw(trajectories: Sequence[Trajectory], success_reward: float | 
 
 
 def training_reward_metrics(
-    trajectories: Sequence[Trajectory], n_samples: int, success_reward: float | None = None
+    trajectories: Sequence[Trajectory], n_samples: int, success_reward: float | None
 ) -> dict[str, float]:
     """Return `reward/avg_raw_reward`, `reward/avg_pass_at_n` and `reward/mean_positive_reward`.
 

@@ -354,9 +354,13 @@ def read_config(path: str, source: str) -> peft.LoraConfig:
     }
     for fault, is_present in faults.items():
         if is_present:
+            conversion = (
+                ", or convert it (peft: save_pretrained with path_initial_model_for_weight_conversion)"
+                if "changed the weights" in fault and not str(config.init_lora_weights).startswith("loftq")
+                else ""
+            )
             raise ConfigError(
-                f"{source} is not a plain LoRA adapter: {fault}; use one that only adds B·A to matrices, or convert it "
-                "(peft: save_pretrained with path_initial_model_for_weight_conversion)"
+                f"{source} is not a plain LoRA adapter: {fault}; use one that only adds B·A to matrices{conversion}"
             )
     # The values come from the file. Models are in evaluation mode, so that dropout has no effect.
     config.lora_dropout, config.inference_mode, config.init_lora_weights = 0.0, False, True

@@ -118,7 +118,7 @@ def test_invalid_trajectories_are_counted_and_otherwise_ignored() -> None:
         make_trajectory(uid, None, data_source=source, stop_reason="env_error")
         for uid, source in (("c", "s"), ("d", "broken"))
     ]
-    assert eval_metrics([*good, *bad], 1) == eval_metrics(good, 1) | {
+    assert eval_metrics([*good, *bad], 1, None) == eval_metrics(good, 1, None) | {
         "eval/generate/n_invalid": 2.0,
         "eval/generate/n_invalid/env_error": 2.0,
     }
@@ -143,7 +143,7 @@ def test_the_dump_has_a_file_per_source_and_one_with_all_metrics(
     )
     bad = make_trajectory("8", None, stop_reason="env_error", error="catch.step raised OSError", prompt_ids=prompt_ids)
     (tmp_path / "abandoned.jsonl").write_text("{}\n")
-    dump_evaluation(tmp_path, [good, bad], {"eval/all/avg_score": 1.0}, chat)
+    dump_evaluation(tmp_path, [good, bad], {"eval/all/avg_score": 1.0}, chat, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "aggregated_results.jsonl",
         "games_catch.jsonl",
@@ -180,9 +180,9 @@ def test_sources_with_colliding_names_share_file_and_metrics(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     both = [make_trajectory("a", [1.0], data_source="x/y"), make_trajectory("b", [0.0], data_source="x_y")]
-    dump_evaluation(tmp_path, both, {}, ChatEncoder(tiny_tokenizer))
+    dump_evaluation(tmp_path, both, {}, ChatEncoder(tiny_tokenizer), None)
     assert [row["data_source"] for row in read_rows(str(tmp_path / "x_y.jsonl"))] == ["x/y", "x_y"]
-    assert eval_metrics(both, 1)["eval/x_y/avg_score"] == 0.5
+    assert eval_metrics(both, 1, None)["eval/x_y/avg_score"] == 0.5
 
 
 def test_all_rows_of_a_trajectory_are_dumped(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -201,13 +201,13 @@ def test_all_rows_of_a_trajectory_are_dumped(tiny_tokenizer: PreTrainedTokenizer
         n_attempts=2,
         reward_components={"right": 1.5},
     )
-    row = trajectory_row(whole, chat)
+    row = trajectory_row(whole, chat, None)
     assert (row["input_prompt"], row["output_response"], row["score"]) == ("R", "R", whole.rewards)
     assert row["earlier"] == [{"input_prompt": "L", "output_response": "L", "score": earlier.rewards}]
     assert [turn["segment"] for turn in row["turns"]] == [0, 1]
     assert row["total_reward"] == whole.total_reward
     assert (row["n_attempts"], row["reward_components"]) == (2, {"right": 1.5})
-    invalid = trajectory_row(replace(whole, error="it broke"), chat)
+    invalid = trajectory_row(replace(whole, error="it broke"), chat, None)
     assert (invalid["score"], invalid["total_reward"], invalid["earlier"][0]["score"]) == (None, None, None)
 
 
@@ -219,15 +219,15 @@ def test_pass_at_n_is_the_unbiased_estimate() -> None:
         make_trajectory("b", [0.0]),
         make_trajectory("b", None, repetition=1),
     ]
-    assert eval_metrics(trajectories, 2)["eval/all/pass_at_2"] == 1.0
+    assert eval_metrics(trajectories, 2, None)["eval/all/pass_at_2"] == 1.0
 
 
 def test_a_source_named_like_an_aggregate_is_renamed(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     names = ["all", "aggregated_results", "games"]
     trajectories = [make_trajectory(str(i), [float(i)], data_source=name) for i, name in enumerate(names)]
-    metrics = eval_metrics(trajectories, 1)
+    metrics = eval_metrics(trajectories, 1, None)
     assert (metrics["eval/all/avg_score"], metrics["eval/all_/avg_score"]) == (1.0, 0.0)
-    dump_evaluation(tmp_path, trajectories, metrics, ChatEncoder(tiny_tokenizer))
+    dump_evaluation(tmp_path, trajectories, metrics, ChatEncoder(tiny_tokenizer), None)
     files = {path.name: len(read_rows(str(path))) for path in tmp_path.iterdir()}
     source_files = ("aggregated_results_.jsonl", "all_.jsonl", "games.jsonl")
     assert files == dict.fromkeys([*source_files, "aggregated_results.jsonl"], 1)
@@ -235,4 +235,4 @@ def test_a_source_named_like_an_aggregate_is_renamed(tmp_path: Path, tiny_tokeni
 
 def test_equal_trajectories_give_equal_metrics_in_any_order() -> None:
     trajectories: list[Trajectory] = [make_trajectory(str(i), [float(i)], data_source="ab"[i % 2]) for i in range(6)]
-    assert eval_metrics(trajectories, 1) == pytest.approx(eval_metrics(trajectories[::-1], 1))
+    assert eval_metrics(trajectories, 1, None) == pytest.approx(eval_metrics(trajectories[::-1], 1, None))

@@ -35,12 +35,12 @@ def rollouts() -> list[Trajectory]:
 
 
 def test_reward_metrics_by_hand(rollouts: list[Trajectory]) -> None:
-    assert reward_metrics(rollouts, 2) == {
+    assert reward_metrics(rollouts, 2, None) == {
         "avg_score": pytest.approx((0 + 1.25 - 0.5) / 3),
         "pass_at_2": 0.5,
         "mean_positive_reward": pytest.approx((0 + 1.5 + 0.5) / 3),
     }
-    assert set(training_reward_metrics(rollouts, 5)) == {
+    assert set(training_reward_metrics(rollouts, 5, None)) == {
         "reward/avg_raw_reward",
         "reward/avg_pass_at_5",
         "reward/mean_positive_reward",
@@ -58,14 +58,14 @@ def test_a_trajectory_passes_with_the_reward_of_a_success(
 
 def test_reward_metrics_include_earlier_rows() -> None:
     earlier = make_segment([2.0, -1.0])
-    metrics = reward_metrics([make_trajectory("a", [1.0], earlier=(earlier,))], 1)
+    metrics = reward_metrics([make_trajectory("a", [1.0], earlier=(earlier,))], 1, None)
     assert metrics == {"avg_score": 2.0, "pass_at_1": 1.0, "mean_positive_reward": 3.0}
 
 
 def test_two_draws_of_a_row_are_two_prompts() -> None:
     twice = [make_trajectory("a", [float(draw)], repetition=i, draw=draw) for draw in (0, 1) for i in range(2)]
-    assert reward_metrics(twice, 2)["pass_at_2"] == 0.5
-    assert pass_at_k(twice) == {"pass_at_1": 0.5, "pass_at_2": 0.5}
+    assert reward_metrics(twice, 2, None)["pass_at_2"] == 0.5
+    assert pass_at_k(twice, None) == {"pass_at_1": 0.5, "pass_at_2": 0.5}
 
 
 def test_pass_at_k_is_the_mean_over_all_subsets_of_k_samples() -> None:
@@ -84,8 +84,8 @@ def test_pass_at_k_is_the_mean_over_all_subsets_of_k_samples() -> None:
             if len(rewards) >= k
         ]
         expected[f"pass_at_{k}"] = pytest.approx(statistics.fmean(shares))
-    assert pass_at_k(trajectories) == expected
-    assert pass_at_k([]) == {}
+    assert pass_at_k(trajectories, None) == expected
+    assert pass_at_k([], None) == {}
 
 
 def test_rollout_metrics_by_hand(rollouts: list[Trajectory]) -> None:
@@ -107,7 +107,7 @@ def test_rollout_metrics_by_hand(rollouts: list[Trajectory]) -> None:
 
 def test_invalid_trajectories_change_only_their_count(rollouts: list[Trajectory]) -> None:
     valid = rollouts[:3]
-    assert reward_metrics(rollouts, 2) == reward_metrics(valid, 2)
+    assert reward_metrics(rollouts, 2, None) == reward_metrics(valid, 2, None)
     counts = {"generate/n_invalid": 1, "generate/n_invalid/env_error": 1, "generate/n_retries": 2}
     assert rollout_metrics(rollouts) == rollout_metrics(valid) | counts
 
@@ -115,7 +115,7 @@ def test_invalid_trajectories_change_only_their_count(rollouts: list[Trajectory]
 def test_without_a_valid_trajectory_there_are_only_counts(rollouts: list[Trajectory]) -> None:
     counts = {"generate/n_invalid": 1, "generate/n_invalid/env_error": 1, "generate/n_retries": 2}
     assert rollout_metrics(rollouts[3:]) == counts
-    assert reward_metrics(rollouts[3:], 2) == {}
+    assert reward_metrics(rollouts[3:], 2, None) == {}
     assert rollout_metrics([]) == {"generate/n_invalid": 0, "generate/n_retries": 0}
 
 

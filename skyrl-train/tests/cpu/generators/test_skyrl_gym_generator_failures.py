@@ -177,7 +177,7 @@ async def test_odd_answers_of_an_environment_are_trained_and_written(make_stage:
     assert [t.error for t in trajectories] == [None] * len(trajectories)
     metrics = rollout_metrics(trajectories)
     trajectories = [replace(t, env_extras={}) for t in trajectories]  # they hold the answer
-    dump_evaluation(tmp_path, trajectories, metrics, stage.chat)
+    dump_evaluation(tmp_path, trajectories, metrics, stage.chat, None)
     rows = read_lines(tmp_path / "unknown.jsonl")
     assert [row["error"] for row in rows] == [None] * len(trajectories)
 
@@ -196,7 +196,7 @@ async def test_any_text_of_an_error_can_be_written(make_stage: MakeStage, journa
         trajectories = await play(stage.generator, [story("a")], stage.sampling, METADATA)
         assert_invalid(trajectories[0], text)
         assert len(str(trajectories[0].error)) < 5000
-        dump_evaluation(tmp_path, trajectories, rollout_metrics(trajectories), stage.chat)
+        dump_evaluation(tmp_path, trajectories, rollout_metrics(trajectories), stage.chat, None)
 
 
 @pytest.mark.parametrize("max_env_workers", [0, 4])

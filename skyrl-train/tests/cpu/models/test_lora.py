@@ -255,7 +255,7 @@ def test_a_head_that_is_tied_to_the_embeddings_gets_no_adapter(other_model: PreT
             {},
             "init_lora_weights=pissa_niter_16 changed the weights of its base",
         ),
-        ({"init_lora_weights": "olora"}, {}, "init_lora_weights=olora changed the weights of its base"),
+        ({"init_lora_weights": "olora"}, {}, "B·A to matrices, or convert it (peft: save_pretrained"),
         ({"init_lora_weights": "corda"}, {}, "init_lora_weights=corda changed the weights of its base"),
         ({"alora_invocation_tokens": [1, 2]}, {}, "it has alora_invocation_tokens"),
         ({"layer_replication": [[0, 2], [1, 2]]}, {}, "it has layer_replication"),
@@ -275,6 +275,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
     with pytest.raises(ConfigError) as error:
         add_adapter(copy.deepcopy(tiny_model), spec(lora_path=str(folder), **settings))
     assert words in str(error.value)
+    assert ("convert it" in str(error.value)) == ("init_lora_weights" in change)
     assert f"{KEY}.lora_path={folder}" in str(error.value)
 
 
