@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 from train_kit.messages import assistant, system, user
 from train_kit.templates import FAMILIES, THINKS
+from train_kit.turns import check_replies, check_turns, trained_texts
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.dataset.demonstrations import Demonstration
@@ -17,7 +18,6 @@ from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.rendering.template import ChatTemplate, Messages
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-REPLIES = ["It is 4.", "A", "s", "<b>4</b>", "assistant", "Füße 😀", "4\n\nYes.", "4, the answer"]
 
 
 @lru_cache
@@ -35,65 +35,15 @@ def encode(family: str, messages: Messages, n_context: int = 0, start: Any = Non
     return encoder.encode(Demonstration("row 0", copies, n_context, reply_start=start))
 
 
-def trained_texts(tokenizer: PreTrainedTokenizerBase, row: TokenRow) -> list[str]:
-    """Return the text of each trained stretch."""
-    stretches: list[list[int]] = []
-    for i, (token, is_trained) in enumerate(zip(row.token_ids, row.loss_mask, strict=True)):
-        if is_trained and not row.loss_mask[i - 1]:
-            stretches.append([])
-        if is_trained:
-            stretches[-1].append(token)
-    # a space at the beginning of a decoded text is dropped by some tokenizers, so it is decoded after a letter
-    (letter,) = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
-    before = tokenizer.decode([letter])
-    return [str(tokenizer.decode([letter, *tokens])).removeprefix(before) for tokens in stretches]
-
-
 @pytest.mark.parametrize("before", [[], [system("Be brief.")]], ids=["", "system"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exactly_the_reply_is_trained_after_the_prompt_of_generation(family: str, before: list[Any]) -> None:
-    tokenizer, template = load(family), ChatTemplate(load(family), variables=FAMILIES[family].variables)
-    n_joint = 0
-    for reply in REPLIES:
-        messages = [*before, user("What is 2 plus 2?"), assistant(reply)]
-        (row,) = encode(family, messages)
-        expected = FAMILIES[family].reply.format(reply)
-        assert trained_texts(tokenizer, row) == [expected]
-        prompt = template.prompt(messages[:-1])
-        assert all(message["content"] in prompt for message in messages[:-1])
-        n_prompt = row.loss_mask.index(1)
-        assert (
-            row.token_ids[:n_prompt]
-            == template.encode(prompt)
-            == ChatEncoder(tokenizer, template_kwargs=FAMILIES[family].variables).prompt_ids(messages[:-1])
-        )
-        joint = template.encode(prompt + expected)
-        if joint[:n_prompt] == row.token_ids[:n_prompt]:  # the reply does not merge with the prompt
-            assert row.token_ids == joint
-            n_joint += 1
-    assert n_joint == len(REPLIES) or "\n" in FAMILIES[family].reply[:1]
+    check_replies(load(family), partial(encode, family), FAMILIES[family].reply, FAMILIES[family].variables, before)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_turns_of_rl_and_of_sft_have_the_same_tokens(family: str) -> None:
-    tokenizer = load(family)
-    messages = [user("What is 2 plus 2?"), assistant("It is 4."), user("Yes?"), assistant("A")]
-    rows = encode(family, messages)
-    assert [text for row in rows for text in trained_texts(tokenizer, row)] == [
-        FAMILIES[family].reply.format(reply) for reply in ("It is 4.", "A")
-    ]
-    chat = ChatEncoder(tokenizer, template_kwargs=FAMILIES[family].variables)
-    first, last = rows[0], rows[-1]
-    n_prompt = first.loss_mask.index(1)
-    assert first.token_ids[:n_prompt] == chat.prompt_ids(messages[:1])
-    if len(rows) == 1:  # the template keeps past turns as they were
-        n_first = n_prompt + first.loss_mask[n_prompt:].index(0)
-        n_second = n_first + first.loss_mask[n_first:].index(1)
-        observed = chat.observation_ids(messages[2:3], first.token_ids[n_first - 1])
-        assert first.token_ids[n_first:n_second] == observed
-        assert last.token_ids[:n_second] == chat.prompt_ids(messages[:3])
-    else:
-        assert last.token_ids[: last.loss_mask.index(1)] == chat.history_ids(messages[:3])
+    check_turns(load(family), partial(encode, family), FAMILIES[family].reply, FAMILIES[family].variables)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt-oss"])
