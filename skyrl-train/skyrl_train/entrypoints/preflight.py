@@ -34,13 +34,10 @@ from skyrl_train.dataset.files import Rows, check_row_count, find_fault, local_p
 from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT, find_long_sync
+from skyrl_train.models.weight_files import INDEX, SINGLE_FILE, find_damaged_weights
 
-WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+WEIGHTS = (SINGLE_FILE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors$")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -370,7 +367,8 @@ def _find_missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> 
     elif folder.is_dir():
         names = {entry.name for entry in folder.iterdir()}
         missing = [] if "config.json" in names else ["config.json"]
-        missing += [] if names & set(WEIGHTS) else ["model.safetensors"]
+        has_shards = any(SHARD.match(name) for name in names)
+        missing += [] if names & set(WEIGHTS) else [INDEX if has_shards else SINGLE_FILE]
         missing += [] if not has_tokenizer or names & set(TOKENIZERS) else ["tokenizer.json"]
         checkpoint = folder / "ckpts" if "ckpts" in names else folder
         if "config.json" not in names and ("ckpts" in names or CHECKPOINT.match(folder.name)):
@@ -384,6 +382,8 @@ def _find_missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> 
         elif not isinstance(config := _parse_json(folder / "config.json"), dict):
             fault = "cannot be read" if config is None else f"is a {type(config).__name__}, not an object"
             yield f"{key}={show(path)}: {path}/config.json {fault}; save the model with save_pretrained"
+        elif (damage := find_damaged_weights(folder)) is not None:
+            yield f"{key}={show(path)}: {damage}; download or save the model again"
     elif _is_local(path):
         hint = suggestion(folder.name, _list_folders(folder.parent))
         yield f"{key}={show(path)}: there is no such folder; use one, or a name on the Hub (owner/name).{hint}"

@@ -18,3 +18,25 @@ def list_weight_files(folder: Path) -> list[Path]:
         weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         return sorted(folder / name for name in set(weight_map.values()))
     return [folder / SINGLE_FILE] if (folder / SINGLE_FILE).is_file() else []
+
+
+def find_damaged_weights(folder: Path) -> str | None:
+    """Return why the safetensors files of a model are incomplete, as after an interrupted download; None if they are
+    whole. Reads their headers only.
+    """
+    try:
+        for file in list_weight_files(folder):
+            if not file.is_file():
+                return f"{file.name} is missing"
+            with file.open("rb") as opened:
+                start = opened.read(8)
+                if start == b"version ":
+                    return f"{file.name} is a pointer of Git LFS, which git lfs pull replaces"
+                n_header, n_bytes = int.from_bytes(start, "little"), file.stat().st_size - 8
+                header = json.loads(opened.read(n_header)) if n_header <= n_bytes else {}
+            ends = (tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__")
+            if n_bytes < n_header + max(ends, default=0):
+                return f"{file.name} is cut off after {n_bytes + 8:,} bytes"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"the safetensors files cannot be read ({error})"
+    return None

@@ -82,6 +82,10 @@ TRAIN_MISTAKES: dict[str, list[str]] = {
     "trainer.output_dir=/proc/x": ["the run folder /proc/x", "/proc belongs to the kernel"],
     "trainer.policy.model.path=without_tokenizer": ["the folder has no tokenizer.json"],
     "trainer.policy.model.path=without_weights": ["the folder has no model.safetensors"],
+    "trainer.policy.model.path=without_index": ["the folder has no model.safetensors.index.json"],
+    "trainer.policy.model.path=without_shard": ["without_shard: shard.safetensors is missing; download or save"],
+    "trainer.policy.model.path=lfs": ["model.safetensors is a pointer of Git LFS, which git lfs pull replaces"],
+    "trainer.policy.model.path=cut_off": ["model.safetensors is cut off after 76 bytes; download or save"],
     "trainer.policy.model.path=list_config": ["list_config/config.json is a list", "save_pretrained"],
     "trainer.policy.model.path=folder_config": ["folder_config/config.json cannot be read", "save_pretrained"],
     "generator.sampling_params.max_generate_length=128": [
@@ -225,11 +229,21 @@ def write_inputs(folder: Path) -> None:
         "list_config": ["config.json", "model.safetensors", "tokenizer.json"],
         "folder_config": ["model.safetensors", "tokenizer.json"],
         "small_vocabulary": ["config.json", "model.safetensors", "tokenizer.json"],
+        "without_index": ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"],
+        "without_shard": ["config.json", "model.safetensors.index.json", "tokenizer.json"],
+        "lfs": ["config.json", "model.safetensors", "tokenizer.json"],
+        "cut_off": ["config.json", "model.safetensors", "tokenizer.json"],
     }.items():
         (folder / name).mkdir()
         for file in files:
-            (folder / name / file).write_text(json.dumps(MODEL))
+            content = json.dumps(MODEL if file != "model.safetensors" else {}).encode()
+            header = len(content).to_bytes(8, "little") if file == "model.safetensors" else b""
+            (folder / name / file).write_bytes(header + content)
     (folder / "list_config/config.json").write_text("[]")
+    (folder / "without_shard/model.safetensors.index.json").write_text('{"weight_map": {"a": "shard.safetensors"}}')
+    (folder / "lfs/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (folder / "cut_off/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(7))
     (folder / "folder_config/config.json").mkdir()
     (folder / "small_vocabulary/config.json").write_text(json.dumps({"vocab_size": 100}))
 
