@@ -38,7 +38,7 @@ def test_a_checkpoint_is_merged_with_its_head_if_it_was_trained(
     assert merge_checkpoint(tmp_path / "next", tmp_path / "merged", role=role).n_changed == 1
     merged = AUTO_CLASSES[role].from_pretrained(tmp_path / "merged")
     assert role == "critic" or (merged.config.num_labels, merged.config.pad_token_id) == (1, 0)
-    torch.testing.assert_close(logits(merged), logits(model))
+    torch.testing.assert_close(logits(merged), logits(model), rtol=1e-5, atol=1e-4)  # rounding depends on alignment
 
 
 @pytest.mark.parametrize(
