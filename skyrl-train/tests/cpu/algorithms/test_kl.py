@@ -60,10 +60,6 @@ def test_value_and_gradient(estimator: KLEstimator, d: float, value: float, grad
     assert log_probs.grad.item() == pytest.approx(gradient)
 
 
-def test_k3_is_the_default() -> None:
-    assert compute_approx_kl(torch.tensor([-1.0]), torch.tensor([-1.5])).item() == pytest.approx(0.106531, abs=1e-6)
-
-
 def test_k3_of_a_small_difference_keeps_its_digits() -> None:
     kl = compute_approx_kl(torch.zeros(1), torch.tensor([1e-3]))  # in single precision, e^d - 1 alone has four digits
     assert kl.item() == pytest.approx(1e-6 / 2 + 1e-9 / 6, rel=1e-4)
@@ -139,39 +135,10 @@ def test_these_estimators_are_unbiased(estimator: KLEstimator) -> None:
     assert abs((OLD_POLICY * kl).sum() - expected) > 0.01, "off policy, only the weighted estimate has this mean"
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k1+", "k3+", "abs+"])
-def test_on_policy_the_expected_gradient_of_these_is_that_of_the_divergence(estimator: KLEstimator) -> None:
-    torch.testing.assert_close(mean_gradient(policy_of(LOGITS).exp(), estimator), TRUE_GRADIENT)
-
-
-def test_on_policy_the_expected_gradient_of_k1_is_zero_and_that_of_k3_is_of_the_forward_kl() -> None:
-    policy = policy_of(LOGITS).exp()
-    torch.testing.assert_close(mean_gradient(policy, "k1"), torch.zeros_like(LOGITS))
-    forward = gradient_in_logits(lambda log_policy: divergence(REFERENCE.log(), log_policy))
-    torch.testing.assert_close(mean_gradient(policy, "k3"), forward)
-    for estimator in ("k1", "k3", "abs"):
-        assert (mean_gradient(policy, estimator) - TRUE_GRADIENT).abs().max() > 0.01
-
-
 @pytest.mark.parametrize("estimator", [e for e in ESTIMATORS if e != "abs"])
 def test_off_policy_only_the_weighted_estimate_has_the_gradient_of_the_divergence(estimator: KLEstimator) -> None:
     torch.testing.assert_close(mean_gradient(OLD_POLICY, estimator, is_weighted=True), TRUE_GRADIENT)
     assert (mean_gradient(OLD_POLICY, estimator) - TRUE_GRADIENT).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_on_policy_the_weight_is_one_and_corrects_the_gradient(estimator: KLEstimator) -> None:
-    log_policy = policy_of(LOGITS)
-    torch.testing.assert_close(
-        importance_weighted_kl(log_policy, REFERENCE.log(), log_policy, kl_estimator_type=estimator),
-        compute_approx_kl(log_policy, REFERENCE.log(), kl_estimator_type=estimator),
-    )
-    torch.testing.assert_close(mean_gradient(log_policy.exp(), estimator, is_weighted=True), TRUE_GRADIENT)
-
-
-def test_the_expected_gradient_of_weighted_abs_is_that_of_its_expectation() -> None:
-    expected = gradient_in_logits(lambda log_policy: (log_policy.exp() * (log_policy - REFERENCE.log()).abs()).sum())
-    torch.testing.assert_close(mean_gradient(OLD_POLICY, "abs", is_weighted=True), expected)
 
 
 def test_the_weight_never_overflows() -> None:

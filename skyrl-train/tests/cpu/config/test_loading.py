@@ -106,11 +106,6 @@ def test_all_problems_are_in_one_error() -> None:
     ]
 
 
-def test_broken_rules_are_in_one_error() -> None:
-    text = message(("trainer.policy_mini_batch_size", 48), ("data.train_data", []))
-    assert text.startswith("2 problems in the configuration:")
-
-
 def test_an_unknown_section_is_reported_key_by_key() -> None:
     text = message(("trainer.polcy.model.path", "x"), ("trainer.polcy.optimizer_config.lr", 1.0))
     assert "trainer.polcy.model.path=x" in text
@@ -133,12 +128,6 @@ def test_a_failed_interpolation_names_its_key(value: str, expected: str) -> None
     with pytest.raises(ConfigError) as caught:
         load_config(OmegaConf.create(nested(("trainer.run_name", value))))
     assert str(caught.value) == expected
-
-
-def test_interpolations_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHO", "me")
-    tree = nested(("trainer.run_name", "${oc.env:WHO}-${trainer.seed}"), ("trainer.seed", 7))
-    assert load_config(OmegaConf.create(tree)).trainer.run_name == "me-7"
 
 
 def test_the_source_is_not_changed() -> None:
@@ -216,6 +205,7 @@ def test_any_configuration_survives_a_yaml_round_trip(
 
 def test_validate_cfg_accepts_hydra_and_typed_configurations() -> None:
     composed = get_default_config()
+    composed.trainer.run_name = "r"  # the default contains the time
     assert validate_cfg(composed) == load_config(composed) == validate_cfg(load_config(composed))
     composed.trainer.policy_mini_batch_size = 48
     with pytest.raises(ConfigError, match="must divide"):

@@ -13,7 +13,6 @@ from train_kit import golden
 
 from skyrl_train.config import to_yaml
 from skyrl_train.config.base import as_section
-from skyrl_train.config.generate import main as generate
 from skyrl_train.config.loading import validate, validate_cfg
 from skyrl_train.config.sft import SFT, SFTConfig
 from skyrl_train.errors import ConfigError
@@ -23,10 +22,6 @@ DATA = {"train_data": "train.jsonl"}
 
 def load(**sections: Any) -> SFTConfig:
     return validate({"data": DATA, **sections}, SFT)
-
-
-def test_the_generated_files_are_up_to_date() -> None:
-    assert generate(["--check"]) == 0
 
 
 def test_the_defaults_are_those_of_the_recipe() -> None:

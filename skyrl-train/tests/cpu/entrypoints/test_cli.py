@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -30,11 +29,6 @@ def test_the_commands_are_listed(arguments: list[str], status: int, capsys: pyte
 
 def test_a_misspelt_command_names_the_nearest() -> None:
     assert "No such command 'trian'. Did you mean 'train'" in expect_error(command="trian", status=2)
-
-
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"skyrl {metadata.version('skyrl-train')}\n"
 
 
 def test_help_lists_sections_and_explains_keys(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from train_kit.runs import Run, expect_error, read_lines, train
 
-from skyrl_train.entrypoints import main_generate
-
 
 @pytest.fixture
 def arguments(catch_run: list[str], catch_data: Path) -> list[str]:
@@ -75,10 +73,3 @@ def test_the_command_fails_if_every_rollout_fails_and_may_be_tried_again(argumen
 def test_missing_prompts_are_refused(arguments: list[str]) -> None:
     message = expect_error(*arguments, "data.val_data=[]", "trainer.eval_interval=-1", command="generate")
     assert "data.val_data=[] leaves nothing to evaluate" in message
-
-
-def test_help_shows_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
-    main_generate.main(["--help"])
-    printed = capsys.readouterr().out
-    assert "Evaluate a model without training it" in printed
-    assert "generator.eval_sampling_params" in printed

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from train_kit.runs import Run, expect_error, train
+from train_kit.runs import expect_error, train
 
 from skyrl_train.algorithms import register_advantage_estimator
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
@@ -40,17 +40,6 @@ def test_a_run_writes_its_folder(catch_run: list[str]) -> None:
     assert first["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
     assert last["environment/avg_steps"] == 5  # the full number of turns
     assert "eval/environment/catch_rate" in last
-
-
-def test_a_run_resumes_from_resume_path(catch_run: list[str], tmp_path: Path) -> None:
-    """Rollouts are batched, and environments run in this thread."""
-    settings = [*catch_run, "generator.batched=true", "environment.skyrl_gym.max_env_workers=0"]
-    run = train(*settings, "trainer.ckpt_interval=1")
-    assert run.metrics[-1]["environment/avg_steps"] == 5
-    path = f"trainer.resume_path='{run.folder}/ckpts/global_step_1'"
-    train(*settings, "trainer.run_name=resumed", "trainer.resume_mode=from_path", path)
-    resumed = Run(tmp_path / "skyrl/resumed")
-    assert resumed.reproducible_metrics == run.reproducible_metrics[2:]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from transformers import (
 
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.dataset.files import write_jsonl
-from skyrl_train.entrypoints.cli import main
 from skyrl_train.errors import DivergenceError
 from skyrl_train.models.scoring_module import ScoringModule
 
@@ -278,25 +277,6 @@ def test_a_reward_model_is_trained_as_an_adapter(named: Overrides, data: Path) -
     margins = naive_rewards(folder, data / "val.jsonl")
     assert run.metrics[-1]["val/margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-6)
     assert json.loads((folder / "lora_adapter/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
-
-
-def test_plans_name_the_reference_and_the_loss(
-    named: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def read_output(*arguments: str) -> str:
-        assert main([*arguments]) == 0
-        return capsys.readouterr().out
-
-    plan = read_output("dpo", *named("run"), "--dry-run")
-    assert "loss         sigmoid · beta 0.1" in plan
-    assert "reference    " in plan
-    assert "each step    4 pairs of ≤ 200 tokens" in plan
-    adapter = read_output("dpo", *named("run", "trainer.policy.model.lora.rank=4"), "--dry-run")
-    assert "reference    the policy without its adapter" in adapter
-    assert "reward model " in read_output("reward", *named("run"), "--dry-run")
-    assert "trainer.dpo.loss_type=sigmoid  one of sigmoid, ipo" in read_output("dpo", "--help", "trainer.dpo")
-    assert "skyrl reward --help SECTION" in read_output("reward", "--help")
-    assert not (tmp_path / "skyrl").exists()
 
 
 @pytest.mark.parametrize("max_length", ["null", "40"])

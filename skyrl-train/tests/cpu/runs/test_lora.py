@@ -12,7 +12,7 @@ from train_kit.runs import assert_equal_runs, expect_error, stop_after, train
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.entrypoints.cli import main
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.entrypoints.plan import describe_plan
 
 LORA = [
@@ -126,22 +126,3 @@ def test_settings_that_are_impossible_are_named(catch_run: list[str], overrides:
     message = expect_error(*catch_run, *(f"trainer.policy.model.lora.{one}" for one in overrides))
     for word in words:
         assert word in message
-
-
-def test_settings_of_an_adapter_that_is_off_are_reported(
-    catch_run: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    BasePPOExp(parse_cli([*catch_run, "trainer.policy.model.lora.alpha=32"]))
-    assert "trainer.policy.model.lora.alpha=32 has no effect, because trainer.policy.model.lora.rank=0" in caplog.text
-
-
-def test_the_names_of_verl_and_earlier_versions(catch_run: list[str]) -> None:
-    names = [
-        "+actor_rollout_ref.model.lora_rank=64",
-        "+actor_rollout_ref.model.lora_alpha=32",
-        "+actor_rollout_ref.model.target_modules=all-linear",
-        "+actor_rollout_ref.rollout.layered_summon=true",
-        "+trainer.policy.model.lora.init=gaussian",
-    ]
-    lora = parse_cli([*catch_run, *names]).trainer.policy.model.lora
-    assert (lora.rank, lora.alpha, lora.target_modules, lora.init_method) == (64, 32, "all-linear", "gaussian")

@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 from train_kit.processes import run_python
 
-from examples.catch import catch_dataset
 from examples.catch.catch_dataset import CatchDataset, main
 from examples.catch.env import CatchEnv, CatchReward
 from examples.catch.prompt import parse_state
@@ -51,24 +50,6 @@ def test_every_row_has_the_game_and_the_reward_of_the_flags(tmp_path: Path) -> N
         assert parse_state(row["prompt"][-1]["content"]) == env.state
         assert env.max_turns == 8
         assert env.reward == CatchReward("episodic", -0.5, 2.0, -3.0)
-
-
-def test_the_defaults_of_the_flags() -> None:
-    args = catch_dataset.build_parser().parse_args([])
-    assert vars(args) == {
-        "output_dir": Path("~/data/catch"),
-        "grid_w": 7,
-        "grid_h": 6,
-        "max_turns": None,
-        "train_size": 20000,
-        "test_size": 500,
-        "seed": 123,
-        "reward_mode": "shaped",
-        "step_penalty": -0.01,
-        "terminal_catch": 1.0,
-        "terminal_miss": -1.0,
-    }
-    assert (CatchDataset().n_turns, CatchDataset(grid_h=10).n_turns) == (5, 9)
 
 
 def test_games_depend_on_the_seed_and_the_splits_use_consecutive_seeds() -> None:

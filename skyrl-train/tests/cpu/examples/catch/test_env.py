@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import skyrl_gym
 from examples.catch.env import CatchEnv, CatchReward, parse_action
-from skyrl_gym.envs.registration import EnvSpec
 from skyrl_gym.metrics import default_aggregate_metrics
 
 CAUGHT, MISSED = "RRRSS", "RRSSS"
@@ -178,10 +176,3 @@ def test_metrics_of_a_batch_are_catch_rate_and_mean_length() -> None:
     assert CatchEnv.aggregate_metrics(games) == {"avg_steps": 4.0, "catch_rate": 0.5}
     assert CatchEnv.aggregate_metrics([]) == {}
     assert default_aggregate_metrics(games) == {"steps": 4.0, "caught": 0.5}
-
-
-def test_the_registry_creates_the_environment() -> None:
-    spec = EnvSpec(id="catch", entry_point="examples.catch.env:CatchEnv")
-    with skyrl_gym.make(spec, env_config={}, extras={"extra_info": {"ball_x": 1, "paddle_x": 1}}) as env:
-        assert isinstance(env, CatchEnv)
-        assert str(env) == "Env(CatchEnv)"

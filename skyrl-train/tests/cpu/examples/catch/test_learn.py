@@ -36,17 +36,3 @@ def test_a_model_that_has_not_learned_gives_exit_status_1(output_dir: Path, caps
         assert re.search(words, output)
     for name in ("learning_curve.png", "report.html", "metrics.jsonl"):
         assert (output_dir / "catch/shaped-seed3" / name).stat().st_size > 0
-
-
-@pytest.mark.nightly
-def test_a_finished_run_is_moved_aside(output_dir: Path) -> None:
-    run = ["--steps", "1", "--output_dir", str(output_dir), *SMALL]
-    for _ in range(2):
-        with pytest.raises(SystemExit):
-            learn.main(run)
-        skyrl_gym.envs.deregister("catch")
-    learn.register_catch()
-    (before,) = (output_dir / "catch").glob("shaped-seed42-before-*")
-    for folder in (before, output_dir / "catch/shaped-seed42"):
-        assert (folder / "metrics.jsonl").read_text().count("\n") == 2
-        assert (folder / "report.html").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from train_kit.endpoints import litellm_player, new_client
+from train_kit.endpoints import new_client
 from train_kit.runs import run_of
 
 from examples.endpoint.main_endpoint_catch import EndpointExp
@@ -46,11 +46,6 @@ def experiment_of(agent: Any) -> type[EndpointExp]:
             return AgentGenerator(agent, cfg.generator, inference_engine_client, tokenizer, in_own_process=False)
 
     return AgentExp
-
-
-@pytest.mark.nightly  # it plays Catch in `test_agent_generator.py`
-def test_litellm_trains(arguments: list[str], litellm: Any) -> None:
-    check_games(train(experiment_of(litellm_player(litellm)), arguments))
 
 
 def test_the_policy_learns_from_rewards_of_its_agent(arguments: list[str]) -> None:
