@@ -100,13 +100,6 @@ def test_groups_are_compared_by_total_reward() -> None:
     assert not collected.is_complete
 
 
-def test_rows_of_a_prompt_need_not_be_contiguous() -> None:
-    collected = collector(n_prompts=2, type="filter")
-    (a0, a1), (b0, b1) = good("a"), good("b")
-    add(collected, [a0, b0, b1, a1])
-    assert collected.take() == [a0, a1, b0, b1]
-
-
 def test_replace_fills_bad_slots_with_distinct_good_groups_if_there_are_enough() -> None:
     seen = set()
     for seed in range(20):
@@ -189,26 +182,6 @@ def test_it_raises_after_max_sample_batches(kind: str, needed: str) -> None:
 
 def test_the_last_batch_may_complete_the_step() -> None:
     assert collect(2, "+", "+", type="filter", max_sample_batches=2).is_complete
-
-
-def test_minus_one_never_gives_up() -> None:
-    assert not collect(1, *"-" * 100, type="filter", max_sample_batches=-1).is_complete
-
-
-def test_a_draw_is_added_once() -> None:
-    collected = collector(n_prompts=2, type="filter")
-    add(collected, good("0"))
-    with pytest.raises(AssertionError, match=r"drawn twice: \[0\]"):
-        add(collected, good("0"))
-
-
-def test_take_needs_a_complete_step_and_add_an_incomplete_one() -> None:
-    collected = collector(n_prompts=1, type="filter")
-    with pytest.raises(AssertionError, match="more batches"):
-        collected.take()
-    add(collected, good("0"))
-    with pytest.raises(AssertionError, match="complete"):
-        add(collected, good("1"))
 
 
 @given(

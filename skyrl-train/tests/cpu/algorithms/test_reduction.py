@@ -73,31 +73,6 @@ def batches(draw: st.DrawFn) -> MaskedValues:
     return mask, values, index
 
 
-def naive(mask: torch.Tensor, values: torch.Tensor, index: list[str], reduction: LossReduction) -> float:
-    """Return the loss, computed in plain loops over the trained tokens."""
-    rows = [[v for v, m in zip(*row, strict=True) if m] for row in zip(values.tolist(), mask.tolist(), strict=True)]
-    prompts = [[v for row, uid in zip(rows, index, strict=True) if uid == prompt for v in row] for prompt in set(index)]
-    tokens = [v for row in rows for v in row]
-    if not tokens:
-        return 0.0
-    rows, prompts = [row for row in rows if row], [prompt for prompt in prompts if prompt]
-    return {
-        "token_mean": sum(tokens) / len(tokens),
-        "sequence_mean": sum(sum(row) / len(row) for row in rows) / len(rows),
-        "prompt_mean": sum(sum(prompt) / len(prompt) for prompt in prompts) / len(prompts),
-        "seq_mean_token_sum_norm": sum(sum(row) / 8 for row in rows) / len(rows),
-        "seq_mean_token_sum": sum(sum(row) for row in rows) / len(rows),
-        "token_sum": sum(tokens),
-    }[reduction]
-
-
-@given(batch=batches(), reduction=st.sampled_from(REDUCTIONS))
-def test_losses_equal_those_of_plain_loops(batch: MaskedValues, reduction: LossReduction) -> None:
-    mask, values, index = batch
-    loss = reduce_loss(values, mask, reduction, 8, index)
-    assert loss.item() == pytest.approx(naive(mask, values, index, reduction), abs=1e-6)
-
-
 @given(batch=batches(), part_size=st.integers(1, 8), reduction=st.sampled_from(REDUCTIONS))
 def test_splitting_the_rows_gives_the_same_loss_and_gradient(
     batch: MaskedValues, part_size: int, reduction: LossReduction

@@ -171,15 +171,6 @@ def test_thoughts_of_earlier_turns_are_kept_or_dropped(make_stage: MakeStage) ->
     assert whole == f"{asked.format(1)}A<|im_end|>\n{asked.format(2)}{thinking}B<|im_end|>\n"
 
 
-async def test_chat_template_kwargs_are_passed_to_the_template(make_stage: MakeStage) -> None:
-    plain = make_stage(chat_template=THINKING)
-    quiet = make_stage(chat_template=THINKING, chat_template_kwargs={"enable_thinking": False})
-    for stage in (plain, quiet):
-        await stage.play_story(n_turns=1)
-    added = quiet.chat.decode_all(quiet.prompts[0]).removeprefix(plain.chat.decode_all(plain.prompts[0]))
-    assert added == "<think>\n\n</think>\n\n"
-
-
 # -- environments that change the conversation
 
 

@@ -300,23 +300,6 @@ async def test_an_environment_in_a_busy_loop_ends_only_its_own_rollout(make_stag
     assert check_faulty(trajectories, requests) == {"env_timeout": 1}
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("without_leaks")
-async def test_two_thousand_rollouts_of_which_a_tenth_have_faults(make_stage: MakeStage) -> None:
-    rng = random.Random(0)
-    faults = [fault for fault in thread_faults() if fault["fault"] != "sleep"]
-    faults += [{"where": where, "fault": "sleep"} for where in ("init", "step", "close")]
-    requests = [faulty(str(i), **(rng.choice(faults) if rng.random() < 0.1 else {})) for i in range(2000)]
-    stage = make_stage(skyrl_gym={"call_timeout_seconds": 0.5, "max_env_workers": 16}, n_rollout_retries=1)
-    trajectories = await stage.play_faulty(requests)
-    reasons = check_faulty(trajectories, requests)
-    assert 120 < sum(reasons.values()) < 220
-    assert set(reasons) == {"env_error", "env_timeout", "reward_unknown"}
-    healthy = [i for i, request in enumerate(requests) if not request.row.env_extras.get("where")][:100]
-    expected = await make_stage(skyrl_gym={"max_env_workers": 16}).play_faulty([requests[i] for i in healthy])
-    assert tokens_and_rewards([trajectories[i] for i in healthy]) == tokens_and_rewards(expected)
-
-
 async def test_the_time_limit_applies_to_async_methods(make_stage: MakeStage) -> None:
     stage = make_stage(skyrl_gym={"call_timeout_seconds": 0.1})
     t = await stage.play_story(env_class="async_story", sleeps=60)

@@ -16,7 +16,6 @@ from skyrl_train.generators.metrics import (
     reward_metrics,
     rollout_metrics,
     training_reward_metrics,
-    with_prefix,
 )
 from skyrl_train.types import Trajectory, Turn
 
@@ -105,13 +104,6 @@ def test_rollout_metrics_by_hand(rollouts: list[Trajectory]) -> None:
     }
 
 
-def test_invalid_trajectories_change_only_their_count(rollouts: list[Trajectory]) -> None:
-    valid = rollouts[:3]
-    assert reward_metrics(rollouts, 2, None) == reward_metrics(valid, 2, None)
-    counts = {"generate/n_invalid": 1, "generate/n_invalid/env_error": 1, "generate/n_retries": 2}
-    assert rollout_metrics(rollouts) == rollout_metrics(valid) | counts
-
-
 def test_without_a_valid_trajectory_there_are_only_counts(rollouts: list[Trajectory]) -> None:
     counts = {"generate/n_invalid": 1, "generate/n_invalid/env_error": 1, "generate/n_retries": 2}
     assert rollout_metrics(rollouts[3:]) == counts
@@ -122,10 +114,6 @@ def test_without_a_valid_trajectory_there_are_only_counts(rollouts: list[Traject
 def test_lengths_by_reward_are_omitted_for_empty_classes() -> None:
     metrics = rollout_metrics([make_trajectory("a", [-1.0])])
     assert [name for name in metrics if name.endswith("_rewards")] == ["generate/avg_tokens_non_zero_rewards"]
-
-
-def test_prefix() -> None:
-    assert with_prefix("eval/all", {"avg_score": 1.0}) == {"eval/all/avg_score": 1.0}
 
 
 def test_any_data_source_is_the_name_of_a_file(rollouts: list[Trajectory], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from skyrl_train.config.generator import RewardModelConfig
 from skyrl_train.entrypoints.cli import main
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.reward_model import RewardModel
-from skyrl_train.generators.rewards import REWARD_FUNCTIONS, RewardSample, register_reward_function
+from skyrl_train.generators.rewards import RewardSample, register_reward_function
 from skyrl_train.types import Segment, Trajectory, TrajectoryID
 
 
@@ -102,17 +102,6 @@ def test_a_policy_learns_from_a_reward_model(tmp_path: Path, tiny_model_path: Pa
     spread = max(rewards[:2]) - min(rewards[:2])
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + max(0.5, spread)
     assert steps[-1]["eval/all/avg_score"] > before["eval/all/avg_score"]
-
-
-def test_the_score_is_weighted_beside_others(tmp_path: Path, tiny_model_path: Path, reward_model_path: Path) -> None:
-    register_reward_function("half")(lambda samples: [0.5] * len(samples))
-    weights = ["generator.reward_functions=[half]", "generator.reward_weights.reward_model=0.1"]
-    try:
-        step = train(*rollouts_run(tmp_path, tiny_model_path, reward_model_path, *weights)).metrics[-1]
-    finally:
-        del REWARD_FUNCTIONS["half"]
-    expected = 0.5 + 0.1 * step["reward/component/reward_model"]
-    assert step["reward/avg_raw_reward"] == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_a_reward_model_that_was_trained_as_an_adapter(

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count, product
@@ -15,14 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from train_kit.environments import METHODS, Journal, StoryEnv
+from train_kit.environments import METHODS, Journal
 from train_kit.messages import user
 from train_kit.rollouts import STEP, MakeStage, story, tokens_and_rewards
 from train_kit.runs import read_lines
 
-import skyrl_gym
-from skyrl_gym.core import Env
-from skyrl_gym.envs.registration import deregister
 from skyrl_train.errors import EngineError
 from skyrl_train.evaluate import dump_evaluation
 from skyrl_train.generators.base import BatchMetadata, play
@@ -286,31 +282,6 @@ async def test_an_unregistered_environment(make_stage: MakeStage) -> None:
     good, bad = await make_stage().play([story("a"), story("b", env_class="stroy")])
     assert good.is_valid
     assert_invalid(bad, "Did you mean 'story'?")
-
-
-@pytest.fixture
-def silent(journal: Journal) -> Iterator[None]:
-    """Register an environment that implements only `init` and `step`."""
-
-    class SilentEnv(Env):  # type: ignore[type-arg]
-        def __init__(self, **kwargs: Any) -> None:
-            self.inner = StoryEnv(**kwargs)
-
-        def init(self, prompt: Any) -> Any:
-            return self.inner.init(prompt)
-
-        def step(self, action: str) -> Any:
-            return self.inner.step(action)
-
-    skyrl_gym.register("silent", partial(SilentEnv, journal=journal))
-    yield
-    deregister("silent")
-
-
-@pytest.mark.usefixtures("silent")
-async def test_an_environment_without_the_text_interface(make_stage: MakeStage) -> None:
-    bad = await make_stage().play_story(env_class="silent")
-    assert_invalid(bad, "has no attribute 'get_metrics'")
 
 
 async def test_a_rollout_beyond_its_time_limit_keeps_its_turns(make_stage: MakeStage, journal: Journal) -> None:

@@ -209,15 +209,6 @@ async def test_a_failed_step_restores_the_position_in_the_prompts() -> None:
     ]
 
 
-async def test_no_session_repeats_in_three_epochs() -> None:
-    generator, prompts = ScriptedGenerator(), SequentialPrompts(6, 3)
-    source = LockstepRollouts(config(3), generator, prompts)
-    for step in range(1, 7):
-        await source.take(step)
-    sessions = [request.id.session_id() for requests, _ in generator.calls for request in requests]
-    assert len(set(sessions)) == len(sessions) == 3 * 6 * N_SAMPLES
-
-
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce++"])
 async def test_with_one_sample_of_each_prompt_none_is_left_alone(estimator: str) -> None:
     """GRPO then has no baseline. The configuration warns of it, and the run continues."""

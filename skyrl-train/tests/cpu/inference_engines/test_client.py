@@ -87,11 +87,6 @@ class TestClientContract(
         assert len((await engine.generate([engine_kit.request(10, 4, ignore_eos=True)]))[0].token_ids) == 4
 
 
-@pytest.mark.nightly
-class TestRestOfTheClientContract(contract.SamplingContract, contract.EndingContract):
-    """Behavior of each engine by itself."""
-
-
 def request(n_new: int, seed: int = 0, session: str | None = None) -> EngineRequest:
     return EngineRequest(list(range(5, 25)), SamplingParams(n_new, ignore_eos=True), seed, session)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import pickle
 import signal
@@ -22,11 +21,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from train_kit import engine_contract as contract
-from train_kit.engines import LIMITS, EngineKit, Listener, assert_same, make_engine, start
+from train_kit.engines import LIMITS, Listener, assert_same, make_engine, start
 from train_kit.processes import no_leaks, python
 from train_kit.weight_sync import SYNC_TIMEOUT_S, sync_weights
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError, EngineError, EngineLostError
 from skyrl_train.inference_engines import channel, remote
@@ -70,30 +68,6 @@ async def new_engine(engine_process: ServerProcess, tiny_model_path: Path) -> As
     yield new
     for engine in engines:
         await engine.close()
-
-
-@pytest.fixture
-def engine_kit(
-    new_engine: NewEngine, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
-) -> EngineKit:
-    """An engine in another process, with its own copy of the policy."""
-    model = copy.deepcopy(tiny_model)
-    return EngineKit(new_engine, model, tiny_tokenizer, tolerance=1e-5, cache_block_size=1, transport="auto")
-
-
-class TestRemoteContract(contract.ControlContract):
-    """The engine contract over a Unix socket; `test_client.py` runs other parts over two sockets."""
-
-
-@pytest.mark.nightly
-class TestRestOfTheRemoteContract(
-    contract.SamplingContract,
-    contract.CallContract,
-    contract.EndingContract,
-    contract.CacheContract,
-    contract.WeightContract,
-):
-    """Parts that `test_client.py` covers, or that a socket cannot break."""
 
 
 @dataclass(frozen=True)

@@ -163,13 +163,6 @@ def test_scores_without_trained_tokens_are_zero(
     assert not entropy.any()
 
 
-def test_entropies_have_a_gradient_only_with_entropy_grad(
-    tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> None:
-    assert not response_logprobs(tiny_model, *batch, 1.0)[1].requires_grad
-    assert response_logprobs(tiny_model, *batch, 1.0, entropy_grad=True)[1].requires_grad
-
-
 def test_logits_are_computed_in_float32_under_autocast_and_in_bfloat16(tiny_model: PreTrainedModel) -> None:
     hidden = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
     expected = hidden @ tiny_model.lm_head.weight.detach().T

@@ -59,8 +59,3 @@ def test_a_folder_with_missing_weights_is_refused(tiny_model_path: Path, tmp_pat
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"trainer\.critic\.model\.path=.*lacks 1 weights.*norm\.weight"):
         load(folder)
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot load the critic from trainer\.critic\.model\.path"):
-        load(tmp_path / "nothing")

@@ -8,8 +8,7 @@ import random
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.checkpoint.manifest import find_damage
 
-DISK_BYTES = 160 * 2**20  # two checkpoints, and what a store leaves free
-IMAGE_BYTES = 192 * 2**20  # and a journal
 FIRST_STEP, LAST_STEP = 2, 5
 
 nightly = pytest.mark.nightly
@@ -126,43 +123,6 @@ class StalledFolder(Stalled):
     name = "mkdir"
 
 
-class Full(Fault):
-    """The mounted disk has no free block."""
-
-    def begin(self) -> None:
-        with suppress(OSError), open(self.disk / "ballast", "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(2**16))
-
-    def end(self) -> None:
-        (self.disk / "ballast").unlink()
-
-
-class ReadOnly(Fault):
-    """The mounted disk hides behind a read-only view. Files that are open, such as the lock, stay writable."""
-
-    def begin(self) -> None:
-        folder, view = self.disk / "ckpts", self.disk.with_suffix(".view")
-        view.mkdir()
-        call("mount", "--bind", folder, view)
-        call("mount", "-o", "remount,bind,ro", view)  # the folder itself is busy
-        call("mount", "--bind", view, folder)
-
-    def end(self) -> None:
-        call("umount", "--lazy", self.disk / "ckpts")
-        call("umount", "--lazy", self.disk.with_suffix(".view"))
-
-
-class Frozen(Fault):
-    """The kernel lets every write to the mounted disk wait."""
-
-    def begin(self) -> None:
-        call("fsfreeze", "--freeze", self.disk)
-
-    def end(self) -> None:
-        call("fsfreeze", "--unfreeze", self.disk)
-
-
 def call(*command: str | Path) -> None:
     subprocess.run([str(part) for part in command], check=True)
 
@@ -172,30 +132,6 @@ def disk(tmp_path: Path) -> Path:
     folder = tmp_path / "disk"
     folder.mkdir()
     return folder
-
-
-@pytest.fixture
-def memory_disk(disk: Path) -> Iterator[Path]:
-    """A small disk in memory."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a disk")
-    call("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", disk)
-    yield disk
-    call("umount", "--lazy", disk)
-
-
-@pytest.fixture
-def journaled_disk(disk: Path) -> Iterator[Path]:
-    """A small disk that can be frozen."""
-    if not (os.geteuid() == 0 and Path("/dev/loop-control").exists() and shutil.which("mkfs.ext4")):
-        pytest.skip("only root can mount a disk, where there are loop devices")
-    image = disk.with_suffix(".img")
-    with image.open("wb") as file:
-        file.truncate(IMAGE_BYTES)
-    call("mkfs.ext4", "-q", image)
-    call("mount", "-o", "loop", image, disk)
-    yield disk
-    call("umount", "--lazy", disk)
 
 
 def run_six_steps(fault: Fault, catch_run: list[str]) -> Fault:
@@ -224,14 +160,6 @@ def test_calls_that_fail_cost_only_the_checkpoints_of_that_time(catch_run: list[
     assert_each_step_is_saved_or_reported(run_six_steps(Flaky(disk), catch_run), "Input/output error")
 
 
-@nightly
-@pytest.mark.parametrize(("kind", "message"), [(Full, "No space left on device"), (ReadOnly, "Read-only file system")])
-def test_a_disk_that_refuses_costs_only_the_checkpoints_of_that_time(
-    kind: type[Fault], message: str, catch_run: list[str], memory_disk: Path
-) -> None:
-    assert_each_step_is_saved_or_reported(run_six_steps(kind(memory_disk), catch_run), message)
-
-
 def test_a_folder_that_is_removed_during_a_save_is_created_again(catch_run: list[str], disk: Path) -> None:
     run_six_steps(Vanished(disk), catch_run)
 
@@ -248,8 +176,3 @@ def test_training_waits_for_a_stalled_call_only_as_long_as_configured(
     kind: type[Fault], catch_run: list[str], disk: Path
 ) -> None:
     assert_one_alert(run_six_steps(kind(disk), catch_run))
-
-
-@nightly
-def test_training_waits_for_a_frozen_disk_no_longer_than_configured(catch_run: list[str], journaled_disk: Path) -> None:
-    assert_one_alert(run_six_steps(Frozen(journaled_disk), catch_run))

@@ -143,17 +143,6 @@ def test_token_weights_refuse_a_scalar_loss_and_ignore_micro_batches(
     assert largest_difference(weighted, train(policy, batch)[0]) > 1e-5
 
 
-def test_truncated_importance_sampling_weights_tokens_by_the_capped_ratio(
-    policy: PreTrainedModel, batch: TrainingBatch
-) -> None:
-    assert batch.old_logprobs is not None
-    batch.rollout_logprobs = batch.old_logprobs - 10  # every ratio is far above its cap
-    correction = {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 3.0}
-    plain = train(policy, batch, use_kl_loss=False)[0]
-    tripled = train(policy, batch, use_kl_loss=False, off_policy_correction=correction)[0]
-    assert largest_difference(tripled, {name: 3 * gradient for name, gradient in plain.items()}) < 1e-5
-
-
 def test_a_correction_without_rollout_log_probs_is_refused(policy: PreTrainedModel, batch: TrainingBatch) -> None:
     batch.rollout_logprobs = None
     with pytest.raises(ConfigError, match="log-probs of the engine"):

@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from train_kit.losses import score
 
-from skyrl_train.algorithms.losses import dual_clip
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 CONFIG = AlgorithmConfig(eps_clip_low=0.2, eps_clip_high=0.3, clip_ratio_c=3.0)
@@ -60,22 +56,3 @@ def test_the_dual_clip_bounds_only_bad_tokens_that_became_much_likelier(
     assert scored.loss == [[pytest.approx(loss)]]
     assert scored.gradient == [[pytest.approx(gradient)]]
     assert scored.metrics["dual_clip_ratio"] == [[is_bounded]]
-
-
-@given(
-    log_ratio=st.floats(-3, 3),
-    advantage=st.floats(-5, 5),
-    eps=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-    beyond=st.floats(0.001, 5),
-)
-def test_the_dual_clip_is_the_two_sided_clip(
-    log_ratio: float, advantage: float, eps: tuple[float, float], beyond: float
-) -> None:
-    low, high = eps
-    delta = 1 + high + beyond
-    config = AlgorithmConfig(eps_clip_low=low, eps_clip_high=high, clip_ratio_c=delta)
-    old = torch.tensor([[-4.0]], dtype=torch.float64)
-    loss, _ = dual_clip(old + log_ratio, old, torch.full_like(old, advantage), config, torch.ones_like(old), None)
-    ratio = math.exp(log_ratio)
-    two_sided = -min(min(ratio, delta) * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
-    assert loss.item() == pytest.approx(two_sided, abs=1e-12)

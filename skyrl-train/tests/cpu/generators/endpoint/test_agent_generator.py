@@ -77,21 +77,6 @@ async def test_litellm_plays_catch(agent_stage: AgentStage, litellm: Any) -> Non
         assert_matches_engine(t, agent_stage.engine)
 
 
-async def test_litellm_maps_errors_to_its_exceptions(agent_stage: AgentStage, litellm: Any) -> None:
-    errors: list[Exception] = []
-
-    async def careless(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
-        for name, content in ((f"openai/{model}", "1" * 600), ("openai/other", "1")):
-            try:
-                await litellm.acompletion(name, [user(content)], api_base=base_url, api_key=api_key)
-            except Exception as error:  # noqa: BLE001, the test inspects it
-                errors.append(error)
-        return 0.0
-
-    await agent_stage.play(careless, catch_requests(1))
-    assert [type(error) for error in errors] == [litellm.ContextWindowExceededError, litellm.NotFoundError]
-
-
 async def test_a_blocking_agent_runs_in_a_thread(agent_stage: AgentStage) -> None:
     names: set[str] = set()
 
@@ -231,17 +216,6 @@ async def test_an_agent_that_fails_makes_its_own_rollout_invalid(
     assert (second.is_valid, second.stop_reason, second.rewards) == (False, stop_reason, None)
     assert error in second.error
     assert len(second.turns) == (0 if agent is silent else 1), "turns are kept for inspection"
-
-
-async def test_a_client_error_is_an_agent_error(agent_stage: AgentStage) -> None:
-    async def too_long(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
-        async with new_client(base_url) as client:
-            await client.chat.completions.create(model=model, messages=[user("1" * 600)])
-        return 1.0
-
-    (t,) = await agent_stage.play(too_long, catch_requests(1))
-    assert t.stop_reason == "agent_error"
-    assert "maximum context length is 511 tokens" in t.error
 
 
 async def test_failures_are_retried_a_bounded_number_of_times(agent_stage: AgentStage) -> None:

@@ -138,14 +138,6 @@ def test_the_row_of_the_last_turn_comes_last(conversation: ScriptedConversation)
     assert [turn.row for turn in conversation.recording.turns] == [1, 0, 1]
 
 
-def test_a_request_without_a_reply_is_not_recorded(conversation: ScriptedConversation) -> None:
-    conversation.answer(conversation.ask(OPENING), "Act")
-    conversation.ask([*OPENING, assistant("Act"), user("Never answered")])
-    other = conversation.ask(HISTORY)
-    assert conversation.answer(other, "L") == 0
-    assert len(conversation.recording.rows) == 1
-
-
 def test_token_prompts_that_start_with_recorded_tokens_continue_their_row(conversation: ScriptedConversation) -> None:
     first = conversation.recording.token_prompt([5, 6, 7])
     conversation.answer(first, "Act")

@@ -84,19 +84,6 @@ async def test_parallel_requests_have_separate_rows(stage: EndpointStage) -> Non
     assert len({request.seed for request, _ in stage.engine.exchanges}) == 5
 
 
-async def test_any_choice_can_be_continued(stage: EndpointStage) -> None:
-    session = await stage.session(max_new_tokens=8)
-    client = stage.client(session)
-    choices = (await chat(client, n=3)).choices
-    text = choices[1].message.content
-    assert text not in (choices[0].message.content, choices[2].message.content)
-    await chat(client, [*HELLO, assistant(text), user("And then?")])
-    session.recording.finish()
-    turns = session.recording.turns
-    assert turns[3].row == turns[1].row == 2
-    assert len(session.recording.rows) == 3
-
-
 async def test_a_stream_is_recorded_when_it_is_complete(stage: EndpointStage) -> None:
     session = await stage.session(max_new_tokens=8)
     client = stage.client(session)

@@ -129,9 +129,6 @@ class Regions(RuleBasedStateMachine):
         assert set(self.table._sessions.values()) <= set(self.table._idle)
 
 
-TestRegions = Regions.TestCase
-
-
 def place_region(table: RegionTable, token_ids: list[int], session: str | None = None) -> Region:
     region = place(table, token_ids, len(token_ids), len(token_ids) + 100, session)
     assert isinstance(region, Region)
@@ -187,26 +184,6 @@ def test_a_prompt_is_copied_from_a_region_that_is_not_itself_being_copied() -> N
     branch = place_region(table, [1] * 64 + [4] * 5)
     assert {(copy.source, copy.n_tokens) for copy in table.take_copies()} == {(0, 128), (short.start, 64)}
     assert branch.n_cached == 64
-
-
-def test_nothing_is_copied_into_a_freed_region() -> None:
-    table = RegionTable(SIZE)
-    leader = place_region(table, [1] * 100)
-    read(table, leader)
-    table.free(place_region(table, [1] * 100))
-    assert table.take_copies() == []
-
-
-def test_an_ended_session_keeps_none_of_its_simultaneous_sequences() -> None:
-    table = RegionTable(SIZE)
-    prompts = [[name] * 70 for name in (1, 2)]
-    regions = [place_region(table, prompt, session="game") for prompt in prompts]
-    for region in regions:
-        read(table, region)
-    for region in regions:
-        table.give_back(region)
-    table.end_session("game")
-    assert [place_region(table, prompt).n_cached for prompt in prompts] == [0, 0]
 
 
 def test_short_prefixes_are_not_matched() -> None:
