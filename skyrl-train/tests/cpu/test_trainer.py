@@ -98,31 +98,12 @@ def test_old_logprobs_are_scored_only_if_the_update_needs_them(
     assert len(calls) == n_passes
 
 
-def test_the_kl_to_the_reference_starts_at_zero_and_grows(
-    overrides: list[str],
-) -> None:
-    settings = ["trainer.epochs=3", "trainer.policy.optimizer_config.lr=1e-2", "trainer.algorithm.kl_loss_coef=1"]
-    kl = [step["policy/policy_kl"] for step in train(*overrides, *settings).metrics[1:]]
-    assert kl[0] == pytest.approx(0, abs=1e-6)
-    assert min(kl[1:]) > 1e-4
-
-
 @pytest.mark.parametrize(
     ("interval", "step", "is_last", "due"),
     [(5, 0, False, False), (5, 4, False, False), (5, 5, False, True), (5, 7, True, True), (-1, 5, True, False)],
 )
 def test_is_due(interval: int, step: int, is_last: bool, due: bool) -> None:
     assert is_due(interval, StepReport(step, is_last, {})) == due
-
-
-def test_a_single_valid_trajectory_of_a_group_is_not_trained(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FlakyEnv, "failing", frozenset({1, 2, 3, 5}))  # groups have four rollouts
-    inline = "environment.skyrl_gym.max_env_workers=0"
-    step = train(*overrides, inline, "generator.n_rollout_retries=0").metrics[-1]
-    assert step["generate/n_invalid"] == step["generate/n_invalid/env_error"] == 4
-    assert step["generate/n_left_alone"] == 1
 
 
 class OverlappingTrainer(Trainer):

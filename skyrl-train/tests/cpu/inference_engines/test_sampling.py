@@ -100,30 +100,11 @@ def test_truncation_keeps_exactly_the_right_tokens(sample: Sample, options: dict
     assert support(sample, **options) == tokens
 
 
-@pytest.mark.parametrize(
-    ("options", "temperature"),
-    [({}, 1.0), ({"temperature": 0.5}, 0.5), ({"temperature": 0.0}, 1.0), ({"top_k": 2, "temperature": 2.0}, 2.0)],
-)
-def test_log_probs_are_of_the_tempered_distribution_before_truncation(
-    sample: Sample, options: dict[str, Any], temperature: float
-) -> None:
-    expected = (LOGITS / temperature).log_softmax(-1)
-    for choice in sample([0.1, 0.6, 0.9], **options):
-        assert choice.logprob == pytest.approx(float(expected[choice.token_id]), abs=1e-6)
-
-
 def test_sampling_log_probs_are_reported_if_they_differ(sample: Sample) -> None:
     kept = torch.tensor([0.0, 0.4, 0.0, 0.0, 0.3]).log().log_softmax(-1)
     for choice in sample([0.1, 0.6, 0.9], top_k=2):
         assert choice.sampling_logprob == pytest.approx(float(kept[choice.token_id]), abs=1e-6)
     assert {choice.sampling_logprob for choice in sample([0.1, 0.9], temperature=0.5)} == {None}
-
-
-def test_log_probs_at_temperature_one_on_request(sample: Sample) -> None:
-    raw = LOGITS.log_softmax(-1)
-    for choice in sample([0.1, 0.6, 0.9], temperature=0.3, top_p=0.8, with_raw_logprobs=True):
-        assert choice.raw_logprob == pytest.approx(float(raw[choice.token_id]), abs=1e-6)
-    assert sample([0.5])[0].raw_logprob is None
 
 
 def test_top_log_probs_on_request(sample: Sample) -> None:
@@ -189,14 +170,6 @@ def test_greedy_sampling_takes_the_larger_of_two_logits_with_the_same_rounded_we
     logits = torch.tensor([1.0, 1.0000001, 0.0])
     assert logits[0] < logits[1]
     assert sample([0.0], logits, temperature=0.0)[0].token_id == 1
-
-
-def test_tokens_that_end_a_response_cannot_be_sampled_before_min_new_tokens(sample: Sample) -> None:
-    short = {"token_ids": [9, 9, 3], "n_prompt": 2, "min_new_tokens": 2}
-    assert support(sample, **short) == {0, 1, 3, 4}  # 2 is the EOS token
-    assert support(sample, **short, stop_token_ids=(4,)) == {0, 1, 3}
-    assert support(sample, **short, ignore_eos=True) == {0, 1, 2, 3, 4}
-    assert support(sample, **short | {"token_ids": [9, 9, 3, 3]}) == {0, 1, 2, 3, 4}
 
 
 def test_a_token_that_is_banned_for_two_reasons_counts_once(sample: Sample) -> None:
@@ -287,11 +260,3 @@ def test_streams_of_different_seeds_do_not_overlap() -> None:
 def test_all_64_bits_of_a_seed_matter() -> None:
     seeds = [1 << bit for bit in range(64)]
     assert len(set(uniforms(seeds, [1] * 64))) == 64
-
-
-def test_uniforms_look_random_over_seeds_and_over_positions() -> None:
-    n = 20_000
-    for u in (uniforms(range(n), [3] * n), uniforms([3] * n, range(n))):
-        counts, _ = np.histogram(u, bins=20, range=(0, 1))
-        assert ((counts - n / 20) ** 2 / (n / 20)).sum() < 43.8  # 19 degrees of freedom: one in a thousand
-        assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.03

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.report.series import Series, distinct, format_name, format_value, read_series
+from skyrl_train.report.series import Series, distinct, format_value, read_series
 
 
 def test_a_repeated_step_has_its_newest_value() -> None:
@@ -55,7 +55,3 @@ def test_distinct_drops_empty_and_repeated_series_in_order() -> None:
 )
 def test_numbers_are_formatted_for_people(name: str, value: float, text: str) -> None:
     assert format_value(name, value) == text
-
-
-def test_a_readable_name() -> None:
-    assert format_name("eval/all/avg_score") == "average score"

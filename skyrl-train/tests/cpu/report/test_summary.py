@@ -32,11 +32,6 @@ def test_headlines_compare_with_the_values_before_training() -> None:
     }
 
 
-def test_a_short_run_names_its_number_of_steps() -> None:
-    (reward,) = headlines([{"step": step, "reward/avg_raw_reward": 0.5} for step in (1, 2)], {})
-    assert (reward.value, reward.note) == ("0.5", "0.5 in the first 2 steps")
-
-
 def test_a_single_environment_is_shown_once() -> None:
     rows = [{"step": 0, "eval/environment/catch/catch_rate": 0.2, "eval/environment/catch_rate": 0.2}]
     assert [series.name for series in headline_evals(rows)] == ["eval/environment/catch_rate"]
@@ -66,12 +61,6 @@ def test_no_time_is_counted_twice() -> None:
     flat = time_split([row | {"timing/policy_train": 3.0}])
     assert [part.name for part in flat] == ["rollouts", "evaluation", "update", "other"]
     assert sum(part.share for part in flat) == pytest.approx(1.0)
-
-
-def test_a_run_without_metrics_has_an_empty_summary() -> None:
-    assert headlines([], {}) == []
-    assert time_split([]) == []
-    assert select_settings({}) == {}
 
 
 def test_only_settings_in_the_configuration_are_listed() -> None:

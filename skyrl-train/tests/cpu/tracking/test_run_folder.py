@@ -9,19 +9,6 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.tracking import RunFolder, log_to_file
 
 
-def test_the_layout_of_a_run(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "outputs", "catch", "shaped")
-    root = tmp_path / "outputs" / "catch" / "shaped"
-    assert list(root.iterdir()) == []
-    assert folder.config_yaml == root / "config.yaml"
-    assert folder.metrics == root / "metrics.jsonl"
-    assert folder.train_log == root / "train.log"
-    assert folder.evals(5) == root / "evals" / "global_step_5"
-    assert folder.trajectories(5) == root / "trajectories" / "global_step_5.jsonl"
-    assert all(path.is_dir() for path in (folder.evals(5), folder.trajectories(5).parent))
-    assert RunFolder.create(tmp_path / "outputs", "catch", "shaped") == folder
-
-
 def test_eval_steps_are_sorted_numerically(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.eval_steps() == []

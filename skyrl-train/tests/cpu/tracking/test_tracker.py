@@ -10,12 +10,6 @@ from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.tracking import Tracking, read_metrics
 
 
-def test_metrics_are_written_without_backends(tmp_path: Path) -> None:
-    with Tracking("catch", "shaped", [], {}, tmp_path) as tracking:
-        tracking.log({"reward/avg_raw_reward": 0.5}, step=1)
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/avg_raw_reward": 0.5}]
-
-
 def test_uncommitted_metrics_are_written_with_the_next_ones(tmp_path: Path) -> None:
     with Tracking("catch", "shaped", [], {}, tmp_path) as tracking:
         tracking.log({"mine": 1.0}, step=1, commit=False)

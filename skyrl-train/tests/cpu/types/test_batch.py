@@ -57,12 +57,6 @@ def test_a_batch_refuses_tensors_of_inconsistent_shapes(change: dict[str, Any], 
         replace(batch_of([0, 1]), **change)
 
 
-def test_length_and_response_length() -> None:
-    batch = batch_of([0, 0, 1], length=7, response_length=4)
-    assert len(batch) == 3
-    assert batch.response_length == 4
-
-
 def test_select_returns_the_given_rows_and_does_not_change_the_batch() -> None:
     batch = batch_of([0, 1, 2], values=torch.arange(9.0).reshape(3, 3))
     selected = batch.select([2, 0])

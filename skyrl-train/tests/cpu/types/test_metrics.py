@@ -64,19 +64,6 @@ def test_merging_does_not_change_its_inputs() -> None:
     assert (dict(left), dict(right)) == before
 
 
-def test_metrics_of_overlapping_steps_do_not_mix() -> None:
-    """Two steps collect their metrics alternately, as in asynchronous training."""
-    steps = {1: Metrics(), 2: Metrics()}
-    collectors = {1: MetricSums(), 2: MetricSums()}
-    for value in range(4):
-        for step in steps:
-            collectors[step].add_samples("loss", torch.tensor([10.0 * step + value]), ("max", "mean"))
-            steps[step] = steps[step].merge(collectors[step].metrics())
-            collectors[step] = MetricSums()
-    assert steps[1].numbers() == {"loss_max": 13.0, "loss_mean": 11.5}
-    assert steps[2].numbers() == {"loss_max": 23.0, "loss_mean": 21.5}
-
-
 def test_single_numbers_are_averaged() -> None:
     merged = Metrics.of({"a": 1}).merge(Metrics.of({"a": 2, "b": 5}))
     assert merged.numbers() == {"a": 1.5, "b": 5.0}

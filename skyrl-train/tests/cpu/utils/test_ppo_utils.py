@@ -13,9 +13,6 @@ from train_kit.processes import TRAIN_FOLDER, python
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.utils import ppo_utils
 from skyrl_train.utils.ppo_utils import (
-    AdvantageEstimatorRegistry,
-    PolicyLossRegistry,
-    compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
     ppo_policy_loss,
     reduce_loss,
@@ -119,33 +116,6 @@ def test_every_other_name_comes_from_algorithms(name: str) -> None:
     value = getattr(ppo_utils, name)
     module = getattr(value, "__module__", type(value).__module__)
     assert module.startswith("skyrl_train.algorithms")
-
-
-def test_registries_behave_like_those_of_skyrl() -> None:
-    for registry, known in ((AdvantageEstimatorRegistry, "grpo"), (PolicyLossRegistry, "regular")):
-        assert known in registry.list_available()
-        with pytest.raises(ValueError, match="already registered"):
-            registry.register(known, print)
-        with pytest.raises(ValueError, match=r"available: .*, "):
-            registry.get("nothing")
-        registry.register("mine", print)
-        assert registry.get("mine") is print
-        registry.unregister("mine")
-        assert "mine" not in registry.list_available()
-
-
-def test_estimators_accept_the_keyword_arguments_of_skyrl() -> None:
-    rewards = torch.tensor([[1.0, 2.0, 3.0]])
-    values = torch.tensor([[0.5, 1.0, 1.5]])
-    _, returns = compute_gae_advantage_return(
-        token_level_rewards=rewards, values=values, response_mask=torch.ones(1, 3), gamma=1.0, lambd=1.0
-    )
-    assert returns.tolist() == [[6.0, 5.0, 3.0]]
-    rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0]])
-    advantages, _ = compute_grpo_outcome_advantage(
-        token_level_rewards=rewards, response_mask=torch.ones(2, 2), index=["a", "a"], grpo_norm_by_std=False
-    )
-    assert advantages.tolist() == [[-1.0, -1.0], [1.0, 1.0]]
 
 
 def test_a_loss_can_be_called_without_a_mask_and_reduced() -> None:

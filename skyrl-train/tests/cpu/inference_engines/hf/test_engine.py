@@ -227,14 +227,6 @@ async def test_a_longer_prompt_without_a_session_reads_new_tokens(
     assert_same(second, expected, 5e-6)
 
 
-async def test_long_prompts_are_read_in_chunks_beside_others(new_engine: NewEngine, forward_passes: Passes) -> None:
-    requests = [request(prompt(5), n_new=20), request(prompt(300, seed=1), n_new=4), request(prompt(90, seed=2))]
-    expected = await serve_separately(new_engine, requests)
-    forward_passes.clear()
-    assert_all_same(await new_engine(max_num_batched_tokens=70).generate(requests), expected)
-    assert forward_passes[:7] == [5 + 65, 1 + 69, 1 + 69, 1 + 69, 1 + 28 + 41, 1 + 1 + 49, 3]
-
-
 async def test_bfloat16_autocast_runs_on_float32_weights(
     tiny_model: PreTrainedModel, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
