@@ -23,7 +23,7 @@ from skyrl_train.generators.base import (
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.inference_engines.params import to_sampling_params
-from skyrl_train.types import Message, Trajectory, TrajectoryID, Turn
+from skyrl_train.types import Message, TrajectoryID, Turn
 
 SOURCES = ["maths/easy", "games", None, "maths/easy", "games"]
 
@@ -211,17 +211,6 @@ def test_all_rows_of_a_trajectory_are_dumped(tiny_tokenizer: PreTrainedTokenizer
     assert (invalid["score"], invalid["total_reward"], invalid["earlier"][0]["score"]) == (None, None, None)
 
 
-def test_pass_at_n_is_the_unbiased_estimate() -> None:
-    """Prompt a has two valid samples of which one passes; prompt b has one valid sample, which fails."""
-    trajectories = [
-        make_trajectory("a", [1.0]),
-        make_trajectory("a", [0.0], repetition=1),
-        make_trajectory("b", [0.0]),
-        make_trajectory("b", None, repetition=1),
-    ]
-    assert eval_metrics(trajectories, 2, None)["eval/all/pass_at_2"] == 1.0
-
-
 def test_a_source_named_like_an_aggregate_is_renamed(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     names = ["all", "aggregated_results", "games"]
     trajectories = [make_trajectory(str(i), [float(i)], data_source=name) for i, name in enumerate(names)]
@@ -231,8 +220,3 @@ def test_a_source_named_like_an_aggregate_is_renamed(tmp_path: Path, tiny_tokeni
     files = {path.name: len(read_rows(str(path))) for path in tmp_path.iterdir()}
     source_files = ("aggregated_results_.jsonl", "all_.jsonl", "games.jsonl")
     assert files == dict.fromkeys([*source_files, "aggregated_results.jsonl"], 1)
-
-
-def test_equal_trajectories_give_equal_metrics_in_any_order() -> None:
-    trajectories: list[Trajectory] = [make_trajectory(str(i), [float(i)], data_source="ab"[i % 2]) for i in range(6)]
-    assert eval_metrics(trajectories, 1, None) == pytest.approx(eval_metrics(trajectories[::-1], 1, None))

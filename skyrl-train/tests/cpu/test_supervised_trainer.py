@@ -266,9 +266,3 @@ def test_a_checkpoint_of_other_data_is_refused(named: Overrides, data: Path) -> 
     (data / "train.jsonl").write_text((data / "val.jsonl").read_text() * 2)
     message = expect_error(*named("run"), command="sft")
     assert "the checkpoint was made with n_rows=11 and this run has n_rows=6" in message
-
-
-def test_a_diverging_run_ends_with_the_reason(named: Overrides) -> None:
-    optimizer = [f"trainer.policy.optimizer_config.{setting}" for setting in ("lr=1000", "weight_decay=0")]
-    message = expect_error(*named("run", *optimizer), command="sft", status=3)
-    assert "the policy has diverged with trainer.policy.optimizer_config.lr=1000" in message

@@ -56,7 +56,6 @@ def test_value_and_gradient(estimator: KLEstimator, d: float, value: float, grad
     kl = compute_approx_kl(log_probs, log_probs.detach() + d, kl_estimator_type=estimator)
     kl.sum().backward()
     assert kl.item() == pytest.approx(value, abs=5e-7)
-    assert log_probs.grad is not None
     assert log_probs.grad.item() == pytest.approx(gradient)
 
 
@@ -82,7 +81,6 @@ def test_values_outside_the_mask_are_zero_and_have_no_gradient(estimator: KLEsti
     else:
         kl = compute_approx_kl(log_probs, base, mask, estimator)
     kl.sum().backward()
-    assert log_probs.grad is not None
     assert (kl[mask == 0] == 0).all()
     assert (log_probs.grad[mask == 0] == 0).all()
     assert (kl[mask > 0] != 0).all()

@@ -100,7 +100,6 @@ def test_opo_counts_sampled_tokens_and_no_observations() -> None:
 
 def test_rows_keep_their_rewards_and_share_their_trajectory() -> None:
     batch = in_several_rows()
-    assert batch.rewards is not None
     assert batch.rewards.sum(dim=-1).tolist() == [0.5, 0.25, 1.0, 0, -0.5, 0.75, 3.0, -1.0, 0, 0, 0.5, 0.25]
     assert batch.draws.tolist() == [0] * 6 + [1] * 6
     assert batch.is_last_row.tolist() == [False, False, True] * 4

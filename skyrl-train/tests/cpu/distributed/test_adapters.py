@@ -76,7 +76,6 @@ async def test_a_continued_adapter_of_a_critic_keeps_its_head(strategies: Strate
 
 
 def with_dropout(spec: ModelSpec, dropout: float = 0.5) -> ModelSpec:
-    assert spec.lora is not None
     return replace(spec, lora=replace(spec.lora, config=spec.lora.config.model_copy(update={"dropout": dropout})))
 
 

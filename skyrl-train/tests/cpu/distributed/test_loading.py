@@ -60,7 +60,6 @@ def create(path: Path) -> torch.nn.Module | None:
 def test_parts_of_tensors_are_those_of_the_files(tiny_model_path: Path) -> None:
     with deferring() as weights:
         model = create(tiny_model_path)
-    assert model is not None
     expected = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).state_dict()
     for name, parameter in model.named_parameters():
         for first in (0, 1, len(parameter) - 1):
@@ -74,7 +73,6 @@ def test_a_critic_without_a_value_head_starts_with_zeros(tiny_model_path: Path) 
         critic = create_without_weights(
             AutoModelForTokenClassification, "key", str(tiny_model_path), torch.float32, optional="score.", num_labels=1
         )
-    assert critic is not None
     head = torch.full_like(critic.score.weight, torch.nan)
     weights.read("score.weight", head, (0, 0))
     assert not head.any()

@@ -230,7 +230,6 @@ async def test_an_infinite_gradient_skips_the_step_on_all_ranks(strategies: Stra
     batch = copy.deepcopy(strategies.batch("qwen2"))
     group = await strategies.load("qwen2", layout)
     before = await strategies.weights(group)
-    assert batch.advantages is not None
     batch.advantages[0] = torch.inf
     assert (await group.update(batch)).numbers()["skipped_updates"] == 1
     assert_same_weights(await strategies.weights(group), before, atol=0)

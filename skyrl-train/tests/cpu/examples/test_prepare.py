@@ -23,7 +23,6 @@ from examples.prepare import (
     load_hub_rows,
     make_splits,
     prompt_field,
-    row_schema,
     text_field,
 )
 from skyrl_train.dataset.files import Row, read_rows
@@ -226,13 +225,6 @@ def test_a_folder_with_the_name_of_an_output_file_is_reported(
         gsm8k(tmp_path, "--source", "sample")
     assert "train.parquet" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["train.parquet"]
-
-
-def test_the_columns_are_those_of_skyrl() -> None:
-    schema = row_schema({"index": pa.int64()}, db_id=pa.string())
-    assert schema.names == ["data_source", "prompt", "env_class", "reward_spec", "extra_info", "db_id"]
-    assert [inner.name for inner in schema.field("reward_spec").type] == ["method", "ground_truth"]
-    assert [inner.name for inner in schema.field("extra_info").type] == ["split", "index"]
 
 
 def test_fields_of_raw_rows_are_checked() -> None:

@@ -119,9 +119,3 @@ def test_configuration_keys_exist(readme: Path) -> None:
             for key in re.findall(r"`([^`]+)`", keys):
                 section, _, name = (prefix + key).rpartition(".")
                 assert name in {field.name for field in dataclasses.fields(SETTINGS[section + "."])}, key
-
-
-def test_links_have_targets() -> None:
-    for readme in (*READMES, *FOLDER.glob("algorithms/**/README.md")):
-        links = re.findall(r"\]\(([^)#]+)", readme.read_text(encoding="utf-8"))
-        assert not [link for link in links if "://" not in link and not (readme.parent / link).exists()], readme

@@ -162,7 +162,6 @@ async def test_a_process_ends_when_its_parent_is_killed(
     script.write_text(code, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     driver = await asyncio.create_subprocess_exec(python(), script, env=env, stdout=asyncio.subprocess.PIPE)
-    assert driver.stdout is not None
     process = psutil.Process(int(await driver.stdout.readline()))
     if kills_both:
         process.kill()

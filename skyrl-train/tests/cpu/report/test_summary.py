@@ -86,7 +86,6 @@ def test_settings_of_supervised_runs_have_their_own_names() -> None:
 )
 def test_the_method_follows_from_the_configuration(schema: Schema[Any], title: str) -> None:
     method = find_method(schema.root().model_dump(mode="json"))
-    assert method is not None
     assert method.title == title
 
 

@@ -260,7 +260,6 @@ def test_a_kl_penalty_lowers_the_trained_rewards(letters: Overrides, batches: li
     penalty = ["trainer.algorithm.kl_loss_coef=0.5", "trainer.algorithm.kl_estimator_type=k1"]
     last = train(*letters("penalty", *KL_IN_REWARD, *penalty)).metrics[-1]
     batch = batches[-1]
-    assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
     per_token = (batch.old_logprobs - batch.ref_logprobs) * batch.loss_mask
     assert last["loss/avg_kl"] == pytest.approx((per_token.sum() / batch.loss_mask.sum()).item(), abs=1e-6)
@@ -273,7 +272,6 @@ def test_remax_subtracts_the_greedy_reward(letters: Overrides, batches: list[Tra
     train(*letters("remax", "trainer.algorithm.advantage_estimator=remax", ONE_STEP))
     (batch,) = batches
     assert batch.greedy_rewards is not None
-    assert batch.advantages is not None
     first_token = batch.advantages[:, 0]  # the reward-to-go of the first token is the total
     torch.testing.assert_close(first_token, batch.rewards.sum(dim=1) - batch.greedy_rewards)
     assert all(len(rewards) == 1 for rewards in values_by_prompt(batch, batch.greedy_rewards).values())
@@ -297,7 +295,6 @@ def test_an_estimator_gets_the_statistics_it_requires(letters: Overrides, batche
     one_update = ["trainer.policy_mini_batch_size=4", ONE_STEP]
     train(*letters("otb", "trainer.algorithm.advantage_estimator=optimal_token_baseline", *one_update))
     (batch,) = batches
-    assert batch.sum_pi_squared is not None
     on_mask = batch.sum_pi_squared[batch.loss_mask > 0]
     assert (on_mask > 0).all()
     assert (on_mask < 1).all()
@@ -323,7 +320,6 @@ def test_advantages_are_normalized_over_the_batch(letters: Overrides, batches: l
     settings = ["trainer.algorithm.advantage_estimator=rloo", "trainer.algorithm.advantage_batch_normalize=true"]
     train(*letters("normalized", *settings, ONE_STEP))
     (batch,) = batches
-    assert batch.advantages is not None
     on_mask = batch.advantages[batch.loss_mask > 0]
     assert on_mask.mean().item() == pytest.approx(0, abs=1e-5)
     assert on_mask.std(correction=0).item() == pytest.approx(1, abs=1e-4)
@@ -353,7 +349,6 @@ def test_every_turn_has_the_advantage_of_its_trajectory(letters: Overrides, batc
     last = train(*letters("turns", STEP_WISE, ONE_STEP)).metrics[-1]
     (batch,) = batches
     assert batch.is_last_row.tolist() == [False, True] * 16
-    assert batch.advantages is not None
     for row in range(0, 32, 2):
         (first,), (second,) = (batch.advantages[i][batch.loss_mask[i] > 0].unique() for i in (row, row + 1))
         assert first == second
@@ -373,8 +368,6 @@ def test_token_advantages_include_rewards_of_later_rows(
     last = train(*letters("tokens", *settings)).metrics[-1]
     batch = batches[-1]  # the policy now differs from the reference
     assert batch.is_last_row.tolist() == [False, True] * 16
-    assert batch.rewards is not None
-    assert batch.returns is not None
     totals = batch.rewards.sum(dim=1).view(16, 2).sum(dim=1)  # total of each trajectory minus the KL penalty
     torch.testing.assert_close(batch.returns[::2, 0], totals)
     assert last["loss/avg_kl_max"] > 0

@@ -77,7 +77,6 @@ for step in range(10**9):
 
 def test_a_killed_writer_leaves_a_readable_file_that_can_be_resumed(path: Path) -> None:
     with subprocess.Popen([python(), "-c", _WRITES_UNTIL_KILLED, str(path)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"going\n"
         process.kill()
         assert process.stdout.read() == b"", "the writer has ended"

@@ -43,7 +43,6 @@ def test_updates_with_an_infinite_gradient_are_skipped_counted_and_warned_of_onc
 ) -> None:
     worker = make_worker(policy)
     batch = random_batch(6, n_prompts=1, n_samples=2)
-    assert batch.advantages is not None
     for advantage in (float("inf"), float("nan"), 1.0, float("inf")):
         before = copy.deepcopy(policy.state_dict())
         batch.advantages[0, 0] = advantage

@@ -44,5 +44,4 @@ def score(
         None if rollout is None else torch.tensor(rollout, dtype=torch.float64),
     )
     torch.where(loss_mask > 0, loss, 0.0).sum().backward()
-    assert policy.grad is not None
     return Scored(loss.tolist(), policy.grad.tolist(), {key: value.tolist() for key, value in metrics.items()})

@@ -73,7 +73,6 @@ def _megatron(n_ranks: int = 2, **sizes: Any) -> Layout:
 
 def _sequence(n_ranks: int = 2, **sizes: Any) -> Layout:
     layout = _megatron(n_ranks, tensor_model=2, **sizes)
-    assert layout.megatron is not None
     return replace(layout, megatron=layout.megatron.model_copy(update={"sequence_parallel": True}))
 
 

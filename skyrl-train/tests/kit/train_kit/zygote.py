@@ -117,7 +117,6 @@ class Zygote:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, env=environment, **pipes)
-        assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"ready\n", "the zygote did not start; its messages are above"
 
     def serve_multiprocessing(self) -> None:

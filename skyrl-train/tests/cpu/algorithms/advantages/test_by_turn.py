@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from train_kit.estimator_inputs import Inputs, inputs
 
-from skyrl_train.algorithms.advantages import grpo, grpo_per_turn, rloo, rloo_per_turn, turn_index
+from skyrl_train.algorithms.advantages import gae, gae_per_turn, grpo, grpo_per_turn, rloo, rloo_per_turn, turn_index
 
 Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -70,3 +70,10 @@ def test_equal_rewards_give_exactly_zero(estimator: Estimator, reward: float) ->
     rewards[:, 5] = reward
     mask = torch.tensor([[1, 1, 0, 0, 1, 1]] * 4 + [[1, 0, 1, 0, 0, 1]] * 3).float()
     assert not estimator(token_level_rewards=rewards, response_mask=mask, index=["a"] * 7)[0].any()
+
+
+@given(inputs)
+def test_turns_of_one_token_have_the_advantages_and_returns_of_gae(inputs: Inputs) -> None:
+    is_even = torch.arange(inputs["response_mask"].shape[1]) % 2 == 0
+    one_token = inputs | {"response_mask": inputs["response_mask"] * is_even}
+    torch.testing.assert_close(gae_per_turn(**one_token), gae(**one_token))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from examples.aime.aime_dataset import SCHEMA, main
+from examples.aime.aime_dataset import main
 
 
 def hub_row(problem: str, answer: str, index: Any = "a-b-c") -> dict[str, Any]:
@@ -59,10 +59,6 @@ def test_duplicates_and_prompts_with_conflicting_answers_are_dropped(
     output = capsys.readouterr().out
     assert "6 rows have 3 prompts; 1 with several answers are dropped" in output
     assert "32 rows have 1 prompts; 0 with several answers are dropped" in output
-
-
-def test_the_columns_are_those_of_dapo_and_env_class() -> None:
-    assert SCHEMA.names == ["data_source", "prompt", "ability", "env_class", "reward_model", "extra_info"]
 
 
 @pytest.mark.parametrize(

@@ -104,19 +104,6 @@ def test_games_are_played_against_the_reference(experiment: type[SelfPlayExp], r
     assert {game["env_metrics"]["opponent_illegal"] for game in played} == {0}
 
 
-@pytest.mark.nightly
-def test_the_default_opponent_is_the_policy_before_training(run: LearningRun, models: Path) -> None:
-    overrides = (
-        *SMALL,
-        f"trainer.policy.model.path='{models}/first_mover'",
-        f"{GAME}.policy.sampling_params.temperature=0",
-    )
-    dataclasses.replace(run, overrides=overrides, experiment=SelfPlayExp).train()
-    moves = [move for game in games(run) for move in opponents_moves(game)]
-    assert moves
-    assert all("." not in board[:cell] for board, cell in moves)
-
-
 def test_the_example_end_to_end(run: LearningRun, capsys: pytest.CaptureFixture[str]) -> None:
     """The budget is too small to learn anything, which must be reported. Earlier finished runs are moved aside."""
     folder = run.output_dir / "self_play"

@@ -115,8 +115,3 @@ def test_rows_of_the_hub_are_converted(prepare: Any, play: Any, source: Any) -> 
 def test_rows_of_another_format_are_refused(change: dict[str, Any], message: str, source: Any, refuse: Any) -> None:
     rows = [hub_row("who?", ["Ann"]) | change]
     assert message in refuse(main, "--source", source(rows, rows))
-
-
-def test_the_command_that_serves_the_documents_is_printed(prepare: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare(main, "--source", "sample")
-    assert f"python -m skyrl_gym.retrieval --corpus {CORPUS}\n" in capsys.readouterr().out

@@ -71,7 +71,6 @@ async def test_a_crash_of_the_process_costs_its_rollouts_and_another_one_serves_
     generator = agent_stage.generator(kills, in_own_process=True)
     (lost,) = await generator.rollout(catch_requests(1), SAMPLING, TRAIN)
     assert lost.stop_reason == "engine_error"
-    assert lost.error is not None
     assert "ended with exit status -9" in lost.error
     caplog.set_level("WARNING")
     generator._agent = play_catch

@@ -43,7 +43,6 @@ class Engine:
             self._memory[copy.target :][: copy.n_tokens] = tokens
         for row in step.rows:
             sequence, region, is_complete = row.sequence, row.sequence.region, row.is_complete
-            assert region is not None
             new = sequence.token_ids[sequence.n_cached :][: row.n_new]
             self._memory[row.start + sequence.n_cached :][: row.n_new] = new
             region.n_cached += row.n_new
