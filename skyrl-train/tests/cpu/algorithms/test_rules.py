@@ -108,12 +108,6 @@ def with_models(estimator: str) -> str:
     return f"{ESTIMATOR}={estimator} {TEACHER}" + (f" {CRITIC}" if estimator.startswith("gae") else "")
 
 
-def test_estimators_that_compare_samples_need_several() -> None:
-    for name in set(select(ADVANTAGE_ESTIMATORS, compares_samples=True)) - {"grpo"}:
-        assert "compares the samples of one prompt" in find_refusal(f"{ESTIMATOR}={name} {ONE_SAMPLE}")
-        load(f"{ESTIMATOR}={name}")
-
-
 def test_groups_are_filtered_for_estimators_that_compare_their_rewards() -> None:
     for name in select(ADVANTAGE_ESTIMATORS, compares="nothing"):
         for filter_setting in (FILTER, f"{ALGORITHM}.dynamic_sampling.type=replace", ZERO_VARIANCE):
@@ -121,32 +115,6 @@ def test_groups_are_filtered_for_estimators_that_compare_their_rewards() -> None
     for comparison in ("baseline", "parts"):
         for name in select(ADVANTAGE_ESTIMATORS, compares=comparison):
             assert len(find_warnings(f"{with_models(name)} {ZERO_VARIANCE}")) == 1, name
-
-
-def test_estimators_that_whiten_are_not_normalized_again() -> None:
-    for name in select(ADVANTAGE_ESTIMATORS, whitens=True):
-        assert len(find_warnings(f"{with_models(name)} {NORMALIZE}")) == 1, name
-
-
-def test_losses_of_sequences_get_no_advantages_of_tokens() -> None:
-    for name in select(ADVANTAGE_ESTIMATORS, per_token=True):
-        for loss in select(POLICY_LOSSES, per_sequence=True):
-            assert "takes one advantage" in find_refusal(f"{with_models(name)} {LOSS}={loss}")
-        load(f"{with_models(name)} {LOSS}=dual_clip")
-
-
-def test_losses_that_are_means_over_sequences_have_another_reduction_reported() -> None:
-    for name in select(POLICY_LOSSES, loss_reduction="sequence_mean"):
-        for reduction in ("token_mean", "prompt_mean", "seq_mean_token_sum", "token_sum"):
-            assert len(find_warnings(f"{LOSS}={name} {ALGORITHM}.loss_reduction={reduction}")) == 1, name
-        assert not find_warnings(f"{LOSS}={name} {SEQUENCE_MEAN}")
-
-
-def test_losses_that_do_not_read_eps_clip_have_it_reported() -> None:
-    clips = f"{ALGORITHM}.eps_clip_low=0.1 {ALGORITHM}.eps_clip_high=0.3"
-    for name in POLICY_LOSSES.list_available():
-        unread = [s for s in find_warnings(f"{LOSS}={name} {SEQUENCE_MEAN} {clips}") if "is not read by" in s]
-        assert len(unread) == (0 if POLICY_LOSSES.traits(name).reads_eps_clip else 2), name
 
 
 @pytest.mark.parametrize("switch", CORRECTION_SWITCHES)

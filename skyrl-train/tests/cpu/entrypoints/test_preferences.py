@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -268,15 +267,6 @@ def test_a_divergence_names_a_checkpoint_that_is_being_written(named: Overrides)
     overrides = named("run", "trainer.ckpt_interval=-1", "trainer.eval_interval=-1")
     with pytest.raises(DivergenceError, match="the checkpoint of step 2 is kept"):
         train_with(*overrides, first=[Diverge()], command="reward")
-
-
-def test_a_reward_model_is_trained_as_an_adapter(named: Overrides, data: Path) -> None:
-    lora = ["trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.merge_on_export=true"]
-    run = train(*named("run", *lora), command="reward")
-    folder = run.export(4, "reward")
-    margins = naive_rewards(folder, data / "val.jsonl")
-    assert run.metrics[-1]["val/margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-6)
-    assert json.loads((folder / "lora_adapter/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
 
 
 @pytest.mark.parametrize("max_length", ["null", "40"])
