@@ -99,19 +99,10 @@ def test_every_loss_returns_one_value_per_token(name: str) -> None:
     assert not check_policy_loss(POLICY_LOSSES.get(name), CONFIG).reduces
 
 
-def test_a_loss_may_return_a_scalar() -> None:
-    assert check_policy_loss(lambda log_probs, *_: (log_probs.mean(), 0.0), CONFIG).reduces
-
-
 def test_a_metric_with_a_reserved_name_is_refused() -> None:
     for name in RESERVED_METRICS:
         with pytest.raises(ConfigError, match=rf"=mine returned a metric '{name}', which the trainer logs itself"):
             check_policy_loss(lambda log_probs, *_, name=name: (log_probs, {name: 0.0}), CONFIG)
-
-
-@pytest.mark.parametrize("metrics", [0.25, {}, {"mine": 1}, {"mine": torch.tensor(1.0)}, {"mine": torch.zeros(2, 3)}])
-def test_numeric_metrics_are_accepted(metrics: Any) -> None:
-    check_policy_loss(lambda log_probs, *_: (log_probs, metrics), CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +181,3 @@ def test_a_loss_has_batch_scope_if_it_returns_a_scalar_or_declares_it() -> None:
 def test_a_resolved_loss_can_be_pickled() -> None:
     loss = resolve_policy_loss(AlgorithmConfig(policy_loss_type="clip_cov"))
     assert pickle.loads(pickle.dumps(loss)) == loss
-
-
-def test_an_unregistered_loss_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"policy_loss_type='unknown' is not registered; available: .*cispo"):
-        resolve_policy_loss(AlgorithmConfig(policy_loss_type="unknown"))

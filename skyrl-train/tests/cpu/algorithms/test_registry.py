@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train import algorithms
 from skyrl_train.algorithms import registry
-from skyrl_train.algorithms.advantages import grpo
-from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.errors import ConfigError
 
 
@@ -21,11 +18,6 @@ def registries_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def my_function(**_: Any) -> None: ...
-
-
-def test_the_defaults_are_registered_on_import() -> None:
-    assert algorithms.advantage_estimator("grpo") is grpo
-    assert algorithms.policy_loss("regular") is clipped_surrogate
 
 
 each_registry = pytest.mark.parametrize(
@@ -63,9 +55,3 @@ def test_an_unknown_name_is_refused_with_the_available_names(
     register("alpha")(my_function)
     with pytest.raises(ConfigError, match=rf"trainer\.algorithm\.{key}='alhpa' .*available: alpha, .*, zeta$"):
         look_up("alhpa")
-
-
-def test_the_two_registries_are_independent() -> None:
-    registry.register_policy_loss("mine")(my_function)
-    with pytest.raises(ConfigError):
-        registry.advantage_estimator("mine")

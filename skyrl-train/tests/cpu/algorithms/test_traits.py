@@ -10,7 +10,7 @@ import torch
 from skyrl_train.algorithms import policy_loss
 from skyrl_train.algorithms.advantages import group_statistics
 from skyrl_train.algorithms.contract import estimator_traits, example_mask, observe_estimator
-from skyrl_train.algorithms.inputs import readable_inputs, required_inputs
+from skyrl_train.algorithms.inputs import readable_inputs
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, EstimatorTraits, Registry
 from skyrl_train.config import AlgorithmConfig, GdpoConfig
 
@@ -31,16 +31,6 @@ ESTIMATORS, LOSSES = package_names(ADVANTAGE_ESTIMATORS), package_names(POLICY_L
 def test_the_declared_traits_of_an_estimator_are_observed(name: str, weights: dict[str, float]) -> None:
     config = AlgorithmConfig(advantage_estimator=name, gdpo=GdpoConfig(weights=weights))
     assert observe_estimator(ADVANTAGE_ESTIMATORS.get(name), config) == ADVANTAGE_ESTIMATORS.traits(name)
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_required_and_readable_inputs_of_an_estimator(name: str) -> None:
-    estimator, traits = ADVANTAGE_ESTIMATORS.get(name), ADVANTAGE_ESTIMATORS.traits(name)
-    required, readable = required_inputs(estimator), readable_inputs(estimator)
-    assert ("values" in required) == ("values" in readable) == (name in {"gae", "gae_per_turn"})
-    assert ("index" in required) == traits.compares_samples
-    assert ("token_level_rewards" not in readable) == (name in {"gdpo", "on_policy_distillation"})
-    assert ("ref_log_probs" in required) == (name == "on_policy_distillation")
 
 
 def test_readable_inputs_are_the_named_parameters_or_all_for_kwargs_only() -> None:

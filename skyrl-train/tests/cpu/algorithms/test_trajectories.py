@@ -124,9 +124,3 @@ def test_a_row_without_trained_tokens_still_counts_for_its_trajectory() -> None:
     advantages = view.divide(advantage_estimator("grpo")(**inputs)[0])
     assert advantages[0, 0] == advantages[1, 0] > 0, "its reward of 1.75 is above its group's mean"
     assert not advantages[2].any()
-
-
-def test_mini_batches_keep_the_rows_of_a_prompt_together() -> None:
-    chunks = in_several_rows().chunk(1)
-    assert [len(chunk) for chunk in chunks] == [6, 6]
-    assert chunks[1].is_last_row.tolist() == [False, False, True] * 2

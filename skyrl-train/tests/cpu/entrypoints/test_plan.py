@@ -116,16 +116,11 @@ def test_processes_and_what_each_of_them_holds(
         (GemmaConfig(**SMALL), [], "trainer.strategy=megatron does not support a GemmaForCausalLM"),
         (
             LlamaConfig(**SMALL),
-            ["lora.rank=2", "lora.target_modules=[q_proj,lm_head]"],
-            "has no adapter for the head lm_head; leave it out of trainer.policy.model.lora.target_modules",
-        ),
-        (
-            LlamaConfig(**SMALL),
             ["lora.rank=2", r"lora.target_modules='model\.layers\.1\..*_proj'"],
             "has no matrix of the layers 0 to 0, and each of the trainer.policy.megatron_config.pipeline_model_",
         ),
     ],
-    ids=["model", "head", "stage"],
+    ids=["model", "stage"],
 )
 def test_a_plan_refuses_what_megatron_does_not_compute(
     catch_run: list[str],

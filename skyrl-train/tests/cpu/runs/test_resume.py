@@ -101,15 +101,14 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
     assert_equal_runs(run, uninterrupted(command))
 
 
-@pytest.mark.usefixtures("without_nohup")
-@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP] * 3], ids=["terminated", "closed terminal"])
 def test_a_terminated_run_saves_its_step_and_ends_like_an_uninterrupted_one(
-    numbers: list[int], overrides_of: MakeOverrides, uninterrupted: Callable[[str], Run], tmp_path: Path
+    overrides_of: MakeOverrides, uninterrupted: Callable[[str], Run], tmp_path: Path
 ) -> None:
+    """`test_runtime.py` has the other signals."""
+
     def terminate(_: object, step: int) -> None:
         if step == 3:
-            for number in numbers:
-                os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     overrides = overrides_of("train", tmp_path)
     with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from train_kit.processes import run_python
 
 from examples.catch.catch_dataset import CatchDataset, main
 from examples.catch.env import CatchEnv, CatchReward
@@ -20,9 +19,12 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_the_command_writes_both_splits_and_prints_a_summary(tmp_path: Path) -> None:
+def test_the_command_writes_both_splits_and_prints_a_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "new/catch"
-    (line,) = run_python("-m", "examples.catch.catch_dataset", "--output_dir", str(folder), *SMALL).splitlines()
+    main(["--output_dir", str(folder), *SMALL])
+    (line,) = capsys.readouterr().out.splitlines()
     assert f"30 train rows to {folder}/train.parquet (optimal catch rate" in line
     assert f"10 validation rows to {folder}/validation.parquet (optimal catch rate" in line
     assert line.endswith("grid 7x6, 5 turns, shaped reward")
