@@ -64,11 +64,6 @@ def test_earlier_rows_of_truncated_trajectories_are_filtered_too() -> None:
     assert leave_out_truncated([rewritten()]) == zero_reward_on_non_stop([rewritten()]) == [rewritten()]
 
 
-def test_a_reply_that_ends_with_a_stop_string_is_not_truncated() -> None:
-    without_eos = make_trajectory("0", [1.0, 0.0], stop_reason="stop")
-    assert leave_out_truncated([without_eos]) == [without_eos]
-
-
 def test_rewards_of_truncated_trajectories_are_zero() -> None:
     cut_off, ended, invalid, empty, failed = zero_reward_on_non_stop([CUT_OFF, ENDED, INVALID, EMPTY, FAILED])
     assert cut_off.rewards == [0.0, 0.0, 0.0]

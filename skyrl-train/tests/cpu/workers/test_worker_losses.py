@@ -11,7 +11,7 @@ from train_kit.workers import KL_COEF, gradients, largest_difference, make_worke
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.reduction import reduce_loss
-from skyrl_train.algorithms.registry import POLICY_LOSSES, PolicyLoss
+from skyrl_train.algorithms.registry import PolicyLoss
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.types import TrainingBatch
@@ -56,23 +56,11 @@ def scalar_reinforce(
     return reduce_loss(-advantages * log_probs, loss_mask, config.loss_reduction, config.max_seq_len), 0.25
 
 
-BY_DEFAULT = ("regular", "clip_cov", "dppo", "gspo", "kl_cov")  # the gradient specification has all
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        *(
-            pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.nightly)
-            for n in POLICY_LOSSES.list_available()
-        ),
-        pytest.param(scalar_reinforce, id="user-defined scalar loss"),
-    ],
-)
-def test_no_loss_depends_on_micro_batches(policy: PreTrainedModel, batch: TrainingBatch, loss: Any) -> None:
-    whole, metrics = train(policy, batch, loss)
+def test_a_scalar_loss_does_not_depend_on_micro_batches(policy: PreTrainedModel, batch: TrainingBatch) -> None:
+    """The gradient specification has the losses of the package."""
+    whole, metrics = train(policy, batch, scalar_reinforce)
     for n_rows in (4, 1):
-        divided, other_metrics = train(policy, batch, loss, n_rows)
+        divided, other_metrics = train(policy, batch, scalar_reinforce, n_rows)
         assert_same_gradients(whole, divided)
         assert other_metrics == pytest.approx(metrics, abs=1e-5)
 
@@ -104,16 +92,6 @@ def test_metrics_of_a_loss_do_not_affect_the_kl_loss(policy: PreTrainedModel, ba
     gradient, metrics = train(policy, batch, with_metric)
     assert max(values.abs().max() for values in gradient.values()) > 1e-5
     assert metrics["policy/final_loss"] == pytest.approx(KL_COEF * metrics["policy/policy_kl"])
-
-
-def test_a_scalar_metric_is_logged_unchanged_for_any_micro_batch_size(
-    policy: PreTrainedModel, batch: TrainingBatch
-) -> None:
-    def with_metric(log_probs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, float]:
-        return -log_probs, 0.25
-
-    for n_rows in (N_ROWS, 1):
-        assert train(policy, batch, with_metric, n_rows)[1]["policy/ppo_clip_ratio"] == pytest.approx(0.25)
 
 
 def test_a_scalar_loss_equals_its_per_token_form(policy: PreTrainedModel, batch: TrainingBatch) -> None:
