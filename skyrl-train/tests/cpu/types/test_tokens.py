@@ -29,11 +29,6 @@ def test_only_a_valid_trajectory_has_a_total_reward() -> None:
         _ = invalid.total_reward
 
 
-def test_a_trajectory_is_immutable() -> None:
-    with pytest.raises(AttributeError):
-        TRAJECTORY.stop_reason = "length"  # type: ignore[misc]
-
-
 def test_a_trajectory_has_a_readable_name_and_a_unique_session_id() -> None:
     id = TrajectoryID("17", 3, draw=4711)
     assert id.to_string() == "17_3"

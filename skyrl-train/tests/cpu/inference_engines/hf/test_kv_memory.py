@@ -26,10 +26,6 @@ def test_copies_are_simultaneous() -> None:
         assert values[:, 0, 1].tolist() == [102, 103, 100, 101, 104, 104, 105, 106]
 
 
-def test_copying_in_empty_memory_does_nothing() -> None:
-    KVMemory(8).copy([Copy(0, 2, 2)])
-
-
 def test_released_memory_is_zero_again() -> None:
     memory, numbers = filled_memory()
     memory.release()
