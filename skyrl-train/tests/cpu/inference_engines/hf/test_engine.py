@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from train_kit.engines import assert_same, greedy, trainer_logprobs
-from train_kit.models import perturbed
 from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel
 
@@ -115,20 +114,6 @@ async def test_results_do_not_depend_on_the_time_of_arrival(
 
 
 # -- weights
-
-
-async def test_an_engine_with_its_own_copy_of_the_model_receives_new_weights(
-    new_engine: NewEngine, tiny_model: PreTrainedModel
-) -> None:
-    policy = perturbed(tiny_model, 0.02, seed=1)
-    engine, turn = new_engine(copy.deepcopy(tiny_model)), request(prompt(20), temperature=0.8)
-    for version, model in enumerate((tiny_model, policy, tiny_model)):
-        if version:
-            await sync_weights(engine, model.named_parameters, version)
-        (result,) = await engine.generate([turn])
-        assert result.weight_spans == ((version, len(result.token_ids)),)
-        assert result.n_reused == 0
-        assert_agrees(model, turn, result)
 
 
 async def test_a_failed_sync_clears_the_cache_and_keeps_the_old_weights(
