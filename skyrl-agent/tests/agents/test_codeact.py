@@ -25,11 +25,6 @@ def test_switches_enable_tools() -> None:
     assert list(CodeActAgent.create_tools({"enable_cmd": True, "enable_bash_tool": False})) == ["execute_bash"]
 
 
-def test_a_list_names_tools() -> None:
-    tools = CodeActAgent.create_tools([{"name": "execute_bash", "timeout": 5}, "finish"])
-    assert list(tools) == ["execute_bash", "finish"]
-
-
 @pytest.mark.parametrize("switch", UNSUPPORTED)
 def test_unsupported_switches_must_be_false(switch: str) -> None:
     with pytest.raises(ConfigError, match=f"tools.{switch}=true is not supported: .*; set it to false"):

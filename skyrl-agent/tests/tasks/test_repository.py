@@ -142,12 +142,6 @@ async def test_attacks_on_the_grader_are_not_rewarded(
     assert trajectory.total_reward == 0.0
 
 
-async def test_a_fix_that_also_touches_tests_and_settings_is_rewarded(row: dict[str, Any]) -> None:
-    touch = "mkdir tests; echo 'def test_x(): assert False' >tests/test_x.py; echo 'broken(' >conftest.py"
-    (trajectory,), _ = await solve(row, [FIX, bash(touch), SUBMIT])
-    assert trajectory.total_reward == 1.0
-
-
 async def test_a_setup_that_fails_makes_the_trajectory_invalid(row: dict[str, Any]) -> None:
     (trajectory,), _ = await solve({**row, "setup": "echo no network; exit 7"}, [SUBMIT])
     assert not trajectory.is_valid
@@ -162,14 +156,6 @@ async def test_a_grader_that_fails_makes_the_trajectory_invalid(row: dict[str, A
     assert trajectory.stop_reason == "error_evaluation"
 
 
-async def test_a_command_that_hangs_is_killed_and_the_agent_goes_on(row: dict[str, Any]) -> None:
-    sleep = unique_sleep()
-    (trajectory,), engine = await solve(row, [tool_call("execute_bash", command=sleep, timeout="1"), FIX, SUBMIT])
-    assert "was killed because it took longer than 1 seconds" in engine.prompts()[1]
-    assert trajectory.total_reward == 1.0
-    assert not find_pids(sleep)
-
-
 async def test_a_call_that_hangs_ends_with_cmd_timeout(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl_agent.tools.workspace.TOOL_TIMEOUT_SHARE", 100.0)
     sleep = unique_sleep()
@@ -178,25 +164,6 @@ async def test_a_call_that_hangs_ends_with_cmd_timeout(row: dict[str, Any], monk
     assert trajectory.total_reward == 1.0  # the patch counts; the mask keeps it from training
     assert not any(trajectory.loss_mask)
     assert not find_pids(sleep)
-
-
-async def test_a_start_that_takes_too_long_is_a_failure(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalRepositoryTask, "start_timeout_s", 1.0)
-    sleep = unique_sleep()
-    (trajectory,), _ = await solve({**row, "setup": sleep}, [SUBMIT])
-    assert trajectory.stop_reason == "error_initialization"
-    assert not find_pids(sleep)
-
-
-async def test_trajectories_at_the_same_time_work_in_different_folders(row: dict[str, Any], tmp_path: Path) -> None:
-    """Each waits until all three are there."""
-    meet = f"touch {tmp_path}/$$; until [ $(ls {tmp_path} | grep -c '^[0-9]*$') = 3 ]; do sleep 0.05; done"
-    trajectories, engine = await solve(row, [bash(f"pwd; cat calc.py; {meet}"), FIX, SUBMIT], n_samples=3)
-    assert [trajectory.total_reward for trajectory in trajectories] == [1.0, 1.0, 1.0]
-    outputs = [prompt.partition("EXECUTION RESULT of [execute_bash]:\n")[2] for prompt in engine.prompts()[3:6]]
-    folders = {output.partition("\n")[0] for output in outputs}
-    assert len(folders) == 3
-    assert not any(Path(folder).exists() for folder in folders)
 
 
 async def cancel_at(command: str, work: Coroutine[Any, Any, object], n_processes: int = 1) -> None:
@@ -217,11 +184,6 @@ async def test_cancellation_ends_commands_and_removes_folders(row: dict[str, Any
     folders = set((tmp_path / "folders").read_text().split())
     assert len(folders) == 2
     assert not any(Path(folder).exists() for folder in folders)
-
-
-async def test_cancellation_of_the_tests_ends_them(row: dict[str, Any]) -> None:
-    sleep = unique_sleep()
-    await cancel_at(sleep, LocalRepositoryTask.evaluate_result(PATCH, {**row, "test_command": sleep}))
 
 
 async def test_cancellation_during_the_start_ends_it(row: dict[str, Any]) -> None:

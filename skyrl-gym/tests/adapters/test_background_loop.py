@@ -43,18 +43,6 @@ def test_coroutines_run_in_one_loop_until_it_is_closed() -> None:
     assert loop.is_closed()
 
 
-async def test_runs_beside_another_loop() -> None:
-    background = BackgroundLoop("test")
-
-    async def fail() -> None:
-        await asyncio.sleep(0)
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        background.run(fail())
-    background.close()
-
-
 def test_without_file_descriptors_it_raises_at_once() -> None:
     code = """
 import os, resource, threading

@@ -103,16 +103,6 @@ def test_illegal_reply_is_explained() -> None:
         assert env.step("jump")["done"]
 
 
-def test_taxi_renders_text() -> None:
-    with GymnasiumEnv({"id": "Taxi-v4"}, {"extra_info": {"seed": 1}}) as env:
-        content = env.init(PROMPT)[0][1]["content"]
-        assert "[ ]" in content
-        assert "<blue B>" in content
-        assert "<magenta R>" in content
-        assert "pick up (4), drop off (5)" in content
-        assert env.step("Pick up the passenger: <action>pick up</action>")["reward"] == -10.0
-
-
 def test_blackjack_in_words() -> None:
     template = "Your cards: {0}. The dealer shows {1}."
     with GymnasiumEnv({"id": "Blackjack-v1", "observation": template}, {"seed": 1, "extra_info": {}}) as env:
@@ -133,23 +123,10 @@ def test_seed_determines_the_episode() -> None:
     assert len({str(episode(seed)) for seed in range(5)}) > 1
 
 
-def test_truncated_episode_is_done() -> None:
-    with start_env({"id": "CliffWalking-v1", "kwargs": {"max_episode_steps": 2}}) as env:
-        assert not env.step("up")["done"]
-        assert env.step("up")["done"]
-        assert env.get_metrics()["truncated"] == 1
-
-
 def test_observation_is_shown_without_text_rendering() -> None:
     with GymnasiumEnv({"id": "CartPole-v1"}, {"reset": {"seed": 1}}) as env:
         assert "[0.00118216, 0.0450464, -0.035584, 0.0448649]" in env.init(PROMPT)[0][1]["content"]
         assert env.step("left")["reward"] == 1.0
-
-
-def test_a_row_may_choose_another_environment() -> None:
-    extras = {"extra_info": {"env_config": {"id": "Taxi-v4", "kwargs": {"is_rainy": False}, "observation": None}}}
-    with GymnasiumEnv(LAKE, extras) as env:
-        assert "pick up" in env.init(PROMPT)[0][1]["content"]
 
 
 def test_reset_arguments_of_the_row() -> None:

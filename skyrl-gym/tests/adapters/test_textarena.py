@@ -120,17 +120,6 @@ def test_opponent_plays_the_other_seat() -> None:
         assert env.get_metrics() == {**metrics, "opponent_illegal": 0}
 
 
-def test_model_may_play_the_second_seat() -> None:
-    with TextArenaEnv({**TICTACTOE, "seat": 1, "opponents": [f"{__name__}:FirstFreeCell"]}, {}) as env:
-        prompt, _ = env.init(PROMPT)
-        assert "You are Player 1 in Tic Tac Toe" in prompt[0]["content"]
-        assert "[Player 0] [0]" in prompt[0]["content"]
-        env.step("[3]")
-        output = env.step("[4]")
-        assert (output["reward"], output["done"]) == (-1.0, True)
-        assert env.get_metrics()["lost"] == 1
-
-
 def test_rule_breaking_opponent_is_reported() -> None:
     with start_env({**TICTACTOE, "opponents": f"{__name__}:rule_breaker"}) as env:
         assert env.step("[4]")["reward"] == 1.0
@@ -166,15 +155,6 @@ def test_random_games_finish(env_id: str, n_players: int) -> None:
             assert output["done"]
             assert output["reward"] is not None
             assert env.get_metrics()["finished"] == 1
-
-
-def test_custom_view_is_shown() -> None:
-    with TextArenaEnv({"env_id": "TicTacToe-v0-train", "num_players": 2}, {"seed": 1}) as env:
-        first = env.init(PROMPT)[0][0]["content"]
-        seen = message_text(env.step("4"))
-        for text in (first, seen):
-            assert "You are Player 0 in Tic Tac Toe" in text
-        assert " O " in seen
 
 
 def test_seed_determines_the_game() -> None:

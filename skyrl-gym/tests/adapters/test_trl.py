@@ -227,10 +227,6 @@ def test_tool_error_is_the_observation_unless_it_is_a_connection_error() -> None
             start_env("Guess").step(call("fail", how=how))
 
 
-def test_reset_gets_the_columns_it_names() -> None:
-    assert start_env("Narrow", {"data_source": "x"}).step("")["reward"] == 3.5
-
-
 def test_async_methods_share_a_loop() -> None:
     with no_leaks(), start_env("Asynchronous", {"data_source": "x"}) as env:
         assert "HELLO" in message_text(env.step(call("ask", question="hello")))

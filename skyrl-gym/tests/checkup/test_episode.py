@@ -34,14 +34,6 @@ class CallRecorder(GoodEnv):
         calls.append(f"close {self.number}")
 
 
-class FailsToClose(GoodEnv):
-    def step(self, action: str) -> Any:
-        raise IndexError("list index out of range")
-
-    def close(self) -> None:
-        raise OSError("the door is stuck")
-
-
 class QuotesReply(GoodEnv):
     """Quotes the reply in its error and in its reward."""
 
@@ -89,14 +81,6 @@ def test_failing_episode_is_closed_and_the_others_are_played_to_their_end(execut
         play_all(players, executor, concurrent)
     assert [calls.count(f"step {i}") for i in range(3)] == [3, 1, 3]
     assert [calls.count(f"close {i}") for i in range(3)] == [2, 1, 2]
-
-
-def test_close_error_is_reported_after_the_first_error(executor: Executor) -> None:
-    message = (
-        r"^step\(\) raised IndexError: .*, for the reply: empty text\. Then close\(\) raised OSError: the door is stuck"
-    )
-    with pytest.raises(RuleViolation, match=message):
-        play_all([player(FailsToClose, ["empty text"])], executor)
 
 
 @pytest.mark.parametrize(("reply", "message"), [("a lone surrogate", "r: \ud83d"), ("a million characters", "<a")])

@@ -4,11 +4,10 @@ import asyncio
 import sys
 import threading
 import time
-from functools import partial
 from typing import Any
 
 import pytest
-from gym_kit.processes import no_leaks, wait_until
+from gym_kit.processes import wait_until
 
 from skyrl_gym.checkup.executor import EnvCall, Executor
 
@@ -21,15 +20,6 @@ def value_of(executor: Executor, function: Any, is_async: bool = False) -> Any:
 
 async def current_loop() -> asyncio.AbstractEventLoop:
     return asyncio.get_running_loop()
-
-
-def test_consecutive_calls_change_threads_and_avoid_the_main_one() -> None:
-    with no_leaks(), Executor(2, limit_s=10) as executor:
-        threads = [value_of(executor, threading.current_thread) for _ in range(4)]
-        awaited = value_of(executor, current_loop, is_async=True)
-    assert threads[0] is threads[2] is not threads[1] is threads[3]
-    assert threading.main_thread() not in threads
-    assert awaited.is_closed()
 
 
 def test_threads_have_no_event_loop_and_coroutines_share_one_that_runs_between_calls() -> None:
@@ -48,39 +38,6 @@ def test_threads_have_no_event_loop_and_coroutines_share_one_that_runs_between_c
         task = value_of(executor, leave_a_task, is_async=True)
         assert ended.wait(timeout=60)
         assert value_of(executor, current_loop, is_async=True) is task.get_loop()
-
-
-def test_concurrent_calls_overlap() -> None:
-    meeting = threading.Barrier(3)
-    both_are_in, n_in = asyncio.Event(), [0]
-
-    async def meet() -> int:
-        n_in[0] += 1
-        if n_in[0] == 2:
-            both_are_in.set()
-        await both_are_in.wait()
-        return n_in[0]
-
-    with Executor(3, limit_s=10) as executor:
-        results = executor.run([*[EnvCall(meeting.wait)] * 3, *[EnvCall(meet, is_async=True)] * 2])
-    assert sorted(result.value for result in results[:3]) == [0, 1, 2]
-    assert [result.value for result in results[3:]] == [2, 2]
-
-
-def test_concurrent_calls_interleave_between_two_lines() -> None:
-    last = [0]
-
-    def is_met(number: int) -> bool:
-        last[0] = number
-        return last[0] != number
-
-    n_rounds_met = 0
-    with Executor(4, limit_s=10) as executor:
-        for _ in range(20):
-            results = executor.run([EnvCall(partial(is_met, number)) for number in range(4)])
-            n_rounds_met += any(result.value for result in results)
-            assert not any(executor.run([EnvCall(partial(is_met, number))])[0].value for number in range(4))
-    assert n_rounds_met >= 5  # all 20 on a quiet machine
 
 
 def test_only_the_first_lines_are_slowed_down() -> None:
@@ -139,30 +96,6 @@ def test_hanging_calls_are_reported_with_their_stacks_and_coroutines_are_cancell
         assert "in hang_async: await anext(numbers())" in (in_loop.hangs_at or "")
         released.set()
     assert ends == ["cancelled"]
-
-
-def test_call_that_blocks_the_event_loop_is_named_for_all() -> None:
-    released = threading.Event()
-
-    async def keep() -> None:
-        released.wait()
-
-    with Executor(1, limit_s=0.1) as executor:
-        results = executor.run([EnvCall(keep, is_async=True), EnvCall(current_loop, is_async=True)])
-        released.set()
-    assert all("in keep: released.wait()" in (result.hangs_at or "") for result in results)
-
-
-def test_stopped_event_loop_is_restarted() -> None:
-    async def stop() -> int:
-        asyncio.get_running_loop().stop()
-        await asyncio.sleep(0)
-        return 3
-
-    with Executor(1, limit_s=10) as executor:
-        assert not executor.was_stopped
-        assert executor.run([EnvCall(stop, is_async=True)])[0].value == 3
-        assert executor.was_stopped
 
 
 def test_finished_call_keeps_nothing_alive() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from skyrl_gym.envs.options import finite_number, one_of, reject_unknown, row_options, set_options
+from skyrl_gym.envs.options import finite_number, reject_unknown, row_options, set_options
 from skyrl_gym.envs.row import whole_number
 
 
@@ -39,9 +39,3 @@ def test_numbers_are_validated() -> None:
         whole_number(0, "n", 1)
     with pytest.raises(ValueError, match=r"x=-1 must be at least 0"):
         finite_number(-1, "x", 0.0)
-
-
-def test_choice_must_be_known() -> None:
-    assert one_of("a", "mode", ("a", "b")) == "a"
-    with pytest.raises(ValueError, match="mode='c' is unknown; use one of a, b"):
-        one_of("c", "mode", ("a", "b"))

@@ -173,14 +173,3 @@ def test_duplicate_tool_names_are_refused() -> None:
         Shelves([one, other], 4)
     assert one.is_closed
     assert other.is_closed
-
-
-def test_groups_may_have_the_same_name() -> None:
-    class More(ToolGroup):
-        @tool
-        def dust(self) -> str:
-            """Dust."""
-            return "clean"
-
-    with Shelves([Shelf(), More("Shelf")], 4) as env:
-        assert message_text(env.step(call("dust"))) == "<tool_response>\nclean\n</tool_response>"

@@ -1,13 +1,11 @@
-"""Environments served by the package openenv: `serve.py echo|openspiel|tools PORT CAPACITY`."""
+"""Environments served by the package openenv: `serve.py echo|tools PORT CAPACITY`."""
 
 from __future__ import annotations
 
-import random
 import sys
 from typing import Any
 from uuid import uuid4
 
-import pyspiel
 import uvicorn
 from fastmcp import FastMCP
 from openenv.core.env_server.http_server import create_app
@@ -47,54 +45,6 @@ class EchoEnvironment(Environment):
         return self._state
 
 
-class MoveAction(Action):
-    action_id: int
-
-
-class BoardObservation(Observation):
-    board: str
-    legal_actions: list[int]
-
-
-class OpenSpielEnvironment(Environment):
-    """Tic-tac-toe against seeded random moves."""
-
-    SUPPORTS_CONCURRENT_SESSIONS = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._game = pyspiel.load_game("tic_tac_toe")
-        self._state = State(episode_id=str(uuid4()))
-
-    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> BoardObservation:
-        self._rng = random.Random(seed)
-        self._board = self._game.new_initial_state()
-        self._state = State(episode_id=episode_id or str(uuid4()))
-        return self._observation()
-
-    def step(self, action: MoveAction, timeout_s: float | None = None, **_: Any) -> BoardObservation:
-        if action.action_id not in self._board.legal_actions():
-            raise ValueError(f"action_id={action.action_id} is not legal")
-        self._board.apply_action(action.action_id)
-        if not self._board.is_terminal():
-            self._board.apply_action(self._rng.choice(self._board.legal_actions()))
-        self._state.step_count += 1
-        return self._observation()
-
-    def _observation(self) -> BoardObservation:
-        done = self._board.is_terminal()
-        return BoardObservation(
-            board=str(self._board),
-            legal_actions=self._board.legal_actions(),
-            done=done,
-            reward=self._board.returns()[0] if done else 0.0,
-        )
-
-    @property
-    def state(self) -> State:
-        return self._state
-
-
 class ToolEnvironment(MCPEnvironment):
     """One tool, which repeats its message."""
 
@@ -125,7 +75,6 @@ class ToolEnvironment(MCPEnvironment):
 
 APPS = {
     "echo": (EchoEnvironment, EchoAction, EchoObservation),
-    "openspiel": (OpenSpielEnvironment, MoveAction, BoardObservation),
     "tools": (ToolEnvironment, CallToolAction, CallToolObservation),
 }
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,11 +31,3 @@ def test_invalid_corpus_raises(tmp_path: Path, text: str, message: str) -> None:
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         read_corpus(file)
-
-
-def test_missing_corpus_is_reported(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "skyrl_gym.retrieval", "--corpus", str(tmp_path / "nothing.jsonl")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 1
-    assert "nothing.jsonl" in result.stderr
-    assert "Traceback" not in result.stderr

@@ -3,10 +3,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from skyrl_gym.core import Env
-from skyrl_gym.runtime.methods import async_method, call_method
+from skyrl_gym.runtime.methods import call_method
 
 
 class Both(Env[Any, Any]):
@@ -26,11 +24,3 @@ def test_coroutine_function_is_preferred_and_awaited_in_the_loop_of_the_runner()
     with asyncio.Runner() as runner:
         assert call_method(Both(), runner, "init", "Go") == ("Go", runner.get_loop())
         assert call_method(Both(), runner, "step", "on") == "step on"
-
-
-def test_other_attributes_are_not_awaited() -> None:
-    env = Both()
-    assert async_method(env, "init") == env.init_async
-    assert async_method(env, "step") is async_method(env, "close") is None
-    with asyncio.Runner() as runner, pytest.raises(AttributeError, match="get_metrics"):
-        call_method(env, runner, "get_metrics")

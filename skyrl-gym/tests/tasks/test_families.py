@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skyrl_gym.tasks import DynamicEnvDataset, Task, TaskFamily, compute_score, read_task, task_family, task_row
-from skyrl_gym.tasks.logic import cryptarithm, dyck, game_of_24, sudoku
+from skyrl_gym.tasks.logic import cryptarithm, game_of_24
 from skyrl_gym.tasks.logic.family import FIRST_NUMBER, SEEDS_PER_TYPE, TYPES
 
 CASES = {"cases": ["hex(board_size=5)", "leduc_poker"], "num_tasks_per_case": 60}
@@ -127,12 +127,6 @@ def test_expressions_are_checked_without_being_run(expression: str, is_right: bo
     assert score_expression(expression) is is_right
 
 
-def test_operators_outside_the_puzzle_are_refused() -> None:
-    assert not score_expression("4 * 3 * 2 / 1", operators="+-*")
-    assert not score_expression("None")
-    assert score_expression("None", is_solvable=False)
-
-
 def test_every_unsolvable_puzzle_has_no_solution() -> None:
     rng = Random(0)
     puzzles = [game_of_24.create(rng) for _ in range(60)]
@@ -149,15 +143,6 @@ def test_cryptarithms_are_solved_completely(words: list[str], operators: list[st
     assert len(list(cryptarithm.solutions(words, operators))) == n_solutions
 
 
-def test_brackets_of_strings_are_nested() -> None:
-    rng = Random(1)
-    for _ in range(30):
-        completion, prefix = dyck.create_completion(rng), dyck.create_prefix(rng)
-        assert dyck.stack_after(completion.answer) == dyck.stack_after(prefix.answer) == []
-        assert 40 <= len(completion.answer) <= 60
-        assert 6 <= len(prefix.answer) <= 60
-
-
 def test_listing_every_answer_is_not_right() -> None:
     family, task = generate("dyck_language_reasoning_errors")
     assert family.score(", ".join(map(str, range(1, 40))), task) == 0
@@ -168,14 +153,6 @@ def test_listing_every_answer_is_not_right() -> None:
     assert family.score("\n".join(f"\\boxed{{{n}}}" for n in range(-999, 999)) + "\\boxed{nan}", task) == 0
     for text in ("1e9", "1/0", "inf", "0x10", "٣", "1__0", "True"):
         assert family.score(f"\\boxed{{{text}}}", task) == 0
-
-
-def test_another_valid_grid_is_right_only_with_the_givens() -> None:
-    rng = Random(5)
-    puzzle, other = sudoku.create(rng), sudoku.create(rng)
-    assert sudoku.is_correct(puzzle.reply, puzzle.answer, puzzle.facts)
-    assert sudoku.is_valid_grid(other.answer)
-    assert not sudoku.is_correct(other.reply, puzzle.answer, puzzle.facts)
 
 
 def test_a_trace_is_compared_line_by_line() -> None:

@@ -28,9 +28,3 @@ def test_output_or_failure_of_a_program(code: str, output: str) -> None:
     assert message.endswith(end)
     if "*" not in output:
         assert message == output
-
-
-def test_programs_share_no_files() -> None:
-    group = PythonCodeExecutorToolGroup(timeout=5)
-    group.python("open('left', 'w').close()")
-    assert group.execute_tool("python", "import os; print(os.listdir('.'))") == "[]"

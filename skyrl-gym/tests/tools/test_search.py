@@ -68,8 +68,3 @@ def test_invalid_address_is_not_retried(url: str) -> None:
     _, problem = call_search_api(url, "x")
     assert problem
     assert "after" not in problem
-
-
-def test_search_url_is_validated() -> None:
-    with pytest.raises(ValueError, match="search_url='nonsense' must start with http"):
-        SearchToolGroup("nonsense")

@@ -95,12 +95,6 @@ def test_a_killed_run_resumes(folder: Path, whole: Path, tmp_path: Path, number:
         np.testing.assert_array_equal(weights(tmp_path)[name], tensor)
 
 
-def test_a_resumed_run_may_have_more_steps(folder: Path, whole: Path, tmp_path: Path) -> None:
-    main(arguments(folder, tmp_path, max_steps=3))
-    main(arguments(folder, tmp_path, max_steps=6))
-    assert [one["loss"] for one in metrics(tmp_path)] == [one["loss"] for one in metrics(whole)[:6]]
-
-
 def test_another_run_may_start_from_its_weights(folder: Path, whole: Path, tmp_path: Path) -> None:
     main(arguments(folder, tmp_path, max_steps=1, load_checkpoint_path=whole / "checkpoints" / str(N_STEPS)))
     assert metrics(tmp_path)[0]["loss"] < 0.85 * metrics(whole)[0]["loss"]

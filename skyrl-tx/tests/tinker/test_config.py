@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 
 from tx.tinker.config import (
     TxConfig,
@@ -29,13 +29,6 @@ def test_the_default_folder_is_for_user_data(monkeypatch: pytest.MonkeyPatch, tm
     assert config.database_url == f"sqlite:///{tmp_path}/skyrl-tx/tinker.db"
     assert config.host == "127.0.0.1"
     assert config.model_name == "org/m"
-
-
-def test_flags() -> None:
-    config = parse("--backend-config", '{"dtype": "bfloat16"}', "--port=0", "--no-start-engine", "--hold-sec", "1.5")
-    assert (config.backend_config, config.port, config.hold_sec) == ({"dtype": "bfloat16"}, 0, 1.5)
-    assert not config.start_engine
-    assert not parse("--no-engine").start_engine
 
 
 def test_secrets_come_from_the_environment_and_from_a_file(tmp_path: Path) -> None:
@@ -126,8 +119,3 @@ def test_every_field_is_documented_and_no_secret_is_a_flag() -> None:
         assert field.description, name
         is_flag = re.search(rf"--{name.replace('_', '-')}[ \],]", help_text) is not None
         assert is_flag == (name not in ("api_keys", "external_inference_api_key")), name
-
-
-def test_unknown_settings() -> None:
-    with pytest.raises(ValidationError, match="Extra inputs"):
-        TxConfig(base_model="m", nonsense=1)  # type: ignore[call-arg]

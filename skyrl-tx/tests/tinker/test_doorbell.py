@@ -2,24 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import threading
 import time
 
 import pytest
 from tx_kit.processes import start_python
 
 from tx.tinker.doorbell import POLL_SEC, Doorbell
-
-
-def test_a_ring_wakes() -> None:
-    ours, theirs = Doorbell.pair()
-    with ours, theirs:
-        assert not theirs.wait(0)
-        threading.Timer(0.05, ours.ring).start()
-        started = time.monotonic()
-        assert theirs.wait(60)
-        assert time.monotonic() - started < 20
-        assert not theirs.wait(0)
 
 
 def test_large_file_descriptors() -> None:

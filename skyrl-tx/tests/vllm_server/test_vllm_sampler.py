@@ -160,19 +160,6 @@ def test_stop_conditions_and_seeds(sampler: VllmSampler) -> None:
     assert stopped.samples[0].is_stopped
 
 
-def test_greedy_samples(sampler: VllmSampler) -> None:
-    params = SamplingParams(max_tokens=3, temperature=0.0)
-    (found,) = sample(sampler, (SampleRequest(PROMPT, params, n_samples=3), None))
-    assert len(found.samples) == 3
-    assert len({tuple(one.tokens) for one in found.samples}) == 1
-
-
-def test_refusals_are_user_errors(sampler: VllmSampler) -> None:
-    params = SamplingParams(max_tokens=3)
-    with pytest.raises(UserError, match="32"):
-        sample(sampler, (SampleRequest(PROMPT, params, n_top_sampled=32), None))
-
-
 def test_a_restarted_server_reloads_adapters(backend: Backend, sampler: VllmSampler, url: str, tmp_path: Path) -> None:
     weights = exported(sampler, backend, tmp_path)
     (before,) = sample(sampler, (scored(), weights))
@@ -215,14 +202,3 @@ def test_unsupported_requests(backend: Backend, sampler: VllmSampler, tmp_path: 
     with pytest.raises(TinkerError, match=r"the external server at http://127\.0\.0\.1:9 failed"):
         sample(nobody, (scored(), exported(nobody, backend, tmp_path)))
     nobody.close()
-
-
-def test_a_rank_above_the_servers_limit(folder: Path, backend: Backend, tmp_path: Path) -> None:
-    """It makes vLLM 0.32 exit, so the test has its own server."""
-    backend.create_model("large", LoraConfig(rank=64, train_unembed=False))
-    with serving(folder, tmp_path / "vllm.log") as address:
-        sampler = VllmSampler(f"{address}/v1", "EMPTY", tmp_path / "adapters", SECONDS)
-        words = r"returned 500 .*LoRA rank 64 is greater.*; start it with --enable-lora"
-        with pytest.raises(TinkerError, match=words):
-            sample(sampler, (scored(), exported(sampler, backend, tmp_path, "large")))
-        sampler.close()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -37,15 +36,6 @@ def test_reasoning_is_added_and_resumed(
     assert all(record["answer"].startswith("```\nfirst") for record in read_records(reasoned))
 
 
-def test_explanations_are_beside_an_input_in_any_other_folder(
-    generated: Path, served_model: ServedModel, tmp_path: Path
-) -> None:
-    (tmp_path / "mine").mkdir()
-    copy = shutil.copy(generated, tmp_path / "mine")
-    assert reason(Path(copy), served_model) == 0
-    assert (tmp_path / "mine/reasoned/tasks.jsonl").is_file()
-
-
 def test_a_model_that_always_fails_ends_the_job(
     generated: Path, served_model: ServedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,8 +52,3 @@ def test_an_empty_explanation_is_not_kept(
     served_model.reply = lambda prompt: "<think>too long"
     assert reason(generated, served_model) == 1
     assert "gave no explanation" in capsys.readouterr().err
-
-
-def test_a_missing_file_is_named(tmp_path: Path, served_model: ServedModel, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reason(tmp_path / "no.jsonl", served_model) == 1
-    assert "does not exist" in capsys.readouterr().err

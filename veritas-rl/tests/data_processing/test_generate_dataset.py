@@ -44,10 +44,3 @@ def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.
     assert error.startswith("error: ")
     assert words in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("arguments", [["--num-samples", "0"], ["--num-samples", "1", "--adapter-config", "[1]"]])
-def test_flags_are_checked(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as exit_status:
-        generate_dataset.main(["--env", "trace", *arguments])
-    assert exit_status.value.code == 2

@@ -7,7 +7,6 @@ import pytest
 from veritas_kit.endpoints import ServedModel
 from veritas_kit.logs import assert_logged
 
-from data_processing import add_reasoning
 from data_processing.jobs import read_records
 from evaluate import evaluate_local_model
 from skyrl_gym.tasks import task_family
@@ -63,11 +62,3 @@ def test_an_evaluation_is_logged_to_wandb(
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert evaluate(served_model, tmp_path / "r.jsonl", *flags) == 0
     assert_logged(tmp_path, b"lgc-v2/avg_score")
-
-
-def test_the_required_name_of_the_model_has_no_default(capsys: pytest.CaptureFixture[str]) -> None:
-    for tool, default in ((evaluate_local_model, None), (add_reasoning, "gpt-4o-mini")):
-        with pytest.raises(SystemExit):
-            tool.main(["--help"])
-        text = " ".join(capsys.readouterr().out.split())
-        assert (f"the model's name at the endpoint (default: {default})" in text) == (default is not None)

@@ -63,19 +63,6 @@ async def test_full_server_is_retried_until_the_timeout() -> None:
     await wait_for_no_tasks()
 
 
-async def test_capacity_is_probed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl_gym.adapters.openenv.slots.PROBE_S", 0.1)
-    with ProtocolServer(capacity=4) as server:
-        server.n_open = 3  # of another client
-        first = [asyncio.create_task(play(server.url, pause_s=0.05)) for _ in range(6)]
-        await asyncio.sleep(0.2)
-        server.n_open -= 3
-        await asyncio.gather(*first)
-        server.max_open = 0
-        await asyncio.gather(*(play(server.url, pause_s=0.1) for _ in range(30)))
-        assert server.max_open == 4
-
-
 async def test_cancellation_at_any_moment_leaves_nothing_behind(server: ProtocolServer) -> None:
     server.capacity = 4
     with no_leaks():
@@ -90,19 +77,6 @@ async def test_cancellation_at_any_moment_leaves_nothing_behind(server: Protocol
     await asyncio.wait_for(asyncio.gather(*(play(server.url) for _ in range(8))), 60)
     slots = slots_for(websocket_url(server.url))
     assert (slots._n_taken, slots._n_playing, len(slots._waiting)) == (0, 0, 0)
-
-
-def test_slots_are_shared_between_event_loops(server: ProtocolServer) -> None:
-    options = SessionOptions(max_sessions=1)
-
-    async def many() -> None:
-        await asyncio.gather(*(play(server.url, options) for _ in range(5)))
-
-    async def in_three_threads() -> None:
-        await asyncio.gather(*(asyncio.to_thread(asyncio.run, many()) for _ in range(3)))
-
-    asyncio.run(in_three_threads())
-    assert (server.max_open, server.n_made) == (1, 15)
 
 
 async def test_close_waits_for_the_environment_until_its_timeout(server: ProtocolServer) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from skyrl_gym.adapters.openenv.slots import SessionSlots, slots_for
+from skyrl_gym.adapters.openenv.slots import SessionSlots
 
 
 async def settle() -> None:
@@ -91,8 +91,3 @@ def test_closed_event_loop_is_skipped() -> None:
     slots.release(was_playing=False)
     asyncio.run(asyncio.wait_for(slots.acquire(1), 30))
     assert not waiting.done()
-
-
-def test_slots_of_a_server_are_shared() -> None:
-    assert slots_for("ws://one/ws") is slots_for("ws://one/ws")
-    assert slots_for("ws://one/ws") is not slots_for("ws://two/ws")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_gym import maths
-from skyrl_gym.envs.gsm8k.grading import GRADERS, Method, compute_score, extract_solution
+from skyrl_gym.envs.gsm8k.grading import GRADERS, compute_score, extract_solution
 from skyrl_gym.maths import Grade
 
 
@@ -54,12 +54,6 @@ def test_a_number_in_the_format_is_found_in_any_text(number: str, before: str, a
     assert extract_solution(f"{before} {number} {after}", "flexible") == number
 
 
-@given(st.text())
-def test_any_reply_is_scored(reply: str) -> None:
-    for method in ("strict", "flexible"):
-        assert compute_score(reply, "no number", method) == 0
-
-
 @pytest.mark.parametrize("unit", ["#", "#### ", "1", "-", "1,", ".", "- ", "#### -"])
 def test_parsing_is_linear(unit: str) -> None:
     with linear_time():
@@ -74,12 +68,6 @@ def test_compute_score() -> None:
     assert compute_score("41", "42", format_score=0.1) == 0.0
     assert compute_score("41", "42", "flexible", format_score=0.1, score=2.0) == 0.1
     assert compute_score("42", "42", "flexible", score=2.0) == 2.0
-
-
-def test_an_unknown_method_is_named() -> None:
-    method: Method = "loose"  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"method='loose' is unknown; use 'strict' or 'flexible'"):
-        extract_solution("42", method)
 
 
 def test_graders() -> None:

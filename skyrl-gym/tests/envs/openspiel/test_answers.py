@@ -6,7 +6,7 @@ import random
 import re
 
 import pytest
-from gym_kit.games import BACKGAMMON, HEX, POKER
+from gym_kit.games import HEX, POKER
 from gym_kit.texts import linear_time, long_text
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -121,14 +121,6 @@ def test_long_castling_is_not_read_as_short_castling() -> None:
     assert parse("I castle: O-O", legal) == "O-O"
     without_long = LegalMoves(tuple(move for move in legal.moves if move.text != "O-O-O"), is_case_sensitive=True)
     assert parse("I castle: O-O-O", without_long) is None
-
-
-def test_longest_move_at_a_position_counts() -> None:
-    texts = {move.text for move in BACKGAMMON.moves}
-    double = next(text for text in texts if text.endswith(")"))
-    single = double.rpartition(" ")[0]
-    assert parse(f"I play {double}", BACKGAMMON) == double
-    assert parse(f"I play {single}", BACKGAMMON) == single
 
 
 def test_way_and_answer_are_reported() -> None:

@@ -4,10 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from skyrl_gym.checkup.rules import Checkup
-from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES
 from skyrl_gym.envs.openspiel.env import OpenSpielEnv
 from skyrl_gym.envs.openspiel.rewards import move_value
 from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks
@@ -51,38 +49,11 @@ def test_reply_without_a_legal_move_has_reward_0(reply: str, mode: str, capfd: p
     assert capfd.readouterr() == ("", "")
 
 
-def test_legal_move_has_reward_1_in_legal_mode() -> None:
-    env = OpenSpielEnv({"reward_mode": "legal"}, extras())
-    out = env.step("the answer is 0")
-    assert (out["reward"], out["metadata"]["reward_components"]) == (1.0, {"legal": 1.0})
-    assert out["metadata"]["parsed_by"] == "number"
-    assert env.get_metrics() == {"legal": 1}
-
-
 def test_row_with_only_a_task_id_has_the_same_reward() -> None:
     config = {"cases": list(TASKS.config.cases), "num_tasks_per_case": 5}
     move = TASKS.generate(3).legal.moves[0].text
     rewards = {OpenSpielEnv({}, extras(3)).step(move)["reward"] for _ in range(5)}
     assert rewards == {OpenSpielEnv(config, {"extra_info": {"task_id": 3}}).step(move)["reward"]}
-
-
-def test_every_case_can_be_played_and_scored() -> None:
-    tasks = OpenSpielTasks({"num_tasks_per_case": 2, "n_playouts": 1})
-    for row in tasks.rows(range(tasks.total)):
-        with OpenSpielEnv({"n_playouts": 1}, row) as env:
-            move = env.task.legal.moves[-1]
-            assert 0.0 <= (env.step(move.text)["reward"] or 0.0) <= 1.0
-            assert env.parsed is not None
-            assert env.parsed.move == move
-    assert tasks.total == 2 * len(AVAILABLE_CASES)
-
-
-def test_precedence_of_config_row_and_defaults() -> None:
-    row = extras(0, reward_spec={"method": "legal"})
-    assert OpenSpielEnv({}, row).config.reward_mode == "legal"
-    assert OpenSpielEnv({"reward_mode": "outcome"}, row).config.reward_mode == "outcome"
-    assert OpenSpielEnv({}, extras(0, reward_spec={"method": "rule"})).config.reward_mode == "outcome"
-    assert OpenSpielEnv(OmegaConf.create({"n_playouts": 3}), extras()).config.n_playouts == 3
 
 
 def test_invalid_config_is_refused() -> None:

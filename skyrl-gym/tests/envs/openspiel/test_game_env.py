@@ -279,15 +279,6 @@ def test_unreachable_opponent_raises(model_server: ModelServer) -> None:
         assert "outcome" not in env.get_metrics()
 
 
-def test_language_model_may_be_a_function() -> None:
-    model, row = ScriptedModel("nonsense"), make_row()
-    env = OpenSpielGameEnv({"opponent": "policy", "seat": 1, "n_retries": 1}, row, language_model=model)
-    env.init(row["prompt"])
-    assert len(model.asked) == 2
-    play_at_random(env)
-    assert env.get_metrics()["opponent_illegal"] == len(model.asked)
-
-
 def test_every_opponent_has_a_separate_conversation() -> None:
     model, row = ScriptedModel("0"), make_row(0, cases=["hearts"], max_random_steps=0)
     env = OpenSpielGameEnv({"opponent": "policy", "seat": 0, "max_turns": 4}, row, language_model=model)

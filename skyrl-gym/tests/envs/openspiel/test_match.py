@@ -34,17 +34,6 @@ def test_opponents_play_until_the_seats_turn() -> None:
     assert match.turn().events == ("Player 0 played x(2,2).",)
 
 
-def test_several_opponents_play_in_order() -> None:
-    others = {player: Scripted(1, 1, 1) for player in (0, 2)}
-    state = opening(load_game("leduc_poker(players=3)"), 0, 0)
-    match = Match(state, 1, others, random.Random(0))
-    match.advance()
-    assert match.state.current_player() == 1
-    match.play(1)
-    assert [len(other.turns) for other in others.values()] == [2, 1]
-    assert match.state.current_player() == 1
-
-
 def test_events_are_empty_in_games_with_hidden_information() -> None:
     match = Match(opening(load_game("leduc_poker"), 0, 0), 1, {0: Scripted(2)}, random.Random(0))
     match.advance()
@@ -82,9 +71,3 @@ def test_every_case_is_played_to_its_end(case: str) -> None:
             match.play(own.choice(turn.legal.moves).action)
         assert match.state.is_terminal()
         assert state.history() == history
-
-
-def test_illegal_move_of_an_opponent_is_an_assertion_error() -> None:
-    match = Match(load_game("tic_tac_toe").new_initial_state(), 1, {0: Scripted(99)}, random.Random(0))
-    with pytest.raises(AssertionError, match="player 0 chose 99"):
-        match.advance()

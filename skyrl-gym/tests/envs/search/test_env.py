@@ -7,7 +7,6 @@ import pytest
 from gym_kit.messages import message_text, user
 from gym_kit.texts import linear_time, long_text
 
-from skyrl_gym.envs.search import env as module
 from skyrl_gym.envs.search.env import SearchEnv
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools import search
@@ -86,11 +85,6 @@ def test_search_failure_is_raised_unless_tell_failures_is_set(requests: list[dic
         new_env().step("<search>down</search>")
     message = message_text(new_env({"tell_failures": True}).step("<search>down</search>"))
     assert "Search error: the server answered with status 503" in message
-
-
-def test_max_turns_defaults_to_two(requests: list[dict[str, Any]]) -> None:
-    assert SearchEnv(None, {"reward_spec": ROW["reward_spec"]}).max_turns == module.MAX_TURNS == 2
-    assert new_env(max_turns=1).step("<search>x</search>")["done"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import numpy as np
 import zstandard
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from tx.tinker.losses import LOSSES
 from tx.tinker.wire import tinker_pb2 as pb
+from tx_kit.servers import BASE_MODEL, new_model, new_sampler, new_session
 
 EXAMPLES = int(os.environ.get("TX_FUZZ_EXAMPLES", "0"))
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
@@ -225,6 +227,56 @@ def encoded(draw: st.DrawFn, body: bytes) -> tuple[bytes, dict[str, str]]:
     content = draw(st.sampled_from([packed, packed[:-3], packed + packed, packed + b"x", BOMB, ENDLESS, body]))
     name = draw(st.sampled_from(["zstd", "zstd", "zstd", "ZSTD", "gzip", "identity", "zstd, zstd", ""]))
     return content, {"Content-Encoding": name}
+
+
+# -- valid requests
+
+
+def settle(http: httpx.Client) -> dict[str, str]:
+    """Create a session with a model, a sampler and a request; return their ids, and the path of a checkpoint."""
+    with http:
+        session_id = new_session(http)
+        request_id = new_model(http, session_id).json()["request_id"]
+        sampler_id = new_sampler(http, session_id)
+    ids = {"session": session_id, "model": f"{session_id}:train:0", "request": request_id, "sampler": sampler_id}
+    return {**ids, "path": f"tinker://{ids['model']}/weights/there"}
+
+
+def valid_bodies(mine: dict[str, str]) -> dict[str, Any]:
+    """Return a valid body for some paths."""
+    datum = {
+        "model_input": {"chunks": [{"tokens": [1, 2, 3]}]},
+        "loss_fn_inputs": {"target_tokens": {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}},
+    }
+    sampling = {"max_tokens": 1, "seed": 1, "stop": [2], "temperature": 1.0, "top_k": -1, "top_p": 1.0}
+    session, model = {"session_id": mine["session"]}, {"model_id": mine["model"]}
+    bodies = {
+        "create_session": {"tags": ["a"], "user_metadata": {"a": {"b": [1]}}, "display_name": "x"},
+        "session_heartbeat": session,
+        "sessions/search": {"session_id": mine["session"], "statuses": [{"type": "active"}], "limit": 5},
+        "create_model": {**session, "model_seq_id": 1, "base_model": BASE_MODEL, "lora_config": {"rank": 4, "seed": 1}},
+        "get_info": model,
+        "optim_step": {**model, "seq_id": 7, "adam_params": {"learning_rate": 0.1, "beta1": 0.9, "eps": 1e-9}},
+        "forward_backward": {**model, "forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"}},
+        "save_weights": {**model, "path": "new", "ttl_seconds": 3600, "user_metadata": {"a": "b"}},
+        "save_weights_for_sampler": {**model, "sampling_session_seq_id": 3},
+        "load_weights": {**session, "model_seq_id": 2, "path": mine["path"], "optimizer": True},
+        "create_sampling_session": {**session, "sampling_session_seq_id": 1, "base_model": BASE_MODEL},
+        "asample": {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "sampling_params": sampling,
+            "sampling_session_id": mine["sampler"],
+            "seq_id": 1,
+            "num_samples": 2,
+            "prompt_logprobs": True,
+            "topk_prompt_logprobs": 2,
+        },
+        "retrieve_future": {"request_id": mine["request"], "allow_metadata_only": True},
+        "cancel_future": {"request_id": mine["request"]},
+        "weights_info": {"tinker_path": mine["path"]},
+        "copy_weights": {"source_path": mine["path"], "destination_project_id": "p", "ttl_seconds": 3600},
+    }
+    return {f"/api/v1/{path}": body for path, body in bodies.items()}
 
 
 # -- whole requests

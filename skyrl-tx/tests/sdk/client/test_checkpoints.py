@@ -31,19 +31,6 @@ def test_resuming(server: Server, service: tinker.ServiceClient, training: tinke
     assert distance(logprobs_of(whole, server.data), expected) == 0
 
 
-def test_weights_alone(server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
-    """Without its optimizer, a run resumes with the same weights and a new optimizer."""
-    for _ in range(2):
-        step(training, [server.data])
-    path = training.save_state("two").result().path
-    saved = logprobs_of(training, server.data)
-    step(training, [server.data])
-    weights = client_of(service.create_training_client_from_state(path))
-    assert distance(logprobs_of(weights, server.data), saved) == 0
-    step(weights, [server.data])
-    assert distance(logprobs_of(weights, server.data), logprobs_of(training, server.data)) > 1e-3
-
-
 def test_all_parameters(server: Server, service: tinker.ServiceClient) -> None:
     """With rank 0, all parameters are trained, saved, resumed and sampled from."""
     training = client_of(service.create_lora_training_client(server.base_model, rank=0))

@@ -168,13 +168,3 @@ def test_a_name_that_is_taken(training: tinker.TrainingClient) -> None:
     with pytest.raises(tinker.BadRequestError, match="already"):
         training.save_state("taken").result()
     assert time.monotonic() - started < SECONDS
-
-
-def test_a_failing_custom_loss(server: Server, training: tinker.TrainingClient) -> None:
-    """An error in a custom loss reaches the user."""
-
-    def loss(data: list[types.Datum], logprobs: list) -> tuple:
-        raise ZeroDivisionError("of the user")
-
-    with pytest.raises(ZeroDivisionError, match="of the user"):
-        training.forward_backward_custom(server.data, loss).result()

@@ -44,22 +44,6 @@ def test_what_a_sampler_and_training_say(server: Server, training: tinker.Traini
         step(training, [server.data])
 
 
-def test_frozen(server: Server, training: tinker.TrainingClient, base: tinker.SamplingClient) -> None:
-    """A sampler and the base model do not change during training."""
-    prompt = full_input(server.data[0])
-    unnamed = client_of(training.save_weights_and_get_sampling_client())
-    named = client_of(training.create_sampling_client(training.save_weights_for_sampler("start").result().path))
-    samplers = (unnamed, named, base)
-    before = [sampler.compute_logprobs(prompt).result() for sampler in samplers]
-    assert before[0] == before[1]
-    np.testing.assert_allclose(before[2][1:], server.logprobs[0], atol=1e-4)
-    for _ in range(3):
-        step(training, [server.data])
-    assert [sampler.compute_logprobs(prompt).result() for sampler in samplers] == before
-    now = client_of(training.save_weights_and_get_sampling_client()).compute_logprobs(prompt).result()
-    assert np.abs(np.subtract(now[1:], before[0][1:])).max() > 0.1
-
-
 def test_greedy(base: tinker.SamplingClient) -> None:
     """At temperature 0, and with top_k=1, samples are greedy."""
     params = types.SamplingParams(max_tokens=N_TOKENS, temperature=0, stop=[])
@@ -72,24 +56,6 @@ def test_greedy(base: tinker.SamplingClient) -> None:
     best = found.topk_prompt_logprobs[PROMPT.length :]
     assert [row[0][0] for row in best] == sequence.tokens
     np.testing.assert_allclose(found.prompt_logprobs[PROMPT.length :], sequence.logprobs, atol=1e-4)
-
-
-def test_seeds(base: tinker.SamplingClient) -> None:
-    """A seed reproduces its samples, which differ from each other; without a seed, all differ."""
-    seeded = sample_tokens(base, 4, seed=11)
-    assert sample_tokens(base, 4, seed=11) == seeded
-    assert len({tuple(tokens) for tokens in seeded}) == 4
-    assert sample_tokens(base, 4, seed=12) != seeded
-    assert len({tuple(tokens) for tokens in (*sample_tokens(base, 4), *sample_tokens(base, 4))}) == 8
-
-
-def test_logprobs_of_samples(base: tinker.SamplingClient) -> None:
-    """A sample's log-probs match those of its tokens as a prompt."""
-    params = types.SamplingParams(max_tokens=N_TOKENS, seed=3, stop=[])
-    for sequence in base.sample(PROMPT, 2, params).result().sequences:
-        again = types.ModelInput.from_ints([*PROMPT.to_ints(), *sequence.tokens])
-        found = base.compute_logprobs(again).result()
-        np.testing.assert_allclose(found[PROMPT.length :], sequence.logprobs, atol=1e-5)
 
 
 def test_ends(base: tinker.SamplingClient) -> None:
@@ -135,11 +101,3 @@ def test_pickled(training: tinker.TrainingClient) -> None:
     """A pickled sampler samples the same."""
     sampler = client_of(training.save_weights_and_get_sampling_client())
     assert sample_tokens(pickle.loads(pickle.dumps(sampler)), 2, seed=5) == sample_tokens(sampler, 2, seed=5)
-
-
-def test_many_at_once(base: tinker.SamplingClient) -> None:
-    """Fifty concurrent requests are all answered, each with its own seed."""
-    futures = [base.sample(PROMPT, 1, types.SamplingParams(max_tokens=4, seed=n % 10, stop=[])) for n in range(50)]
-    found = [one.result().sequences[0].tokens for one in futures]
-    assert found[:10] * 5 == found
-    assert len({tuple(tokens) for tokens in found[:10]}) == 10

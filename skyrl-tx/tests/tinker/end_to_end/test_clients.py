@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import tarfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tinker
 from tinker import types
@@ -17,15 +14,10 @@ from tx_kit.servers import BASE_MODEL, SECONDS, Running, serving, wait_until
 
 from tx.tinker.db_models import Kind, Model, SessionStatus
 from tx.tinker.db_models import Session as ClientSession
-from tx.tinker.wire.requests import CreateModelRequest, OptimStepRequest
 from tx.tinker.wire.sample_job import SampleJob
 
 ADAM = types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
-DATUM = types.Datum(
-    model_input=types.ModelInput.from_ints([1, 2, 3]),
-    loss_fn_inputs={"target_tokens": np.array([1, 2, 3]), "weights": np.array([0, 1, -2.5], np.float32)},
-)
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +64,6 @@ def test_finishing_unloads(server: Running) -> None:
     assert "is finished; create a new one" in late.text
 
 
-def test_failures_of_the_engine_are_raised_at_once(server: Running, training: tinker.TrainingClient) -> None:
-    try:
-        for category in ("user", "server"):
-            server.fails_with = (f"a fault of the {category}", category)
-            with pytest.raises(tinker.RequestFailedError, match=f"a fault of the {category}") as raised:
-                training.optim_step(ADAM).result()
-            assert raised.value.category == category
-    finally:
-        server.fails_with = None
-
-
 def test_polls_are_held(server: Running, training: tinker.TrainingClient, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     server.is_engine_paused = True
@@ -101,16 +82,6 @@ def test_polls_are_held(server: Running, training: tinker.TrainingClient, caplog
 
 
 # -- training
-
-
-def test_the_engine_gets_the_users_settings(server: Running, training: tinker.TrainingClient) -> None:
-    training.optim_step(ADAM).result()
-    created = CreateModelRequest.model_validate_json(server.rows(Kind.CREATE_MODEL)[-1].payload)
-    assert created.model_id == training.model_id
-    assert created.lora_config is not None
-    assert created.lora_config.seed is not None
-    step = OptimStepRequest.model_validate_json(server.rows(Kind.OPTIM_STEP)[-1].payload).adam()
-    assert (step.learning_rate, step.beta2, step.eps, step.grad_clip_norm) == (1e-3, 0.95, 1e-12, 1.0)
 
 
 # -- sampling
@@ -143,34 +114,6 @@ def test_a_checkpoint_may_be_given_with_its_base_model(
 
 
 # -- checkpoints, as older programs and clients request them
-
-
-@pytest.mark.filterwarnings("ignore:DEPRECATED")  # still used by older programs
-def test_a_checkpoint_is_loaded_before_other_requests(
-    training: tinker.TrainingClient, service: tinker.ServiceClient
-) -> None:
-    path = training.save_state("first").result().path
-    with pytest.raises(tinker.BadRequestError, match="LoadWeights is not permitted"):
-        training.load_state(path).result()
-    fresh = service.create_lora_training_client(BASE_MODEL, rank=4).result()
-    assert fresh.load_state(path).result().path == path
-    other = service.create_lora_training_client(BASE_MODEL, rank=8).result()
-    with pytest.raises(tinker.BadRequestError, match="has rank 4"):
-        other.load_state(path).result()
-
-
-def test_archive_of_older_clients(tmp_path: Path, server: Running, training: tinker.TrainingClient) -> None:
-    training.save_weights_for_sampler("archived").result()
-    with server.client() as http:
-        found = http.get(f"training_runs/{training.model_id}/checkpoints/sampler_weights/archived/archive")
-        assert found.status_code == 302
-        assert found.headers["expires"].endswith("GMT")
-        (tmp_path / "archive.tar").write_bytes(http.get(found.headers["location"]).content)
-    with tarfile.open(tmp_path / "archive.tar") as archive:
-        assert archive.getnames() == ["adapter_config.json", "more/weights.bin"]
-        weights = archive.extractfile("more/weights.bin")
-        assert weights is not None
-        assert weights.read() == bytes(range(256)) * 10
 
 
 def test_external_weights_are_hidden_from_older_clients(server: Running, training: tinker.TrainingClient) -> None:

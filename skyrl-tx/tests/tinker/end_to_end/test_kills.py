@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -130,10 +129,6 @@ def step(training: tinker.TrainingClient, number: int = 0) -> list[float]:
     return losses
 
 
-def loss(training: tinker.TrainingClient) -> float:
-    return training.forward(data(0), "cross_entropy").result(timeout=SECONDS).metrics["loss:sum"]
-
-
 def draw_samples(sampler: tinker.SamplingClient, n_samples: int, max_tokens: int) -> list[list[int]]:
     params = types.SamplingParams(max_tokens=max_tokens, seed=5, stop=[])
     found = sampler.sample(types.ModelInput.from_ints([1, 2, 3]), n_samples, params).result(timeout=SECONDS)
@@ -174,40 +169,3 @@ def test_the_engine_is_killed_while_it_samples(server: ServerProcess, training: 
     expected = draw_samples(sampler, 32, 100)
     for found in results_until_kill(server, Kind.SAMPLE, kill_engine, lambda: draw_samples(sampler, 32, 100)):
         assert found == expected
-
-
-@on_jax
-@pytest.mark.nightly  # like the next one; `engine/test_loop_saves.py` has both without processes
-def test_the_engine_is_killed_while_it_saves(server: ServerProcess, training: tinker.TrainingClient) -> None:
-    step(training)
-    names = iter(map(str, range(MAX_TRIES)))
-    *_, path = results_until_kill(
-        server, Kind.SAVE_WEIGHTS, kill_engine, lambda: training.save_state(next(names)).result(timeout=SECONDS).path
-    )
-    client = server.sdk()
-    saved = client.create_training_client_from_state_with_optimizer(path).result(timeout=SECONDS)
-    assert [step(saved, 1), loss(saved)] == [step(training, 1), loss(training)]
-    client.close(status="success").result()
-
-
-@on_jax
-@pytest.mark.nightly
-def test_the_engine_is_killed_while_it_writes_a_restore_point(
-    server: ServerProcess, training: tinker.TrainingClient
-) -> None:
-    folder = server.folder / "restore" / training.model_id.replace(":", "_")
-
-    def points() -> set[str]:
-        return {one.name for one in folder.glob("[0-9]*")}
-
-    def is_written() -> bool:
-        return any(folder.glob(".unfinished-*"))
-
-    deadline, has_killed, number = time.monotonic() + SECONDS, False, 0
-    while not has_killed:
-        step(training, number)
-        before, earlier, number = loss(training), points(), number + 1
-        while not has_killed and points() == earlier:
-            assert time.monotonic() < deadline
-            has_killed = is_written() and strike(server, is_written, kill_engine)
-    assert [loss(training) for _ in range(2)] == [before, before]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tx_kit.engines import Desk
 
-from tx.tinker.db_models import Checkpoint, ModelStatus, SamplingSession
+from tx.tinker.db_models import Checkpoint, ModelStatus
 from tx.tinker.store.checkpoint_files import checkpoint_folder
 from tx.tinker.submission import training as submission
 from tx.tinker.wire import requests as wire
@@ -87,19 +87,6 @@ def test_a_checkpoint_that_cannot_be_renamed_is_discarded(
     assert not list(desk.config.checkpoints_base.glob("s_train_0/weights/*"))
 
 
-def test_snapshot_numbers_are_unique(desk: Desk, model: str) -> None:
-    other = desk.model("s", 1)
-    first = desk.save_for_sampler(model, sampling_session_seq_id=3)
-    second = desk.save_for_sampler(other, sampling_session_seq_id=3)
-    desk.work()
-    assert desk.result(first)
-    assert desk.error(second) == (
-        "user",
-        "sampling session s:sample:3 already exists; increment its number for each new one",
-    )
-    assert desk.change(lambda db: db.get_one(SamplingSession, "s:sample:3").model_id) == model
-
-
 def test_external_weights(desk: Desk, model: str) -> None:
     body = wire.SaveWeightsExternalRequest(model_id=model, path="out")
     saved = desk.submit(lambda to: submission.save_weights_external(to, body))
@@ -158,10 +145,3 @@ def test_a_partially_loaded_model_is_discarded(desk: Desk, model: str, monkeypat
     other = load(desk, f"tinker://{model}/weights/x")
     assert desk.model_row(other).status is ModelStatus.FAILED
     assert list(desk.backend.models()) == [model]
-
-
-def test_unloading_deletes(desk: Desk, model: str) -> None:
-    unloaded = desk.unload(model)
-    desk.work()
-    assert json.loads(desk.result(unloaded)) == {"model_id": model, "type": "unload_model"}
-    assert dict(desk.backend.models()) == {}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tx_kit.engines import SETTINGS, Desk
+from tx_kit.engines import Desk
 from tx_kit.models import MINIMAL_CONTEXT
 
 from tx.tinker.db_models import STALLED, EngineState, Request, RequestStatus
@@ -14,34 +14,6 @@ from tx.tinker.engine import queue
 from tx.tinker.store.queries import cancel_sample
 
 # -- turns
-
-
-def test_models_take_turns(desk: Desk) -> None:
-    """A model with many requests does not delay one with few."""
-    desk.start(micro_batch_tokens=1)
-    busy, quick = desk.models()
-    much = desk.run_pass(busy, n_data=12)  # one micro-batch each
-    little = [desk.run_pass(quick), desk.step(quick), desk.run_pass(quick)]
-    desk.work()
-    assert finished_in_order(desk, *little, much)
-
-
-def test_users_take_turns(desk: Desk) -> None:
-    """A user with a single sample does not wait for all samples of another user."""
-    desk.start(sample_groups=1)
-    n_lanes = SETTINGS["sample_lanes"]
-    many = [desk.sample(num_samples=n_lanes) for _ in range(9)]
-    few = desk.sample(num_samples=n_lanes)
-    desk.set(Request, few, owner="another")
-    desk.work()
-    n_before = sum(desk.row(one).completed_at < desk.row(few).completed_at for one in many)  # type: ignore[operator]
-    assert n_before <= 2
-
-
-def finished_in_order(desk: Desk, *ids: int) -> bool:
-    """Return whether requests were completed in this order."""
-    times: list[Any] = [desk.row(one).completed_at for one in ids]
-    return times == sorted(times)
 
 
 @pytest.mark.parametrize("n_prompt", [1, 63, 64, 65, 127, 128])
@@ -55,16 +27,6 @@ def test_a_cache_of_one_context_is_enough(desk: Desk, n_prompt: int) -> None:
 
 
 # -- cancelled requests
-
-
-def test_cancelled_requests_are_skipped_at_once(desk: Desk) -> None:
-    model = desk.model()
-    desk.work()
-    ids = [desk.step(model) for _ in range(3)]
-    desk.fetch()
-    for one in ids:
-        desk.set(Request, one, status=RequestStatus.CANCELLED)
-    assert [desk.engine.work() for _ in range(4)] == [True, True, True, False]
 
 
 def test_cancelled_samples_make_room(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,23 +46,6 @@ def test_cancelled_samples_make_room(desk: Desk, monkeypatch: pytest.MonkeyPatch
 
 
 # -- suspects: requests that were running each time an engine died
-
-
-def test_a_suspect_runs_alone(desk: Desk) -> None:
-    model = desk.model()
-    desk.work()
-    suspect = desk.sample(max_tokens=50)
-    desk.set(Request, suspect, n_tries=queue.MAX_SHARED_TRIES)
-    others = [desk.sample(), desk.run_pass(model)]
-    desk.fetch()
-    n_turns = 0
-    while desk.row(suspect).status is RequestStatus.PENDING:
-        desk.engine.work()
-        assert [desk.row(one).n_tries for one in others] == [0, 0]
-        n_turns += 1
-    assert n_turns > 1
-    desk.work()
-    assert all(desk.result(one) for one in others)
 
 
 def test_a_step_that_is_given_up_drops_its_gradients(desk: Desk) -> None:

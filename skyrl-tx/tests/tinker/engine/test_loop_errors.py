@@ -10,8 +10,7 @@ import pytest
 from tx_kit.engines import Desk
 
 from tx.tinker.backends.jax.backend import JaxBackend
-from tx.tinker.db_models import ModelStatus, Request, RequestStatus
-from tx.tinker.engine import queue
+from tx.tinker.db_models import ModelStatus, RequestStatus
 from tx.tinker.store.queries import pending_ids
 from tx.tinker.types import Pass, PassResult, SampleRequest
 
@@ -41,14 +40,6 @@ def faulty(tmp_path: Path, minimal_model: Path) -> Iterator[Desk]:
     desk = Desk(tmp_path, minimal_model, kind=Faulty)
     yield desk
     desk.close()
-
-
-def test_an_error_fails_a_single_pass(faulty: Desk) -> None:
-    first, second = faulty.models()
-    wrong, right, after = faulty.run_pass(first, [12, 13, 1]), faulty.run_pass(second), faulty.run_pass(first)
-    faulty.work()
-    assert faulty.error(wrong) == ("server", "ZeroDivisionError: 13")
-    assert faulty.loss(right) == faulty.loss(after)
 
 
 def test_a_step_after_a_failed_pass_fails_as_a_whole(faulty: Desk) -> None:
@@ -116,11 +107,3 @@ def test_a_model_that_cannot_be_created(desk: Desk, monkeypatch: pytest.MonkeyPa
     other = desk.model(session, 1)
     desk.work()
     assert list(desk.backend.models()) == [other]
-
-
-def test_a_model_whose_creation_was_given_up_does_not_count(desk: Desk) -> None:
-    model = desk.model()
-    desk.set(Request, 1, n_tries=queue.MAX_TRIES)
-    desk.work()
-    assert "the engine died 3 times" in desk.error(1)[1]
-    assert desk.model_row(model).status is ModelStatus.FAILED

@@ -56,18 +56,6 @@ def test_saves_delay_only_their_own_model(desk: Desk, disk: Event) -> None:
     assert desk.current_loss("s:train:2") == desk.current_loss(model)
 
 
-def test_unloading_does_not_wait_for_files_of_other_models(desk: Desk, disk: Event) -> None:
-    saved, unloaded = desk.models()
-    desk.work()
-    desk.save(saved)
-    desk.work_until_done(desk.step(unloaded))
-    desk.begin_points()
-    desk.work_until_done(desk.unload(unloaded))
-    assert not desk.engine._saves[saved].outcome.done()
-    disk.set()
-    desk.work()
-
-
 def test_a_restore_point_is_written_while_its_model_trains(desk: Desk, disk: Event) -> None:
     """It holds the state of its step, not of later ones."""
     model = desk.model()

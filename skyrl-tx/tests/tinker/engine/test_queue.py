@@ -60,14 +60,6 @@ def test_requests_cancelled_while_pending_do_not_begin(database: Database, queue
     assert queue.begun == {stays}
 
 
-def test_sessions_take_turns(database: Database, queue: Queue) -> None:
-    for name in ("many", "many", "many", "few"):
-        put(database, session_id=name)
-    queue.fetch()
-    assert [one.session_id for one in queue.next_samples(5, {})] == ["many", "few", "many"]
-    assert [one.session_id for one in queue.next_samples(3, {})] == ["many"]
-
-
 def test_users_take_turns(database: Database, queue: Queue) -> None:
     for session_id in ("a", "b", None):
         for _ in range(2):

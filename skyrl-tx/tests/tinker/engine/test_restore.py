@@ -13,7 +13,7 @@ from sqlalchemy import event
 from tx_kit.engines import Desk
 
 from tx.tinker.backends.jax.backend import JaxBackend
-from tx.tinker.db_models import ModelStatus, Request, RequestStatus, Session, SessionStatus
+from tx.tinker.db_models import ModelStatus, RequestStatus, Session, SessionStatus
 from tx.tinker.engine import restore
 from tx.tinker.refusal import Refusal
 from tx.tinker.store import queries
@@ -83,15 +83,6 @@ def test_a_step_with_an_infinite_gradient_is_not_repeated(desk: Desk, pair: tupl
     assert desk.probe(model) == desk.probe(twin)
 
 
-def test_unfinished_requests_are_not_repeated(desk: Desk, pair: tuple[str, str]) -> None:
-    model, twin = pair
-    cancelled = desk.run_pass(model, [6, 6])
-    desk.work()
-    desk.set(Request, cancelled, status=RequestStatus.CANCELLED)
-    desk.restart()
-    assert desk.probe(model) == desk.probe(twin)
-
-
 def test_passes_without_gradients_are_not_repeated(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     model = desk.model()
     for is_forward_only in (True, False, True):
@@ -119,18 +110,6 @@ def test_loaded_models_are_restored_without_their_checkpoint(desk: Desk, model: 
     expected = desk.probe("s:train:1")
     desk.restart()
     assert desk.probe("s:train:2") == expected
-
-
-def test_deleted_models_stay_deleted(desk: Desk) -> None:
-    models = desk.models()
-    desk.work()
-    desk.unload(models[0])
-    desk.work()
-    left = point_folder(desk, models[0]) / "7"
-    left.mkdir(parents=True)
-    desk.restart()
-    assert list(desk.backend.models()) == models[1:]
-    assert not left.parent.exists()
 
 
 def test_a_model_that_only_waits_to_be_unloaded_is_not_restored(desk: Desk, model: str) -> None:
@@ -191,14 +170,6 @@ def test_a_lost_model_waits_for_the_next_engine(
     assert desk.current_loss(lost) == expected
 
 
-def test_a_partially_restored_model_takes_no_memory(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(JaxBackend, "optim_step", out_of_memory)
-        desk.restart()
-    assert dict(desk.backend.models()) == {}
-    assert desk.model_row(model).lost_because == "MemoryError: no room"
-
-
 def test_a_model_that_is_unloaded_during_its_failing_restore(
     desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,15 +210,6 @@ def test_a_lost_model_whose_session_has_ended_is_given_up(desk: Desk, model: str
         category, message = desk.error(one)
         assert f"model {model} could not be restored: FileNotFoundError" in message
         assert category == "server"
-    desk.work()
-    assert desk.model_row(model).status is ModelStatus.UNLOADED
-    assert not spoilt.exists()
-
-
-def test_a_lost_model_without_pending_saves_is_unloaded_at_once(desk: Desk, model: str, spoilt: Path) -> None:
-    desk.restart()
-    end_session(desk)
-    desk.restart()
     desk.work()
     assert desk.model_row(model).status is ModelStatus.UNLOADED
     assert not spoilt.exists()

@@ -59,12 +59,6 @@ def test_an_overwritten_checkpoint_is_read_again(desk: Desk, model: str, read: l
     assert len(read) == 2
 
 
-def test_snapshots_and_the_base_model_are_not_read(desk: Desk, model: str, read: list[Path]) -> None:
-    for weights in (save_snapshot(desk, model), SampleWeights(base_model="m")):
-        assert desk.engine._samplers.find(weights) is not None
-    assert read == []
-
-
 def test_recently_used_weights_stay_in_memory(
     desk: Desk, model: str, read: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from tx_kit.servers import (
     wait_until,
 )
 
-from tx.tinker.db_models import Kind, Model, ModelStatus, Request
+from tx.tinker.db_models import Kind, Model, Request
 from tx.tinker.doorbell import UNUSABLE
 from tx.tinker.server.supervisor import Supervisor
 from tx.tinker.wire import codec
@@ -98,10 +98,6 @@ def test_a_repeated_request_is_the_same_if_it_has_a_number(
     assert n_requests(server, Kind.OPTIM_STEP, model_id) == n_requests(server, Kind.FORWARD_BACKWARD, model_id) == n
 
 
-def test_a_different_model_with_the_same_number(http: httpx.Client, session_id: str, model_id: str) -> None:
-    assert new_model(http, session_id, rank=8).status_code == 400
-
-
 def test_a_repeated_sample(http: httpx.Client, server: Running, session_id: str) -> None:
     ids = [new_sampler(http, session_id) for _ in range(2)]
     assert ids[0] == ids[1]
@@ -128,14 +124,6 @@ def test_the_forward_endpoint(http: httpx.Client, server: Running, model_id: str
     assert result_of(http, http.post("forward", json=body))["loss_fn_outputs"]
     row = server.rows(Kind.FORWARD_BACKWARD)[-1]
     assert codec.message_from_bytes(row.payload).forward_only
-
-
-def test_samples_in_json(http: httpx.Client) -> None:
-    prompt, params = {"chunks": [{"tokens": [1, 2]}]}, {"max_tokens": 2}
-    body = {**SAMPLE, "prompt": prompt, "sampling_params": params, "prompt_logprobs": True}
-    content = result_of(http, http.post("asample", json=body))
-    assert content["sequences"] == [{"stop_reason": "length", "tokens": [0, 0], "logprobs": [-0.5, -0.5]}]
-    assert content["prompt_logprobs"] == [None, -1.0]
 
 
 # -- polls
@@ -250,14 +238,6 @@ def test_requests_of_a_model_that_waits_for_another_engine(
     assert unloaded.status_code == (400 if "base_model" in fields else 200)
 
 
-def test_failed_models(http: httpx.Client, server: Running, session_id: str) -> None:
-    server.fails_with = ("no memory left", "server")
-    assert result_of(http, new_model(http, session_id))["error"] == "no memory left"
-    server.set(Model, f"{session_id}:train:0", status=ModelStatus.FAILED)
-    late = step(http, f"{session_id}:train:0")
-    assert (late.status_code, "could not be created: no memory left" in late.text) == (400, True)
-
-
 def test_unloaded_models(http: httpx.Client, model_id: str) -> None:
     first, second = (http.post("unload_model", json={"model_id": model_id}) for _ in range(2))
     assert result_of(http, first) == {"model_id": model_id, "type": "unload_model"}
@@ -286,22 +266,6 @@ def test_too_many_at_once(tmp_path: Path) -> None:
         refused = http.post("asample", json=SAMPLE)
     assert "5 requests of the base model are pending" in refused.text
     assert float(refused.headers["retry-after-ms"]) == 1000
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "status"),
-    [
-        (b"no zstd", {"Content-Encoding": "zstd"}, 400),
-        (bytes(200_000), {}, 413),
-        (b"{}", {"Content-Type": "text/plain"}, 415),
-        (b"\xff\xff\xff", {}, 422),
-        (b"[" * 90_000, {"Content-Type": "application/json"}, 422),
-    ],
-)
-def test_invalid_bodies(http: httpx.Client, body: bytes, headers: dict[str, str], status: int) -> None:
-    refused = http.post("forward_backward", content=body, headers={**PROTOBUF, **headers})
-    assert refused.status_code == status
-    assert refused.json()["detail"]
 
 
 def test_sessions_end_once(http: httpx.Client, session_id: str) -> None:

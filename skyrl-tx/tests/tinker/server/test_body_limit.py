@@ -92,11 +92,6 @@ async def test_bodies_where_none_belongs(method: str, headers: dict[str, str]) -
     assert f"a {method} request takes no body; leave it out" in words
 
 
-async def test_a_request_without_a_body_is_not_buffered() -> None:
-    status, app, _ = await post([], method="GET", content_length="0")
-    assert (status, app.body) == (200, b"")
-
-
 @pytest.mark.parametrize("encoding", ["zstd", "ZSTD"])
 async def test_compressed_bodies(encoding: str) -> None:
     frames = PACKED + zstandard.ZstdCompressor().compress(b"more")
@@ -120,13 +115,3 @@ async def test_invalid_encodings(body: bytes, encoding: str, status: int) -> Non
     found, app, words = await post([body], content_encoding=encoding)
     assert (found, app.body) == (status, None)
     assert words
-
-
-async def test_other_scopes_pass_through() -> None:
-    seen: list[str] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(scope["type"])
-
-    await BodyLimit(app, MAX_BYTES)({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
-    assert seen == ["lifespan"]

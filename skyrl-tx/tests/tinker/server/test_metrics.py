@@ -72,8 +72,3 @@ def test_gauges() -> None:
     assert ("tx_engine", "models") not in found
     assert numbers(metrics, is_engine_up=False)["tx_engine_up",] == 0
     assert numbers(metrics)["tx_requests_pending", "sample"] == 0
-
-
-def test_each_server_has_its_own_metrics() -> None:
-    ServerMetrics().count_finished(done(1))
-    assert ("tx_requests_finished_total", "sample", "done") not in numbers(ServerMetrics())

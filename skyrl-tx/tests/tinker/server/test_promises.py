@@ -68,17 +68,6 @@ async def test_results_from_before_the_wait_are_found_without_a_ring() -> None:
         await asyncio.wait_for(promises.wait(7, 60), 20)
 
 
-async def test_a_thousand_clients_need_few_queries() -> None:
-    pending = Pending(*range(1000))
-    async with watched(pending) as promises:
-        tasks = [asyncio.create_task(promises.wait(number, 60)) for number in range(1000)]
-        for number in range(1000):
-            pending.finish(number)
-            promises.ring()
-        await asyncio.wait_for(asyncio.gather(*tasks), 20)
-    assert pending.n_asked < 20
-
-
 async def test_no_queries_without_waiting_clients() -> None:
     pending = Pending()
     async with watched(pending, poll_sec=0.001) as promises:

@@ -59,13 +59,3 @@ def test_pending_and_finished_requests(database: Database) -> None:
     assert found.by_model["alice:train:0"] == RequestCounts(0, 2, pytest.approx(1.75, abs=1e-3))
     assert (found.n_models, found.n_sessions) == (2, 2)
     assert [one.error for one in found.errors] == ["of bob", "of alice"]
-
-
-@pytest.mark.parametrize("owner", ["alice", "bob", "carol", "nobody"])
-def test_users_see_only_their_own_objects(database: Database, owner: str) -> None:
-    found = seen(database, owner)
-    is_there = owner in ("alice", "bob")
-    assert [one.session_id for one in found.sessions] == [owner] * is_there
-    assert [one.model_id for one in found.models] == [f"{owner}:train:0"] * is_there
-    assert [one.error for one in found.errors] == [f"of {owner}"] * is_there
-    assert found.n_models == 2

@@ -220,18 +220,3 @@ async def test_a_hung_engine_is_restarted(
     assert (supervisor.n_starts > 1) == (reason is not None)
     assert reason is None or reason in caplog.text
     assert ("in hang" in capfd.readouterr().err) == (reason is not None)
-
-
-async def test_arguments_and_environment_of_the_child(tmp_path: Path) -> None:
-    file = tmp_path / "output"
-    program = f"""
-        import os, sys, time
-        open({str(file)!r}, 'w').write(os.environ['TX_DATABASE_URL'] + ' ' + ' '.join(sys.argv[1:]) + ' end')
-        time.sleep(60)
-    """
-    async with running(supervise(program, tmp_path)):
-        await until(lambda: file.exists() and file.read_text().endswith("end"))
-    words = file.read_text().split()
-    assert words[0] == f"sqlite:///{tmp_path}/tinker.db"
-    assert words[1] == "--doorbell-fd"
-    assert "--base-model=org/m" in words

@@ -24,13 +24,6 @@ def test_rates() -> None:
     assert seen.seconds == 50
 
 
-def test_without_records() -> None:
-    seen = Throughput(Clock())
-    assert (seen.rates("tokens_trained"), seen.seconds) == ([], 0)
-    seen.record({})
-    assert seen.rates("tokens_trained") == []
-
-
 def test_it_covers_half_an_hour() -> None:
     clock = Clock()
     seen = Throughput(clock)

@@ -114,16 +114,6 @@ def test_searching(db: Db, query: dict[str, Any], found: str) -> None:
     assert search(db, **query) == found.split()
 
 
-def test_search_results_are_complete(db: Db) -> None:
-    (found,) = catalog.search_sessions(db, "a", SearchSessionsRequest(session_id="a1")).sessions
-    assert (found.checkpoints_count, found.checkpoint_storage_bytes) == (2, 2 << 40)
-    assert found.status.model_dump(exclude_none=True) == {
-        "type": "client_finished",
-        "reason": {"type": "errored"},
-        "detail": "out of luck",
-    }
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
 @given(st.integers(1, 5))
 def test_pages_contain_each_session_once(db: Db, limit: int) -> None:

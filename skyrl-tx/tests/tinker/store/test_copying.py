@@ -71,12 +71,6 @@ def test_a_repeated_copy_is_the_same_copy(config: TxConfig, database: Database) 
     assert len(read_rows(database, Checkpoint)) == 5
 
 
-def test_idempotency_keys_are_per_user(config: TxConfig, database: Database) -> None:
-    change_row(database, Checkpoint, ("s:train:0", "weights", "x"), is_public=True)
-    body = {"destination_project_id": "p"}
-    assert copy(config, database, "alice", key="k", **body) != copy(config, database, "bob", key="k", **body)
-
-
 def test_a_copy_that_is_not_recorded_has_no_files(config: TxConfig, database: Database) -> None:
     body = CopyWeightsRequest(source_path=SOURCE, session_id="s", model_seq_id=5)
     target = copying.target_path("alice", body, None)

@@ -44,15 +44,6 @@ def test_migrations_match_the_models(database: Engine) -> None:
         assert compare_metadata(context, SQLModel.metadata) == []
 
 
-def test_opening_again_changes_nothing(database: Engine, each_database_url: str) -> None:
-    with writing(database) as db:
-        db.add(ClientSession(session_id="a"))
-    again = open_database(each_database_url)
-    with reading(again) as db:
-        assert [one.session_id for one in db.exec(select(ClientSession))] == ["a"]
-    again.dispose()
-
-
 def test_times_have_a_zone(database: Engine) -> None:
     elsewhere = datetime(2026, 3, 29, 3, 30, 0, 123456, timezone(timedelta(hours=5, minutes=30)))
     with writing(database) as db:
@@ -94,13 +85,6 @@ def test_exceptions_roll_back(database: Engine) -> None:
         fail()
     with reading(database) as db:
         assert db.get(ClientSession, "a") is None
-
-
-@pytest.mark.parametrize("each_database_url", ["sqlite"], indirect=True)
-def test_settings_of_sqlite(database: Engine) -> None:
-    with database.connect() as connection:
-        found = [connection.execute(text(f"PRAGMA {name}")).scalar() for name in ("journal_mode", "foreign_keys")]
-    assert found == ["wal", 1]
 
 
 @pytest.mark.parametrize("each_database_url", ["sqlite"], indirect=True)

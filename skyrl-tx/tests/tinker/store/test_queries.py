@@ -1,29 +1,15 @@
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 from sqlalchemy import Engine as Database
-from tx_kit.rows import add_rows, checkpoint_row, model_row, request_row
+from tx_kit.rows import request_row
 
-from tx.tinker.db_models import Kind, Request, RequestStatus, Session, now
+from tx.tinker.db_models import Kind, Request, RequestStatus
 from tx.tinker.refusal import Refusal
 from tx.tinker.store import queries
 from tx.tinker.store.database import reading, writing
 
 MODEL = "s:train:0"
-OWNER = Session(session_id="s").owner
-
-
-def test_an_expired_checkpoint_is_not_found_before_it_is_deleted(database: Database) -> None:
-    expiries = {"expired": now() - timedelta(seconds=1), "valid": now() + timedelta(hours=1)}
-    checkpoints = [checkpoint_row(MODEL, name, expires_at=at) for name, at in expiries.items()]
-    add_rows(database, Session(session_id="s"), model_row(), *checkpoints)
-    with reading(database) as db:
-        assert queries.find_checkpoint(db, f"tinker://{MODEL}/weights/valid", OWNER).name == "valid"
-        with pytest.raises(Refusal, match="expired at") as refused:
-            queries.find_checkpoint(db, f"tinker://{MODEL}/weights/expired", OWNER)
-    assert refused.value.status == 404
 
 
 def request(kind: Kind, payload: bytes) -> Request:

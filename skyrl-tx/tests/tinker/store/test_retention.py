@@ -6,18 +6,11 @@ import pytest
 from sqlalchemy import Engine as Database
 from tx_kit.rows import add_rows, read_rows, request_row
 
-from tx.tinker.db_models import Request, RequestStatus, Session, SessionStatus, now
+from tx.tinker.db_models import Request, RequestStatus, now
 from tx.tinker.store import retention
-from tx.tinker.store.database import reading, writing
+from tx.tinker.store.database import writing
 
 OLD = now() - timedelta(days=3)
-
-
-def test_only_active_sessions_can_expire(database: Database) -> None:
-    """A session that its client has finished does not expire afterwards."""
-    add_rows(database, *(Session(session_id=one.value, status=one, last_seen_at=OLD) for one in SessionStatus))
-    with reading(database) as db:
-        assert retention.active_sessions(db) == {"active": OLD}
 
 
 def test_old_requests_are_deleted_in_batches(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
