@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_agent.tasks.patches import apply_patch, changed_paths, collect_patch, record_base, remove_binary_diffs
-from skyrl_agent.workspaces import MAX_FILE_BYTES, LocalWorkspace, Workspace, WorkspaceError
+from skyrl_agent.workspaces import LocalWorkspace, Workspace, WorkspaceError
 
 SETUP = """git init -q && mkdir -p src tests && echo one >src/a.py && echo old >tests/test_a.py
 echo ignored >.gitignore
@@ -86,40 +86,48 @@ def test_binary_files_are_left_out(workspaces: tuple[LocalWorkspace, LocalWorksp
     assert content(fresh, "src/a.py") == b"two\n"
 
 
+@pytest.fixture
+def low_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limit patches to 1 MiB in place of 16, which takes git seconds."""
+    monkeypatch.setattr("skyrl_agent.tasks.patches.MAX_FILE_BYTES", 1 << 20)
+
+
+@pytest.mark.usefixtures("low_limit")
 @pytest.mark.parametrize(
     ("change", "n_kept"),
     [
-        ("yes 'a line of a lock file' | head -c 18000000 >lock.json; git add lock.json", 1),
-        ("yes data | head -c 40000000 >dump.txt; yes data | head -c 17000000 >'src/b ü.txt'", 1),
-        ("for i in $(seq 20); do yes $i | head -c 1000000 >part$i; done", 11),
+        ("yes 'a line of a lock file' | head -c 1200000 >lock.json; git add lock.json", 1),
+        ("yes data | head -c 2600000 >dump.txt; yes data | head -c 1100000 >'src/b ü.txt'", 1),
+        ("for i in $(seq 20); do yes $i | head -c 62000 >part$i; done", 11),
     ],
     ids=["one", "two", "many"],
 )
 def test_files_that_make_a_patch_too_large_are_left_out(
     workspaces: tuple[LocalWorkspace, LocalWorkspace], change: str, n_kept: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fix is kept: files count from the smallest on, until the patch has 16 MiB."""
+    """The fix is kept: files count from the smallest on, until the patch has reached the limit."""
     agent, fresh = workspaces
     agent.run(f"echo two >src/a.py; {change}; printf '%s\\n' 'diff --git a/x b/x' >>src/a.py")
     patch = collect_patch(agent)
-    assert len(patch.encode()) <= MAX_FILE_BYTES
+    assert len(patch.encode()) <= 1 << 20
     assert "left out: diff --git a/" in caplog.text
     assert len(changed_paths(patch)) >= n_kept
     assert apply_patch(fresh, patch, [])
     assert content(fresh, "src/a.py") == b"two\ndiff --git a/x b/x\n"
 
 
+@pytest.mark.usefixtures("low_limit")
 def test_a_large_file_that_is_removed_or_rewritten_costs_no_other_change() -> None:
     agent, fresh = LocalWorkspace(), LocalWorkspace()
     setup = (
-        "git init -q; echo one >a.py; yes old | head -c 18000000 >lock; yes old | head -c 18000000 >big\n"
+        "git init -q; echo one >a.py; yes old | head -c 1200000 >lock; yes old | head -c 1200000 >big\n"
         "git add -A; git -c user.name=a -c user.email=a@b commit -qm base"
     )
     for workspace in (agent, fresh):
         workspace.start()
         workspace.run(setup)
     record_base(agent)
-    agent.run("echo two >a.py; yes new | head -c 18000000 >lock; rm big")
+    agent.run("echo two >a.py; yes new | head -c 1200000 >lock; rm big")
     assert apply_patch(fresh, collect_patch(agent), [])
     assert content(fresh, "a.py") == b"two\n"
     assert (content(fresh, "lock") or b"")[:4] == b"old\n"
