@@ -25,6 +25,17 @@ class Countdown(Env[int, int]):
         self.times_closed += 1
 
 
+def test_an_environment_is_any_pair_of_observation_and_action_types() -> None:
+    env = Countdown(3)
+    assert env.init() == (3, {"start": 3})
+    output = env.step(2)
+    assert output == {"observations": 1, "reward": 0.5, "done": False, "metadata": {}}
+    assert type(output) is dict
+    assert env.step(1)["done"] is True
+    assert str(env) == "Env(Countdown)"
+    assert env.spec is None  # made without the registry
+
+
 @pytest.mark.parametrize("method", ["init", "step"])
 def test_missing_method_is_named_with_its_class(method: str) -> None:
     class Unfinished(Env[str, str]):

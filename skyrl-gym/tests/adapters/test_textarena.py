@@ -157,6 +157,15 @@ def test_random_games_finish(env_id: str, n_players: int) -> None:
             assert env.get_metrics()["finished"] == 1
 
 
+def test_custom_view_is_shown() -> None:
+    with TextArenaEnv({"env_id": "TicTacToe-v0-train", "num_players": 2}, {"seed": 1}) as env:
+        first = env.init(PROMPT)[0][0]["content"]
+        seen = message_text(env.step("4"))
+        for text in (first, seen):
+            assert "You are Player 0 in Tic Tac Toe" in text
+        assert " O " in seen
+
+
 def test_seed_determines_the_game() -> None:
     def game(seed: int, *, is_disturbed: bool) -> list[str]:
         with TextArenaEnv({"env_id": "KuhnPoker-v0", "num_players": 2}, {"extra_info": {"seed": seed}}) as env:

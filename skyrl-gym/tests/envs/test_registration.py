@@ -206,3 +206,9 @@ class TestPprint:
         assert pprint_registry(num_cols=2) is None
         assert capsys.readouterr().out == f"{columns}\n"
         assert pprint_registry({}, disable_print=True) == ""
+
+    def test_a_spec_is_one_field_a_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        env_spec = EnvSpec("row", ROW_ENV, {"extras": {"a": 1}})
+        assert env_spec.pprint(disable_print=True) == "id=row\nextras={'a': 1}"
+        assert env_spec.pprint(include_entry_points=True) is None
+        assert capsys.readouterr().out == f"id=row\nentry_point={ROW_ENV}\nextras={{'a': 1}}\n"

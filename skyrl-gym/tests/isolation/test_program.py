@@ -23,7 +23,7 @@ from gym_kit.containment import supported_levels
 from gym_kit.processes import no_leaks, wait_until
 
 from skyrl_gym.error import ToolFailure
-from skyrl_gym.isolation import FunctionCall, Limits, ProgramResult, Stdin, program, run_program
+from skyrl_gym.isolation import FunctionCall, Limits, ProgramResult, Stdin, isolation_level, program, run_program
 from skyrl_gym.isolation.program import Isolation, Level, level_for, run_once
 
 SMALL = Limits(seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=8 << 20)
@@ -295,6 +295,10 @@ class TestNamespaces:
         source = "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
         source += "\n".join(f"print(libc.{call})" for call in calls)
         assert run_once(source, limits=SMALL).stdout.split() == ["-1"] * len(calls)
+
+
+def test_machine_supports_what_it_claims() -> None:
+    assert isolation_level() == LEVELS[0]
 
 
 # -- limits themselves

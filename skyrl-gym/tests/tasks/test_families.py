@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skyrl_gym.tasks import DynamicEnvDataset, Task, TaskFamily, compute_score, read_task, task_family, task_row
-from skyrl_gym.tasks.logic import cryptarithm, game_of_24
+from skyrl_gym.tasks.logic import cryptarithm, game_of_24, sudoku
 from skyrl_gym.tasks.logic.family import FIRST_NUMBER, SEEDS_PER_TYPE, TYPES
 
 CASES = {"cases": ["hex(board_size=5)", "leduc_poker"], "num_tasks_per_case": 60}
@@ -153,6 +153,14 @@ def test_listing_every_answer_is_not_right() -> None:
     assert family.score("\n".join(f"\\boxed{{{n}}}" for n in range(-999, 999)) + "\\boxed{nan}", task) == 0
     for text in ("1e9", "1/0", "inf", "0x10", "٣", "1__0", "True"):
         assert family.score(f"\\boxed{{{text}}}", task) == 0
+
+
+def test_another_valid_grid_is_right_only_with_the_givens() -> None:
+    rng = Random(5)
+    puzzle, other = sudoku.create(rng), sudoku.create(rng)
+    assert sudoku.is_correct(puzzle.reply, puzzle.answer, puzzle.facts)
+    assert sudoku.is_valid_grid(other.answer)
+    assert not sudoku.is_correct(other.reply, puzzle.answer, puzzle.facts)
 
 
 def test_a_trace_is_compared_line_by_line() -> None:

@@ -5,12 +5,16 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from mmap import mmap
 from pathlib import Path
 
 import pytest
 from gym_kit import probe_worker
 
 from skyrl_gym.worker_pool import Pool, serving
+
+MEGABYTE = 1 << 20
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
@@ -69,3 +73,10 @@ def test_worker_that_keeps_memory_is_replaced(pool: Pool) -> None:
     assert len(pool.workers().idle_pids()) == 1
     ask(pool, f"setattr(sys, 'kept', bytearray({probe_worker.RECYCLE_BYTES}))")
     assert pool.workers().idle_pids() == []
+
+
+def test_address_space_is_measured() -> None:
+    with serving.AddressSpace() as address_space:
+        before = address_space.n_bytes()
+        with mmap(-1, 100 * MEGABYTE):
+            assert address_space.n_bytes() >= before + 100 * MEGABYTE

@@ -107,6 +107,12 @@ def test_right_programs(code: str, expected: str) -> None:
     assert play(fenced(code), [{"input": "", "output": expected, "testtype": "stdin"}])[:2] == (1.0, None)
 
 
+def test_failing_program_is_wrong_whatever_it_printed() -> None:
+    tests = [{"input": "", "output": "4", "testtype": "stdin"}]
+    assert play(fenced("print(4); raise ValueError('sys.exit')"), tests)[:2] == (0.0, "error")
+    assert play(fenced("print(5); sys.exit(0)"), tests)[:2] == (0.0, "wrong")
+
+
 def test_long_results_of_functions() -> None:
     test = {"input": "300000", "output": json.dumps([9] * 300_000), "testtype": "functional"}
     tests = [test | {"metadata": {"func_name": "nines"}}]

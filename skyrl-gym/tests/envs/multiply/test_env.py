@@ -54,6 +54,13 @@ def test_the_last_of_several_turns(last: str, reward: float) -> None:
     assert env.get_metrics() == {"steps": 2, "correct": int(reward == 1)}
 
 
+def test_max_turns_defaults_to_five() -> None:
+    env = new()
+    assert [env.step(r"\boxed{85}")["reward"] for _ in range(5)] == [0, 0, 0, 0, 0.5]
+    with pytest.raises(RuntimeError, match="ended after turn 5"):
+        env.step(r"\boxed{84}")
+
+
 @given(st.lists(st.sampled_from([r"\boxed{", "}", "84", "{", "\n", "é"])).map("".join))
 def test_box_matches_that_of_the_tutorial(reply: str) -> None:
     box = re.search(r"\\boxed\{([^}]+)\}", reply)

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from skyrl_gym.checkup.rules import Checkup
 from skyrl_gym.envs.openspiel.env import OpenSpielEnv
@@ -54,6 +55,14 @@ def test_row_with_only_a_task_id_has_the_same_reward() -> None:
     move = TASKS.generate(3).legal.moves[0].text
     rewards = {OpenSpielEnv({}, extras(3)).step(move)["reward"] for _ in range(5)}
     assert rewards == {OpenSpielEnv(config, {"extra_info": {"task_id": 3}}).step(move)["reward"]}
+
+
+def test_precedence_of_config_row_and_defaults() -> None:
+    row = extras(0, reward_spec={"method": "legal"})
+    assert OpenSpielEnv({}, row).config.reward_mode == "legal"
+    assert OpenSpielEnv({"reward_mode": "outcome"}, row).config.reward_mode == "outcome"
+    assert OpenSpielEnv({}, extras(0, reward_spec={"method": "rule"})).config.reward_mode == "outcome"
+    assert OpenSpielEnv(OmegaConf.create({"n_playouts": 3}), extras()).config.n_playouts == 3
 
 
 def test_invalid_config_is_refused() -> None:

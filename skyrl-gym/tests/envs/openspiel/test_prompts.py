@@ -56,6 +56,11 @@ def test_opponents_hand_is_not_shown() -> None:
     assert prompts.format_observation(state, 1) != prompts.format_observation(other, 1)
 
 
+def test_observation_is_preferred_where_it_is_readable() -> None:
+    assert "Dealer: Cards: ??" in prompts.format_observation(opening_of("blackjack"), 0)
+    assert "State of player's ships" in prompts.format_observation(opening_of("battleship"), 0)
+
+
 def test_no_observation_writes_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     more = ("hearts", "phantom_ttt", "matrix_pd", "2048", "goofspiel(imp_info=True,num_cards=4)")
     for case in (*AVAILABLE_CASES, *more):
