@@ -103,26 +103,6 @@ def test_illegal_reply_is_explained() -> None:
         assert env.step("jump")["done"]
 
 
-def test_blackjack_in_words() -> None:
-    template = "Your cards: {0}. The dealer shows {1}."
-    with GymnasiumEnv({"id": "Blackjack-v1", "observation": template}, {"seed": 1, "extra_info": {}}) as env:
-        assert "Your cards: 20. The dealer shows 7." in env.init(PROMPT)[0][1]["content"]
-        output = env.step("stick")
-        assert (output["reward"], output["done"]) == (1.0, True)
-
-
-def test_seed_determines_the_episode() -> None:
-    def episode(seed: int) -> list[Any]:
-        with start_env({"id": "FrozenLake-v1"}, extra_info={"seed": seed}) as env:
-            seen = []
-            while not (output := env.step("right"))["done"]:
-                seen.append(message_text(output))
-            return seen
-
-    assert episode(3) == episode(3)
-    assert len({str(episode(seed)) for seed in range(5)}) > 1
-
-
 def test_observation_is_shown_without_text_rendering() -> None:
     with GymnasiumEnv({"id": "CartPole-v1"}, {"reset": {"seed": 1}}) as env:
         assert "[0.00118216, 0.0450464, -0.035584, 0.0448649]" in env.init(PROMPT)[0][1]["content"]

@@ -11,7 +11,7 @@ from gym_kit.servers import MCP_SERVER, run_mcp_server
 from omegaconf import OmegaConf
 
 from skyrl_gym.adapters.mcp import MCPEnv
-from skyrl_gym.error import InvalidSpec
+from skyrl_gym.error import InvalidSpec, ToolFailure
 
 NOTES = {"notes": {"command": sys.executable, "args": [MCP_SERVER]}}
 ROW = {"reward_spec": {"ground_truth": "Milk"}, "max_turns": 4}
@@ -72,6 +72,11 @@ def test_servers_with_equal_tool_names_need_a_prefix(url: str) -> None:
 def test_rewards(url: str, reward: str, answer: str, expected: float | None) -> None:
     with MCPEnv({"servers": {"notes": {"url": url}}, "reward": reward}, ROW) as env:
         assert env.step(answer)["reward"] == expected
+
+
+def test_session_is_closed_if_the_constructor_fails(url: str) -> None:
+    with no_leaks(), pytest.raises(ToolFailure):
+        MCPEnv({"servers": {"notes": {"url": url}, "gone": {"url": "http://127.0.0.1:1/mcp"}}}, ROW)
 
 
 @pytest.mark.parametrize(

@@ -135,28 +135,6 @@ def test_random_opponent_ignores_moves_offered_by_the_model(env_id: str, move: s
         assert env.get_metrics()["finished"] == 0
 
 
-@pytest.mark.parametrize(
-    ("env_id", "n_players"),
-    [("TicTacToe-v0", 2), ("KuhnPoker-v0", 2), ("PigDice-v0", 2), ("ThreePlayerTicTacToe-v0", 3)],
-)
-def test_random_games_finish(env_id: str, n_players: int) -> None:
-    generator = random.Random(0)
-    for seed in range(3):
-        with TextArenaEnv({"env_id": env_id, "num_players": n_players}, {"seed": seed}) as env:
-            seen, n_turns = env.init(PROMPT)[0][0]["content"], 0
-            while n_turns < 200:
-                n_turns += 1
-                offered = [line for line in seen.splitlines() if "'[" in line] or [seen]
-                moves = re.findall(r"'(\[[^\[\]]+\])'", offered[-1]) or ["[0]"]
-                output = env.step(generator.choice(moves))
-                if output["done"]:
-                    break
-                seen = message_text(output)
-            assert output["done"]
-            assert output["reward"] is not None
-            assert env.get_metrics()["finished"] == 1
-
-
 def test_custom_view_is_shown() -> None:
     with TextArenaEnv({"env_id": "TicTacToe-v0-train", "num_players": 2}, {"seed": 1}) as env:
         first = env.init(PROMPT)[0][0]["content"]

@@ -10,7 +10,7 @@ import pytest
 from gym_kit.messages import user
 from gym_kit.processes import run_python
 
-from skyrl_gym.checkup.rows import DEFAULT_MAX_TURNS, read_row, split_row
+from skyrl_gym.checkup.rows import read_row, split_row
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": user("6 * 7?"), "env_class": "multiply", "reward_spec": {"ground_truth": "42"}},
@@ -44,20 +44,6 @@ def test_row_is_the_same_in_every_file_format(folder: Path, kind: str) -> None:
         row = read_row(folder / f"rows.{kind}", index)
         assert {name: value for name, value in row.items() if value is not None} == expected
         assert row.keys() == (set(SCHEMA.names) if kind == "parquet" else expected.keys())
-
-
-@pytest.mark.parametrize(
-    ("row", "max_turns"),
-    [
-        ({}, DEFAULT_MAX_TURNS),
-        ({"max_turns": None, "extra_info": None}, DEFAULT_MAX_TURNS),
-        ({"max_turns": 3}, 3),
-        ({"max_turns": None, "extra_info": {"max_turns": 4}}, 4),
-    ],
-)
-def test_max_turns(row: dict[str, Any], max_turns: int) -> None:
-    assert split_row(row) == (user("Begin."), row | {"max_turns": max_turns})
-    assert split_row(ROWS[1])[0] == ROWS[1]["prompt"]
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,10 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from skyrl_gym.tools.calls import parse_tool_calls
-from skyrl_gym.tools.messages import append_text, append_to_system, format_tool_response, format_tools_prompt
+from skyrl_gym.tools.messages import append_text, append_to_system
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}
-
-
-def test_prompt_has_one_line_per_tool_and_an_example() -> None:
-    tools = [{"type": "function", "function": {"name": name, "description": "{x} für"}} for name in ("one", "two")]
-    lines = format_tools_prompt(tools).splitlines()
-    first = lines.index("<tools>") + 1
-    assert [json.loads(line) for line in lines[first : first + 2]] == tools
-    assert lines[first + 2] == "</tools>"
-    (call,) = parse_tool_calls(format_tools_prompt([]))
-    assert (call.name, call.arguments) == ("<function-name>", {"<argument-name>": "<value>"})
-    assert format_tool_response("42") == "<tool_response>\n42\n</tool_response>"
 
 
 def test_a_system_message_is_extended_or_added() -> None:

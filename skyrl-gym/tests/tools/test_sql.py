@@ -14,13 +14,6 @@ def group(database: Path) -> SQLCodeExecutorToolGroup:
     return SQLCodeExecutorToolGroup(str(database.parents[1]))
 
 
-def test_result(group: SQLCodeExecutorToolGroup) -> None:
-    assert group.sql("sho?p", "SELECT id, name FROM goods WHERE id = 1", 2) == (
-        "\n\n<observation>  id    name\n   1     ink\n"
-        "<reminder>You have 2 turns left to complete the task.</reminder></observation>\n\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("sql", "message"),
     [

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from gym_kit.messages import call, message_text
-from gym_kit.openenv_contract import ENTRY_POINT, PROMPT, OpenEnvContract, OpenEnvToolContract, episode, make_env
+from gym_kit.openenv_contract import PROMPT, OpenEnvContract, OpenEnvToolContract, episode, make_env
 from gym_kit.openenv_server import Broken, Columns, Moves, Pairs, ProtocolServer, Tools
 from gym_kit.processes import no_leaks, wait_for_no_tasks, wait_until_async
-from omegaconf import OmegaConf
 
 from skyrl_gym.adapters.openenv import OpenEnvEnv
 from skyrl_gym.adapters.openenv.client import (
@@ -21,7 +21,6 @@ from skyrl_gym.adapters.openenv.client import (
     SessionLost,
     SessionRefused,
 )
-from skyrl_gym.runtime.worker import EnvWorker
 
 
 @pytest.fixture
@@ -45,13 +44,6 @@ class TestToolContract(OpenEnvToolContract):
 
 
 class TestObservations:
-    async def test_first_observation_is_appended_to_the_prompt(self, server: ProtocolServer) -> None:
-        env = make_env(server, {"reset": {"greeting": "Good morning", "seed": None}, "extra_info": {"seed": 7}})
-        prompt, _ = await env.init_async([{"role": "system", "content": "You echo."}, *PROMPT])
-        assert [message["role"] for message in prompt] == ["system", "user"]
-        assert prompt[1]["content"] == "Say something.\n\nechoed_message: Good morning\nseed: 7"
-        await env.close_async()
-
     async def test_observation_may_be_a_field_or_a_template(self, server: ProtocolServer) -> None:
         async with episode(server, observation="echoed_message") as env:
             assert message_text(await env.step_async("<think>drop</think>\nhello")) == "hello"  # thoughts are not sent
@@ -74,6 +66,14 @@ class TestRewards:
                 assert (await env.step_async("silent"))["reward"] == 0.0
                 output = await env.step_async("silent")
                 assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
+
+    async def test_the_server_ends_the_episode(self, server: ProtocolServer) -> None:
+        async with episode(server, {"max_turns": 9}) as env:
+            output = await env.step_async("stop")
+            assert (output["reward"], output["done"], output["observations"]) == (0.4, True, [])
+            assert env.get_metrics() == {"steps": 1, "invalid_actions": 0, "actions": 1, "ended_by_env": 1}
+            with pytest.raises(RuntimeError, match="over"):
+                await env.step_async("hello")
 
     @pytest.mark.parametrize(("message", "said"), [("nan", "nan"), ("text", "much")])
     async def test_reward_must_be_a_finite_number(self, server: ProtocolServer, message: str, said: str) -> None:
@@ -228,6 +228,15 @@ class TestFailures:
         assert server.n_made == 2
         assert all(issubclass(error, OpenEnvError) for error in (ExecutionFailed, ProtocolError, SessionRefused))
 
+    async def test_unreachable_server(self) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            env = OpenEnvEnv({"url": f"ws://127.0.0.1:{taken.getsockname()[1]}", "action": {"text_field": "m"}}, {})
+            with pytest.raises(ServerUnavailable, match="cannot open a session on ws://127"):
+                await env.init_async(PROMPT)
+            await env.close_async()
+        await wait_for_no_tasks()
+
     async def test_wrong_order_of_calls_raises(self, server: ProtocolServer) -> None:
         env = make_env(server)
         with pytest.raises(RuntimeError, match="init"):
@@ -249,19 +258,6 @@ class TestFailures:
 
 
 class TestSettings:
-    def test_worker_process_accepts_omegaconf_and_json(self, server: ProtocolServer) -> None:
-        env_config = OmegaConf.create(
-            {"url": server.url, "reset": {"greeting": "From OmegaConf"}, "headers": {"Authorization": "Bearer abc"}}
-        )
-        with OpenEnvEnv(env_config, {}) as env:
-            assert "From OmegaConf" in env.init(PROMPT)[0][0]["content"]
-        assert server.headers["Authorization"] == "Bearer abc"
-        worker = EnvWorker()
-        worker.call("make", ["openenv", ENTRY_POINT, {}, {"url": server.url}, {"max_turns": 1}])
-        worker.call("init", [PROMPT])
-        assert worker.call("step", ["hello"])["done"]
-        worker.call("close", [])
-
     @pytest.mark.parametrize(
         ("env_config", "message"),
         [

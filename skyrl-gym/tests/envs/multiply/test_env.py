@@ -45,15 +45,6 @@ def test_model_may_correct_a_wrong_answer() -> None:
         env.step(r"\boxed{84}")
 
 
-@pytest.mark.parametrize(("last", "reward"), [(r"\boxed{85}", 0.5), ("85", 0.0), (r"\boxed{84}", 1.0)])
-def test_the_last_of_several_turns(last: str, reward: float) -> None:
-    env = new(max_turns=2)
-    env.step(r"\boxed{85}")
-    step = env.step(last)
-    assert (step["reward"], step["done"], step["observations"]) == (reward, True, [])
-    assert env.get_metrics() == {"steps": 2, "correct": int(reward == 1)}
-
-
 def test_max_turns_defaults_to_five() -> None:
     env = new()
     assert [env.step(r"\boxed{85}")["reward"] for _ in range(5)] == [0, 0, 0, 0, 0.5]

@@ -128,12 +128,6 @@ def test_invalid_chat_completion_raises(model_server: ModelServer, connect: Any,
         connect(model_server.url)(MESSAGES)
 
 
-@pytest.mark.parametrize("content", [b"null", b'""'])
-def test_reply_may_be_empty(model_server: ModelServer, connect: Any, content: bytes) -> None:
-    model_server.answer = lambda messages: (200, b'{"choices": [{"message": {"content": %s}}]}' % content)
-    assert connect(model_server.url)(MESSAGES) == ""
-
-
 def test_slow_endpoint_times_out(connect: Any) -> None:
     """Every byte arrives in time, but the whole reply does not."""
     with no_leaks(), socket.create_server(("127.0.0.1", 0)) as server:

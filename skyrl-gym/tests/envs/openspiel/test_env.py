@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from skyrl_gym.checkup.rules import Checkup
+from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES
 from skyrl_gym.envs.openspiel.env import OpenSpielEnv
 from skyrl_gym.envs.openspiel.rewards import move_value
 from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks
@@ -55,6 +56,17 @@ def test_row_with_only_a_task_id_has_the_same_reward() -> None:
     move = TASKS.generate(3).legal.moves[0].text
     rewards = {OpenSpielEnv({}, extras(3)).step(move)["reward"] for _ in range(5)}
     assert rewards == {OpenSpielEnv(config, {"extra_info": {"task_id": 3}}).step(move)["reward"]}
+
+
+def test_every_case_can_be_played_and_scored() -> None:
+    tasks = OpenSpielTasks({"num_tasks_per_case": 2, "n_playouts": 1})
+    for row in tasks.rows(range(tasks.total)):
+        with OpenSpielEnv({"n_playouts": 1}, row) as env:
+            move = env.task.legal.moves[-1]
+            assert 0.0 <= (env.step(move.text)["reward"] or 0.0) <= 1.0
+            assert env.parsed is not None
+            assert env.parsed.move == move
+    assert tasks.total == 2 * len(AVAILABLE_CASES)
 
 
 def test_precedence_of_config_row_and_defaults() -> None:

@@ -5,16 +5,14 @@ import random
 from typing import Any
 
 import pytest
-from gym_kit.games import ScriptedModel
 from gym_kit.messages import message_text
 from gym_kit.servers import ModelServer
-from omegaconf import OmegaConf
 
 from skyrl_gym.checkup.rules import Checkup
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel import prompts
 from skyrl_gym.envs.openspiel.endpoint import EndpointError
-from skyrl_gym.envs.openspiel.game_env import GameConfig, OpenSpielGameEnv
+from skyrl_gym.envs.openspiel.game_env import OpenSpielGameEnv
 from skyrl_gym.envs.openspiel.rewards import scaled_return
 from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks
 from skyrl_gym.envs.registration import EnvSpec
@@ -97,14 +95,6 @@ def test_reward_of_a_finished_game_is_its_scaled_return() -> None:
         }
         outcomes.add(last["reward"])
     assert outcomes >= {0.0, 1.0}
-
-
-def test_observations_show_the_others_moves_and_the_legal_moves() -> None:
-    env = new_game(seat=0)
-    text = message_text(env.step("x(1,1)"))
-    assert text.startswith("Player 1 played o(")
-    assert "x(1,1)" not in text.partition("Legal actions:")[2]
-    assert text.count("\n0: x(") == 1
 
 
 @pytest.mark.parametrize(
@@ -213,17 +203,6 @@ def test_wrong_order_of_calls_raises() -> None:
         env.step("0")
 
 
-def test_precedence_of_config_row_and_defaults() -> None:
-    row = make_row()
-    row["extra_info"] |= {"opponent": "mcts", "illegal": "lose"}
-    assert (new_game(row).config.opponent, new_game(row).config.illegal) == ("mcts", "lose")
-    section = OmegaConf.create({"opponent": "random", "mcts": {"n_simulations": 7}, "cases": ["hex"]})
-    config = OpenSpielGameEnv(section, row).config
-    assert (config.opponent, config.mcts.n_simulations) == ("random", 7)
-    assert OpenSpielGameEnv({}, make_row() | {"illegal": "random"}).config.illegal == "random"
-    assert GameConfig.from_options({}).illegal == "retry"
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -277,17 +256,6 @@ def test_unreachable_opponent_raises(model_server: ModelServer) -> None:
         with pytest.raises(EndpointError, match="out of memory"):
             env.step("0")
         assert "outcome" not in env.get_metrics()
-
-
-def test_every_opponent_has_a_separate_conversation() -> None:
-    model, row = ScriptedModel("0"), make_row(0, cases=["hearts"], max_random_steps=0)
-    env = OpenSpielGameEnv({"opponent": "policy", "seat": 0, "max_turns": 4}, row, language_model=model)
-    env.init(row["prompt"])
-    play_at_random(env)
-    for messages in model.asked:
-        lines = [line for message in messages for line in message["content"].splitlines()]
-        assert len({line for line in lines if "You are player" in line}) == 1
-    assert len({messages[0]["content"] for messages in model.asked}) == 3
 
 
 @pytest.mark.parametrize(("case", "opponent"), [("chess", "random"), ("backgammon", "mcts"), ("leduc_poker", "mcts")])

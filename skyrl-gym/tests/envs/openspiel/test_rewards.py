@@ -33,15 +33,6 @@ def test_return_is_scaled_to_the_utility_range(case: str, returns: list[float], 
     assert scaled_return(load_game(case), returns, player) == pytest.approx(reward)
 
 
-def test_value_of_a_winning_and_a_losing_move() -> None:
-    state = position("nim(pile_sizes=1;2)")  # the last to take loses
-    values = {
-        state.action_to_string(action): move_value(state, 0, action, 200, "0/0") for action in state.legal_actions()
-    }
-    assert values["pile:2, take:2;"] == 1.0  # leaves one
-    assert values["pile:1, take:1;"] == pytest.approx(0.5, abs=0.1)  # the other takes one of two, or both
-
-
 def test_value_is_the_mean_over_random_games() -> None:
     state = position("tic_tac_toe", 0, 2)
     for action in (4, 8):

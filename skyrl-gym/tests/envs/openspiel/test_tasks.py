@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -33,16 +32,6 @@ def test_seat_alternates_in_simultaneous_games_unless_it_is_set() -> None:
     options = {"cases": ["goofspiel(num_cards=8)"], "num_tasks_per_case": 4}
     assert [OpenSpielTasks(options).generate(k).player for k in range(4)] == [0, 1, 0, 1]
     assert [OpenSpielTasks(options | {"seat": 1}).generate(k).player for k in range(4)] == [1, 1, 1, 1]
-
-
-def test_task_is_restored_from_its_facts() -> None:
-    task = OpenSpielTasks({"cases": ["goofspiel(num_cards=8)"]}).generate(3)
-    facts = json.loads(json.dumps(task.facts))
-    assert facts["legal_actions"] == [[move.action, move.text] for move in task.legal.moves]
-    assert (facts["task_id"], facts["current_player"], facts["num_players"]) == (3, 1, 2)
-    assert facts["game_short_name"] == "goofspiel"
-    again = read_task(facts, TaskConfig())
-    assert (again.prompt, again.player, again.task_id) == (task.prompt, 1, 3)
 
 
 def test_row_of_a_task() -> None:

@@ -14,6 +14,7 @@ from tx_kit.servers import BASE_MODEL, SECONDS, Running, serving, wait_until
 
 from tx.tinker.db_models import Kind, Model, SessionStatus
 from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.wire.requests import CreateModelRequest, OptimStepRequest
 from tx.tinker.wire.sample_job import SampleJob
 
 ADAM = types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
@@ -81,6 +82,16 @@ def test_polls_are_held(server: Running, training: tinker.TrainingClient, caplog
     assert not [line for line in caplog.messages if "because of try_again" in line]
 
 
+def test_the_engine_gets_the_users_settings(server: Running, training: tinker.TrainingClient) -> None:
+    training.optim_step(ADAM).result()
+    created = CreateModelRequest.model_validate_json(server.rows(Kind.CREATE_MODEL)[-1].payload)
+    assert created.model_id == training.model_id
+    assert created.lora_config is not None
+    assert created.lora_config.seed is not None
+    step = OptimStepRequest.model_validate_json(server.rows(Kind.OPTIM_STEP)[-1].payload).adam()
+    assert (step.learning_rate, step.beta2, step.eps, step.grad_clip_norm) == (1e-3, 0.95, 1e-12, 1.0)
+
+
 # -- training
 
 
@@ -111,6 +122,20 @@ def test_a_checkpoint_may_be_given_with_its_base_model(
     assert last_job(server).weights.model_path == path
     with pytest.raises(tinker.BadRequestError, match="'other/model' is not served here"):
         service.create_sampling_client(model_path=path, base_model="other/model").result()
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED")  # still used by older programs
+def test_a_checkpoint_is_loaded_before_other_requests(
+    training: tinker.TrainingClient, service: tinker.ServiceClient
+) -> None:
+    path = training.save_state("first").result().path
+    with pytest.raises(tinker.BadRequestError, match="LoadWeights is not permitted"):
+        training.load_state(path).result()
+    fresh = service.create_lora_training_client(BASE_MODEL, rank=4).result()
+    assert fresh.load_state(path).result().path == path
+    other = service.create_lora_training_client(BASE_MODEL, rank=8).result()
+    with pytest.raises(tinker.BadRequestError, match="has rank 4"):
+        other.load_state(path).result()
 
 
 # -- checkpoints, as older programs and clients request them

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -138,6 +139,18 @@ def test_unwanted_samples_are_cancelled(http: httpx.Client) -> None:
     assert time.monotonic() - started < 20
     for one in (give_up, gone):
         assert result_of(http, one)["error"] == "the request was cancelled"
+
+
+def test_addresses_survive_a_restart(tmp_path: Path) -> None:
+    with serving(tmp_path / "state") as running:
+        client = running.sdk()
+        training = client.create_lora_training_client(BASE_MODEL, rank=4).result()
+        path = training.save_weights_external("out").result().path
+        urls = running.rest().get_external_weights_urls(path).result().urls
+        client.close(status="success")
+    with serving(tmp_path / "state") as running:
+        found = httpx.get(running.url + urlsplit(urls["adapter_config.json"]).path)
+        assert (found.status_code, found.text) == (200, '{"r": 4}')
 
 
 async def test_a_session_that_ends_during_the_creation_of_its_model(tmp_path: Path, minimal_model: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tx_kit.engines import Desk
 
-from tx.tinker.db_models import Checkpoint, ModelStatus
+from tx.tinker.db_models import Checkpoint, ModelStatus, SamplingSession
 from tx.tinker.store.checkpoint_files import checkpoint_folder
 from tx.tinker.submission import training as submission
 from tx.tinker.wire import requests as wire
@@ -85,6 +85,19 @@ def test_a_checkpoint_that_cannot_be_renamed_is_discarded(
     assert desk.error(saved) == ("server", "OSError: [Errno 28] No space left on device")
     assert desk.change(lambda db: db.get(Checkpoint, (model, "weights", "x"))) is None
     assert not list(desk.config.checkpoints_base.glob("s_train_0/weights/*"))
+
+
+def test_snapshot_numbers_are_unique(desk: Desk, model: str) -> None:
+    other = desk.model("s", 1)
+    first = desk.save_for_sampler(model, sampling_session_seq_id=3)
+    second = desk.save_for_sampler(other, sampling_session_seq_id=3)
+    desk.work()
+    assert desk.result(first)
+    assert desk.error(second) == (
+        "user",
+        "sampling session s:sample:3 already exists; increment its number for each new one",
+    )
+    assert desk.change(lambda db: db.get_one(SamplingSession, "s:sample:3").model_id) == model
 
 
 def test_external_weights(desk: Desk, model: str) -> None:

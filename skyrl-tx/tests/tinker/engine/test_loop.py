@@ -26,6 +26,16 @@ def test_a_cache_of_one_context_is_enough(desk: Desk, n_prompt: int) -> None:
     assert all(desk.result(one) for one in samples)
 
 
+def test_cancelled_requests_are_skipped_at_once(desk: Desk) -> None:
+    model = desk.model()
+    desk.work()
+    ids = [desk.step(model) for _ in range(3)]
+    desk.fetch()
+    for one in ids:
+        desk.set(Request, one, status=RequestStatus.CANCELLED)
+    assert [desk.engine.work() for _ in range(4)] == [True, True, True, False]
+
+
 # -- cancelled requests
 
 

@@ -112,6 +112,18 @@ def test_loaded_models_are_restored_without_their_checkpoint(desk: Desk, model: 
     assert desk.probe("s:train:2") == expected
 
 
+def test_deleted_models_stay_deleted(desk: Desk) -> None:
+    models = desk.models()
+    desk.work()
+    desk.unload(models[0])
+    desk.work()
+    left = point_folder(desk, models[0]) / "7"
+    left.mkdir(parents=True)
+    desk.restart()
+    assert list(desk.backend.models()) == models[1:]
+    assert not left.parent.exists()
+
+
 def test_a_model_that_only_waits_to_be_unloaded_is_not_restored(desk: Desk, model: str) -> None:
     unload = desk.unload(model)
     desk.restart()
@@ -210,6 +222,15 @@ def test_a_lost_model_whose_session_has_ended_is_given_up(desk: Desk, model: str
         category, message = desk.error(one)
         assert f"model {model} could not be restored: FileNotFoundError" in message
         assert category == "server"
+    desk.work()
+    assert desk.model_row(model).status is ModelStatus.UNLOADED
+    assert not spoilt.exists()
+
+
+def test_a_lost_model_without_pending_saves_is_unloaded_at_once(desk: Desk, model: str, spoilt: Path) -> None:
+    desk.restart()
+    end_session(desk)
+    desk.restart()
     desk.work()
     assert desk.model_row(model).status is ModelStatus.UNLOADED
     assert not spoilt.exists()

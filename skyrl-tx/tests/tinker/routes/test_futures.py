@@ -28,7 +28,7 @@ from tx_kit.servers import (
     wait_until,
 )
 
-from tx.tinker.db_models import Kind, Model, Request
+from tx.tinker.db_models import Kind, Model, ModelStatus, Request
 from tx.tinker.doorbell import UNUSABLE
 from tx.tinker.server.supervisor import Supervisor
 from tx.tinker.wire import codec
@@ -238,6 +238,14 @@ def test_requests_of_a_model_that_waits_for_another_engine(
     assert unloaded.status_code == (400 if "base_model" in fields else 200)
 
 
+def test_failed_models(http: httpx.Client, server: Running, session_id: str) -> None:
+    server.fails_with = ("no memory left", "server")
+    assert result_of(http, new_model(http, session_id))["error"] == "no memory left"
+    server.set(Model, f"{session_id}:train:0", status=ModelStatus.FAILED)
+    late = step(http, f"{session_id}:train:0")
+    assert (late.status_code, "could not be created: no memory left" in late.text) == (400, True)
+
+
 def test_unloaded_models(http: httpx.Client, model_id: str) -> None:
     first, second = (http.post("unload_model", json={"model_id": model_id}) for _ in range(2))
     assert result_of(http, first) == {"model_id": model_id, "type": "unload_model"}
@@ -266,6 +274,22 @@ def test_too_many_at_once(tmp_path: Path) -> None:
         refused = http.post("asample", json=SAMPLE)
     assert "5 requests of the base model are pending" in refused.text
     assert float(refused.headers["retry-after-ms"]) == 1000
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"no zstd", {"Content-Encoding": "zstd"}, 400),
+        (bytes(200_000), {}, 413),
+        (b"{}", {"Content-Type": "text/plain"}, 415),
+        (b"\xff\xff\xff", {}, 422),
+        (b"[" * 90_000, {"Content-Type": "application/json"}, 422),
+    ],
+)
+def test_invalid_bodies(http: httpx.Client, body: bytes, headers: dict[str, str], status: int) -> None:
+    refused = http.post("forward_backward", content=body, headers={**PROTOBUF, **headers})
+    assert refused.status_code == status
+    assert refused.json()["detail"]
 
 
 def test_sessions_end_once(http: httpx.Client, session_id: str) -> None:

@@ -14,6 +14,7 @@ from pydantic import SecretStr
 from tx_kit.servers import Running, result_of, serving
 
 from tx.tinker.db_models import EngineState, now
+from tx.tinker.routes.monitoring import format_duration
 
 
 @pytest.fixture
@@ -101,3 +102,11 @@ def test_metrics_for_prometheus(server: Running) -> None:
     assert [one.value for one in families["tx_models"].samples] == [1]
     assert re.search(r'endpoint="[^"]*/training_runs/\{run_id\}",method="GET",status="404"', reply.text)
     assert "nobody" not in reply.text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(-5, "0 s"), (0.9, "0 s"), (59, "59 s"), (60, "1 min"), (3725, "1 h 2 min"), (90061, "1 d 1 h"), (86400, "1 d")],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert format_duration(timedelta(seconds=seconds)) == words

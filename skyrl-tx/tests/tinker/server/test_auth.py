@@ -42,6 +42,10 @@ def test_without_a_key(server: Running, headers: dict[str, str], method: str, pa
     assert "API key" in refused.json()["detail"]
 
 
+def test_health_needs_no_key(server: Running) -> None:
+    assert httpx.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
+
+
 def test_basic_and_bearer_authentication(server: Running) -> None:
     basic = base64.b64encode(b"any:tml-bob").decode()
     for header in (f"Basic {basic}", "Bearer tml-alice"):

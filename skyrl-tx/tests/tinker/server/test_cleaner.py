@@ -216,6 +216,15 @@ async def test_requests_of_ended_sessions_are_deleted(service: Service) -> None:
     }
 
 
+async def test_numbers_of_deleted_requests_are_not_reused(service: Service) -> None:
+    add_rows(service.database, old_request())
+    (first,) = read_rows(service.database, Request)
+    await Cleaner(service).clean()
+    add_rows(service.database, old_request())
+    (second,) = read_rows(service.database, Request)
+    assert second.request_id == first.request_id + 1  # type: ignore[operator]
+
+
 # -- folders
 
 

@@ -100,6 +100,11 @@ def test_losses_and_settings(loss: str, settings: dict[str, float], words: str) 
         check(datum(), loss=loss, **settings)
 
 
+def test_no_data() -> None:
+    with pytest.raises(UserError, match="data is empty"):
+        check()
+
+
 def test_limits_are_unknown_before_the_engine_is_up() -> None:
     check(datum(500), state=None)
     with pytest.raises(UserError, match="500 tokens"):
