@@ -184,6 +184,26 @@ def test_the_last_batch_may_complete_the_step() -> None:
     assert collect(2, "+", "+", type="filter", max_sample_batches=2).is_complete
 
 
+def test_minus_one_never_gives_up() -> None:
+    assert not collect(1, *"-" * 100, type="filter", max_sample_batches=-1).is_complete
+
+
+def test_a_draw_is_added_once() -> None:
+    collected = collector(n_prompts=2, type="filter")
+    add(collected, good("0"))
+    with pytest.raises(AssertionError, match=r"drawn twice: \[0\]"):
+        add(collected, good("0"))
+
+
+def test_take_needs_a_complete_step_and_add_an_incomplete_one() -> None:
+    collected = collector(n_prompts=1, type="filter")
+    with pytest.raises(AssertionError, match="more batches"):
+        collected.take()
+    add(collected, good("0"))
+    with pytest.raises(AssertionError, match="complete"):
+        add(collected, good("1"))
+
+
 @given(
     batches=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=6),
     kind=st.sampled_from(["filter", "replace"]),
