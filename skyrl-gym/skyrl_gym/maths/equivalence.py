@@ -137,6 +137,12 @@ _OPERATION = re.compile(
 _MODULUS = re.compile(r"\(?\s*\\?[pb]?mod\b.*$", re.DOTALL)
 _NAMED = re.compile(r"^\s*\$?\s*[A-Za-z](?:_\w|\(\w\))?\s*=(?=(?:[^A-Za-z\\=]|\\[A-Za-z]+)*$)")
 """The name of a number, as in ``x = 42``."""
+_SHORTENED = re.compile(r"(?<![A-Za-z])(sq|cu)\.", re.IGNORECASE)
+_NEGATIVE = re.compile(
+    r"(?<![\w)}])(?<![\w)}] )(?:\\text\s*\{\s*(?:negative|minus)\s*\}\s*|(?:negative|minus)\s+)(?=[\d\\.])",
+    re.IGNORECASE,
+)
+"""The word for a sign; between two numbers, ``minus`` is a subtraction."""
 _COORDINATE = re.compile(r"\s*\$?\s*([xyz])\s*=(?=[^xyz=]*$)")
 _RELATION = re.compile(r"(\\approx|\\simeq|\\equiv|=)(?![A-Za-z])")
 _UNSPLIT = re.compile(
@@ -151,6 +157,7 @@ def is_same(answer: str, gold: str) -> bool | None:
     coordinates = [name[1] for name in map(_COORDINATE.match, (answer, gold)) if name is not None]
     if len(set(coordinates)) > 1:
         return False  # x = 5 and y = 5 are different lines
+    answer, gold = (_NEGATIVE.sub("-", _SHORTENED.sub(r"\1", text)) for text in (answer, gold))
     for compare in (compare_names, compare_quantities):
         if (verdict := compare(answer, gold)) is not None:
             return verdict

@@ -12,6 +12,7 @@ for a loss. Words are therefore compared here:
 from __future__ import annotations
 
 import re
+import string
 
 
 def _split(words: str) -> frozenset[str]:
@@ -22,11 +23,15 @@ _WRAPPED = re.compile(r"\\(?:text|textrm|textbf|textit|textsf|mathrm|mathbf|math
 _FIGURE = re.compile(r"\\(?:angle|triangle|overline|overrightarrow|overleftrightarrow)(?![A-Za-z])")
 _SPACING = re.compile(r"\\(?:begin|end)\s*\{\w+\*?\}(?:\{[clr|]*\})?|\\[,;:!() ]|~|\\q?quad(?![A-Za-z])|(?<!\\)\$|[{}]")
 _NAMES = re.compile(r"[A-Za-z][A-Za-z\s,;.'&-]*")
+_DATE = re.compile(r"\d{4}([-/.])\d\d?\1\d\d?|\d\d?([-/.])\d\d?\2\d{4}")
+_UNDIRECTED = re.compile(r"\s*\$?\s*\\(?:angle|overline)(?![A-Za-z])")
+_VOWEL = frozenset("aeiou")
 _SEPARATOR = re.compile(r"[,;&]|\band\b")
 _POWER = re.compile(r"\}\s*\^\s*\{?([23])(?!\d)\}?")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\[,! ]|,\\!)(?=\d{3})")
 _TOKEN = re.compile(
     r"(?P<number>\d(?:[\d,]*\d)?(?:\.\d+)?)|(?<![\\A-Za-z])(?P<word>[ap]\.\s?m\b\.?|[A-Za-z]+)(?:\s*\^\s*(?P<power>[23])(?!\d))?"
-    r"|(?P<maths>\\[A-Za-z]+|[^\s\w.,])"
+    r"|(?P<maths>\\(?:[A-Za-z]+|\$)|[^\s\w.,])"
 )
 _MATHS = _split(
     "pi log ln exp sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh max min gcd lcm mod choose inf sup lim "
@@ -36,7 +41,8 @@ _MATHS = _split(
 """Words that `equivalence` or math-verify read."""
 _CHANGES = _split(
     "factorial dozen pair score half halve third quarter fifth tenth hundredth thousandth ten double triple twice "
-    "squared cubed negative minus below remainder"
+    "squared cubed negative minus below remainder reciprocal inverse opposite wrong incorrect gross lakh crore bn mn "
+    "quadrillion quintillion ppm ppb permille basi bps"
 )
 """Words that change the number beside them."""
 _FILLERS = _split("and or to a an the is are of at than about approximately unit answer total")
@@ -46,27 +52,44 @@ _FORMS = {
     "degree": "deg", "celsius": "c celsiu", "fahrenheit": "f",
     "millimeter": "mm millimetre", "centimeter": "cm centimetre",
     "meter": "m metre", "kilometer": "km kilometre", "milligram": "mg", "gram": "g", "kilogram": "kg",
-    "milliliter": "ml millilitre", "liter": "l litre", "people": "person", "child": "children", "radian": "rad",
+    "kilobyte": "kb", "megabyte": "mb", "gigabyte": "gb", "terabyte": "tb", "mole": "mol", "joule": "j", "watt": "w",
+    "kilojoule": "kj", "kilowatt": "kw", "hertz": "hz", "pascal": "pa", "kilopascal": "kpa", "calorie": "cal",
+    "volt": "v", "milliliter": "ml millilitre", "liter": "l litre", "people": "person",
+    "child": "children", "radian": "rad",
 }  # fmt: skip
 _UNITS = {form: unit for unit, forms in _FORMS.items() for form in (unit, *forms.split())}
 """Forms of a unit without their plural s, and its name."""
 _POWERS = {"2": "square", "3": "cubic"}
+_CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
 _SPEED = re.compile(r"(?<![A-Za-z])([mk])ph(?![A-Za-z])")
-_KNOWN = _CHANGES | _FORMS.keys() | {"am", "pm", "bc", "ad", "day", "per"}
+_KNOWN = _CHANGES | _FORMS.keys() | {"am", "pm", "bc", "ad", "day", "per", "up"}
 
 
 def compare_names(answer: str, gold: str) -> bool | None:
-    """Compare an answer with a ground truth of words as they are written; None if `gold` is not of words alone.
+    r"""Compare an answer with a ground truth of words, or a date, as they are written; None if `gold` is neither.
 
-    Two capital letters side by side and words of three letters are names. ``xy`` is a product, and the names of
-    functions and Greek letters are maths. Case, a plural s and the order of a list do not count.
+    Two capital letters side by side and words of three letters are names. ``xy`` and ``mgh`` are products, and the
+    names of functions and Greek letters are maths. Case, a plural s and the order of a list do not count, nor does the
+    direction of ``\angle ABC`` and ``\overline{AB}``.
     """
     names = _strip_markup(gold)
+    if _DATE.fullmatch(names):
+        return _strip_markup(answer) == names
     words = re.findall("[A-Za-z]+", names)
     has_maths = any(word.lower() in _MATHS for word in words)
-    if has_maths or not _NAMES.fullmatch(names) or not any(len(word) > 2 or word[1:].isupper() for word in words):
+    if has_maths or not _NAMES.fullmatch(names) or not any(map(_is_name, words)):
         return None
-    return _list_names(_strip_markup(answer)) == _list_names(names)
+    found = _list_names(_strip_markup(answer))
+    is_undirected = all(_UNDIRECTED.match(text) for text in (answer, gold))
+    return found == _list_names(names) or (is_undirected and found == _list_names(names[::-1]))
+
+
+def _is_name(word: str) -> bool:
+    if len(word) == 3 and word.islower():
+        return (
+            not _VOWEL.isdisjoint(word) and "".join(sorted(word)) not in string.ascii_lowercase
+        )  # mgh and abc are products
+    return len(word) > 2 or word[1:].isupper()
 
 
 def have_same_words(answer: str, gold: str) -> bool:
@@ -110,7 +133,10 @@ def _tokens(text: str) -> list[tuple[str, str]]:
     four letters count.
     """
     tokens: list[tuple[str, str]] = []
+    text = _THOUSANDS.sub(",", text)
     text = _SPEED.sub(lambda unit: {"m": "mile", "k": "km"}[unit[1]] + " per hour", _POWER.sub(r"^\1}", text))
+    if text.count("$") % 2 and "\\$" not in text:  # no pair of delimiters
+        text = text.replace("$", "\\$")
     for index, part in enumerate(_WRAPPED.split(text)):
         for match in _TOKEN.finditer(_SPACING.sub(" ", part)):
             word = _stem(match["word"] or "")
@@ -118,6 +144,8 @@ def _tokens(text: str) -> list[tuple[str, str]]:
                 tokens.append(("number", match[0].replace(",", "")))
             elif match[0] == "/" and tokens and tokens[-1][0] == "word":
                 tokens.append(("word", "per"))
+            elif match[0] in _CURRENCIES:
+                tokens.append(("word", _CURRENCIES[match[0]]))
             elif not word or word in _MATHS:
                 tokens.append(("maths", match[0]))
             elif len(word) == 1 and (index % 2 == 0 or word in "eid"):  # \mathrm{e} is Euler's number

@@ -21,10 +21,15 @@ _CONTINUED = re.compile(
     re.IGNORECASE,
 )
 """Text after a number that makes it another number or one of several: ``42/1``, ``42e3``, ``42 000``, ``42 or 43``."""
-_NUMBER = re.compile(
-    r"[/^]?(?:(?<![\w)])-)?[0-9.,]+(?:[eE][-+]?[0-9]+)?(?:[ \t]*(?:[/^×÷·]|\*(?!\*)|\*\*(?=[0-9]))[ \t]*[0-9.,]+)*"
+_TIMES = (
+    r"[ \t]*(?:[/^×÷·_]|\*(?!\*)|\*\*(?=[0-9])|:(?=[0-9])|\\(?:times|cdot|div)|x(?=[ \t]*[0-9])|times|mod)[ \t]*\{?"
 )
-"""A number, or a product, quotient or power, whose last factor is not the answer: ``3 / 4``, ``2**5``."""
+_NUMBER = re.compile(
+    r"\\[dtc]?frac[ \t]*\{[^{}]*\}[ \t]*\{[^{}]*\}|\\sqrt[ \t]*\{[^{}]*\}"
+    rf"|[/^]?(?:(?<![\w)])-)?[0-9.,]+(?:[eE][-+]?[0-9]+)?(?:(?:{_TIMES}|[ \t](?=[0-9]+/[0-9]))[0-9.,]+)*"
+    r"(?:k\b|[ \t]+(?:hundred|thousand|million|billion|trillion|dozen)\b)?"
+)
+"""A number, or a fraction, product or power whose last number is not the answer: ``3 / 4``, ``2**5``, ``5 million``."""
 _SIGN = re.compile(
     r"(?:(?<![\w)])-|[$€£¥]\s?-\s?|(?<=[=:(]) ?- |(?<![0-9)]\s)\bminus\s+|\bnegative\s+)"
     r"(?:\\(?:boxed|text\w*|math\w+)\s*\{|[$€£¥*_{(\\])*(?=[.,]?[0-9])",
