@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ import jsonschema
 
 from skyrl_agent.loading import load_class
 from skyrl_gym.envs.entry_point import suggestion
+from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.core import ToolGroup
 from skyrl_train.errors import ConfigError
@@ -81,8 +81,7 @@ class BaseTool(ABC):
             ToolCallError: an argument is missing, unknown, of the wrong type or not among the allowed values.
         """
         schema = self._schema()
-        properties = schema.get("properties", {})
-        converted = {name: _parse_argument(value, properties.get(name, {})) for name, value in arguments.items()}
+        converted = convert_arguments(arguments, schema)
         validator = jsonschema.Draft202012Validator({"additionalProperties": False, **schema})
         if problems := "; ".join(error.message for error in validator.iter_errors(converted)):
             raise ToolCallError(f"the arguments of {self.name} are wrong: {problems}")
@@ -103,16 +102,6 @@ def text_parameters(**descriptions: str) -> dict[str, Any]:
     """Return the schema of required parameters that are text, from the description of each."""
     properties = {name: {"type": "string", "description": text} for name, text in descriptions.items()}
     return {"type": "object", "properties": properties, "required": list(descriptions)}
-
-
-def _parse_argument(value: Any, schema: Mapping[str, Any]) -> Any:
-    """Parse the text of a value that is not text: the plain-text format of calls writes everything as text."""
-    if not isinstance(value, str) or jsonschema.Draft202012Validator(schema).is_valid(value):
-        return value
-    try:
-        return json.loads(value.lower() if schema.get("type") == "boolean" else value)
-    except (ValueError, RecursionError):
-        return value  # the validation explains the problem
 
 
 class GroupTool(BaseTool):

@@ -34,6 +34,7 @@ class Counter(BaseTool):
         {"name": "n", "type": "integer", "description": "How far.", "required": True},
         {"name": "labels", "type": "array", "description": "Labels."},
         {"name": "loud", "type": "boolean", "description": "Loud."},
+        {"name": "step", "$ref": "#/properties/n", "description": "The step."},
         {"name": "unit", "type": "string", "enum": ["a", "b"], "description": "The unit."},
     ]
     total = 0
@@ -169,8 +170,9 @@ async def speak(says: Any, **settings: Any) -> tuple[Trajectory, ScriptedEngine]
 
 def test_arguments_are_converted_and_validated() -> None:
     counter = Counter()
-    assert counter.check({"n": "3", "labels": '["x"]', "loud": "True", "unit": "a"}) == {
+    assert counter.check({"n": "3", "labels": '["x"]', "loud": "True", "unit": "a", "step": "2"}) == {
         "n": 3,
+        "step": 2,
         "labels": ["x"],
         "loud": True,
         "unit": "a",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.optional import require
+from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.core import ToolGroup
 
@@ -81,16 +82,21 @@ class MCPToolGroup(ToolGroup):
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call the tool `name`, and return its result as text for the model.
 
+        Text arguments are converted to the types of the tool's schema.
+
         Raises:
-            ToolCallError: the server reports an error; the message is for the model.
+            ToolCallError: there is no such tool, or the server reports an error; the message is for the model.
             ToolFailure: the server does not answer, or the session is closed.
         """
         from mcp.types import INVALID_PARAMS
 
         if not self._is_open:
             raise ToolFailure(f"the session with the MCP server {self._name} is closed")
+        if name not in self._schemas:
+            raise ToolCallError(f"There is no tool {name!r}. Tools: {', '.join(self.get_tool_names()) or 'none'}.")
+        converted = convert_arguments(arguments, self._schemas[name]["function"]["parameters"])
         try:
-            result = self._portal.call(_call, self._client, name, dict(arguments))
+            result = self._portal.call(_call, self._client, name, converted)
         except Exception as error:
             if getattr(error, "code", None) == INVALID_PARAMS:  # some servers refuse arguments this way
                 raise ToolCallError(f"The arguments of {name} are wrong: {error}") from error

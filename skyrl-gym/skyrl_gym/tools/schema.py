@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCallError
 
 ARGS = re.compile(r"^\s*Args:\s*$", re.MULTILINE)
@@ -37,7 +37,7 @@ class Signature:
         self._function = function
         self._descriptions = _parse_descriptions(doc)
 
-    @property
+    @cached_property
     def schema(self) -> dict[str, Any]:
         """The tool's schema in the format of chat templates and the OpenAI API."""
         parameters = self._model.model_json_schema()
@@ -54,7 +54,7 @@ class Signature:
             ToolCallError: an argument is missing, unknown or of the wrong type.
         """
         try:
-            model = self._model.model_validate({name: self._decode(name, value) for name, value in arguments.items()})
+            model = self._model.model_validate(convert_arguments(arguments, self.schema["function"]["parameters"]))
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ToolCallError(f"The arguments of {self.name} are wrong: {problems}.") from error
@@ -68,18 +68,6 @@ class Signature:
             default = ... if parameter.default is parameter.empty else parameter.default
             fields[name] = (hints.get(name, Any), Field(default, description=self._descriptions.get(name)))
         return create_model(self.name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
-
-    def _decode(self, name: str, value: Any) -> Any:
-        """Decode a list or an object from text, since all arguments of the plain-text format are text."""
-        field = self._model.model_fields.get(name)
-        if not isinstance(value, str) or field is None or field.annotation in (str, Any):
-            return value
-        if value.lstrip()[:1] not in ("[", "{"):
-            return value
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value  # the validation explains the problem
 
 
 def _parse_descriptions(doc: str) -> dict[str, str]:

@@ -49,6 +49,7 @@ def test_tools_of_the_server_are_offered(group: MCPToolGroup) -> None:
     assert function["description"] == "Keep a note."
     assert function["parameters"]["required"] == ["text"]
     assert group.call("add_note", {"text": "milk"}).endswith("notes")
+    assert group.call("wait", {"seconds": "0"}) == "done"  # formats of plain text write all arguments as text
     assert group.execute_tool("read_notes", joined_by="; ").endswith("milk")
     with pytest.raises(ValueError, match="Tool 'nothing' not found in ToolGroup 'notes'"):
         group.execute_tool("nothing")
@@ -59,6 +60,7 @@ def test_tools_of_the_server_are_offered(group: MCPToolGroup) -> None:
     [
         ("fail", {"reason": "out of paper"}, ToolCallError, "out of paper"),
         ("add_note", {}, ToolCallError, "text"),
+        ("nothing", {}, ToolCallError, "There is no tool 'nothing'. Tools: add_note, attach"),
         ("refuse", {}, ToolCallError, "The arguments of refuse are wrong: not these"),
         ("refuse", {"is_internal": True}, ToolFailure, "tool refuse: MCPError: not these"),
     ],

@@ -9,7 +9,12 @@ from skyrl_gym.tools.schema import Signature
 
 
 def book(
-    city: str, nights: int = 1, kind: Literal["single", "double"] = "single", extras: list[str] | None = None
+    city: str,
+    nights: int = 1,
+    kind: Literal["single", "double"] = "single",
+    extras: list[str] | None = None,
+    note: str | None = None,
+    floor: Literal[1, 2] | None = None,
 ) -> str:
     """Book a room.
 
@@ -20,7 +25,7 @@ def book(
             exactly
         nights: how long
     """
-    return f"{city} {nights} {kind} {extras}"
+    return f"{city} {nights} {kind} {extras} {note} {floor}"
 
 
 SIGNATURE = Signature("book", book)
@@ -45,6 +50,8 @@ def test_schema_has_the_format_of_chat_templates() -> None:
         ({"city": "Rome", "nights": "3"}, {"city": "Rome", "nights": 3}),
         ({"city": "Rome", "extras": '["view"]'}, {"city": "Rome", "extras": ["view"]}),
         ({"city": "[1]"}, {"city": "[1]"}),
+        ({"city": "Rome", "note": '{"a": 1}'}, {"city": "Rome", "note": '{"a": 1}'}),
+        ({"city": "Rome", "floor": "2", "extras": "None"}, {"city": "Rome", "floor": 2, "extras": None}),
     ],
 )
 def test_arguments_are_converted(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -57,7 +64,7 @@ def test_arguments_are_converted(arguments: dict[str, Any], expected: dict[str, 
         ({}, "The arguments of book are wrong: city: Field required"),
         ({"city": "Rome", "nights": "many"}, "nights: Input should be a valid integer"),
         ({"city": "Rome", "kind": "suite"}, "kind: Input should be 'single' or 'double'"),
-        ({"city": "Rome", "floor": 3}, "floor: Extra inputs are not permitted"),
+        ({"city": "Rome", "view": 3}, "view: Extra inputs are not permitted"),
         ({"city": "Rome", "extras": "["}, "extras: Input should be a valid list"),
         ({"city": None}, "city: Input should be a valid string"),
     ],

@@ -16,9 +16,8 @@ from skyrl_gym.adapters.actions import (
     parse_whole_number,
 )
 from skyrl_gym.adapters.openenv.schema import Field, Schema, action_fields
-from skyrl_gym.tools.calls import ToolCall
+from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.messages import format_tools_prompt
-from skyrl_gym.tools.strict_json import BadJSON, parse_json
 
 BOOLEANS = {"true": True, "false": False}
 
@@ -111,7 +110,7 @@ class ToolAction:
             {
                 "type": "call_tool",
                 "tool_name": call.name,
-                "arguments": _convert_arguments(call, schemas.get(call.name, {})),
+                "arguments": convert_arguments(call.arguments, schemas.get(call.name, {})),
             }
             for call in parse_calls(reply)
         ]
@@ -147,18 +146,3 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parameters(tool: Mapping[str, Any]) -> Schema:
     return tool.get("input_schema") or tool.get("inputSchema") or {"type": "object", "properties": {}}
-
-
-def _convert_arguments(call: ToolCall, parameters: Schema) -> dict[str, Any]:
-    """Convert text to numbers, lists, …, since all arguments of the plain-text call format are text."""
-    texts = {field.name for field in action_fields(parameters) if "string" in field.type or field.type == "any value"}
-    return {name: value if name in texts else _from_text(value) for name, value in call.arguments.items()}
-
-
-def _from_text(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_json(value)
-    except BadJSON:
-        return value  # the server explains the problem

@@ -17,6 +17,7 @@ from mcp.types import (
     TextContent,
     TextResourceContents,
 )
+from pydantic import StrictFloat
 
 server = MCPServer("notes")
 notes: list[str] = []
@@ -87,8 +88,8 @@ def end() -> str:
 
 
 @server.tool()
-def wait(seconds: float) -> str:
-    """Wait."""
+def wait(seconds: StrictFloat) -> str:
+    """Wait. Like most servers, this refuses a number that is written as text."""
     time.sleep(seconds)
     return "done"
 
