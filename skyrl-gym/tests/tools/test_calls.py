@@ -39,6 +39,9 @@ WRITERS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
     ),
     "llama": lambda name, arguments: f"<|python_tag|>{json.dumps({'name': name, 'parameters': arguments})}<|eom_id|>",
+    "kimi": lambda name, arguments: (
+        f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
+    ),
     "deepseek": lambda name, arguments: (
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜>"
     ),
@@ -86,9 +89,13 @@ names = st.from_regex(r"[a-z_][a-z0-9_]{0,10}", fullmatch=True)
         "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>Mount Fuji</arg_value>\n",
         '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "Mount Fuji"}<|call|>',
         '<|start|>assistant to=functions.search<|channel|>commentary json<|message|>{"query": "Mount Fuji"}',
+        ' to=functions.search<|channel|>commentary <|constrain|>json<|message|>{"query": "Mount Fuji"}<|call|>',
         "<|channel|>analysis<|message|>I call to=functions.etna.<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.search <|constrain|>json<|message|>{"query": "Mount Fuji"}<|call|>',
         '<|python_tag|>{"name": "search", "parameters": {"query": "Mount Fuji"}}<|eom_id|>',
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>"
+        '{"query": "Mount Fuji"}<|tool_call_end|><|tool_calls_section_end|>',
+        '<|tool_call_begin|>search<|tool_call_argument_begin|>{"query": "Mount Fuji"}',
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n"
         '{"query": "Mount Fuji"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
         '<｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "Mount Fuji"}<｜tool▁call▁end｜>',
@@ -122,6 +129,10 @@ def test_no_call(text: str) -> None:
 
 def test_several_calls_in_both_formats() -> None:
     assert parse_tool_calls(JSON_CALL + PLAIN_CALL + JSON_CALL) == [SEARCH] * 3
+    body = '{"name": "search", "parameters": {"query": "Mount Fuji"}}'
+    for separator in (";", "; ", "\n", "\n\n", ""):
+        assert parse_tool_calls(f"<|python_tag|>{body}{separator}{body}<|eom_id|>") == [SEARCH] * 2
+    assert parse_tool_calls('<tool_call>{"name": "list", "arguments": null}</tool_call>') == [ToolCall("list")]
     text = (
         "<function=python>\n<parameter=code>\nif x:\n    print(x)\n\n</parameter><parameter=n>3</parameter></function>"
     )
@@ -176,6 +187,9 @@ def test_tags_in_arguments_are_text(name: str, arguments: dict[str, str]) -> Non
         ('<|channel|>commentary to=functions.bash<|message|>{"command": "rm -rf /tmp/bu', "Unterminated string"),
         ('<|python_tag|>{"name": "bash", "parameters": {"command"', "not valid JSON"),
         ("<|python_tag|>print(1)", "not valid JSON"),
+        ('<|python_tag|>{"name": "bash"}\n{"name": "bash", "para', "Unterminated string"),
+        ("<|tool_call_begin|>functions.bash:0<|tool_ca", "has no name"),
+        ('<|tool_call_begin|>bash:0<|tool_call_argument_begin|>{"command": "rm', "Unterminated string"),
         ("<｜tool▁call▁begin｜>bash", "has no name, or no JSON"),
         ('<｜tool▁call▁begin｜>bash<｜tool▁sep｜>{"command": "rm', "Unterminated string"),
         ('[TOOL_CALLS]bash[ARGS]{"command": "rm', "Unterminated string"),
@@ -276,6 +290,10 @@ def test_any_text_can_be_parsed_or_raises_tool_call_error(text: str) -> None:
         *(
             "<|channel|>",
             "<｜tool▁call▁begin｜>",
+            "<|tool_call_begin|>",
+            "<|tool_call_begin|>f:0",
+            '<|python_tag|>{"name": "f"}',
+            " to=functions.f",
             "<function=f></function>",
             '<tool_call>{"name": "f"}</tool_call>',
             "[f(",

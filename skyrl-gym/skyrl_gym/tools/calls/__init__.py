@@ -9,6 +9,8 @@ value of a parameter is text. These formats have markers that no prose has, and 
     <|channel|>commentary to=functions.search<|message|>{"query": "Mount Fuji"}<|call|>   `harmony`: gpt-oss
     <|python_tag|>{"name": "search", "parameters": {"query": "Mount Fuji"}}               `llama`: Llama 3.1
     <｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "Mount Fuji"}<｜tool▁call▁end｜>        `deepseek`: V3, V3.1
+    <|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "Mount Fuji"}<|tool_call_end|>
+                                                                                          `kimi`: K2
     [TOOL_CALLS]search[ARGS]{"query": "Mount Fuji"}                                       `mistral`
 
 A reply may have several calls. The last one may lack the tag that closes the call, which is often the stop string, but
@@ -26,6 +28,7 @@ from typing import Any
 from skyrl_gym.tools.calls.call import MalformedCall, ToolCall, ToolCallError
 from skyrl_gym.tools.calls.deepseek import DEEPSEEK
 from skyrl_gym.tools.calls.harmony import HARMONY, HEADER
+from skyrl_gym.tools.calls.kimi import KIMI
 from skyrl_gym.tools.calls.llama import LLAMA
 from skyrl_gym.tools.calls.mistral import MISTRAL
 from skyrl_gym.tools.calls.plain import FUNCTION, STRAY
@@ -61,6 +64,7 @@ _FORMATS = {
     "harmony": HARMONY,
     "llama": LLAMA,
     "deepseek": DEEPSEEK,
+    "kimi": KIMI,
     "mistral": MISTRAL,
 }
 _TOKEN = re.compile(

@@ -105,7 +105,9 @@ def to_call(value: Any, end: int) -> ToolCall:
 
 
 def named_call(name: str, arguments: Any, end: int) -> ToolCall:
-    """Return a call with arguments that were read as JSON."""
+    """Return a call with arguments that were read as JSON; null is no arguments."""
+    if arguments is None:
+        arguments = {}
     if not isinstance(arguments, dict):
         raise MalformedCall(f'"arguments" of the tool call {name} must be a JSON object.', end)
     return ToolCall(clean_text(name), arguments)

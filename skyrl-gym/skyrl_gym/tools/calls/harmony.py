@@ -2,7 +2,8 @@
 
     <|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "Mount Fuji"}<|call|>
 
-The recipient may also stand before the channel: `<|start|>assistant to=functions.search<|channel|>commentary …`.
+The recipient may also stand before the channel: `<|start|>assistant to=functions.search<|channel|>commentary …`. The
+prompt ends with `<|start|>assistant`, so a reply may begin with the recipient.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _parse(text: str, start: int, end: int) -> Parsed:
 
 
 HARMONY = Format(
-    rf"(?:<\|start\|>assistant)?<\|channel\|>\w+{_TO}{_FORMAT}|<\|start\|>assistant{_TO}<\|channel\|>\w+{_FORMAT}",
+    rf"(?:<\|start\|>assistant)?<\|channel\|>\w+{_TO}{_FORMAT}|(?:<\|start\|>assistant|\A){_TO}<\|channel\|>\w+{_FORMAT}",
     _parse,
 )
 HEADER = r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)<\|message\|>|<\|return\|>"

@@ -1,4 +1,4 @@
-"""Calls of Llama 3.1: JSON after a tag, separated by semicolons.
+"""Calls of Llama 3.1: JSON after a tag, separated by semicolons or white space.
 
     <|python_tag|>{"name": "search", "parameters": {"query": "Mount Fuji"}}
 
@@ -16,9 +16,10 @@ def _parse(text: str, start: int, end: int) -> Parsed:
         value, position = parse_json_in(text, end)
         calls.append(to_call(value, position))
         end = skip_space(text, position)
-        if not text.startswith(";", end):
+        if text.startswith(";", end):
+            end += 1
+        elif not text.startswith("{", end):
             return Parsed(calls, end)
-        end += 1
 
 
 LLAMA = Format(r"<\|python_tag\|>", _parse)
