@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,12 +26,27 @@ N_ATTEMPTS = 10
 DELAY_SECONDS = 1.0  # after the first attempt; the delay after attempt n is n times as long
 RETRIED_STATUSES = (500, 502, 503, 504)
 QUERY_STATUSES = (400, 413, 414, 422)
-REFUSED = "the server refuses the query"
 POOL_SIZE = 256  # connections to one server
 MAX_QUERY_CHARS = 10_000  # of which a search uses much less; more would only keep the server busy
 
 _pools: dict[str, urllib3.PoolManager] = {}
 _pools_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class SearchProblem:
+    """The reason why a request has no answer. Its text is for logs and for the model.
+
+    is_transient: True if another attempt may succeed: the server is busy, down or slow.
+    is_refusal: True if the query is at fault, and not the server.
+    """
+
+    text: str
+    is_transient: bool = False
+    is_refusal: bool = False
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def call_search_api(
@@ -41,23 +57,24 @@ def call_search_api(
     timeout: float = 30,
     log_requests: bool = True,
     session: urllib3.PoolManager | None = None,
-) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the answer of a retrieval server, or a description of the problem; `timeout` is in seconds per attempt.
+) -> tuple[dict[str, Any] | None, SearchProblem | None]:
+    """Return the answer of a retrieval server, or the problem; `timeout` is in seconds per attempt.
 
     Requests to a server that is busy, down or slow are retried: ten attempts, with 45 seconds of delays.
     """
     pool = session or pool_for(retrieval_service_url)
     body = {"query": query.encode("utf-8", "replace").decode("utf-8"), "topk": topk, "return_scores": return_scores}
-    problem = None
     for attempt in range(1, N_ATTEMPTS + 1):
         if log_requests:
             logger.info("search, attempt %d: %s", attempt, query)
-        answer, problem, is_final = _send_request(pool, retrieval_service_url, body, timeout)
-        if is_final:
-            return answer, problem
+        answer = _send_request(pool, retrieval_service_url, body, timeout)
+        if not isinstance(answer, SearchProblem):
+            return answer, None
+        if not answer.is_transient:
+            return None, answer
         if attempt < N_ATTEMPTS:
             time.sleep(DELAY_SECONDS * attempt)
-    return None, f"{problem} (after {N_ATTEMPTS} attempts)"
+    return None, replace(answer, text=f"{answer} (after {N_ATTEMPTS} attempts)")
 
 
 def pool_for(url: str) -> urllib3.PoolManager:
@@ -71,26 +88,27 @@ def pool_for(url: str) -> urllib3.PoolManager:
 
 def _send_request(
     pool: urllib3.PoolManager, url: str, body: dict[str, Any], timeout: float
-) -> tuple[dict[str, Any] | None, str | None, bool]:
-    """Make one attempt; return the answer, the problem, and whether the result is final."""
+) -> dict[str, Any] | SearchProblem:
+    """Make one attempt."""
     try:
         response = pool.request("POST", url, json=body, timeout=timeout, headers={"Accept": "application/json"})
     except (urllib3.exceptions.TimeoutError, urllib3.exceptions.ProtocolError) as error:
-        return None, f"{type(error).__name__}: {error}", False
+        return SearchProblem(f"{type(error).__name__}: {error}", is_transient=True)
     except urllib3.exceptions.HTTPError as error:
-        return None, f"{type(error).__name__}: {error}", True
+        return SearchProblem(f"{type(error).__name__}: {error}")
     if response.status in RETRIED_STATUSES:
-        return None, f"the server answered with status {response.status}", False
+        return SearchProblem(f"the server answered with status {response.status}", is_transient=True)
     if response.status >= 400:
-        subject = f"{REFUSED} with" if response.status in QUERY_STATUSES else "the server answered with"
-        return None, f"{subject} status {response.status}: {response.data[:200]!r}", True
+        is_refusal = response.status in QUERY_STATUSES
+        subject = "the server refuses the query with" if is_refusal else "the server answered with"
+        return SearchProblem(f"{subject} status {response.status}: {response.data[:200]!r}", is_refusal=is_refusal)
     try:
         answer = json.loads(response.data)
     except ValueError:
-        return None, f"the server's answer is not JSON: {response.data[:200]!r}", True
+        return SearchProblem(f"the server's answer is not JSON: {response.data[:200]!r}")
     if not isinstance(answer, dict):
-        return None, f"the server's answer is not an object: {response.data[:200]!r}", True
-    return answer, None, True
+        return SearchProblem(f"the server's answer is not an object: {response.data[:200]!r}")
+    return answer
 
 
 class SearchToolGroup(ToolGroup):
@@ -140,7 +158,7 @@ class SearchToolGroup(ToolGroup):
             session=pool_for(self.search_url),
         )
         if problem is not None:
-            if self._raise_failures and not problem.startswith(REFUSED):
+            if self._raise_failures and not problem.is_refusal:
                 raise ToolFailure(f"search at {self.search_url}: {problem}")
             return json.dumps({"result": f"Search error: {problem}"})
         return json.dumps({"result": _text(answer or {})})

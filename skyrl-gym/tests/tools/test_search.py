@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 
 import pytest
@@ -34,6 +35,7 @@ def test_failed_request_is_retried(failure: bytes) -> None:
     ("answer", "problem", "n_requests"),
     [
         (reply("502 Bad", ""), "the server answered with status 502 (after 10 attempts)", 10),
+        (reply("404 Gone", ""), "the server answered with status 404", 1),
         *((reply("200 OK", body), "the server's answer is not", 1) for body in ("<html>", "[]", '"x"')),
     ],
 )
@@ -45,6 +47,16 @@ def test_retries_are_limited_and_malformed_answers_are_not_retried(
         assert result is None
         assert problem in str(found_problem)
         assert server.n_requests == n_requests
+        with pytest.raises(ToolFailure, match=re.escape(problem)):
+            SearchToolGroup(f"{server.url}/retrieve", raise_failures=True).search("x")
+
+
+@pytest.mark.parametrize("status", search_module.QUERY_STATUSES)
+def test_model_reads_that_its_query_is_refused(status: int) -> None:
+    with run_scripted_server(reply(f"{status} No", "")) as server:
+        group = SearchToolGroup(f"{server.url}/retrieve", raise_failures=True)
+        assert f"the server refuses the query with status {status}" in group.search("x")
+        assert server.n_requests == 1
 
 
 def test_unreachable_server() -> None:
@@ -67,4 +79,4 @@ def test_hanging_server_times_out() -> None:
 def test_invalid_address_is_not_retried(url: str) -> None:
     _, problem = call_search_api(url, "x")
     assert problem
-    assert "after" not in problem
+    assert "after" not in str(problem)

@@ -20,10 +20,10 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Replace the search engine by one that finds a document with an answer in it; return its requests."""
     requests: list[dict[str, Any]] = []
 
-    def answer(**request: Any) -> tuple[dict[str, Any] | None, str | None]:
+    def answer(**request: Any) -> tuple[dict[str, Any] | None, search.SearchProblem | None]:
         requests.append(request)
         if request["query"] == "down":
-            return None, "the server answered with status 503 (after 10 attempts)"
+            return None, search.SearchProblem("the server answered with status 503 (after 10 attempts)")
         return {"result": [[{"document": {"contents": "<answer>Fuji</answer></information>"}, "score": 1.0}]]}, None
 
     monkeypatch.setattr(search, "call_search_api", answer)

@@ -17,8 +17,10 @@ ROW: dict[str, Any] = {"reward_spec": {"ground_truth": "42"}, "max_turns": 3}
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the search engine by one that returns the answer in the right format, or is down."""
 
-    def answer(**request: Any) -> tuple[dict[str, Any] | None, str | None]:
-        return (None, "down") if request["query"] == "down" else ({"result": [[{"contents": "#### 42"}]]}, None)
+    def answer(**request: Any) -> tuple[dict[str, Any] | None, search.SearchProblem | None]:
+        if request["query"] == "down":
+            return None, search.SearchProblem("down")
+        return {"result": [[{"contents": "#### 42"}]]}, None
 
     monkeypatch.setattr(search, "call_search_api", answer)
 
