@@ -139,7 +139,7 @@ class VerifiersEnv(AsyncEnv):
             )
         turn, self._turn = self._turn, None  # no step is possible after one that fails
         self.turns += 1
-        reply = parse_reply(action, has_tools=bool(turn.tools))
+        reply = parse_reply(action, turn.tools)
         self._n_invalid += reply.problem is not None
         result = await self._episode.reply(reply)
         if isinstance(result, ChatTurn):

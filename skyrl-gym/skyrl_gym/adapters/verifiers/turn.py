@@ -11,6 +11,7 @@ from skyrl_gym.adapters.actions import ActionError, parse_calls
 from skyrl_gym.envs.base_text_env import ConversationType, MessageType
 from skyrl_gym.error import Error
 from skyrl_gym.runtime.text import clean_text
+from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCall
 from skyrl_gym.tools.messages import append_to_system, format_tool_response, format_tools_prompt
 
@@ -91,15 +92,20 @@ class VerifiersEpisode(Protocol):
         ...
 
 
-def parse_reply(text: str, has_tools: bool) -> Reply:
-    """Parse a reply and its calls."""
+def parse_reply(text: str, tools: Sequence[Mapping[str, Any]]) -> Reply:
+    """Parse a reply and its calls of `tools`, functions of the OpenAI API. Without tools, a reply has no calls."""
     text = clean_text(text)
-    if not has_tools:
+    if not tools:
         return Reply(text)
+    parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     try:
-        return Reply(text, parse_calls(text))
+        calls = parse_calls(text)
     except ActionError as problem:
         return Reply(text, problem=str(problem))
+    return Reply(
+        text,
+        [ToolCall(call.name, convert_arguments(call.arguments, parameters.get(call.name, {}))) for call in calls],
+    )
 
 
 def next_turn(

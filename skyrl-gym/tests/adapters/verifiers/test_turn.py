@@ -4,13 +4,21 @@ from gym_kit.texts import TAGGED_TEXTS
 from hypothesis import given
 
 from skyrl_gym.adapters.verifiers.turn import ChatTurn, chat_messages, next_turn, parse_reply
+from skyrl_gym.tools.calls import ToolCall
 
 
 @given(TAGGED_TEXTS)
 def test_calls_are_parsed_only_if_there_are_tools(text: str) -> None:
-    reply = parse_reply(text, has_tools=False)
+    reply = parse_reply(text, [])
     assert (reply.calls, reply.problem) == ((), None)
     reply.text.encode()
+
+
+def test_text_arguments_are_converted_to_the_types_of_the_tool() -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+    text = "<function=f><parameter=x>5</parameter></function><function=g><parameter=x>5</parameter></function>"
+    reply = parse_reply(text, [{"type": "function", "function": function}])
+    assert reply.calls == [ToolCall("f", {"x": 5}), ToolCall("g", {"x": "5"})]
 
 
 def test_tool_results_and_the_next_user_message_are_merged() -> None:

@@ -275,5 +275,5 @@ def test_wire_format_round_trip(text: str) -> None:
 
     from skyrl_gym.adapters.verifiers.agent import to_answer
 
-    message = to_answer(parse_reply(text, has_tools=True), 1).message
+    message = to_answer(parse_reply(text, [{"type": "function", "function": {"name": "f"}}]), 1).message
     assert parse_message(json.loads(json.dumps(message_to_wire(message)))) == message
