@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import ConversationType
+from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCall
 
 MAX_HISTORY_HITS = 10
@@ -105,8 +106,8 @@ class Context:
         Raises:
             ContextToolError: the arguments are invalid.
         """
-        arguments = call.arguments
         tool = next(tool["function"] for tool in CONTEXT_TOOLS if tool["function"]["name"] == call.name)
+        arguments = convert_arguments(call.arguments, tool["parameters"])
         if unknown := sorted(arguments.keys() - tool["parameters"]["properties"].keys()):
             raise ContextToolError(f"{call.name} has no argument {unknown[0]}")
         if call.name == "check_context":
@@ -203,8 +204,6 @@ def _read_text(arguments: dict[str, Any], name: str) -> str:
 
 def _read_count(arguments: dict[str, Any], name: str, default: int, minimum: int) -> int:
     value = arguments.get(name, default)
-    if isinstance(value, str) and value.strip().isdigit():  # plain-text calls
-        value = int(value[:9])
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ContextToolError(f"{name}={value!r} must be a whole number of at least {minimum}")
     return value

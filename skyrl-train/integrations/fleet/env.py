@@ -33,6 +33,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.row import read_max_turns
 from skyrl_gym.error import Error, InvalidSettings
 from skyrl_gym.runtime.text import describe_error
+from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
 from skyrl_gym.tools.messages import format_tool_response
 
@@ -156,6 +157,7 @@ class FleetTaskEnv(AsyncEnv):
         if not self._api_key:
             raise InvalidSettings("environment.skyrl_gym.fleet_task needs the variable FLEET_API_KEY; export it")
         self._env: OpenEnvTask | None = None
+        self._parameters: dict[str, Mapping[str, Any]] = {}  # the schemas of the tools' arguments
         self._is_abandoned = False
         self._context = Context([], self.settings.max_output_chars)
         self._transcript: list[dict[str, Any]] = []  # with the turns that context tools drop
@@ -181,6 +183,7 @@ class FleetTaskEnv(AsyncEnv):
             self._is_abandoned = True  # a thread may still be starting the software
             await self._release()
             raise
+        self._parameters = {_tool_name(tool): (tool.get("function") or tool).get("parameters") or {} for tool in tools}
         if self.settings.enable_context_tools:
             tools = [*tools, *CONTEXT_TOOLS]
         today = datetime.datetime.now(datetime.UTC).date()
@@ -308,7 +311,8 @@ class FleetTaskEnv(AsyncEnv):
                 return self._explain(str(error), metadata), None
             metadata["has_dropped_turns"] = call.name == "manage_context"
             return text, None
-        action = {"tool": call.name, "params": call.arguments, "done": False}
+        arguments = convert_arguments(call.arguments, self._parameters.get(call.name, {}))
+        action = {"tool": call.name, "params": arguments, "done": False}
         _, reward, self._is_graded, info = await self._env.step_async(action)
         result, failure = info.get("tool_result"), info.get("tool_error")
         if self._is_graded:

@@ -54,14 +54,16 @@ async def test_an_episode_from_the_prompt_to_the_grade(openenv: Any, tasks_file:
     assert facts_and_tools == sorted(facts_and_tools)
     assert '"computer"' not in system
     assert facts == {"task_key": "notes_1", "env_key": "notes", "modality": "tool_use"}
-    step = await env.step_async(call("add_note", text="milk"))
+    step = await env.step_async(
+        "<function=add_note><parameter=text>milk</parameter><parameter=n_copies>2</parameter></function>"
+    )
     assert not step["done"]
     assert "milk" in step["observations"][0]["content"]
     last = await env.step_async("Done. <done>")
     assert (last["done"], last["reward"], last["observations"]) == (True, 1.0, [])
     await env.close_async()
     (server,) = openenv.created
-    assert (server.n_verified, server.is_closed, server.notes) == (1, True, ["milk"])
+    assert (server.n_verified, server.is_closed, server.notes) == (1, True, ["milk"] * 2)
     assert server.software.is_closed
     assert server.task_config["env_version"] == "v2"
     assert env.get_metrics() | {"turns": 2, "tool_calls": 1, "tool_errors": 0, "is_verified": 1} == env.get_metrics()

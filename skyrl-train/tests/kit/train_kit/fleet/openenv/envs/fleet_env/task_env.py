@@ -16,7 +16,7 @@ TOOLS = ("list_notes", "add_note", "submit_final_answer", "computer")
 
 def describe_tools() -> list[dict[str, Any]]:
     """Return the tools in OpenAI's format."""
-    parameters = {"type": "object", "properties": {}}
+    parameters = {"type": "object", "properties": {"n_copies": {"type": "integer"}}}
     return [
         {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
         for name in TOOLS
@@ -115,7 +115,7 @@ class FleetTaskEnv:
         if tool not in TOOLS:
             raise KeyError(f"no tool {tool}")
         if tool == "add_note":
-            self.notes.append(params["text"])
+            self.notes += [params["text"]] * params.get("n_copies", 1)
         return {"notes": self.notes}
 
     async def _verify(self) -> float | None:
