@@ -58,7 +58,8 @@ class Signature:
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ToolCallError(f"The arguments of {self.name} are wrong: {problems}.") from error
-        return {name: getattr(model, name) for name in model.model_fields_set}
+        fields = self._model.model_fields
+        return {str(fields[key].alias): getattr(model, key) for key in fields if key in model.model_fields_set}
 
     @cached_property
     def _model(self) -> type[BaseModel]:
@@ -66,7 +67,8 @@ class Signature:
         fields: dict[str, Any] = {}
         for name, parameter in inspect.signature(self._function).parameters.items():
             default = ... if parameter.default is parameter.empty else parameter.default
-            fields[name] = (hints.get(name, Any), Field(default, description=self._descriptions.get(name)))
+            field = Field(default, alias=name, description=self._descriptions.get(name))
+            fields[f"field_{len(fields)}"] = (hints.get(name, Any), field)  # `schema` or `_x` cannot name a field
         return create_model(self.name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
 
 

@@ -74,6 +74,13 @@ def test_wrong_arguments_are_explained(arguments: dict[str, Any], message: str) 
         SIGNATURE.check(arguments)
 
 
+@pytest.mark.parametrize("name", ["schema", "copy", "model_config", "model_fields_set", "_x", "field_0"])
+def test_parameter_may_have_any_name(name: str) -> None:
+    signature = Signature("f", eval(f"lambda first, {name}=1: 0"))
+    assert set(signature.schema["function"]["parameters"]["properties"]) == {"first", name}
+    assert signature.check({"first": "a", name: 2}) == {"first": "a", name: 2}
+
+
 def test_function_without_annotations() -> None:
     signature = Signature("f", lambda x: x)
     assert signature.schema["function"]["parameters"]["required"] == ["x"]
