@@ -12,7 +12,7 @@ from gym_kit.texts import JSON_VALUES, linear_time, long_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
+from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_arguments, parse_tool_calls, strip_thoughts
 
 SEARCH = ToolCall("search", {"query": "Mount Fuji"})
 JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Mount Fuji"}}\n</tool_call>'
@@ -129,6 +129,7 @@ def test_no_call(text: str) -> None:
 
 def test_several_calls_in_both_formats() -> None:
     assert parse_tool_calls(JSON_CALL + PLAIN_CALL + JSON_CALL) == [SEARCH] * 3
+    assert parse_tool_calls(f"<tool_call>{PLAIN_CALL}\n{PLAIN_CALL}</tool_call>{PLAIN_CALL}") == [SEARCH] * 3
     body = '{"name": "search", "parameters": {"query": "Mount Fuji"}}'
     for separator in (";", "; ", "\n", "\n\n", ""):
         assert parse_tool_calls(f"<|python_tag|>{body}{separator}{body}<|eom_id|>") == [SEARCH] * 2
@@ -172,6 +173,7 @@ def test_tags_in_arguments_are_text(name: str, arguments: dict[str, str]) -> Non
             "contains <par",
         ),
         ("<function=bash><parameter=a>1</parameter><parameter=a>2</parameter></function>", "has the parameter a twice"),
+        ("<tool_call><function=bash></function><function=bash><parameter=a>", "has no </parameter>"),
         ("<function=bash>ls</function>", "has text outside of its parameters"),
         (
             "<function=edit><parameter=t>a</parameter></function>b</parameter></function>",
@@ -295,6 +297,7 @@ def test_any_text_can_be_parsed_or_raises_tool_call_error(text: str) -> None:
             '<|python_tag|>{"name": "f"}',
             " to=functions.f",
             "<function=f></function>",
+            "<tool_call><function=f></function><function=f></function>",
             '<tool_call>{"name": "f"}</tool_call>',
             "[f(",
         ),
@@ -303,6 +306,12 @@ def test_any_text_can_be_parsed_or_raises_tool_call_error(text: str) -> None:
 def test_parsing_is_linear(unit: str) -> None:
     with linear_time(), suppress(ToolCallError):
         parse_tool_calls(long_text(unit))
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"city": "Par', "[" * 100_000], ids=["list", "cut off", "deep"])
+def test_arguments_that_are_no_json_object_stay_text(text: str) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
+    assert parse_arguments(message) == message
 
 
 def test_thoughts() -> None:

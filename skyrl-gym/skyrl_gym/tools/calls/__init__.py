@@ -176,7 +176,7 @@ def _parse_call_arguments(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"].strip() or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):

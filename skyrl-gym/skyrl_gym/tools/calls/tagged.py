@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from skyrl_gym.tools.calls.call import Format, Parsed, parse_closing, parse_json_in, to_call
+from skyrl_gym.tools.calls.call import Format, Parsed, ToolCall, parse_closing, parse_json_in, to_call
 from skyrl_gym.tools.calls.plain import FUNCTION, parse_function, parse_glm
 
 _FUNCTION = re.compile(rf"\s*({FUNCTION.opening})")
@@ -18,11 +18,15 @@ _GLM_NAME = re.compile(r"\s*([A-Za-z_][\w.:/-]*)\s*(?=<arg_key>|</tool_call>|</f
 
 def _parse(text: str, start: int, end: int) -> Parsed:
     closing = f"</{text[start + 1 : end]}"
-    if function := _FUNCTION.match(text, end):
+    calls: list[ToolCall] = []
+    while function := _FUNCTION.match(text, end):  # one pair of tags may hold several functions
         parsed = parse_function(text, function.start(1), function.end())
-        if text.startswith(closing, parsed.end - len(closing)):  # in place of </function>
-            return parsed
-        return parse_closing(text, parsed.end, closing)._replace(calls=parsed.calls, is_plain=parsed.is_plain)
+        calls += parsed.calls
+        end = parsed.end
+        if text.startswith(closing, end - len(closing)):  # in place of </function>
+            return parsed._replace(calls=calls)
+    if calls:
+        return parse_closing(text, end, closing)._replace(calls=calls, is_plain=parsed.is_plain)
     if glm := _GLM_NAME.match(text, end):
         return parse_glm(text, glm.end(), glm[1])
     value, position = parse_json_in(text, end)
