@@ -64,7 +64,8 @@ def call_search_api(
     """
     pool = session or pool_for(retrieval_service_url)
     body = {"query": query.encode("utf-8", "replace").decode("utf-8"), "topk": topk, "return_scores": return_scores}
-    for attempt in range(1, N_ATTEMPTS + 1):
+    attempt = 1
+    while True:
         if log_requests:
             logger.info("search, attempt %d: %s", attempt, query)
         answer = _send_request(pool, retrieval_service_url, body, timeout)
@@ -72,9 +73,10 @@ def call_search_api(
             return answer, None
         if not answer.is_transient:
             return None, answer
-        if attempt < N_ATTEMPTS:
-            time.sleep(DELAY_SECONDS * attempt)
-    return None, replace(answer, text=f"{answer} (after {N_ATTEMPTS} attempts)")
+        if attempt == N_ATTEMPTS:
+            return None, replace(answer, text=f"{answer} (after {N_ATTEMPTS} attempts)")
+        time.sleep(DELAY_SECONDS * attempt)
+        attempt += 1
 
 
 def pool_for(url: str) -> urllib3.PoolManager:
