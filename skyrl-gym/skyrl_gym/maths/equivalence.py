@@ -24,29 +24,23 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, grader, parse, verify
 from sympy import (
-    And,
     Basic,
     Derivative,
     Expr,
     FiniteSet,
     Float,
     Function,
-    GreaterThan,
     Integer,
     Integral,
     Intersection,
-    LessThan,
     Limit,
     MatrixBase,
     MatrixExpr,
     Max,
     Min,
     Mod,
-    Or,
     Product,
     Rational,
-    StrictGreaterThan,
-    StrictLessThan,
     Sum,
     Symbol,
     UnevaluatedExpr,
@@ -90,6 +84,7 @@ _NOTATION = (
     (re.compile(rf"(?<![\\A-Za-z])({_NAMES_OF_FUNCTIONS})(?![A-Za-z])", re.ASCII), r"\\\1 "),
     (re.compile(r"\\[dtc]?frac\s+(\d)\s*(\d)", re.ASCII), r"\\frac{\1}{\2}"),
     (re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}"), r"\\emptyset "),
+    (re.compile(r"^\s*\|([A-Za-z])\|\s*(<|\\leq?(?![A-Za-z]))\s*(\d+(?:\.\d+)?)\s*$", re.ASCII), r"-\3 \2 \1 \2 \3"),
     (re.compile(r"\((\d+)\)(?=\s*_)", re.ASCII), r"\1"),
     (re.compile(r"\b([ap])\.\s?m\b\.?", re.ASCII | re.IGNORECASE), r"\1m"),
     (re.compile(r"(?<![\\A-Za-z])infinity(?![A-Za-z])", re.ASCII | re.IGNORECASE), r"\\infty "),
@@ -206,15 +201,12 @@ def _bases(text: str) -> list[str]:
 def _with_variants(parsed: list[Any], text: str) -> list[Any]:
     r"""Add forms of a parsed text that math-verify compares with more others.
 
-    It declares the symbols of ``2 i`` complex and the symbol of ``2i`` real, so that they would differ. An inequality
-    such as ``|x| < 3`` becomes the set of its solutions, and ``x < 2 \text{ or } x > 5`` the union of both sets.
+    It declares the symbols of ``2 i`` complex and the symbol of ``2i`` real, so that they would differ. Inequalities
+    such as ``x < 2 \text{ or } x > 5`` become the union, or the intersection, of their solutions.
     """
     first = parsed[0]
     if isinstance(first, Expr) and any(not symbol.is_real for symbol in first.free_symbols):
         return [*parsed, first.xreplace({symbol: Symbol(symbol.name, real=True) for symbol in first.free_symbols})]
-    if isinstance(first, And | Or | StrictLessThan | StrictGreaterThan | LessThan | GreaterThan):
-        with suppress(NotImplementedError):  # several variables, or nothing that sympy can solve
-            return [*parsed, first.as_set()]
     combine = Union if _OR.search(text) else Intersection if _AND.search(text) else None
     relations = first.args if isinstance(first, FiniteSet) and combine is not None else ()
     if combine is not None and relations and all(map(grader.is_relation, relations)):

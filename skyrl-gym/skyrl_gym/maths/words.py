@@ -5,7 +5,8 @@ for a loss. Words are therefore compared here:
 
 - A ground truth of words alone, such as ``Tuesday`` or ``SSA``, is compared as it is written.
 - A unit may be missing, as in 12 for 12 cm, but 12 m is not 12 cm.
-- Words that change a number, as in 5 dozen, have to be in both.
+- Words that change a number, as in 5 dozen, have to be in both, and opposites, as profit and loss, differ. Other words
+  are labels: 10 ways are 10 arrangements.
 - Quantities of several numbers, as in 3 h 20 min, have the same numbers and words in the same order.
 """
 
@@ -13,24 +14,31 @@ from __future__ import annotations
 
 import re
 import string
+from fractions import Fraction
 
 
 def _split(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-_WRAPPED = re.compile(r"\\(?:text|textrm|textbf|textit|textsf|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
+_WRAPPED = re.compile(r"\\(?:text|textrm|textbf|textit|textsf|mathrm|mathbf|mathit|mathsf|emph|mbox)\s*\{([^{}]*)\}")
 _FIGURE = re.compile(r"\\(?:angle|triangle|overline|overrightarrow|overleftrightarrow)(?![A-Za-z])")
 _SPACING = re.compile(r"\\(?:begin|end)\s*\{\w+\*?\}(?:\{[clr|]*\})?|\\[,;:!() ]|~|\\q?quad(?![A-Za-z])|(?<!\\)\$|[{}]")
 _NAMES = re.compile(r"[A-Za-z][A-Za-z\s,;.'&-]*")
-_DATE = re.compile(r"\d{4}([-/.])\d\d?\1\d\d?|\d\d?([-/.])\d\d?\2\d{4}")
+_DATE = re.compile(r"(\d{4})-(\d\d?)-(\d\d?)|(\d\d?)/(\d\d?)/(\d{4})")
+_TIME = re.compile(r"(\d{1,2}):(\d\d)\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_LETTERS = re.compile(r"[A-Z](?:(?:\s*,\s*|\s+and\s+)[A-Z])+")
 _UNDIRECTED = re.compile(r"\s*\$?\s*\\(?:angle|overline)(?![A-Za-z])")
-_VOWEL = frozenset("aeiou")
+_VOWELS = frozenset("aeiou")
 _SEPARATOR = re.compile(r"[,;&]|\band\b")
 _POWER = re.compile(r"\}\s*\^\s*\{?([23])(?!\d)\}?")
+_RAISED = str.maketrans({"²": "^2", "³": "^3"})
+_UNIT_FRACTION = re.compile(
+    r"\\[dt]?frac\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}"
+)
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\[,! ]|,\\!)(?=\d{3})")
 _TOKEN = re.compile(
-    r"(?P<number>\d(?:[\d,]*\d)?(?:\.\d+)?)|(?<![\\A-Za-z])(?P<word>[ap]\.\s?m\b\.?|[A-Za-z]+)(?:\s*\^\s*(?P<power>[23])(?!\d))?"
+    r"(?P<number>\d+(?:,\d{3}(?!\d))*(?:\.\d+)?)|(?<![\\A-Za-z])(?P<word>[ap]\.\s?m\b\.?|[A-Za-z]+)(?:\s*\^\s*(?P<power>[23])(?!\d))?"
     r"|(?P<maths>\\(?:[A-Za-z]+|\$)|[^\s\w.,])"
 )
 _MATHS = _split(
@@ -40,69 +48,85 @@ _MATHS = _split(
 )
 """Words that `equivalence` or math-verify read."""
 _CHANGES = _split(
-    "factorial dozen pair score half halve third quarter fifth tenth hundredth thousandth ten double triple twice "
-    "squared cubed negative minus below remainder reciprocal inverse opposite wrong incorrect gross lakh crore bn mn "
-    "quadrillion quintillion ppm ppb permille basi bps"
+    "factorial dozen gross squared cubed half tenth hundredth thousandth negative minus below lakh crore bn mn "
+    "quadrillion quintillion ppm ppb permille basi bps reciprocal wrong incorrect"
 )
 """Words that change the number beside them."""
-_FILLERS = _split("and or to a an the is are of at than about approximately unit answer total")
+_OPPOSED = _split(
+    "more less most least greater smaller profit loss gain increase decrease north south east west left right up down "
+    "even odd clockwise counterclockwise anticlockwise am pm bc ad before after above inside outside january february "
+    "march april may june july august september october november december"
+)
+"""Words that exclude one another. Other words are labels, which need not agree: 10 ways are 10 arrangements."""
+_CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
+_FILLERS = _split("a an the")
 _FORMS = {
     "hour": "h hr", "minute": "min", "second": "s sec", "year": "yr", "inch": "in inche", "foot": "ft feet",
-    "yard": "yd", "mile": "mi", "pound": "lb", "ounce": "oz", "dollar": "usd", "square": "sq", "cubic": "cu",
+    "yard": "yd", "mile": "mi", "pound": "lb", "ounce": "oz", "cent": "", "dollar": "usd buck",
+    "euro": "eur", "yen": "jpy", "rupee": "inr", "square": "sq", "cubic": "cu",
     "degree": "deg", "celsius": "c celsiu", "fahrenheit": "f",
     "millimeter": "mm millimetre", "centimeter": "cm centimetre",
     "meter": "m metre", "kilometer": "km kilometre", "milligram": "mg", "gram": "g", "kilogram": "kg",
     "kilobyte": "kb", "megabyte": "mb", "gigabyte": "gb", "terabyte": "tb", "mole": "mol", "joule": "j", "watt": "w",
     "kilojoule": "kj", "kilowatt": "kw", "hertz": "hz", "pascal": "pa", "kilopascal": "kpa", "calorie": "cal",
-    "volt": "v", "milliliter": "ml millilitre", "liter": "l litre", "people": "person",
+    "volt": "v", "milliliter": "ml millilitre", "liter": "l litre", "people": "person", "gallon": "gal", "week": "wk",
+    "newton": "n", "kelvin": "k", "tablespoon": "tbsp", "teaspoon": "tsp", "month": "mo", "quart": "qt", "day": "day",
     "child": "children", "radian": "rad",
 }  # fmt: skip
 _UNITS = {form: unit for unit, forms in _FORMS.items() for form in (unit, *forms.split())}
 """Forms of a unit without their plural s, and its name."""
 _POWERS = {"2": "square", "3": "cubic"}
-_CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
 _SPEED = re.compile(r"(?<![A-Za-z])([mk])ph(?![A-Za-z])")
-_KNOWN = _CHANGES | _FORMS.keys() | {"am", "pm", "bc", "ad", "day", "per", "up"}
+_KNOWN = _CHANGES | _OPPOSED | _FORMS.keys() | {"per"}
 
 
 def compare_names(answer: str, gold: str) -> bool | None:
     r"""Compare an answer with a ground truth of words, or a date, as they are written; None if `gold` is neither.
 
-    Two capital letters side by side and words of three letters are names. ``xy`` and ``mgh`` are products, and the
-    names of functions and Greek letters are maths. Case, a plural s and the order of a list do not count, nor does the
-    direction of ``\angle ABC`` and ``\overline{AB}``.
+    Words of three letters are names, and so are lists of capital letters. ``xy``, ``AB`` and ``mgh`` are products, and
+    the names of functions and Greek letters are maths. Case, a plural s and the order of a list do not count,
+    nor does the direction of ``\angle ABC`` and ``\overline{AB}``.
     """
-    names = _strip_markup(gold)
-    if _DATE.fullmatch(names):
-        return _strip_markup(answer) == names
+    names, given = _strip_markup(gold), _strip_markup(answer)
+    for pattern in (_DATE, _TIME):
+        if expected := pattern.fullmatch(names):
+            found = pattern.fullmatch(given)
+            pairs = zip(expected.groups(), found.groups(), strict=True) if found else [("", "x")]
+            return all(a is None or b is None or a.lower().lstrip("0") == b.lower().lstrip("0") for a, b in pairs)
     words = re.findall("[A-Za-z]+", names)
     has_maths = any(word.lower() in _MATHS for word in words)
-    if has_maths or not _NAMES.fullmatch(names) or not any(map(_is_name, words)):
+    has_letters = _UNDIRECTED.match(gold) is not None or _LETTERS.fullmatch(names) is not None
+    if has_maths or not _NAMES.fullmatch(names) or not (has_letters or any(map(_is_name, words))):
         return None
-    found = _list_names(_strip_markup(answer))
     is_undirected = all(_UNDIRECTED.match(text) for text in (answer, gold))
-    return found == _list_names(names) or (is_undirected and found == _list_names(names[::-1]))
+    return _list_names(given) in (_list_names(names), _list_names(names[::-1]) if is_undirected else None)
 
 
 def _is_name(word: str) -> bool:
-    if len(word) == 3 and word.islower():
-        return (
-            not _VOWEL.isdisjoint(word) and "".join(sorted(word)) not in string.ascii_lowercase
-        )  # mgh and abc are products
-    return len(word) > 2 or word[1:].isupper()
+    """Return True for SSA, Tuesday and red, and False for the products AB, mgh, abc and nRT."""
+    if word.islower():
+        is_product = _VOWELS.isdisjoint(word) or "".join(sorted(word)) in string.ascii_lowercase
+        return len(word) > 2 and not is_product
+    return len(word) > 2 and (word.isupper() or word.istitle())
 
 
 def have_same_words(answer: str, gold: str) -> bool:
     """Return False if the words around the numbers exclude that the answer is right."""
-    tokens, expected_tokens = _tokens(answer), _tokens(gold)
-    words, expected = ({text for kind, text in side if kind == "word"} - _FILLERS for side in (tokens, expected_tokens))
+    sides = [_tokens(text.rpartition("=")[2] if text.count("=") == 1 else text) for text in (answer, gold)]
+    words, expected = ({text for kind, text in side if kind == "word"} for side in sides)
     if words & _CHANGES != expected & _CHANGES:
         return False
-    if words and expected:
-        areas_and_rates = {*_POWERS.values(), "per"}
-        return words & areas_and_rates == expected & areas_and_rates and (words <= expected or expected <= words)
-    bare = tokens if expected else expected_tokens  # 3 m beside 3 km: here the last letter is a unit, too
-    return not bare or bare[-1][0] != "letter" or (words | expected).isdisjoint(_FORMS)
+    units, expected_units = words & _FORMS.keys(), expected & _FORMS.keys()
+    if units and expected_units:
+        rates = {*_POWERS.values(), "per"} if units.isdisjoint(_CURRENCIES.values()) else set()
+        if words & rates != expected & rates or not (units <= expected_units or expected_units <= units):
+            return False
+    elif units or expected_units:  # in 3 m beside 3 km, the last letter is a unit as well
+        bare = dict(reversed(sides[0] if expected_units else sides[1]))
+        if "number" in bare and _stem(bare.get("letter", "")) not in {"", *units, *expected_units}:
+            return False
+    opposed, expected_opposed = words & _OPPOSED, expected & _OPPOSED
+    return not opposed or not expected_opposed or opposed == expected_opposed
 
 
 def compare_quantities(answer: str, gold: str) -> bool | None:
@@ -111,19 +135,21 @@ def compare_quantities(answer: str, gold: str) -> bool | None:
     return None if expected is None else _quantities(answer) == expected
 
 
-def _quantities(text: str) -> list[tuple[str, str]] | None:
+def _quantities(text: str) -> list[tuple[str, object]] | None:
     """Return two or more numbers and the words between them; None if the text has anything else."""
-    found = []
+    found: list[tuple[str, object]] = []
     for kind, word in _tokens(text):
-        is_unit = kind == "letter" and _stem(word) in _FORMS
-        found += [] if word in _FILLERS else [("word", _stem(word)) if is_unit else (kind, word)]
+        if kind == "number":
+            found.append((kind, Fraction(word)))
+        elif word != "and":
+            found.append(("word", _stem(word)) if kind == "letter" and _stem(word) in _FORMS else (kind, word))
     kinds = [kind for kind, _ in found]
     return found if kinds.count("number") > 1 and set(kinds) == {"number", "word"} else None
 
 
 def unwrap_numbers(text: str) -> str:
     r"""Return the text with ``\text{73 apples}`` as ``73 apples``."""
-    return _WRAPPED.sub(lambda part: f" {part[1]} " if re.search(r"\d", part[1]) else part[0], text)
+    return _WRAPPED.sub(lambda part: f" {part[1]} " if re.match(r"[\s$\\+-]*\d", part[1]) else part[0], text)
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
@@ -133,7 +159,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
     four letters count.
     """
     tokens: list[tuple[str, str]] = []
-    text = _THOUSANDS.sub(",", text)
+    text = _UNIT_FRACTION.sub(r"\\text{\1/\2}", _THOUSANDS.sub(",", text.translate(_RAISED)))
     text = _SPEED.sub(lambda unit: {"m": "mile", "k": "km"}[unit[1]] + " per hour", _POWER.sub(r"^\1}", text))
     if text.count("$") % 2 and "\\$" not in text:  # no pair of delimiters
         text = text.replace("$", "\\$")
@@ -148,8 +174,8 @@ def _tokens(text: str) -> list[tuple[str, str]]:
                 tokens.append(("word", _CURRENCIES[match[0]]))
             elif not word or word in _MATHS:
                 tokens.append(("maths", match[0]))
-            elif len(word) == 1 and (index % 2 == 0 or word in "eid"):  # \mathrm{e} is Euler's number
-                tokens.append(("letter", word))
+            elif len(match["word"]) == 1 and (index % 2 == 0 or word in "eid"):  # \mathrm{e} is Euler's number
+                tokens.append(("letter", match["word"]))
             elif index % 2 == 1 or len(word) > 3 or word in _KNOWN:
                 tokens += [("word", word), *([("word", _POWERS[match["power"]])] if match["power"] else [])]
             else:
@@ -160,16 +186,20 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 def _stem(word: str) -> str:
     """Return a word in lower case, without dots and plural s, and a unit by its name."""
     word = re.sub(r"[.\s]", "", word.lower())
-    word = word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
-    return _UNITS.get(word, word)
+    singular = re.sub(r"(?<=ss|ch|sh)es$|(?<=x)es$|(?<=[a-z])(?<!s)s$", "", word)
+    if unit := _UNITS.get(word, _UNITS.get(singular)):
+        return unit
+    return singular if len(word) > 3 else word
 
 
 def _strip_markup(text: str) -> str:
-    text = _WRAPPED.sub(r" \1 ", _FIGURE.sub(" ", text))
+    text = _WRAPPED.sub(r" \1 ", _FIGURE.sub(" ", text.replace("**", "")))
     return " ".join(_SPACING.sub(" ", text).split()).strip(" .()")
 
 
 def _list_names(text: str) -> list[list[str]]:
     return sorted(
-        [_stem(word) for word in re.findall(r"[^\s.']+", part)] for part in _SEPARATOR.split(text) if part.strip()
+        [_stem(word) for word in re.findall(r"[^\s.']+", part) if word.lower() not in _FILLERS]
+        for part in _SEPARATOR.split(text)
+        if part.strip()
     )

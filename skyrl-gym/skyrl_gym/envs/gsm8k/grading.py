@@ -21,12 +21,12 @@ _CONTINUED = re.compile(
     re.IGNORECASE,
 )
 """Text after a number that makes it another number or one of several: ``42/1``, ``42e3``, ``42 000``, ``42 or 43``."""
-_TIMES = (
+_OPERATOR = (
     r"[ \t]*(?:[/^×÷·_]|\*(?!\*)|\*\*(?=[0-9])|:(?=[0-9])|\\(?:times|cdot|div)|x(?=[ \t]*[0-9])|times|mod)[ \t]*\{?"
 )
-_NUMBER = re.compile(
+_EXPRESSION = re.compile(
     r"\\[dtc]?frac[ \t]*\{[^{}]*\}[ \t]*\{[^{}]*\}|\\sqrt[ \t]*\{[^{}]*\}"
-    rf"|[/^]?(?:(?<![\w)])-)?[0-9.,]+(?:[eE][-+]?[0-9]+)?(?:(?:{_TIMES}|[ \t](?=[0-9]+/[0-9]))[0-9.,]+)*"
+    rf"|[/^]?(?:(?<![\w)])-)?[0-9.,]+(?:[eE][-+]?[0-9]+)?(?:(?:{_OPERATOR}|[ \t](?=[0-9]+/[0-9]))[0-9][0-9.,]*\}}?)*"
     r"(?:k\b|[ \t]+(?:hundred|thousand|million|billion|trillion|dozen)\b)?"
 )
 """A number, or a fraction, product or power whose last number is not the answer: ``3 / 4``, ``2**5``, ``5 million``."""
@@ -57,7 +57,7 @@ def extract_solution(solution_str: str, method: Method = "strict") -> str | None
         number, rest = found.groups()
         return f"{number}{rest}" if _CONTINUED.match(rest) else _without_commas(number)
     if method == "flexible":
-        numbers = (number.rstrip(".,") for number in reversed(_NUMBER.findall(_SIGN.sub(" -", solution_str))))
+        numbers = (number.rstrip(".,") for number in reversed(_EXPRESSION.findall(_SIGN.sub(" -", solution_str))))
         return next((_without_commas(number) for number in numbers if number.strip("-./^,")), None)
     raise ValueError(f"method={method!r} is unknown; use 'strict' or 'flexible'")
 
