@@ -25,8 +25,8 @@ _WRAPPED = re.compile(r"\\(?:text|textrm|textbf|textit|textsf|mathrm|mathbf|math
 _FIGURE = re.compile(r"\\(?:angle|triangle|overline|overrightarrow|overleftrightarrow)(?![A-Za-z])")
 _SPACING = re.compile(r"\\(?:begin|end)\s*\{\w+\*?\}(?:\{[clr|]*\})?|\\[,;:!() ]|~|\\q?quad(?![A-Za-z])|(?<!\\)\$|[{}]")
 _NAMES = re.compile(r"[A-Za-z][A-Za-z\s,;.'&-]*")
-_DATE = re.compile(r"(\d{4})-(\d\d?)-(\d\d?)|(\d\d?)/(\d\d?)/(\d{4})")
-_TIME = re.compile(r"(\d{1,2}):(\d\d)\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}")
+_TIME = re.compile(r"\d{1,2}:\d\d\s*(?:(?P<half>[ap])\.?\s?m\.?)?", re.IGNORECASE)
 _LETTERS = re.compile(r"[A-Z](?:(?:\s*,\s*|\s+and\s+)[A-Z])+")
 _UNDIRECTED = re.compile(r"\s*\$?\s*\\(?:angle|overline)(?![A-Za-z])")
 _VOWELS = frozenset("aeiou")
@@ -88,11 +88,12 @@ def compare_names(answer: str, gold: str) -> bool | None:
     nor does the direction of ``\angle ABC`` and ``\overline{AB}``.
     """
     names, given = _strip_markup(gold), _strip_markup(answer)
-    for pattern in (_DATE, _TIME):
-        if expected := pattern.fullmatch(names):
-            found = pattern.fullmatch(given)
-            pairs = zip(expected.groups(), found.groups(), strict=True) if found else [("", "x")]
-            return all(a is None or b is None or a.lower().lstrip("0") == b.lower().lstrip("0") for a, b in pairs)
+    if _DATE.fullmatch(names):
+        return _numbers(given) == _numbers(names)
+    times = [_TIME.fullmatch(text) for text in (names, given)]
+    if times[0] and any(time and time["half"] for time in times):
+        halves = {time["half"].lower() for time in times if time and time["half"]}
+        return times[1] is not None and len(halves) == 1 and _numbers(given) == _numbers(names)
     words = re.findall("[A-Za-z]+", names)
     has_maths = any(word.lower() in _MATHS for word in words)
     has_letters = _UNDIRECTED.match(gold) is not None or _LETTERS.fullmatch(names) is not None
@@ -100,6 +101,10 @@ def compare_names(answer: str, gold: str) -> bool | None:
         return None
     is_undirected = all(_UNDIRECTED.match(text) for text in (answer, gold))
     return _list_names(given) in (_list_names(names), _list_names(names[::-1]) if is_undirected else None)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def _is_name(word: str) -> bool:
