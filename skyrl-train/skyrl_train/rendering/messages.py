@@ -95,7 +95,7 @@ def replace_function(call: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """A form of messages with tool calls that some templates require."""
+    """How a template expects tool calls: arguments as text or object, empty content as null or ''."""
 
     arguments_are_text: bool  # JSON as text, which DeepSeek V3's and R1's templates join to other text
     content_is_null: bool  # beside calls, if it is empty; the same templates write no calls otherwise

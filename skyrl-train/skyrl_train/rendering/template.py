@@ -44,6 +44,21 @@ class Turn:
     answer: str
 
 
+@dataclass(frozen=True, slots=True)
+class SplitContent:
+    """An assistant's message, split into its thought and its answer."""
+
+    thought: str | None
+    answer: str
+    marked_thought: str  # the content before the answer, with a placeholder for the thought
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The nonempty parts, without the white space around them, which templates may drop."""
+        parts = {"thought": (self.thought or "").strip(), "content": self.answer.strip()}
+        return {part: text for part, text in parts.items() if text}
+
+
 class ChatTemplate:
     """A tokenizer with a chat template and its variables."""
 
@@ -200,8 +215,8 @@ class ChatTemplate:
         text = header + reply
         if not text.startswith(prompt):
             raise DataError(
-                f"the chat template writes message {index} in another way than its beginning, which the prompt has "
-                f"({prompt[-40:]!r}); write the whole answer as the response"
+                f"the chat template renders the begun reply ({prompt[-40:]!r}) differently from the whole message "
+                f"{index}; write the whole answer as the response"
             )
         return Turn(prompt, text[len(prompt) :])
 
@@ -220,10 +235,11 @@ class ChatTemplate:
         from the end of the last message on, and without the thought that the header opens or closes.
         """
         index = len(past)
+        split = self._split_thought(message, index)
+        thought = split.thought
         header = self.render(past, tools, adds_header=True) if past else ""
         turn = self.render([*past, message], tools, adds_header=False)
-        thought = self._split_thought(message, index)[1]
-        lost = self._find_lost_parts(past, message, tools)
+        lost = self._find_lost_parts(past, message, split, tools)
         if turn.startswith(header):
             reply = turn[len(header) :]
         else:
@@ -241,6 +257,8 @@ class ChatTemplate:
                 if "thought" in lost:
                     reply = f"{thought}\n" + reply.lstrip("\n")
                     lost.remove("thought")
+        # Hunyuan's template reads the content "It is <answer>4</answer>", and writes "4"
+        lost |= {f"whole {part}" for part, text in split.texts.items() if part not in lost and text not in reply}
         if lost:
             raise DataError(
                 f"the chat template does not write the {' and the '.join(sorted(lost))} in message {index}; use a "
@@ -248,19 +266,20 @@ class ChatTemplate:
             )
         return header, reply
 
-    def _find_lost_parts(self, past: Messages, message: Mapping[str, Any], tools: Sequence[Any] | None) -> set[str]:
-        """Return the parts of a message that the template does not write: its thought, its content, or a call.
+    def _find_lost_parts(
+        self, past: Messages, message: Mapping[str, Any], split: SplitContent, tools: Sequence[Any] | None
+    ) -> set[str]:
+        """Return the parts of a message that the template does not read: its thought, its content, or a call.
 
-        Whether a part is written cannot be read from the text: a thought "4" is in the content "2 + 2 = 4". The message
-        is therefore rendered with a placeholder for each part.
+        The text does not show it: a thought "4" is in the content "2 + 2 = 4". The message is therefore rendered with a
+        placeholder for each part.
         """
-        before, thought, between, content = self._split_thought(message, len(past))
-        parts = [("thought", THOUGHT_MARK)] if thought else []
-        marked: dict[str, Any] = {**message, "content": before + THOUGHT_MARK * bool(thought) + between}
+        marks = {"thought": THOUGHT_MARK, "content": MARK + "CONTENT"}
+        parts = [(part, marks[part]) for part in split.texts]
+        marked: dict[str, Any] = {**message, "content": split.marked_thought}
         if find_thought(message):
-            marked |= dict.fromkeys(THOUGHT_FIELDS, THOUGHT_MARK) | {"content": ""}
-        if content.strip():
-            parts.append(("content", MARK + "CONTENT"))
+            marked |= dict.fromkeys(THOUGHT_FIELDS, THOUGHT_MARK)
+        if "content" in split.texts:
             marked["content"] += MARK + "CONTENT"
         if calls := message.get("tool_calls"):
             marked["tool_calls"] = []
@@ -295,25 +314,37 @@ class ChatTemplate:
             "data.chat_template_kwargs"
         )
 
-    def _split_thought(self, message: Mapping[str, Any], index: int) -> tuple[str, str | None, str, str]:
-        """Return the text before the thought of a prepared message, the thought, the text after it, and the answer.
+    def _split_thought(self, message: Mapping[str, Any], index: int) -> SplitContent:
+        """Return the thought and the answer of a prepared message.
 
-        Joined, they are the content, unless the thought is in a field. A content with a closing tag only begins with a
-        thought: data that R1's kind of models wrote lacks the tag that their header has.
+        A content with only a closing tag begins with a thought. R1-style models write such replies, since their header
+        has the opening tag.
 
         Raises:
-            DataError: the content opens a thought and does not close it.
+            DataError: the content opens a thought and does not close it, has text before its thought or a second tag,
+                or a field has another thought.
         """
         content = str(message["content"] or "")
         for opening, closing in self._thought_tags.items():
             inside, found, answer = content.partition(closing)
             if found:
                 thought = inside.strip().removeprefix(opening).strip()
+                if opening in thought or closing in answer:
+                    raise DataError(
+                        f"message {index} has text before a thought, or a second {opening} or {closing}; begin the "
+                        "content with its only thought"
+                    )
+                if find_thought(message):
+                    raise DataError(
+                        f"message {index} has a thought in a field and another one before {closing} in its content; "
+                        "remove one of them"
+                    )
                 before = inside.rstrip().removesuffix(thought)
-                return before, thought, inside[len(before + thought) :] + closing, answer
+                between = inside[len(before + thought) :] + closing
+                return SplitContent(thought, answer, before + THOUGHT_MARK * bool(thought) + between)
             if content.lstrip().startswith(opening):
                 raise DataError(f"message {index} opens a thought with {opening} and does not close it; add {closing}")
-        return "", find_thought(message), "", content
+        return SplitContent(find_thought(message), content, "")
 
     # -- tokens
 

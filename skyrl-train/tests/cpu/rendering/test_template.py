@@ -17,6 +17,8 @@ from skyrl_train.errors import DataError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.rendering.template import ChatTemplate, Messages
 
+THINKING = ("qwen3", "r1-distill", "qwen3.5")
+HM = {"reasoning_content": "Hm"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
@@ -74,7 +76,7 @@ def test_a_thought_is_trained_even_if_the_template_drops_it_from_past_turns(fami
     [
         ("qwen3 without thinking", assistant("<think>\nHm.\n</think>\n\n4"), "has a thought|cannot be separated"),
         ("deepseek-v3.1", assistant("Hm.</think>4"), "has a thought"),
-        ("chatml", assistant("4") | {"reasoning_content": "Hm."}, "does not write the thought in message 1"),
+        ("chatml", assistant("4") | HM, "does not write the thought in message 1"),
         (
             "llama 3",
             assistant("") | {"tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
@@ -85,6 +87,10 @@ def test_a_thought_is_trained_even_if_the_template_drops_it_from_past_turns(fami
         ("r1-distill", {"role": "bot", "content": "4"}, "has the role 'bot'"),
         ("r1-distill", {"role": "Assistant", "content": "4"}, "has the role 'Assistant'"),
         ("qwen3", assistant("<think>\nHm"), "opens a thought with <think> and does not close it"),
+        *((family, assistant("<think>a</think>b</think>c"), "a second <think> or </think>") for family in THINKING),
+        *((family, assistant("pre <think>a</think>c"), "text before a thought") for family in THINKING),
+        *((family, assistant("c </think> d") | HM, "a thought in a field and another one") for family in THINKING),
+        ("hunyuan", assistant("x <answer>4</answer> y"), "does not write the whole content in message 1"),
         ("chatml", assistant("4<|im_end|>"), "contains <|im_end|>, the end of a turn"),
     ],
 )
@@ -116,9 +122,6 @@ def test_a_reply_that_the_prompt_begins_is_continued(family: str) -> None:
     prompt = ChatTemplate(load(family), variables=FAMILIES[family].variables).prompt([user("2 + 2?"), assistant(start)])
     assert prompt.endswith(end)
     assert not start or prompt.count(start.strip()) == 1
-
-
-HM = {"reasoning_content": "Hm"}
 
 
 @pytest.mark.parametrize(
