@@ -80,7 +80,7 @@ class ConversationEncoder:
         for index in demonstration.trained:
             start = demonstration.reply_start if index == demonstration.n_context else None
             if not rows and tools:
-                self._template.check_tools(messages[:index], tools)
+                self._template.check_tools(messages[: index or 1], tools)  # the reply may be the first message
             turn = self._template.turn(messages, index, tools, start)
             if rows and turn.prompt.startswith(text):
                 row, added = rows[-1], self._template.encode_after(text, turn.prompt[len(text) :])

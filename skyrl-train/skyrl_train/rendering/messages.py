@@ -46,7 +46,8 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
     Fields that are null are dropped. Arguments of tool calls become objects. Nulls inside them are kept, because the
     file reader has already dropped the table's. Text parts are joined into one string: templates disagree on parts, and
-    Qwen3's writes none of them. A thought is written to every field that a template may read it from.
+    Qwen3's writes none of them. A thought is written to every field that a template may read it from, except `thinking`
+    beside content and tool calls.
 
     Raises:
         DataError: a message has an image, a video or audio.
@@ -72,7 +73,9 @@ def _prepare(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     elif content is None and "tool_calls" in prepared:
         prepared["content"] = ""
     if thought := find_thought(prepared):
-        prepared |= dict.fromkeys(THOUGHT_FIELDS, thought)
+        # gpt-oss's template, the one that reads `thinking`, raises if a message has it, content and tool calls
+        adds_thinking = not (prepared.get("content") and prepared.get("tool_calls"))
+        prepared |= {name: thought for name in THOUGHT_FIELDS if name != "thinking" or adds_thinking}
     return prepared
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import Any
 
 from jinja2 import Environment
@@ -28,8 +29,10 @@ from skyrl_train.rendering.messages import (
     replace_function,
 )
 
-MARK = "ASSISTANTTURN"  # placeholder for text of a message, to find its position in the rendered text
-LAST_MARK, THOUGHT_MARK, CALL_MARK = "LASTMESSAGE", "ASSISTANTTHOUGHT", "ASSISTANTCALL"
+# placeholders for text of a message, to find its position in the rendered text; random, so no message contains them
+MARK, LAST_MARK, THOUGHT_MARK, CALL_MARK = (
+    name + token_hex(8) for name in ("ASSISTANTTURN", "LASTMESSAGE", "ASSISTANTTHOUGHT", "ASSISTANTCALL")
+)
 ANCHORS = ("\n", ".", "a")  # text that a fragment can follow if it would merge with its real context
 MAX_TAIL_CHARS = 1000  # end of a context that is searched for its last special token
 

@@ -321,6 +321,11 @@ def test_only_answers_with_a_weight_are_trained(
     "row",
     [
         {"prompt": [user("a"), assistant("Let me ")], "response": "see"},
+        {
+            "prompt": [assistant("Let me ")],
+            "response": "see",
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        },
         {"prompt": [user("a"), assistant("Let me ")], "chosen": "see", "rejected": [assistant("see")]},
     ],
 )
@@ -328,7 +333,8 @@ def test_an_answer_continues_a_prompt_that_begins_it(
     row: dict[str, Any], tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     data = PreferenceDataConfig() if "chosen" in row else SFTDataConfig()
-    dataset = SupervisedDataset([write_rows(tmp_path, [row])], ConversationEncoder(tiny_tokenizer), data)
+    encoder = ConversationEncoder(tiny_tokenizer, {"chat_template": WITH_TOOLS})
+    dataset = SupervisedDataset([write_rows(tmp_path, [row])], encoder, data)
     for (segment,) in dataset[0]:
         assert str(tiny_tokenizer.decode(segment.prompt_ids)).endswith("<|im_start|>assistant\nLet me ")
         assert tiny_tokenizer.decode(segment.response_ids) == "see<|im_end|>"

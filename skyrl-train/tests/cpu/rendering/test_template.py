@@ -100,7 +100,7 @@ def test_what_the_template_does_not_write_is_refused(family: str, message: Any, 
 
 
 STARTS = {
-    "chatml": ("Let me see", "<|im_start|>assistant\nLet me see"),
+    "chatml": ("Let me see", "2 + 2? ASSISTANTTURN<|im_end|>\n<|im_start|>assistant\nLet me see"),
     "zephyr": ("<think>\nHm", "<|assistant|>\n<think>\nHm"),  # the template knows no thoughts
     "llama 2": ("Let me see", "[/INST] Let me see"),
     "mistral v7": ("The answer is ", "[/INST]The answer is "),
@@ -119,7 +119,8 @@ STARTS = {
 @pytest.mark.parametrize("family", STARTS)
 def test_a_reply_that_the_prompt_begins_is_continued(family: str) -> None:
     start, end = STARTS[family]
-    prompt = ChatTemplate(load(family), variables=FAMILIES[family].variables).prompt([user("2 + 2?"), assistant(start)])
+    template = ChatTemplate(load(family), variables=FAMILIES[family].variables)
+    prompt = template.prompt([user("2 + 2? ASSISTANTTURN"), assistant(start)])
     assert prompt.endswith(end)
     assert not start or prompt.count(start.strip()) == 1
 
@@ -164,6 +165,12 @@ def test_a_call_is_trained_in_the_form_that_the_template_reads(family: str, argu
         [user("2 + 2?"), calling, result]
     )
     assert rows[-1].token_ids[: len(history)] == history
+
+
+@pytest.mark.parametrize("family", ["gpt-oss, with tools", "qwen3.5", "glm-4.5, with tools"])
+def test_a_history_has_content_and_a_thought_beside_calls(family: str) -> None:
+    messages = [user("2 + 2?"), {**assistant("I add."), **HM, "tool_calls": [CALL]}, {"role": "tool", "content": "4"}]
+    assert "I add." in ChatTemplate(load(family)).prompt(messages)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].thought])

@@ -158,10 +158,12 @@ QWEN35_THOUGHT = (  # Qwen3-Next too: the header opens a thought, and turns afte
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{{ '<think>\\n\\n</think>\\n\\n' if enable_thinking is false else '<think>\\n' }}{% endif %}"
 )
-GPT_OSS = (  # reads `thinking`, and writes it if the turn is the last one
+GPT_OSS = (  # reads `thinking`, and writes it if the turn is the last one; beside calls, either it or the content
     "<|start|>system<|message|>You are a model.<|end|>{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% if m.thinking and (loop.last or m.tool_calls) %}<|start|>assistant<|channel|>analysis<|message|>"
-    "{{ m.thinking }}<|end|>"
+    "{% if m.tool_calls and m.thinking and m.content %}{{ raise_exception('both content and thinking') }}{% endif %}"
+    "{% set thought = m.thinking or (m.content if m.tool_calls else '') %}"
+    "{% if thought and (loop.last or m.tool_calls) %}<|start|>assistant<|channel|>analysis<|message|>"
+    "{{ thought }}<|end|>"
     "{% endif %}{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}<|start|>assistant to=functions."
     "{{ call.name }}"
     "<|channel|>commentary json<|message|>{{ call.arguments | tojson }}<|call|>"
