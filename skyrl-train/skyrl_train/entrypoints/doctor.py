@@ -138,7 +138,8 @@ def _check_memory(cfg: SkyRLConfig) -> Iterator[Finding]:
         return
     memory = forecast_memory(cfg.trainer, models, offloads_idle=cfg.offloads_idle(has_gpus=n_gpus > 0))
     if memory is None:
-        yield Finding("memory", "warning", f"{device} · training may be on other machines of a Ray cluster")
+        reason = "training may be on other machines of a Ray cluster, or the driver does not report it"
+        yield Finding("memory", "warning", f"{device} · the free memory is unknown: {reason}")
     elif memory.shortage is not None:
         text, _, fix = memory.shortage.partition(": ")
         yield Finding("memory", "failed", f"{device} · {text}", fix)

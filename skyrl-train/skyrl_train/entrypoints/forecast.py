@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -24,6 +25,8 @@ from skyrl_train.dataset.files import count_rows
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.weight_files import list_weight_files
 from skyrl_train.types.specs import Role, lora_spec
+
+logger = logging.getLogger(__name__)
 
 ModelName = Literal["policy", "critic", "reference", "reward model"]
 ROLES: Mapping[ModelName, Role] = {
@@ -233,30 +236,32 @@ def check_disk(trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[Plann
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """The memory for weights, gradients and optimizer, without which training cannot run, and what is free of it."""
+    """Memory needed for weights, gradients and optimizer state, and memory free on the device."""
 
     device: str
     needed_bytes: float
     free_bytes: float
+    uses_lora: bool
 
     @property
     def shortage(self) -> str | None:
         """Why the memory is too small; None if it is not. Activations and an engine come on top."""
         if self.needed_bytes <= self.free_bytes:
             return None
+        lora = "" if self.uses_lora else " LoRA (trainer.policy.model.lora.rank=32),"
         return (
             f"training takes {format_bytes(self.needed_bytes)} on {self.device}, without activations, and "
-            f"{format_bytes(self.free_bytes)} are free: use more GPUs (trainer.placement), LoRA "
-            "(trainer.policy.model.lora.rank=32), or a smaller model"
+            f"{format_bytes(self.free_bytes)} are free: use more GPUs (trainer.placement),{lora} or a smaller model"
         )
 
 
 def forecast_memory(
     trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel], *, offloads_idle: bool = False
 ) -> MemoryForecast | None:
-    """Forecast the memory of a run; None before the download, and for processes that may be on other machines.
+    """Forecast the memory of a run.
 
-    Models that are on different devices, or leave theirs while they are idle, count as the largest of them.
+    Return None if the model is not downloaded yet, if Ray may use other machines, or if the free memory of the GPUs is
+    unknown. Count only the largest model if models have separate devices or are offloaded while idle.
     """
     import torch  # takes a second, which a mistake in the configuration should not cost
 
@@ -267,10 +272,43 @@ def forecast_memory(
     sizes = [model.training_bytes / (count_shards(trainer, model, ranks) if ranks else 1) for model in models]
     needed = max(sizes) if ranks or offloads_idle else sum(sizes)
     is_on_host = bool(ranks) and trainer.strategy != "megatron" and trainer.policy.fsdp_config.cpu_offload
-    if torch.cuda.is_available() and not is_on_host:
-        return MemoryForecast("each GPU" if ranks else "the GPU", needed, torch.cuda.mem_get_info()[0])
+    uses_lora = models[0].lora is not None
     n_processes = max((n_per_node for _, n_per_node in ranks.values()), default=1)
-    return MemoryForecast("this machine", needed * n_processes, psutil.virtual_memory().available)
+    if torch.cuda.is_available() and not is_on_host:
+        try:
+            free = _free_bytes_of_other_processes(n_processes) if ranks else torch.cuda.mem_get_info()[0]
+        except RuntimeError as error:
+            logger.info("The free memory of the GPUs is unknown, so the forecast is left out: %s", error)
+            return None
+        return MemoryForecast("each GPU" if ranks else "the GPU", needed, free, uses_lora)
+    return MemoryForecast("this machine", needed * n_processes, psutil.virtual_memory().available, uses_lora)
+
+
+def _free_bytes_of_other_processes(n_gpus: int) -> int:
+    """Return the free memory of the fullest of the first `n_gpus` visible GPUs, on which ranks will start.
+
+    `torch.cuda.mem_get_info` would create a CUDA context, which takes hundreds of MB of a GPU that this process may not
+    use, until the process ends.
+
+    Raises:
+        RuntimeError: nvidia-ml-py is not installed, or the driver does not report the memory.
+    """
+    try:
+        import pynvml
+    except ImportError as error:
+        raise RuntimeError("nvidia-ml-py is not installed") from error
+
+    try:
+        pynvml.nvmlInit()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [str(i) for i in range(pynvml.nvmlDeviceGetCount())] if visible is None else visible.split(",")
+        gpus = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
+            for name in map(str.strip, names[:n_gpus])
+        ]
+        return min(int(pynvml.nvmlDeviceGetMemoryInfo(gpu).free) for gpu in gpus)
+    except pynvml.NVMLError as error:
+        raise RuntimeError(f"NVML reports: {error}") from error
 
 
 def plan_ranks(placement: RunPlacementConfig, models: Sequence[PlannedModel]) -> Ranks:

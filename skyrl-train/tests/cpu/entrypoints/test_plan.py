@@ -8,13 +8,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from omegaconf import OmegaConf
 from train_kit.models import SMALL
 from train_kit.runs import expect_error, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, LlamaConfig, PreTrainedConfig
 
 from skyrl_train.config import SkyRLConfig, load_config
-from skyrl_train.entrypoints.forecast import forecast_engine_bytes, format_bytes, plan_models
+from skyrl_train.entrypoints.forecast import forecast_engine_bytes, forecast_memory, format_bytes, plan_models
 from skyrl_train.entrypoints.plan import describe_plan
 
 N_PARAMETERS = 193_920
@@ -68,8 +69,36 @@ def test_a_run_that_does_not_fit_is_planned_and_warned_of_before_it_loads(
     train(*catch_run, "trainer.max_training_steps=1")
     assert caplog.text.index(shortage) < caplog.text.index("Loaded the policy")
     caplog.clear()
-    train(*catch_run, "trainer.run_name=adapter", "trainer.max_training_steps=1", "trainer.policy.model.lora.rank=2")
+    adapter = [*catch_run, "trainer.run_name=adapter", "trainer.policy.model.lora.rank=2"]
+    train(*adapter, "trainer.max_training_steps=1")
     assert "training takes" not in caplog.text
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1000))
+    train(*adapter, "--dry-run")
+    assert "use more GPUs (trainer.placement), or a smaller model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("settings", [[], ["trainer.placement.policy_num_gpus_per_node=2"]], ids=["here", "ranks"])
+def test_a_gpu_that_does_not_report_its_memory_has_no_forecast(
+    settings: list[str],
+    configure: Callable[..., SkyRLConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Ranks on Ray have GPUs of their own, and this process must not take memory of one."""
+    contexts: list[bool] = []
+
+    def fail() -> tuple[int, int]:
+        contexts.append(True)
+        raise RuntimeError("CUDA error: out of memory")
+
+    cfg = configure(*settings)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00000000-0000-0000-0000-000000000000")  # on no machine
+    with caplog.at_level("INFO"):
+        assert forecast_memory(cfg.trainer, plan_models(cfg)) is None
+    assert "The free memory of the GPUs is unknown" in caplog.text
+    assert contexts == [True] * (not settings)
 
 
 def test_a_dry_run_refuses_data_that_does_not_fill_a_batch(catch_run: list[str]) -> None:
