@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from skyrl_gym.envs.entry_point import suggestion
 from skyrl_train.algorithms.registry import advantage_estimator, policy_loss
 from skyrl_train.algorithms.rules import loads_reference, reads_reference
 from skyrl_train.config import SkyRLConfig
@@ -34,7 +33,7 @@ from skyrl_train.dataset.files import Rows, check_row_count, find_fault, local_p
 from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT, find_long_sync
-from skyrl_train.models.weight_files import INDEX, SINGLE_FILE, find_damaged_weights
+from skyrl_train.models.weight_files import INDEX, SINGLE_FILE, find_damaged_weights, suggest_folder
 
 WEIGHTS = (SINGLE_FILE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors$")
@@ -356,7 +355,7 @@ def _find_missing_trained_model(
     elif path is not None and _is_local(path):
         yield (
             f"{key}.lora.lora_path={show(path)}: there is no such folder; use a local folder, or a name on the Hub "
-            "(owner/name)"
+            f"(owner/name).{suggest_folder(path)}"
         )
 
 
@@ -383,9 +382,9 @@ def _find_missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> 
             fault = "cannot be read" if config is None else f"is a {type(config).__name__}, not an object"
             yield f"{key}={show(path)}: {path}/config.json {fault}; save the model with save_pretrained"
         elif (damage := find_damaged_weights(folder)) is not None:
-            yield f"{key}={show(path)}: {damage}; download or save the model again"
+            yield f"{key}={show(path)}: {damage}"
     elif _is_local(path):
-        hint = suggestion(folder.name, _list_folders(folder.parent))
+        hint = suggest_folder(path)
         yield f"{key}={show(path)}: there is no such folder; use one, or a name on the Hub (owner/name).{hint}"
 
 
@@ -396,14 +395,6 @@ def _is_local(path: str) -> bool:
     """
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         return True
-    folder = Path(path)
     if "/" in path:
-        return (folder.parent / "config.json").is_file()
-    return bool(suggestion(path, _list_folders(folder.parent))) and not _read_model_config(path)
-
-
-def _list_folders(parent: Path) -> list[str]:
-    try:
-        return [entry.name for entry in parent.iterdir() if entry.is_dir()]
-    except OSError:
-        return []
+        return (Path(path).parent / "config.json").is_file()
+    return bool(suggest_folder(path)) and not _read_model_config(path)

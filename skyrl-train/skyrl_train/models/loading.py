@@ -27,6 +27,7 @@ from skyrl_train.models.deferred import create_without_weights
 from skyrl_train.models.fused import fuse_operations
 from skyrl_train.models.last_layer import narrow_last_layer
 from skyrl_train.models.logprobs import scaled_logits
+from skyrl_train.models.weight_files import suggest_folder
 from skyrl_train.types.specs import Role
 
 logger = logging.getLogger(__name__)
@@ -290,7 +291,8 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             f"cannot load the {kind} from {key}={path}: {reason}; use a folder that contains "
-            "config.json, model.safetensors and tokenizer.json, or a name the Hugging Face Hub knows"
+            "config.json, model.safetensors and tokenizer.json, or a name the Hugging Face Hub knows."
+            f"{suggest_folder(path)}"
         ) from error
 
 

@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import create_empty
 from skyrl_train.models.low_rank import MatrixChange
+from skyrl_train.models.weight_files import suggest_folder
 from skyrl_train.types.specs import LoraSpec, Role, SyncKind
 
 logger = logging.getLogger(__name__)
@@ -340,7 +341,8 @@ def read_config(path: str, source: str) -> peft.LoraConfig:
         config = peft.PeftConfig.from_pretrained(path)
     except Exception as error:  # the boundary to peft, which raises whatever a malformed file leads to
         raise ConfigError(
-            f"{source} has no {CONFIG} that peft can read: {error}; use a folder with {CONFIG} and {WEIGHTS}"
+            f"{source} has no {CONFIG} that peft can read: {error}; use a folder with {CONFIG} and {WEIGHTS}."
+            f"{suggest_folder(path)}"
         ) from error
     if not isinstance(config, peft.LoraConfig):
         raise ConfigError(f"{source} is not a LoRA adapter: its peft_type is {config.peft_type}; use one of LoRA")

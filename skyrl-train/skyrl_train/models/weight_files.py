@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 
 INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+
+
+def suggest_folder(path: str) -> str:
+    """Return a sentence that suggests a folder with a name like a missing one's; empty if there is none beside it, or
+    `path` exists.
+    """
+    folder = Path(path)
+    try:
+        if folder.exists():
+            return ""
+        siblings = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
+    except (OSError, ValueError):  # ValueError: a NUL character
+        return ""
+    nearest = difflib.get_close_matches(folder.name, siblings, n=1)
+    return f" Did you mean {str(folder.parent / nearest[0])!r}?" if nearest else ""
 
 
 def list_weight_files(folder: Path) -> list[Path]:
@@ -21,22 +37,23 @@ def list_weight_files(folder: Path) -> list[Path]:
 
 
 def find_damaged_weights(folder: Path) -> str | None:
-    """Return why the safetensors files of a model are incomplete, as after an interrupted download; None if they are
-    whole. Reads their headers only.
+    """Return why the safetensors files of a model are incomplete, as after an interrupted download, and the fix; None
+    if they are whole. Reads their headers only.
     """
+    again = "download or save the model again"
     try:
         for file in list_weight_files(folder):
             if not file.is_file():
-                return f"{file.name} is missing"
+                return f"{file.name} is missing; {again}"
             with file.open("rb") as opened:
                 start = opened.read(8)
                 if start == b"version ":
-                    return f"{file.name} is a pointer of Git LFS, which git lfs pull replaces"
+                    return f"{file.name} is a Git LFS pointer; run git lfs pull"
                 n_header, n_bytes = int.from_bytes(start, "little"), file.stat().st_size - 8
                 header = json.loads(opened.read(n_header)) if n_header <= n_bytes else {}
             ends = (tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__")
             if n_bytes < n_header + max(ends, default=0):
-                return f"{file.name} is cut off after {n_bytes + 8:,} bytes"
+                return f"{file.name} is cut off after {n_bytes + 8:,} bytes; {again}"
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"the safetensors files cannot be read ({error})"
+        return f"the safetensors files cannot be read ({error}); {again}"
     return None

@@ -62,17 +62,25 @@ def test_a_tokenizer_without_eos_token_or_chat_template_is_refused(
     assert str(tokenizer_folder) in str(caught.value)
 
 
-@pytest.mark.parametrize("folder", ["/no/such/folder", "~/no/such/folder", "."])
+@pytest.mark.parametrize(
+    ("folder", "end"),
+    [
+        *((folder, "Hub knows.") for folder in ("/no/such/folder", "~/no/such/folder", ".")),
+        ("models/qwen-05b", "Hub knows. Did you mean 'models/qwen-0.5b'?"),
+    ],
+)
 @pytest.mark.parametrize(("kind", "load"), [("tokenizer", load_tokenizer), ("model", load_model)])
 def test_a_missing_or_empty_folder_is_named_with_its_key(
-    folder: str, kind: str, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: str, end: str, kind: str, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/qwen-0.5b").mkdir(parents=True)
     options = {} if load is load_tokenizer else {"dtype": torch.float32, "device": CPU}
     with pytest.raises(ConfigError, match=rf"cannot load the {kind} from trainer\.policy\.model\.path=") as caught:
         load(folder, **options)
     assert f"={folder}: " in str(caught.value)
     assert "config.json" in str(caught.value)
+    assert str(caught.value).endswith(end)
 
 
 def test_a_damaged_weights_file_is_a_config_error(tiny_model_path: Path, tmp_path: Path) -> None:

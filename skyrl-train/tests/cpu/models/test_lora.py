@@ -288,6 +288,8 @@ def test_a_damaged_adapter_is_refused(tiny_model: PreTrainedModel, tmp_path: Pat
     (tmp_path / "nan/adapter_model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(ConfigError, match=r"has no adapter_model.safetensors that can be read"):
         add_adapter(copy.deepcopy(tiny_model), spec(lora_path=str(tmp_path / "nan")))
+    with pytest.raises(ConfigError, match=f"Did you mean '{tmp_path}/nan'"):
+        add_adapter(copy.deepcopy(tiny_model), spec(lora_path=str(tmp_path / "nam")))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
