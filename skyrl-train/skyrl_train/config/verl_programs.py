@@ -114,8 +114,14 @@ ANY_DEVICE = Fixed("a GPU is used if there is one")
 PLAIN_ROWS = Fixed("rows are read as they are", (None, False))
 SAME_TEMPLATE = Fixed("all rows have the template's variables in data.chat_template_kwargs")
 TEXT_ONLY = Fixed("rows hold text; images and videos are not supported")
-IMAGE_COLUMN = Fixed("rows hold text; a row whose column image or images is filled is refused", ("images", "image"))
-VIDEO_COLUMN = Fixed("rows hold text; a row whose column video or videos is filled is refused", ("videos", "video"))
+IMAGE_COLUMN = Fixed(
+    "rows hold text: media in a column image or images are refused, and plain text there reaches the environment",
+    ("images", "image"),
+)
+VIDEO_COLUMN = Fixed(
+    "rows hold text: media in a column video or videos are refused, and plain text there reaches the environment",
+    ("videos", "video"),
+)
 IN_ORDER = Fixed("mini-batches keep the order of the prompts", (False,))
 SYSTEM_CACHE = Fixed("models are read from their folder, which the system caches")
 ONE_REWARD = Fixed("custom_reward_function scores each reply", ("naive", "batch", "dapo", "prime"))
