@@ -75,13 +75,15 @@ class EvalOnlyEntrypoint(BasePPOExp):
         chat, success_reward = ChatEncoder(self.tokenizer), self.cfg.generator.success_reward
         dump_evaluation(folder, trajectories, metrics, chat, success_reward)
         logger.info("%d trajectories are in %s", len(trajectories), folder)
+        failed = not any(t.is_valid for t in trajectories)
+        if failed:
+            self.run_folder.evaluation_results.unlink()  # so that the next try may have other settings
         trainer = self.cfg.trainer
         if (remote := open_evaluations(trainer.remote_trajectory_url, trainer.run_name)) is not None:
             try:
                 await asyncio.to_thread(upload_files, folder, remote / folder.name)
             except STORAGE_ERRORS as error:
                 logger.warning("They could not be uploaded to %s: %s. Rerun the command to retry", remote.url, error)
-        if not any(t.is_valid for t in trajectories):
-            self.run_folder.evaluation_results.unlink()  # so that the next try may have other settings
+        if failed:
             raise EnvError(f"all {len(trajectories)} rollouts failed; the first: {trajectories[0].error}")
         return metrics

@@ -62,8 +62,10 @@ def test_an_evaluation_describes_itself_and_leaves_other_runs_alone(arguments: l
 
 
 def test_the_command_fails_if_every_rollout_fails_and_may_be_tried_again(arguments: list[str], tmp_path: Path) -> None:
-    message = expect_error(*arguments, "generator.trajectory_timeout_seconds=1e-9", command="generate")
+    remote = f"trainer.remote_trajectory_url=file://{tmp_path}/remote"
+    message = expect_error(*arguments, remote, "generator.trajectory_timeout_seconds=1e-9", command="generate")
     assert "error: all 48 rollouts failed; the first: " in message
+    assert [file.name for file in (tmp_path / "remote").rglob("*.jsonl")] == ["synthetic_catch.jsonl"]
     run = Run(tmp_path / "skyrl/test_run")
     assert run.metrics[0]["eval/generate/n_invalid/trajectory_timeout"] == 48
     assert train(*arguments, command="generate").folder == run.folder  # with another timeout
