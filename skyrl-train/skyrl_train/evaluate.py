@@ -23,6 +23,7 @@ from skyrl_train.generators.metrics import (
     with_prefix,
 )
 from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.tracking.run_folder import AGGREGATED
 from skyrl_train.types import DrawnPrompt, Segment, Trajectory
 
 
@@ -73,9 +74,9 @@ def dump_evaluation(
     groups = by_source(trajectories)
     for name, group in groups.items():
         write_jsonl(folder / f"{name}.jsonl", [trajectory_row(t, chat, success_reward) for t in group])
-    write_jsonl(folder / "aggregated_results.jsonl", [metrics])
+    write_jsonl(folder / AGGREGATED, [metrics])
     for path in folder.glob("*.jsonl"):
-        if path.stem not in (*groups, "aggregated_results"):
+        if path.name != AGGREGATED and path.stem not in groups:
             path.unlink()
 
 

@@ -174,11 +174,7 @@ class CheckpointStore:
         return sorted(int(name[1]) for name in names if name)
 
     def check_space(self, checkpoint_bytes: int) -> None:
-        """Check, before the first step, that a checkpoint fits beside the last complete one, as `find_shortage`.
-
-        Raises:
-            CheckpointError: the disk is too small.
-        """
+        """Raise CheckpointError if the disk cannot hold one more checkpoint; see `find_shortage`."""
         self._tidy_up()
         if shortage := self.find_shortage(checkpoint_bytes):
             raise CheckpointError(shortage)

@@ -274,6 +274,6 @@ class RefConfig(DividedModelConfig):
         """Return True if the reference is the policy without its new adapter."""
         return policy.lora.is_used and policy.lora.lora_path is None and self.model.path == policy.path
 
-    def has_adapter_of(self, policy: PolicyModelConfig) -> bool:
+    def shares_adapter_with(self, policy: PolicyModelConfig) -> bool:
         """Return True if the policy continues the adapter in `lora_path`, with which the reference starts, too."""
         return policy.lora.lora_path is not None and self.model.path == policy.path

@@ -507,7 +507,7 @@ class BasePPOExp(Experiment):
         elif reads_reference(cfg.algorithm):
             check_same_vocabulary(cfg.ref.model.path, REF_PATH, tokenizer)
             lora = lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed)
-            lora = lora if cfg.ref.has_adapter_of(cfg.policy.model) else None
+            lora = lora if cfg.ref.shares_adapter_with(cfg.policy.model) else None
             ref = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH), lora=lora)
             check_vocabulary_size(await ref.n_embeddings(), REF_PATH, cfg.ref.model.path, n_embeddings)
             if cfg.update_ref_every_epoch:
@@ -539,8 +539,8 @@ class BasePPOExp(Experiment):
             self._data_is_checked = check_data(self.cfg, trains=self.trains)
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
-        """Check the rows as `check_rows`, and those that a dataset checks as they are drawn, unless a custom generator
-        plays them.
+        """Check all rows, unless a custom generator replaces the environments. Lazy datasets also check each row when
+        drawn.
         """
         if self._replaces("get_generator"):
             return

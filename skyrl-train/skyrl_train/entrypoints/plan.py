@@ -132,7 +132,7 @@ def _describe_training(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         yield from _describe_model(model)
     if reads_reference(trainer.algorithm) and trainer.policy_is_reference:
         yield "reference", "the policy without its adapter"
-    elif reads_reference(trainer.algorithm) and trainer.ref.has_adapter_of(trainer.policy.model):
+    elif reads_reference(trainer.algorithm) and trainer.ref.shares_adapter_with(trainer.policy.model):
         yield "", f"with the adapter of {trainer.policy.model.lora.lora_path}"
     if (path := cfg.generator.reward_model.path) is not None:
         yield "reward model", path

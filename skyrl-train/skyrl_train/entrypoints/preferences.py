@@ -44,7 +44,7 @@ class DPOExp(SupervisedExp):
         if path != trainer.policy.model.path:
             check_same_vocabulary(path, REF_PATH, self.tokenizer)
         load = partial(self.load_language_model, path, REF_PATH)
-        lora = lora if trainer.ref.has_adapter_of(trainer.policy.model) else None
+        lora = lora if trainer.ref.shares_adapter_with(trainer.policy.model) else None
         ref = await launcher.load(self.model_spec("ref", load, None, lora), None)
         check_vocabulary_size(await ref.n_embeddings(), REF_PATH, path, await policy.n_embeddings())
         return ref

@@ -49,7 +49,7 @@ def open_prompts(
 
 
 def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
-    """Check that every row has an environment that accepts it; of a dataset that checks rows as they are drawn, some.
+    """Check that an environment accepts every row. Lazily checked datasets: some of the rows only.
 
     Raises:
         ConfigError: an environment does not exist, or its settings are invalid.

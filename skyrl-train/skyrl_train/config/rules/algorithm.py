@@ -85,7 +85,7 @@ def distillation_has_a_teacher(cfg: SkyRLConfig) -> Iterator[str]:
 
 def reference_can_follow(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse to copy a policy whose adapter is continued into a reference that has the same adapter."""
-    if cfg.trainer.update_ref_every_epoch and cfg.trainer.ref.has_adapter_of(cfg.trainer.policy.model):
+    if cfg.trainer.update_ref_every_epoch and cfg.trainer.ref.shares_adapter_with(cfg.trainer.policy.model):
         path = cfg.trainer.policy.model.lora.lora_path
         yield (
             f"trainer.update_ref_every_epoch=true does not work with trainer.policy.model.lora.lora_path={show(path)}; "
