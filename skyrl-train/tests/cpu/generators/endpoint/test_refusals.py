@@ -45,7 +45,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}]},
         "messages",
-        "turned into tokens: RecursionError",
+        "does not write the tool calls of message 0",
     ),
     ({"chat_template_kwargs": {"tokenize": True}}, "messages", "messages cannot be turned into tokens"),
     ({"tools": [{}]}, "tools", "the chat template does not write tools; use one that does"),
