@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 from agent_kit.engines import ScriptedEngine, tool_call
-from agent_kit.trajectories import new_runner
+from agent_kit.trajectories import ROW, new_runner
 
 from skyrl_agent import BaseTask, BaseTool
 from skyrl_train.errors import EngineError
@@ -139,6 +139,24 @@ async def test_a_cancelled_run_leaves_no_runtime(phase: str, kind: str) -> None:
     await agents.close()
 
 
+async def test_runtimes_of_cancelled_generations_are_closed() -> None:
+    started = asyncio.Event()
+
+    class Hanging(ScriptedEngine):
+        async def generate(self, requests: Any) -> Any:
+            started.set()
+            await asyncio.sleep(3600)
+
+    agents = new_runner(Hanging(), RUNTIMES)
+    running = asyncio.create_task(agents.run([{}]))
+    await started.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (Runtimes.n_open, Runtimes.n_max > 0) == (0, True)
+    await agents.close()
+
+
 async def test_runtimes_count_until_they_are_closed() -> None:
     Runtimes.slow = "close"
     agents = new_runner(FINISH, RUNTIMES, num_trajectories=5, dispatcher={"max_parallel_agents": 1})
@@ -167,6 +185,13 @@ async def test_an_engine_that_cannot_end_a_session_occupies_no_environment() -> 
         assert (await agents.run([{}]))["traj_rewards"] == [1.0] * 8
     assert Runtimes.n_open == 0
     await agents.close()
+
+
+def test_a_runner_plays_in_several_event_loops() -> None:
+    agents = new_runner(FINISH, num_trajectories=4, dispatcher={"max_parallel_agents": 1})
+    for _ in range(2):
+        assert asyncio.run(agents.run([ROW]))["traj_rewards"] == [1.0] * 4
+    asyncio.run(agents.close())
 
 
 class Exclusive(BaseTask):

@@ -82,6 +82,17 @@ def test_reward_functions_are_added(tmp_path: Path) -> None:
     assert re.search(r"eval/all/avg_score +0\.25\b", result.output)
 
 
+def test_a_dry_run_prints_the_plan(tmp_path: Path) -> None:
+    task, overrides = write_task(tmp_path), write_run(tmp_path)
+    result = CliRunner().invoke(app, ["train", str(task), *overrides, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "2 samples" in result.output or "2 × 2" in result.output
+    assert not (tmp_path / "outputs").exists()
+    missing = CliRunner().invoke(app, ["train", str(task), *overrides, f"data.train_data={tmp_path / 'none.jsonl'}"])
+    assert missing.exit_code == 1
+    assert "none.jsonl" in missing.output + missing.stderr
+
+
 def test_rows_that_the_task_refuses_are_named_before_the_run(tmp_path: Path) -> None:
     task, overrides = write_task(tmp_path), write_run(tmp_path, data_source="boxes")
     result = CliRunner().invoke(app, ["train", str(task), *overrides])

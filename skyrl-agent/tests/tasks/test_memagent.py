@@ -11,6 +11,14 @@ from hypothesis import strategies as st
 from skyrl_agent.tasks.memagent import MemAgentTask, find_token_starts, split_sections
 
 
+@given(st.lists(st.text(alphabet="ab \n", max_size=40)), st.integers(5, 60))
+def test_sections_hold_the_whole_text_within_their_limit(texts: list[str], limit: int) -> None:
+    context = "".join(f"Document {i}:{text}" for i, text in enumerate(texts))
+    sections = split_sections(context, limit)
+    assert all(len(section) <= limit for section in sections)
+    assert "".join("".join(sections).split()) == "".join(context.split())
+
+
 @given(st.lists(st.text(alphabet="ab \n日本", max_size=40)), st.integers(5, 60), st.integers(2, 20))
 def test_sections_have_at_most_so_many_tokens(texts: list[str], max_chars: int, max_tokens: int) -> None:
     context = "".join(f"Document {i}:{text}" if i else text for i, text in enumerate(texts))  # the first: a preface

@@ -63,6 +63,11 @@ def test_the_shell_reports_output_and_exit_status(tools: Tools) -> None:
     assert tools.bash("false; nosuch") == tools.bash("false; nosuch"), "equal commands have equal results"
 
 
+def test_the_shell_says_that_a_command_was_killed(tools: Tools) -> None:
+    result = tools.bash("echo a; sleep 60", timeout="1")
+    assert result == "a\n[The command was killed because it took longer than 1 seconds.]"
+
+
 def test_the_time_limit_of_a_command_ends_before_that_of_the_call() -> None:
     workspace = LocalWorkspace()
     workspace.start()

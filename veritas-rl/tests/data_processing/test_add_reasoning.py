@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def test_reasoning_is_added_and_resumed(
     reasoned = generated.parents[1] / "reasoned/tasks.jsonl"
     assert evaluate_dataset.main(["--input", str(reasoned)]) == 0
     assert all(record["answer"].startswith("```\nfirst") for record in read_records(reasoned))
+
+
+def test_explanations_are_beside_an_input_in_any_other_folder(
+    generated: Path, served_model: ServedModel, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    copy = shutil.copy(generated, tmp_path / "mine")
+    assert reason(Path(copy), served_model) == 0
+    assert (tmp_path / "mine/reasoned/tasks.jsonl").is_file()
 
 
 def test_a_model_that_always_fails_ends_the_job(

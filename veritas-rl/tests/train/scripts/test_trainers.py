@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import stat
 import sys
 from pathlib import Path
 
@@ -39,6 +40,11 @@ def test_shellcheck_finds_nothing(recipes: Recipes) -> None:
     shellcheck = str(Path(sys.executable).parent / "shellcheck")
     result = recipes.shell([shellcheck, "-x", *scripts, "train/docker_run_verl.sh"])
     assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_scripts_can_be_executed() -> None:
+    executable = {path.name for path in TRAIN.glob("**/*.sh") if path.stat().st_mode & stat.S_IXUSR}
+    assert executable == {*SCRIPTS, "docker_run_verl.sh"}
 
 
 def test_outputs_are_ignored_by_git() -> None:
@@ -105,6 +111,11 @@ def test_the_defaults_of_openspiel_are_those_of_the_recipe(recipes: Recipes) -> 
     assert set(recipes.root.rglob("*")) == before, "a configuration that is printed leaves no files"
 
 
+def test_the_defaults_of_grpo_train_all_weights(recipes: Recipes) -> None:
+    cfg = recipes.config(GRPO)
+    assert (cfg["trainer.policy.model.lora.rank"], cfg["trainer.policy.optimizer_config.lr"]) == (0, 6e-6)
+
+
 @pytest.mark.parametrize(("script", "rate"), [(SFT, 2e-5), (GRPO, 6e-5)])
 def test_all_recipes_train_adapters(script: str, rate: float, recipes: Recipes) -> None:
     cfg = recipes.config(script, ENABLE_LORA="1", gpu_count="4")
@@ -168,6 +179,12 @@ def test_variables_and_overrides_are_read(recipes: Recipes) -> None:
         "generator.num_inference_engines": 4,
     }
     assert expected.items() <= cfg.items()
+
+
+def test_a_sourced_script_reads_variables_that_are_not_exported(recipes: Recipes) -> None:
+    lines = "WANDB_PROJECT=mine\nENABLE_LORA=0\ncd train\n. scripts/openspiel-ppo-trainer.sh --print-config"
+    cfg = read_config(recipes.shell(["bash", "-c", lines]).stdout)
+    assert (cfg["trainer.project_name"], cfg["trainer.policy.model.lora.rank"]) == ("mine", 0)
 
 
 def test_a_model_may_be_a_folder_below_home_with_a_slash_at_its_end(recipes: Recipes) -> None:
