@@ -75,3 +75,5 @@ async def test_reminders_count_down() -> None:
     prompts = engine.prompts()
     assert "Steps remaining: 3. Take at least 1 more steps before you finish." in prompts[1]
     assert "\n\nSteps remaining: 1. This is your last step: finish now.<|im_end|>" in prompts[3]
+    _, without = await play_one(replies, max_iterations=4)
+    assert "Steps remaining" not in "".join(without.prompts())
