@@ -74,6 +74,7 @@ def test_a_missing_or_empty_folder_is_named_with_its_key(
     folder: str, end: str, kind: str, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "models/qwen-0.5b").mkdir(parents=True)
     options = {} if load is load_tokenizer else {"dtype": torch.float32, "device": CPU}
     with pytest.raises(ConfigError, match=rf"cannot load the {kind} from trainer\.policy\.model\.path=") as caught:
