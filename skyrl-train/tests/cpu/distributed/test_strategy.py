@@ -170,7 +170,7 @@ CASES = [
     *cases("four, context × sequence", "qwen2", batches="context"),
     *(
         case
-        for layout in MEGATRON
+        for layout in sorted(MEGATRON)
         if layout.startswith("four") and layout != "four, context × sequence"
         for case in (
             *cases(layout, "", nightly="qwen2", batches="context"),
