@@ -59,7 +59,8 @@ _OPPOSED = _split(
 )
 """Words that exclude one another. Other words are labels, which need not agree: 10 ways are 10 arrangements."""
 _CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
-_FILLERS = _split("a an the")
+_ARTICLES = _split("a an the")
+# The names of units, and their other forms without a plural s. 3 km and 3 kilometres agree, and 3 km and 3 m do not.
 _FORMS = {
     "hour": "h hr", "minute": "min", "second": "s sec", "year": "yr", "inch": "in inche", "foot": "ft feet",
     "yard": "yd", "mile": "mi", "pound": "lb", "ounce": "oz", "cent": "", "dollar": "usd buck",
@@ -74,7 +75,7 @@ _FORMS = {
     "child": "children", "radian": "rad",
 }  # fmt: skip
 _UNITS = {form: unit for unit, forms in _FORMS.items() for form in (unit, *forms.split())}
-"""Forms of a unit without their plural s, and its name."""
+"""The name of each form of a unit."""
 _POWERS = {"2": "square", "3": "cubic"}
 _SPEED = re.compile(r"(?<![A-Za-z])([mk])ph(?![A-Za-z])")
 _KNOWN = _CHANGES | _OPPOSED | _FORMS.keys() | {"per"}
@@ -108,7 +109,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def _is_name(word: str) -> bool:
-    """Return True for SSA, Tuesday and red, and False for the products AB, mgh, abc and nRT."""
+    """Return True for SSA, Tuesday and red, and False for the products AB, mgh, abc and nRT.
+
+    A product has no vowel, or is a run of the alphabet, or mixes upper and lower case.
+    """
     if word.islower():
         is_product = _VOWELS.isdisjoint(word) or "".join(sorted(word)) in string.ascii_lowercase
         return len(word) > 2 and not is_product
@@ -126,9 +130,11 @@ def have_same_words(answer: str, gold: str) -> bool:
         rates = {*_POWERS.values(), "per"} if units.isdisjoint(_CURRENCIES.values()) else set()
         if words & rates != expected & rates or not (units <= expected_units or expected_units <= units):
             return False
-    elif units or expected_units:  # in 3 m beside 3 km, the last letter is a unit as well
-        bare = dict(reversed(sides[0] if expected_units else sides[1]))
-        if "number" in bare and _stem(bare.get("letter", "")) not in {"", *units, *expected_units}:
+    elif units or expected_units:
+        # A letter alone is usually a variable. Beside a unit on the other side it is one, too: 3 m is not 3 km.
+        first_of_kind = dict(reversed(sides[0] if expected_units else sides[1]))
+        letter = _stem(first_of_kind.get("letter", ""))
+        if letter and "number" in first_of_kind and letter not in units | expected_units:
             return False
     opposed, expected_opposed = words & _OPPOSED, expected & _OPPOSED
     return not opposed or not expected_opposed or opposed == expected_opposed
@@ -204,7 +210,7 @@ def _strip_markup(text: str) -> str:
 
 def _list_names(text: str) -> list[list[str]]:
     return sorted(
-        [_stem(word) for word in re.findall(r"[^\s.']+", part) if word.lower() not in _FILLERS]
+        [_stem(word) for word in re.findall(r"[^\s.']+", part) if word.lower() not in _ARTICLES]
         for part in _SEPARATOR.split(text)
         if part.strip()
     )

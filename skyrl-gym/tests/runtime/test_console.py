@@ -39,7 +39,7 @@ def pipe_without_reader() -> Iterator[int]:
 
 @contextmanager
 def full_pipe() -> Iterator[int]:
-    """A non-blocking pipe that nobody reads. Programs that share a terminal may make it non-blocking."""
+    """The write end of a non-blocking pipe that fills up because nobody reads it."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     yield writer

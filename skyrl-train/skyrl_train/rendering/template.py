@@ -339,7 +339,7 @@ class ChatTemplate:
                     )
                 if find_thought(message):
                     raise DataError(
-                        f"message {index} has a thought in a field and another one before {closing} in its content; "
+                        f"message {index} has one thought in a field and another in its content, before {closing}; "
                         "remove one of them"
                     )
                 before = inside.rstrip().removesuffix(thought)

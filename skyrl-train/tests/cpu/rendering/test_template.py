@@ -89,7 +89,7 @@ def test_a_thought_is_trained_even_if_the_template_drops_it_from_past_turns(fami
         ("qwen3", assistant("<think>\nHm"), "opens a thought with <think> and does not close it"),
         *((family, assistant("<think>a</think>b</think>c"), "a second <think> or </think>") for family in THINKING),
         *((family, assistant("pre <think>a</think>c"), "text before a thought") for family in THINKING),
-        *((family, assistant("c </think> d") | HM, "a thought in a field and another one") for family in THINKING),
+        *((family, assistant("c </think> d") | HM, "one thought in a field and another") for family in THINKING),
         ("hunyuan", assistant("x <answer>4</answer> y"), "does not write the whole content in message 1"),
         ("chatml", assistant("4<|im_end|>"), "contains <|im_end|>, the end of a turn"),
     ],
