@@ -28,11 +28,11 @@ from skyrl_gym.envs import register
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import load_config
 from skyrl_train.entrypoints.runtime import collect_rarely
+from skyrl_train.entrypoints.tiny import train_tokenizer
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest
-from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, SamplingParams
 from skyrl_train.models.loading import load_tokenizer
-from skyrl_train.models.tiny import train_tokenizer
 from skyrl_train.types import Message, PromptRow, TrajectoryID, WeightSpan
 
 HERE = Path(__file__).parent
@@ -84,7 +84,7 @@ async def measure_catch(tokenizer_path: str, n_trajectories: int, n_workers: int
     environment = {"env_class": "catch", "skyrl_gym": {"max_env_workers": n_workers}}
     cfg = load_config({"generator": {"max_turns": N_TURNS}, "environment": environment})
     engine = NullEngine(tokenizer("L", add_special_tokens=False)["input_ids"])
-    generator = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tokenizer)  # type: ignore[arg-type]
+    generator = GymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tokenizer)  # type: ignore[arg-type]
     rows = [dict(row) for row in CatchDataset(train_size=n_trajectories // 16).train_rows()]
     requests = [
         RolloutRequest(
@@ -108,7 +108,7 @@ async def measure_long(tokenizer_path: str, n_turns: int) -> tuple[float, float]
     tokenizer = load_tokenizer(tokenizer_path)
     cfg = load_config({"generator": {"max_turns": n_turns}, "environment": {"env_class": "listener"}})
     engine = NullEngine(tokenizer(REPLY, add_special_tokens=False)["input_ids"])
-    generator = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tokenizer)  # type: ignore[arg-type]
+    generator = GymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tokenizer)  # type: ignore[arg-type]
     prompt = [Message(role="user", content="Where to?")]
     requests = [
         RolloutRequest(TrajectoryID(str(i), 0), PromptRow(str(i), prompt, "listener", {})) for i in range(N_LONG)

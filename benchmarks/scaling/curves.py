@@ -32,13 +32,14 @@ from harness import conditions
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_train.callbacks import Callback, Run, StepReport
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import parse_cli
+from skyrl_train.entrypoints.tiny import write_tiny_model
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.fused import fuse_operations
 from skyrl_train.models.memory import default_max_tokens
 from skyrl_train.models.scoring_module import ScoringModule
-from skyrl_train.models.tiny import write_tiny_model
 from skyrl_train.report import report_run
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.types import TrainingBatch
@@ -213,7 +214,7 @@ def run_growth() -> tuple[int, int]:
     """Return the resident memory after a tenth of the steps of a GRPO run, and its growth over the others, in KiB."""
     probe = MemoryProbe()
 
-    class ProbedExperiment(BasePPOExp):
+    class ProbedExperiment(RLExperiment):
         def get_callbacks(self, *parts: Any) -> list[Callback]:
             return [*super().get_callbacks(*parts), probe]
 

@@ -25,9 +25,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.config.cli import parse
 from skyrl_train.config.sft import SFT
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.entrypoints.sft import SFTExp
-from skyrl_train.models.tiny import train_tokenizer
+from skyrl_train.entrypoints.tiny import train_tokenizer
 
 HERE = Path(__file__).parent
 
@@ -131,7 +132,7 @@ def train(folder: Path, kind: str, n_steps: int) -> dict[int, Times]:
             "generator.n_samples_per_prompt=8",
             "generator.sampling_params.max_generate_length=128",
         ]
-        experiment = timed(BasePPOExp)(parse_cli(settings))
+        experiment = timed(RLExperiment)(parse_cli(settings))
     experiment.run()
     return experiment.clock.steps()  # type: ignore[no-any-return]
 

@@ -15,7 +15,8 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.config.cli import parse
 from skyrl_train.config.sft import SFT
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.entrypoints.main_sft import SFTExp
 
 FACTS = ("policy/policy_entropy", "policy/grad_norm", "train/loss", "train/grad_norm")
@@ -50,7 +51,7 @@ class OnRequest(Callback):
             run.request_stop("the measurement is over")
 
 
-class OnRequestExp(BasePPOExp):
+class OnRequestExp(RLExperiment):
     """A run whose last callback is `OnRequest`."""
 
     def get_callbacks(self, *args: Any) -> list[Callback]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3
 from examples.catch.catch_dataset import CatchDataset, write_dataset
 from examples.catch.game import CatchState
 from examples.catch.prompt import opening
-from skyrl_train.models.tiny import CHAT_TEMPLATE, PAD, TURN_END, TURN_START
+from skyrl_train.entrypoints.tiny import CHAT_TEMPLATE, PAD, TURN_END, TURN_START
 
 N_ROWS = 4096
 DIGITS = "0123456789"  # one token each

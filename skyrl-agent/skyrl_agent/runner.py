@@ -20,7 +20,7 @@ from skyrl_agent.tools.base import close_tools
 from skyrl_agent.trajectory import AgentTrajectory
 from skyrl_gym.runtime.text import describe_error
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
+from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.env_pool import ThreadPool
 from skyrl_train.generators.rewards import RewardFunctions
@@ -44,7 +44,7 @@ RATIOS = {
 """Metrics, and the stop reasons whose share they are."""
 
 
-class AgentRunner(GeneratorInterface):
+class AgentRunner(RolloutGenerator):
     """A generator whose rollouts are trajectories of an agent.
 
     A trajectory that fails is retried, and then invalid: no baseline, metric or loss reads its reward. Trajectories

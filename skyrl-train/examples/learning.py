@@ -20,7 +20,8 @@ from examples.tiny_model import N_STEPS, make_tiny_model
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.files import read_rows
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import parse_cli, run_command
 from skyrl_train.errors import ConfigError
 from skyrl_train.report import plot_learning_curve, write_report
 from skyrl_train.report.learning_curve import MetricRows
@@ -78,7 +79,7 @@ class LearningRun:
     n_steps: int
     overrides: tuple[str, ...] = ()
     label: str = ""  # distinguishes runs with the same data, model and seed
-    experiment: type[BasePPOExp] = BasePPOExp
+    experiment: type[RLExperiment] = RLExperiment
 
     @property
     def name(self) -> str:
@@ -188,7 +189,7 @@ def learn(run: LearningRun, command: str) -> bool:
 
 
 def main(
-    recipe: Recipe, doc: str, argv: Sequence[str] | None = None, experiment: type[BasePPOExp] = BasePPOExp
+    recipe: Recipe, doc: str, argv: Sequence[str] | None = None, experiment: type[RLExperiment] = RLExperiment
 ) -> None:
     """Run an example from the command line, with overrides after `--`; exit with status 1 if it did not learn."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])

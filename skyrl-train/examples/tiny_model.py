@@ -11,7 +11,7 @@ from tqdm import trange
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from skyrl_gym.envs.base_text_env import ConversationType
-from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
+from skyrl_train.entrypoints.tiny import tiny_qwen3, train_tokenizer
 from skyrl_train.threads import compute_thread
 
 N_STEPS = 150

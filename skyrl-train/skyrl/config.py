@@ -21,7 +21,7 @@ from typing import Any, ClassVar, get_type_hints
 import pydantic
 
 from skyrl_train import config
-from skyrl_train.absent import refuse_name
+from skyrl_train.compat.skyrl.absent import refuse_name
 from skyrl_train.config import to_yaml as get_config_as_yaml_str
 from skyrl_train.config.aliases import SKYRL
 from skyrl_train.config.base import Section, as_section, iter_fields, value_at
@@ -154,4 +154,4 @@ def _extend(section: type[Section], key: str, additions: Mapping[str, type]) -> 
 def __getattr__(name: str) -> Any:
     if name in config.__all__:
         return getattr(config, name)
-    return refuse_name("skyrl_train.config", name)
+    return refuse_name("config", name)

@@ -5,7 +5,7 @@ No file corresponds to these modules. Each is a facade whose attributes are read
 
     from skyrl.train.generators.base import GeneratorInterface  # skyrl_train.generators.base.GeneratorInterface
 
-Names without a counterpart are refused by the home, as in the old layout (`skyrl_train.absent`).
+Names without a counterpart are refused by the home, as in the old layout (`skyrl_train.compat.skyrl.absent`).
 """
 
 from __future__ import annotations

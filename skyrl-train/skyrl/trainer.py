@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from skyrl_train import fully_async_trainer, ray_ppo_trainer
-from skyrl_train.generators.base import GeneratorOutput
+from skyrl_train.compat.skyrl import trainer
+from skyrl_train.compat.skyrl.generator import GeneratorOutput
 
 __all__ = ["FullyAsyncRayPPOTrainer", "RayPPOTrainer"]
 
 
-class RayPPOTrainer(ray_ppo_trainer.RayPPOTrainer):
+class RayPPOTrainer(trainer.RayPPOTrainer):
     """A trainer whose `postprocess_generator_output` returns the uids, too."""
 
     @property
@@ -29,5 +29,5 @@ class RayPPOTrainer(ray_ppo_trainer.RayPPOTrainer):
         return super().postprocess_generator_output(generator_output, uids), uids
 
 
-class FullyAsyncRayPPOTrainer(RayPPOTrainer, fully_async_trainer.FullyAsyncRayPPOTrainer):
+class FullyAsyncRayPPOTrainer(RayPPOTrainer, trainer.FullyAsyncRayPPOTrainer):
     """A `RayPPOTrainer` that trains while rollouts are generated."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.errors import ConfigError
 from skyrl_train.evaluate import dump_evaluation, evaluate, trajectory_row
-from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.timer import StepTimer
 from skyrl_train.tracking import Progress, RunFolder, Tracking, find_missing_signal
@@ -156,21 +156,22 @@ class Evaluation(Callback):
     """
 
     def __init__(
-        self, dataset: PromptDataset, generator: GeneratorInterface, run_folder: RunFolder, chat: ChatEncoder
+        self, dataset: PromptDataset, generator: RolloutGenerator, run_folder: RunFolder, chat: ChatEncoder
     ) -> None:
         self._dataset = dataset
         self._generator = generator
         self._run_folder = run_folder
         self._chat = chat
-        self.replacement: Callable[[], Awaitable[dict[str, float]]] | None = None
-        """Evaluates in place of `measure`: `eval` of a trainer that overrides it."""
+
+    def is_due(self, run: Run, report: StepReport) -> bool:
+        """Return True if this step is evaluated."""
+        is_first = report.global_step == 0 and run.cfg.trainer.eval_before_train
+        return is_first or is_due(run.cfg.trainer.eval_interval, report)
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
-        is_first = report.global_step == 0 and run.cfg.trainer.eval_before_train
-        if not is_first and not is_due(run.cfg.trainer.eval_interval, report):
-            return
-        with report.timer("eval"):
-            report.metrics |= await (self.measure(run) if self.replacement is None else self.replacement())
+        if self.is_due(run, report):
+            with report.timer("eval"):
+                report.metrics |= await self.measure(run)
 
     async def measure(self, run: Run) -> dict[str, float]:
         """Return the metrics of the current weights; write the trajectories into the run folder if configured."""

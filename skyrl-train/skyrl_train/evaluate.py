@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from skyrl_train.absent import refuse_name
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, play, rollout_requests
+from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.metrics import (
     by_source,
@@ -29,7 +27,7 @@ from skyrl_train.types import DrawnPrompt, Segment, Trajectory
 
 async def evaluate(
     dataset: PromptDataset,
-    generator: GeneratorInterface,
+    generator: RolloutGenerator,
     cfg: SkyRLConfig,
     global_step: int,
 ) -> tuple[dict[str, float], list[Trajectory]]:
@@ -46,7 +44,7 @@ async def evaluate(
     for start in range(0, len(prompts), cfg.trainer.eval_batch_size):
         batch = prompts[start : start + cfg.trainer.eval_batch_size]
         requests = rollout_requests(batch, n_samples, cfg.environment.env_class, "eval")
-        trajectories += await play(generator, requests, sampling, metadata)
+        trajectories += await generator.play(requests, sampling, metadata)
     reported = with_prefix("eval", generator.take_metrics("eval"))
     return eval_metrics(trajectories, n_samples, cfg.generator.success_reward) | reported, trajectories
 
@@ -114,7 +112,3 @@ def _segment_row(segment: Segment, chat: ChatEncoder, is_valid: bool) -> dict[st
         "output_response": chat.decode_all(segment.response_ids),
         "score": segment.rewards if is_valid else None,  # for each token
     }
-
-
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # for names that SkyRL's scripts import

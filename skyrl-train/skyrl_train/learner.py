@@ -152,8 +152,6 @@ class Learner(TrainedModels):
         self._reference_sync = reference_sync
         self._estimator = estimator
         self._required = required_inputs(estimator)
-        self.always_scores_policy = False
-        """`score` fills in `old_logprobs` even if nothing here reads them before the update."""
         self._kl_controller = kl_controller(cfg.algorithm)
 
     # -- batch → weights
@@ -182,22 +180,23 @@ class Learner(TrainedModels):
         if self.critic is not None:
             batch = replace(batch, values=(await self.critic.score(batch))["values"])
         batch = await self.score_reference(batch)
-        if self._needs_old_logprobs(batch):
-            scores = await self.policy.score(batch)
-            batch = replace(
-                batch,
-                old_logprobs=scores["logprobs"],
-                entropies=scores["entropy"],
-                sum_pi_squared=scores["sum_pi_squared"],
-            )
-        return batch
+        return await self.score_policy(batch) if self._needs_old_logprobs(batch) else batch
+
+    async def score_policy(self, batch: TrainingBatch) -> TrainingBatch:
+        """Fill in the policy's log-probs and the entropies of its distributions (B, R)."""
+        scores = await self.policy.score(batch)
+        return replace(
+            batch,
+            old_logprobs=scores["logprobs"],
+            entropies=scores["entropy"],
+            sum_pi_squared=scores["sum_pi_squared"],
+        )
 
     def _needs_old_logprobs(self, batch: TrainingBatch) -> bool:
         cfg, algorithm = self._cfg, self._cfg.algorithm
         is_updated_once = cfg.update_epochs_per_batch == 1 and batch.n_prompts <= cfg.policy_mini_batch_size
         is_read_before_update = algorithm.use_kl_in_reward or algorithm.top_entropy_quantile < 1
-        is_required = self.always_scores_policy or bool(self._required & FROM_POLICY)
-        return not is_updated_once or is_read_before_update or is_required
+        return not is_updated_once or is_read_before_update or bool(self._required & FROM_POLICY)
 
     def advantages(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
         """Fill in `advantages` and `returns` (B, R), from rewards minus the KL penalty if there is one."""

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from skyrl_train.callbacks import Callback
 from skyrl_train.config import SkyRLConfig
@@ -21,10 +21,7 @@ from skyrl_train.learner import Learner
 from skyrl_train.run import Step, TrainingRun
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory
 
-if TYPE_CHECKING:
-    from skyrl_train.ray_ppo_trainer import RayPPOTrainer
-
-__all__ = ["RayPPOTrainer", "RolloutsAbandonedError", "Step", "Trainer"]
+__all__ = ["RolloutsAbandonedError", "Step", "Trainer"]
 
 logger = logging.getLogger(__name__)
 
@@ -185,12 +182,3 @@ def _has_no_gradient(metrics: Mapping[str, float]) -> bool:
     """Return True if updates of a step were skipped, or if its gradient is 0 although its advantages are not."""
     skipped = metrics.get("policy/skipped_updates", 0) + metrics.get("critic/skipped_updates", 0)
     return skipped > 0 or (metrics.get("policy/grad_norm") == 0 and metrics["loss/avg_raw_advantages_abs"] > 0)
-
-
-def __getattr__(name: str) -> Any:
-    """Import the trainer of SkyRL's scripts, a subclass, at its first use."""
-    if name != "RayPPOTrainer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from skyrl_train.ray_ppo_trainer import RayPPOTrainer
-
-    return RayPPOTrainer

@@ -26,8 +26,8 @@ from skyrl_train.config.problems import raise_problems, show
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import TaskRow
 from skyrl_train.entrypoints.command import parse_cli
-from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
-from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.entrypoints.evaluation import EvaluationExperiment
+from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
@@ -139,7 +139,7 @@ def check_rows(agent: AgentConfig, rows: Iterable[TaskRow]) -> None:
         )
 
 
-class AgentExp(BasePPOExp):
+class AgentExp(RLExperiment):
     """The training of an agent."""
 
     def __init__(self, agent: AgentConfig, cfg: SkyRLConfig) -> None:
@@ -164,5 +164,5 @@ class AgentExp(BasePPOExp):
             )
 
 
-class AgentEvaluation(AgentExp, EvalOnlyEntrypoint):
+class AgentEvaluation(AgentExp, EvaluationExperiment):
     """An evaluation of an agent."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 
 from examples.catch.main_catch import register_catch
+from skyrl_train.entrypoints.evaluation import EvaluationExperiment
 from skyrl_train.entrypoints.main_base import parse_cli, run_command
-from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 
 
 def main() -> None:
     """Run the command line, with overrides `key=value`."""
     register_catch()
-    run_command(lambda: EvalOnlyEntrypoint(parse_cli(sys.argv[1:])).run())
+    run_command(lambda: EvaluationExperiment(parse_cli(sys.argv[1:])).run())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from examples.catch.env import CatchReward, RewardMode
 from examples.catch.players import catch_rate, expected_random_catch_rate, optimal_player
 from examples.catch.warm_start import make_model
 from skyrl_train.dataset.files import read_rows
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.report.learning_curve import MetricRows
 from skyrl_train.tracking import RunFolder, read_metrics
 
@@ -75,7 +76,7 @@ class CatchRun:
     n_steps: int = N_STEPS
     label: str = ""  # distinguishes runs with other settings
     overrides: tuple[str, ...] = ()  # overrides of the recipe, e.g. ("trainer.algorithm.advantage_estimator=rloo",)
-    experiment: type[BasePPOExp] = BasePPOExp
+    experiment: type[RLExperiment] = RLExperiment
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from examples.catch.env import CatchEnv
-from skyrl_train.generators.endpoint import AgentResult
+from skyrl_train.endpoint import AgentResult
 from skyrl_train.types import PromptRow
 
 

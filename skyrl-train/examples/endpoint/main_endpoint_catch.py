@@ -19,9 +19,10 @@ from examples.catch.main_catch import register_catch
 from examples.catch.recipe import CatchRun
 from examples.endpoint.agent import play_catch
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_command
-from skyrl_train.generators.base import GeneratorInterface
-from skyrl_train.generators.endpoint import AgentGenerator
+from skyrl_train.endpoint import AgentGenerator
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import run_command
+from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.inference_engines.base import InferenceEngine
 
 N_STEPS = 40
@@ -37,12 +38,12 @@ SMALLER = (
 """A request takes a few milliseconds, mostly in the client, so steps have fewer games than in the Catch example."""
 
 
-class EndpointExp(BasePPOExp):
+class EndpointExp(RLExperiment):
     """A training run with an agent as generator."""
 
     def get_generator(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
-    ) -> GeneratorInterface:
+    ) -> RolloutGenerator:
         """Return the generator that runs the agent."""
         return AgentGenerator(play_catch, cfg.generator, inference_engine_client, tokenizer)
 

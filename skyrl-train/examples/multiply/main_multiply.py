@@ -10,15 +10,16 @@ import ray
 from omegaconf import DictConfig
 
 from skyrl_gym.envs import register
-from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, validate_cfg
-from skyrl_train.utils import initialize_ray
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import config_dir, validate_cfg
+from skyrl_train.launch.ray.cluster import initialize_ray
 
 
 @ray.remote(num_cpus=1)
 def skyrl_entrypoint(cfg: DictConfig) -> None:
     """Register the environment in this process, and train."""
     register(id="multiply", entry_point="examples.multiply.env:MultiplyEnv")
-    BasePPOExp(cfg).run()
+    RLExperiment(cfg).run()
 
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)

@@ -18,13 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.root import SkyRLGymConfig
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
-from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
+from skyrl_train.endpoint import Endpoint, ModelService
+from skyrl_train.entrypoints.evaluation import EvaluationExperiment
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import parse_cli, run_command
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.chat_template import custom_chat_template
-from skyrl_train.generators.endpoint import Endpoint, ModelService
-from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.models.loading import REF_PATH, check_same_vocabulary
 
@@ -32,14 +33,14 @@ ENV_CLASS = "openspiel_game"
 MODEL_NAME = "opponent"
 
 
-class SelfPlayExp(BasePPOExp):
+class SelfPlayExp(RLExperiment):
     """A training run with the reference as opponent."""
 
     opponent_url = ""
     """URL of the opponent during the run."""
 
     @asynccontextmanager
-    async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:
+    async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, RolloutGenerator]]:
         """Serve the opponent while engine and generator of the run are open."""
         path, generator = self.cfg.trainer.ref.model.path, self.cfg.generator
         check_same_vocabulary(path, REF_PATH, self.tokenizer)
@@ -61,13 +62,13 @@ class SelfPlayExp(BasePPOExp):
 
     def get_generator(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
-    ) -> GeneratorInterface:
+    ) -> RolloutGenerator:
         """Return a generator whose games use the served opponent."""
         gym = opponent_config(cfg, self.opponent_url)
-        return SkyRLGymGenerator(cfg.generator, gym, inference_engine_client, tokenizer)
+        return GymGenerator(cfg.generator, gym, inference_engine_client, tokenizer)
 
 
-class SelfPlayEval(SelfPlayExp, EvalOnlyEntrypoint):
+class SelfPlayEval(SelfPlayExp, EvaluationExperiment):
     """Evaluation of `trainer.policy.model.path` in games against `trainer.ref.model.path`, without training."""
 
 

@@ -31,7 +31,8 @@ from examples.openspiel.main_self_play import SelfPlayEval, SelfPlayExp
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig
 from skyrl_train.dataset.files import Row
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_command
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import run_command
 from skyrl_train.report.learning_curve import compare_curves
 
 N_PLAYERS, N_CELLS = 2, 9
@@ -198,7 +199,7 @@ class SelfPlay:
         return compare_curves(curves, plot, metric=OUTCOME, title=title, baselines={"an even match": 0.5})
 
     def _run(
-        self, label: str, n_steps: int, overrides: tuple[str, ...], experiment: type[BasePPOExp] = BasePPOExp
+        self, label: str, n_steps: int, overrides: tuple[str, ...], experiment: type[RLExperiment] = RLExperiment
     ) -> LearningRun:
         overrides = (*overrides, *self.overrides)
         return LearningRun(RECIPE, self.output_dir, self.seed, n_steps, overrides, label, experiment)

@@ -1,7 +1,3 @@
-"""The module from which SkyRL scripts import the default configuration."""
+"""Names that SkyRL's scripts import from this module."""
 
-from __future__ import annotations
-
-from skyrl_train.config.cli import get_default_config
-
-__all__ = ["get_default_config"]
+from skyrl_train.config.cli import get_default_config as get_default_config

@@ -213,7 +213,7 @@ def tiny(
 
     A Qwen3 and its tokenizer, for first runs and tests without a download.
     """
-    from skyrl_train.models.tiny import write_tiny_model
+    from skyrl_train.entrypoints.tiny import write_tiny_model
 
     n_parameters = write_tiny_model(folder, str(data) if data else None, seed)
     typer.echo(f"{folder}: a Qwen3 of {n_parameters:,} random parameters; trainer.policy.model.path={folder}")
@@ -269,14 +269,14 @@ def _start_rl(
         check_prompts(cfg)
     elif trains:
         with importing_torch():
-            from skyrl_train.entrypoints.experiment import BasePPOExp
+            from skyrl_train.entrypoints.experiment import RLExperiment
 
-        BasePPOExp(cfg, data_is_checked=data_is_checked).run()
+        RLExperiment(cfg, data_is_checked=data_is_checked).run()
     else:
         with importing_torch():
-            from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
+            from skyrl_train.entrypoints.evaluation import EvaluationExperiment
 
-        EvalOnlyEntrypoint(cfg, data_is_checked=data_is_checked).run()
+        EvaluationExperiment(cfg, data_is_checked=data_is_checked).run()
 
 
 SUPERVISED = {

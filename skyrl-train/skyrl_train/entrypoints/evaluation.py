@@ -16,7 +16,7 @@ from skyrl_train.checkpoint import STORAGE_ERRORS, upload_files
 from skyrl_train.config import changed_settings, to_yaml
 from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.evaluate import dump_evaluation, evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -26,10 +26,11 @@ from skyrl_train.report import report_own_run
 logger = logging.getLogger(__name__)
 
 
-class EvalOnlyEntrypoint(BasePPOExp):
+class EvaluationExperiment(RLExperiment):
     """One evaluation, with the `get_*` methods of a training run."""
 
     trains = False
+    is_stock = True
 
     def run(self) -> None:
         """Evaluate, print the metrics and write the trajectories."""

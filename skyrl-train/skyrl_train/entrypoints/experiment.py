@@ -1,12 +1,13 @@
-"""A training run, assembled from its configuration. Override a `get_*` method of `BasePPOExp` to replace a part."""
+"""A training run, assembled from its configuration. Override a `get_*` method of `RLExperiment` to replace a part."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig
@@ -14,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.error import InvalidSpec
-from skyrl_train.absent import EXPERIMENT_METHODS, refuse_overrides
 from skyrl_train.algorithms import advantage_estimator, required_inputs
 from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
@@ -36,7 +36,6 @@ from skyrl_train.callbacks import (
     TrajectoryDump,
 )
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.base import with_value
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.validation import find_problems
 from skyrl_train.dataset.custom import CustomDataset
@@ -59,18 +58,18 @@ from skyrl_train.entrypoints.forecast import plan_models
 from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.entrypoints.prompts import check_rows, load_policy_tokenizer, open_prompts
 from skyrl_train.errors import ConfigError
-from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
-from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.buffered import BufferedRollouts
 from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.generators.rewards import functions_of_batches
-from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.generators.source import LockstepRollouts, Rollouts
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
-from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.launch.launcher import Launcher, started
+from skyrl_train.launch.paused_sync import PausedSync
 from skyrl_train.launch.specs import model_spec, optimizer_spec
+from skyrl_train.launch.weight_check import CheckedSync
 from skyrl_train.learner import Learner
 from skyrl_train.models.loading import (
     CRITIC_PATH,
@@ -85,11 +84,9 @@ from skyrl_train.models.loading import (
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.tracking import Tracking
-from skyrl_train.trainer import RayPPOTrainer, SyncEngines, Trainer
+from skyrl_train.trainer import SyncEngines, Trainer
 from skyrl_train.types.specs import LoraSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.paused_sync import PausedSync
-from skyrl_train.workers.weight_check import CheckedSync
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +96,7 @@ class _AllocatedMemory(Callback):
     after the first update finds them allocated.
     """
 
-    def __init__(self, experiment: BasePPOExp) -> None:
+    def __init__(self, experiment: RLExperiment) -> None:
         self._experiment = experiment
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
@@ -107,21 +104,27 @@ class _AllocatedMemory(Callback):
             self._experiment._reserved_bytes = 0
 
 
-class WholeRun:
-    """A run that `train` sets up, trains and closes."""
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What a run has opened when it creates its trainer."""
 
-    def __init__(self, experiment: BasePPOExp) -> None:
-        self._experiment = experiment
+    launcher: Launcher
+    learner: Learner
+    engine: InferenceEngine
+    generator: RolloutGenerator
+    tracker: Tracking
+    prompts: PromptOrder
+    train_dataset: PromptDataset
+    eval_dataset: PromptDataset | None
+    curriculum: list[Callback]
+    total_steps: int
 
-    async def train(self) -> None:
-        """Train to the last step, as `BasePPOExp.run` does without torchrun."""
-        self._experiment.check_run_folder()
-        with self._experiment.running():
-            await self._experiment._run()
 
-
-class BasePPOExp(Experiment):
+class RLExperiment(Experiment):
     """One training run, assembled from its configuration."""
+
+    is_stock: ClassVar[bool] = True
+    """Set on the classes whose parts are those of the configuration. What other classes override is checked less."""
 
     trainer_class: type[Trainer] = Trainer
     """Set this to a subclass of `Trainer` to change a stage of the training step."""
@@ -139,21 +142,12 @@ class BasePPOExp(Experiment):
         self._reserved_bytes = 0  # for gradients and optimizer state, which the first update allocates
         self._launcher: Launcher | None = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise ConfigError for a subclass that overrides a method of SkyRL that would never be called."""
-        super().__init_subclass__(**kwargs)
-        refuse_overrides(cls, BasePPOExp, EXPERIMENT_METHODS)
-
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes need to load models and make the engine."""
         return super().__getstate__() | {"_launcher": None}
 
-    def _setup_trainer(self) -> WholeRun:
-        """Return what an override of `run`, as in SkyRL's asynchronous example, awaits: `await trainer.train()`."""
-        return WholeRun(self)
-
     @asynccontextmanager
-    async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:
+    async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, RolloutGenerator]]:
         """Create an engine for the policy `model` and a generator that plays with it; close both at the end.
 
         `model` is None if the policy is in other processes; the engine is then in another one.
@@ -167,16 +161,13 @@ class BasePPOExp(Experiment):
             else:
                 engine = await launcher.start_engine(self._make_engine, self.cfg.generator.engine_start_timeout_seconds)
             stack.push_async_callback(engine.close)
-            client = self._skyrl_client(engine) if self._replaces("get_generator") else engine
-            generator = self.get_generator(self.cfg, self.tokenizer, client)
+            generator = self.get_generator(self.cfg, self.tokenizer, self.engine_client(engine))
             stack.push_async_callback(generator.close)
             yield engine, generator
 
-    def _skyrl_client(self, engine: InferenceEngine) -> InferenceEngine:
-        """Return the engine with SkyRL's interface beside its own."""
-        return cast(
-            InferenceEngine, InferenceEngineClient(engine, self.tokenizer, self.cfg.generator, self.cfg.trainer.seed)
-        )
+    def engine_client(self, engine: InferenceEngine) -> InferenceEngine:
+        """Return the engine as `get_generator` receives it."""
+        return engine
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -244,25 +235,9 @@ class BasePPOExp(Experiment):
 
     def get_generator(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
-    ) -> GeneratorInterface:
+    ) -> RolloutGenerator:
         """Create the generator that plays the rollouts."""
-        return SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, inference_engine_client, tokenizer)
-
-    def get_trainer(
-        self,
-        cfg: SkyRLConfig,
-        tracker: Tracking,
-        tokenizer: PreTrainedTokenizerBase,
-        train_dataset: PromptDataset,
-        eval_dataset: PromptDataset | None,
-        inference_engine_client: InferenceEngine,
-        generator: GeneratorInterface,
-        colocate_pg: None,
-    ) -> RayPPOTrainer:
-        """Create the trainer, for scripts of SkyRL that override this. Without an override, `trainer_class` is used."""
-        return RayPPOTrainer(
-            cfg, tracker, tokenizer, train_dataset, eval_dataset, inference_engine_client, generator, colocate_pg
-        )
+        return GymGenerator(cfg.generator, cfg.environment.skyrl_gym, inference_engine_client, tokenizer)
 
     def get_prompts(self, train_dataset: PromptDataset) -> PromptOrder:
         """Return the order in which training draws its prompts."""
@@ -279,7 +254,7 @@ class BasePPOExp(Experiment):
         )
 
     def get_callbacks(
-        self, eval_dataset: PromptDataset | None, generator: GeneratorInterface, tracker: Tracking
+        self, eval_dataset: PromptDataset | None, generator: RolloutGenerator, tracker: Tracking
     ) -> list[Callback]:
         """Return the callbacks of a step, in order."""
         chat = ChatEncoder(self.tokenizer)
@@ -303,7 +278,7 @@ class BasePPOExp(Experiment):
         estimator = advantage_estimator(cfg.algorithm.advantage_estimator)
         objective = PolicyObjective(resolve_policy_loss(cfg.algorithm), cfg.algorithm)
         raise_problems(find_problems(self.cfg, ALGORITHM_RULES))  # functions may have been registered since __init__
-        self._check_reward_functions()
+        self.check_reward_functions()
         self.check_data()
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
         datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
@@ -315,7 +290,7 @@ class BasePPOExp(Experiment):
         roles: list[Role] = ["policy"]
         roles += ["critic"] if cfg.critic.model.path is not None else []
         roles += ["ref"] if loads_reference(self.cfg) else []
-        if not self._replaces("get_model", "get_value_model"):
+        if not self.replaces("get_model", "get_value_model"):
             offloads_idle = self.cfg.offloads_idle(has_gpus=torch.cuda.is_available())
             self.warn_of_memory(plan_models(self.cfg), offloads_idle=offloads_idle)
         async with self.launching(roles) as launcher:
@@ -323,81 +298,37 @@ class BasePPOExp(Experiment):
             self._reserved_bytes = launcher.bytes_beside_engine(await learner.checkpoint_bytes())
             async with self.playing(launcher.policy) as (engine, generator):
                 with self.open_tracker() as tracker:
-                    skyrl_trainer = self._skyrl_trainer(tracker, train_dataset, eval_dataset, engine, generator)
-                    if isinstance(skyrl_trainer, FullyAsyncRayPPOTrainer):
-                        self._enable_fully_async(launcher)
-                        skyrl_trainer.cfg = self.cfg
-                    source = self._new_source(
+                    parts = RunParts(
+                        launcher,
+                        learner,
+                        engine,
                         generator,
+                        tracker,
                         prompts,
+                        train_dataset,
+                        eval_dataset,
+                        curriculum,
                         total_steps,
-                        with_greedy_rewards=bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS),
-                        penalizes_overlong=skyrl_trainer is None or not skyrl_trainer.postprocesses,
                     )
-                    parts: dict[str, Any] = {
-                        "source": source,
-                        "learner": learner,
-                        "sync_engines": self._engine_sync(launcher, learner.policy, engine),
-                        "total_steps": total_steps,
-                        "pad_token_id": self.tokenizer.pad_token_id,
-                        "callbacks": [
-                            _AllocatedMemory(self),
-                            *curriculum,
-                            *self.get_callbacks(eval_dataset, generator, tracker),
-                        ],
-                    }
-                    if skyrl_trainer is None:
-                        await train(self.trainer_class(self.cfg, **parts))
-                    else:
-                        skyrl_trainer.attach(**parts)
-                        await train(skyrl_trainer)
+                    await train(self.new_trainer(parts))
 
-    def _skyrl_trainer(
-        self,
-        tracker: Tracking,
-        train_dataset: PromptDataset,
-        eval_dataset: PromptDataset | None,
-        engine: InferenceEngine,
-        generator: GeneratorInterface,
-    ) -> RayPPOTrainer | None:
-        """Return the trainer of a user's `get_trainer`, None without one; ConfigError if it is no `RayPPOTrainer`."""
-        if not self._replaces("get_trainer"):
-            return None
-        client = self._skyrl_client(engine)
-        trainer = self.get_trainer(
-            self.cfg, tracker, self.tokenizer, train_dataset, eval_dataset, client, generator, None
-        )
-        if not isinstance(trainer, RayPPOTrainer):
-            raise ConfigError(
-                f"{type(self).__name__}.get_trainer returned a {type(trainer).__name__}; return a subclass of "
-                "skyrl_train.trainer.RayPPOTrainer, or set trainer_class to a subclass of Trainer"
-            )
-        if trainer.postprocesses and (buffer := self.cfg.trainer.algorithm.overlong_buffer_len) is not None:
-            logger.info(
-                "trainer.algorithm.overlong_buffer_len=%d is left to %s.postprocess_generator_output, and not applied "
-                "before it",
-                *(buffer, type(trainer).__name__),
-            )
-        return trainer
+    def new_trainer(self, parts: RunParts) -> Trainer:
+        """Create the trainer: an instance of `trainer_class`."""
+        return self.trainer_class(self.cfg, **self.trainer_parts(parts, self.cfg))
 
-    def _enable_fully_async(self, launcher: Launcher) -> None:
-        """Turn asynchronous training on; ConfigError if the engine generates in this process."""
-        if self.cfg.trainer.fully_async.enabled:
-            return
-        if launcher.policy is not None and self.cfg.generator.run_engines_locally:
-            raise ConfigError(
-                f"{type(self).__name__}.get_trainer returned a FullyAsyncRayPPOTrainer, and the engine was started for "
-                "synchronous training; set trainer.fully_async.enabled=true"
-            )
-        known = find_problems(self.cfg, ALGORITHM_WARNINGS)
-        self.cfg = with_value(self.cfg, "trainer.fully_async.enabled", True)
-        raise_problems(find_problems(self.cfg))
-        self._check_reward_functions()
-        for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
-            if sentence not in known:
-                logger.warning(sentence)
+    def trainer_parts(self, parts: RunParts, source_cfg: SkyRLConfig) -> dict[str, Any]:
+        """Return the keyword arguments of a `Trainer`. Its source of rollouts reads `source_cfg`."""
+        callbacks = self.get_callbacks(parts.eval_dataset, parts.generator, parts.tracker)
+        return {
+            "source": self._new_source(parts, source_cfg),
+            "learner": parts.learner,
+            "sync_engines": self._engine_sync(parts.launcher, parts.learner.policy, parts.engine),
+            "total_steps": parts.total_steps,
+            "pad_token_id": self.tokenizer.pad_token_id,
+            "callbacks": [_AllocatedMemory(self), *parts.curriculum, *callbacks],
+        }
 
-    def _check_reward_functions(self) -> None:
+    def check_reward_functions(self) -> None:
         """Raise ConfigError for a reward function of whole batches, which asynchronous training does not have."""
         if self.cfg.trainer.fully_async.enabled and (names := functions_of_batches(self.cfg.generator)):
             raise ConfigError(
@@ -406,12 +337,14 @@ class BasePPOExp(Experiment):
                 "or set trainer.fully_async.enabled=false"
             )
 
-    def _new_source(
-        self, generator: GeneratorInterface, prompts: PromptOrder, total_steps: int, **options: bool
-    ) -> Rollouts:
-        if self.cfg.trainer.fully_async.enabled:
-            return BufferedRollouts(self.cfg, generator, prompts, total_steps=total_steps, **options)
-        return LockstepRollouts(self.cfg, generator, prompts, **options)
+    def _new_source(self, parts: RunParts, cfg: SkyRLConfig) -> Rollouts:
+        estimator = advantage_estimator(cfg.trainer.algorithm.advantage_estimator)
+        greedy = bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS)
+        if cfg.trainer.fully_async.enabled:
+            return BufferedRollouts(
+                cfg, parts.generator, parts.prompts, total_steps=parts.total_steps, with_greedy_rewards=greedy
+            )
+        return LockstepRollouts(cfg, parts.generator, parts.prompts, with_greedy_rewards=greedy)
 
     @asynccontextmanager
     async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
@@ -535,14 +468,14 @@ class BasePPOExp(Experiment):
 
     def check_data(self) -> None:
         """Check the rows of the data files before the tokenizer is loaded, unless a `get_*` method replaces them."""
-        if not self._data_is_checked and not self._replaces("get_train_dataset", "get_eval_dataset", "get_generator"):
+        if not self._data_is_checked and not self.replaces("get_train_dataset", "get_eval_dataset", "get_generator"):
             self._data_is_checked = check_data(self.cfg, trains=self.trains)
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
         """Check all rows, unless a custom generator replaces the environments. Lazy datasets also check each row when
         drawn.
         """
-        if self._replaces("get_generator"):
+        if self.replaces("get_generator"):
             return
         environment, max_turns = self.cfg.environment, self.cfg.generator.max_turns
         for dataset in datasets:
@@ -551,6 +484,7 @@ class BasePPOExp(Experiment):
         if not self._data_is_checked:
             check_rows(self.cfg, datasets)
 
-    def _replaces(self, *methods: str) -> bool:
-        """Return True if a user's subclass overrides one of these methods."""
-        return any(not getattr(type(self), name).__module__.startswith("skyrl_train.") for name in methods)
+    def replaces(self, *methods: str) -> bool:
+        """Return True if a class that is not `is_stock` overrides one of these methods."""
+        owners = (next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in methods)
+        return not all(vars(cls).get("is_stock", False) for cls in owners)

@@ -7,15 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from skyrl_train.entrypoints import cli
-from skyrl_train.entrypoints.command import importing_torch
-
-if TYPE_CHECKING:
-    from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
-
-__all__ = ["EvalOnlyEntrypoint", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -23,15 +16,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     status = cli.main(["generate", *(sys.argv[1:] if argv is None else argv)])
     if status:
         sys.exit(status)
-
-
-def __getattr__(name: str) -> Any:
-    if name != "EvalOnlyEntrypoint":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with importing_torch():
-        from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
-
-    return EvalOnlyEntrypoint
 
 
 if __name__ == "__main__":

@@ -1,35 +1,16 @@
-"""The generator interface, and its conversion to and from SkyRL's parallel lists."""
+"""The interface of generators, which play rollouts for the trainer."""
 
 from __future__ import annotations
 
-import math
-import uuid
-from collections.abc import Callable, Mapping, Sequence, Sized
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NotRequired, TypedDict, TypeVar
 
-from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_gym.runtime.text import clean_text, to_facts
 from skyrl_gym.runtime.validation import MAX_REWARD, is_reward
-from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.errors import DataError
-from skyrl_train.inference_engines.base import ConversationType, SamplingParams, hash_seed
-from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
-from skyrl_train.types import (
-    DrawnPrompt,
-    PromptRow,
-    Segment,
-    Trajectory,
-    TrajectoryID,
-    Turn,
-    all_or_none,
-    last_sampled,
-)
+from skyrl_train.inference_engines.base import SamplingParams, hash_seed
+from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory, TrajectoryID
 from skyrl_train.types.tokens import Phase
-
-T = TypeVar("T")
-TrainingPhase = Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +18,7 @@ class BatchMetadata:
     """The step in which rollouts begin, e.g. `BatchMetadata(12, "train", seed=42)`."""
 
     global_step: int
-    training_phase: TrainingPhase
+    training_phase: Phase
     seed: int = 0  # the run's seed
 
 
@@ -68,119 +49,41 @@ def rollout_requests(
     ]
 
 
-class GeneratorInput(TypedDict):
-    """SkyRL's input: n prompts as parallel lists of length n. The last four fields may be missing or None."""
-
-    prompts: list[ConversationType]
-    env_classes: list[str | None]
-    env_extras: list[dict[str, Any]]
-    sampling_params: dict[str, Any]  # under vLLM's names; None: those of the configuration
-    trajectory_ids: list[TrajectoryID]  # None: random ones
-    batch_metadata: BatchMetadata  # None: step 0
-
-
-class GeneratorOutput(TypedDict):
-    """SkyRL's output: n trajectories as parallel lists of length n, in input order. Other keys are ignored.
-
-    A step-wise trajectory has several adjacent entries, separated by `trajectory_ids` and `is_last_step`. The fields of
-    the trajectory are those of its last entry. SkyRL does not know the last five lists.
-    """
-
-    prompt_token_ids: list[list[int]]
-    response_ids: list[list[int]]
-    rewards: list[list[float] | float | None]  # per token, or for the response; None: an invalid trajectory
-    loss_masks: list[list[int]]
-    stop_reasons: list[str]
-    rollout_logprobs: list[list[float]] | None  # None when the engine does not report them
-    env_metrics: NotRequired[list[dict[str, Any]]]
-    reward_components: NotRequired[list[dict[str, float]]]  # totals by name
-    trajectory_ids: NotRequired[list[TrajectoryID] | None]
-    is_last_step: NotRequired[list[bool] | None]
-    rollout_metrics: NotRequired[dict[str, Any] | None]  # numbers to log beside the trainer's own
-    sampling_logprobs: NotRequired[list[list[float] | None]]
-    turns: NotRequired[list[tuple[Turn, ...]]]
-    timing: NotRequired[list[dict[str, float]]]
-    n_attempts: NotRequired[list[int]]
-    error: NotRequired[list[str | None]]
-
-
-COPIED = ("env_metrics", "reward_components", "timing", "n_attempts")
-"""Lists of a `GeneratorOutput` whose entries are fields of a `Trajectory`."""
-
-
 EMPTY_RESPONSE = "empty_response", "the response is empty and cannot carry a reward"
 """Stop reason and error of a trajectory without a token for its reward."""
 
 
-class GeneratorInterface:
-    """A player of rollouts. Implement `generate`, on SkyRL's parallel lists, or `rollout`; each defaults to the other.
+class RolloutGenerator(ABC):
+    """Base class of generators. Implement `rollout`; the trainer calls `play`.
 
-    The trainer calls generators with `play`. In asynchronous training, it has many calls in progress at once, each with
-    the samples of one prompt, and evaluations beside them.
+    In asynchronous training, many calls are in progress at once, each with the samples of one prompt, and evaluations
+    run beside them.
     """
 
-    generator_cfg: GeneratorConfig  # optional: the sampling parameters of `generate` without any
-    _reported: Mapping[Phase, Sequence[Mapping[str, Any]]] = {}
-    _returned_totals: bool | None = None  # by the last call of `generate`, if a subclass implements it
-
-    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """Return one trajectory for each prompt, in order."""
-        _check_implemented(self)
-        sampling = to_sampling(input_batch.get("sampling_params"), getattr(self, "generator_cfg", None))
-        metadata = input_batch.get("batch_metadata") or BatchMetadata(0, "train")
-        trajectories = await self.rollout(to_requests(input_batch), sampling, metadata)
-        return to_generator_output(trajectories, with_totals=_has_totals(getattr(self, "generator_cfg", None)))
-
+    @abstractmethod
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
         """Return one trajectory for each request, in order."""
-        _check_implemented(self)
-        return await _rollout_by_generate(self, requests, sampling, metadata)
 
-    @property
-    def returns_totals(self) -> bool:
-        """The last answer of `generate` had one reward for each response, or the first one will."""
-        if self._returned_totals is None:
-            return _has_totals(getattr(self, "generator_cfg", None))
-        return self._returned_totals
+    async def play(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
+    ) -> list[Trajectory]:
+        """Return what `rollout` returns, with all reported values sanitized before metrics, files and tensors use them.
+
+        A trajectory without a response, or whose reward is NaN, infinite or too large for float32, becomes invalid.
+        """
+        return [sanitize(trajectory) for trajectory in await self.rollout(requests, sampling, metadata)]
 
     def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
-        """Return the `rollout_metrics` of `generate` in a phase since the last call of this method, averaged."""
-        reported, self._reported = self._reported.get(phase, ()), {**self._reported, phase: ()}
-        return default_aggregate_metrics(reported)
+        """Return the generator's own metrics of a phase since the last call."""
+        return {}
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027, not every generator holds resources
         """Release all resources."""
 
 
-def _has_totals(cfg: GeneratorConfig | None) -> bool:
-    """Return True if lists have one reward for each response, as SkyRL's do with `generator.batched`: one turn each."""
-    return cfg is not None and cfg.batched and cfg.max_turns == 1
-
-
-async def play(
-    generator: GeneratorInterface,
-    requests: Sequence[RolloutRequest],
-    sampling: SamplingParams,
-    metadata: BatchMetadata,
-) -> list[Trajectory]:
-    """Play rollouts with a generator; return one trajectory for each request, in order.
-
-    The most derived class that overrides `generate` or `rollout` decides which is called; `rollout` if it has both.
-    Values that environments and generators report are sanitized here, before metrics, files and tensors use them.
-    """
-    rollout = generator.rollout
-    for cls in type(generator).__mro__:
-        if "rollout" in vars(cls):
-            break
-        if "generate" in vars(cls):
-            rollout = partial(_rollout_by_generate, generator)
-            break
-    return [_sanitize(trajectory) for trajectory in await rollout(requests, sampling, metadata)]
-
-
-def _sanitize(trajectory: Trajectory) -> Trajectory:
+def sanitize(trajectory: Trajectory) -> Trajectory:
     """Return a trajectory whose texts and metrics can be written, and whose reward fits the trainer's tensors."""
     error, stop_reason = trajectory.error, trajectory.stop_reason
     if error is None and not trajectory.response_ids:
@@ -195,190 +98,3 @@ def _sanitize(trajectory: Trajectory) -> Trajectory:
         env_metrics=to_facts(trajectory.env_metrics),
         reward_components={clean_text(str(name)): value for name, value in trajectory.reward_components.items()},
     )
-
-
-async def _rollout_by_generate(
-    generator: GeneratorInterface,
-    requests: Sequence[RolloutRequest],
-    sampling: SamplingParams,
-    metadata: BatchMetadata,
-) -> list[Trajectory]:
-    input_batch = to_generator_input(requests, sampling, metadata)
-    output = await generator.generate(input_batch)
-    generator._returned_totals = any(isinstance(rewards, int | float) for rewards in output["rewards"])
-    if reported := output.get("rollout_metrics"):
-        phase = metadata.training_phase
-        generator._reported = {**generator._reported, phase: [*generator._reported.get(phase, ()), reported]}
-    return to_trajectories(output, input_batch)
-
-
-def _check_implemented(generator: GeneratorInterface) -> None:
-    """Raise NotImplementedError for a class with neither method, which would call each other forever."""
-    cls = type(generator)
-    if cls.generate is GeneratorInterface.generate and cls.rollout is GeneratorInterface.rollout:
-        raise NotImplementedError(f"{cls.__name__} has neither `generate` nor `rollout`; implement one of them")
-
-
-def to_generator_input(
-    requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
-) -> GeneratorInput:
-    """Convert rollout requests to parallel lists."""
-    return GeneratorInput(
-        prompts=[request.row.prompt for request in requests],
-        env_classes=[request.row.env_class for request in requests],
-        env_extras=[request.row.env_extras for request in requests],
-        sampling_params=to_sampling_params(sampling),
-        trajectory_ids=[request.id for request in requests],
-        batch_metadata=metadata,
-    )
-
-
-def to_requests(input_batch: GeneratorInput) -> list[RolloutRequest]:
-    """Convert parallel lists to rollout requests."""
-    prompts, env_classes = input_batch["prompts"], input_batch["env_classes"]
-    ids = input_batch.get("trajectory_ids") or [TrajectoryID(uuid.uuid4().hex, 0) for _ in prompts]
-    all_extras = input_batch.get("env_extras") or [{} for _ in prompts]
-    rows = zip(ids, prompts, env_classes, all_extras, strict=True)
-    return [RolloutRequest(id, PromptRow(id.instance_id, prompt, env, extras)) for id, prompt, env, extras in rows]
-
-
-def to_generator_output(trajectories: Sequence[Trajectory], *, with_totals: bool = False) -> GeneratorOutput:
-    """Convert trajectories to parallel lists. With `with_totals`, the reward of a response is one number."""
-    pairs = [(t, segment) for t in trajectories for segment in t.segments]
-    output = GeneratorOutput(
-        prompt_token_ids=[segment.prompt_ids for _, segment in pairs],
-        response_ids=[segment.response_ids for _, segment in pairs],
-        rewards=[
-            (sum(segment.rewards) if with_totals else segment.rewards) if t.is_valid else None for t, segment in pairs
-        ],
-        loss_masks=[segment.loss_mask for _, segment in pairs],
-        stop_reasons=[t.stop_reason for t, _ in pairs],
-        rollout_logprobs=all_or_none([segment.logprobs for _, segment in pairs]),
-        env_metrics=[t.env_metrics for t, _ in pairs],
-        reward_components=[t.reward_components for t, _ in pairs],
-        rollout_metrics={},  # the trainer computes its own
-        sampling_logprobs=[segment.sampling_logprobs for _, segment in pairs],
-        turns=[segment.turns for _, segment in pairs],
-        timing=[t.timing for t, _ in pairs],
-        n_attempts=[t.n_attempts for t, _ in pairs],
-        error=[t.error for t, _ in pairs],
-    )
-    if len(pairs) > len(trajectories):
-        output["trajectory_ids"] = [t.id for t, _ in pairs]
-        output["is_last_step"] = [segment is t.segments[-1] for t, segment in pairs]
-    return output
-
-
-def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> list[Trajectory]:
-    """Convert parallel lists to trajectories, with the IDs of the input.
-
-    A `generate` may shorten responses: turns and `sampling_logprobs` that no longer fit are dropped. A reward for an
-    empty response makes the trajectory invalid.
-
-    Raises:
-        DataError: lists have different lengths, or answer other requests.
-    """
-    return _read_lists(output, to_requests(input_batch))
-
-
-def edit_as_lists(
-    trajectories: Sequence[Trajectory],
-    edit: Callable[[GeneratorOutput], GeneratorOutput],
-    *,
-    with_totals: bool,
-) -> list[Trajectory]:
-    """Return valid trajectories after `edit` has changed their parallel lists, which it may do in place.
-
-    Raises:
-        DataError: lists have different lengths or lack a reward, or `edit` returned something else.
-    """
-    lists = to_generator_output(trajectories, with_totals=with_totals)
-    copied: Any = {
-        name: [list(row) if isinstance(row, list) else row for row in rows] if isinstance(rows, list) else rows
-        for name, rows in lists.items()
-    }
-    edited: Any = edit(copied)
-    if not isinstance(edited, Mapping):
-        raise DataError(f"it returned a {type(edited).__name__}; return the dictionary of the rollouts")
-    requests = [RolloutRequest(t.id, PromptRow(t.id.instance_id, [], t.env_class, t.env_extras)) for t in trajectories]
-    changed = _read_lists({**lists, **edited}, requests)
-    for t in changed:
-        if not t.is_valid:
-            raise DataError(f"trajectory {t.id.to_string()} has no reward; set its loss mask to 0 to leave it out")
-    return [
-        replace(new, data_source=old.data_source, greedy_reward=old.greedy_reward)
-        for new, old in zip(changed, trajectories, strict=True)
-    ]
-
-
-def _read_lists(output: GeneratorOutput, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-    is_last = output.get("is_last_step") or [True] * len(requests)
-    ends = [end for end, ends_here in enumerate(is_last, start=1) if ends_here]
-    if len(ends) != len(requests) or (ends and ends[-1] != len(is_last)):
-        raise DataError(f"the generator's is_last_step ends {len(ends)} trajectories for {len(requests)} prompts")
-    required = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons")
-    for name in (*required, "rollout_logprobs", "trajectory_ids", "sampling_logprobs", "turns", "error", *COPIED):
-        values = output.get(name)
-        n_values = len(values or ())  # type: ignore[arg-type]
-        if n_values != len(is_last) and (values is not None or name in required):
-            raise DataError(f"the generator returned {n_values} {name} for {len(is_last)} prompts; return one for each")
-    trajectories = []
-    for request, start, end in zip(requests, [0, *ends], ends, strict=False):
-        last = end - 1
-        stop_reason, error = output["stop_reasons"][last], None
-        if not isinstance(stop_reason, str):
-            raise DataError(f"stop_reasons[{last}]={stop_reason!r} is not text; return one such as 'stop' or 'length'")
-        if output["rewards"][last] is None:
-            error = _at(output.get("error"), last) or stop_reason
-        elif any(not output["response_ids"][i] and output["rewards"][i] for i in range(start, end)):
-            stop_reason, error = EMPTY_RESPONSE
-        trajectory = Trajectory(
-            id=request.id,
-            env_class=request.row.env_class or "unknown",
-            data_source=request.row.data_source,
-            segments=tuple(_segment(output, request, i) for i in range(start, end)),
-            stop_reason=stop_reason,
-            error=error,
-            env_extras=request.row.env_extras,
-            **{name: output[name][last] for name in COPIED if output.get(name) is not None},  # type: ignore[literal-required]
-        )
-        trajectories.append(trajectory)
-    return trajectories
-
-
-def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segment:
-    """Convert entry `i` of the lists."""
-    id = _at(output.get("trajectory_ids"), i)
-    if id is not None and (id.instance_id, id.repetition_id) != (request.id.instance_id, request.id.repetition_id):
-        raise DataError(f"trajectory_ids[{i}]={id} where {request.id} was requested; keep the order of the prompts")
-    prompt_ids, response_ids = output["prompt_token_ids"][i], output["response_ids"][i]
-    loss_mask, rewards = output["loss_masks"][i], output["rewards"][i]
-    logprobs, sampling_logprobs = _at(output.get("rollout_logprobs"), i), _at(output.get("sampling_logprobs"), i)
-    for name, values in (("loss_masks", loss_mask), ("rollout_logprobs", logprobs), ("rewards", rewards)):
-        if isinstance(values, Sized) and len(values) != len(response_ids):
-            raise DataError(f"{name}[{i}] has {len(values)} values for {len(response_ids)} response tokens")
-    per_token = rewards if isinstance(rewards, list) else put_on_last_token(rewards or 0.0, loss_mask)
-    if not all(map(math.isfinite, per_token)):
-        raise DataError(f"rewards[{i}]={rewards!r} are not all finite; return None for a trajectory without a reward")
-    turns = _at(output.get("turns"), i) or ()
-    return Segment(
-        token_ids=[*prompt_ids, *response_ids],
-        n_prompt=len(prompt_ids),
-        loss_mask=loss_mask,
-        rewards=per_token,
-        logprobs=logprobs,
-        sampling_logprobs=sampling_logprobs if len(sampling_logprobs or ()) == len(response_ids) else None,
-        turns=tuple(turns) if all(turn.end <= len(response_ids) for turn in turns) else (),
-    )
-
-
-def put_on_last_token(reward: float, loss_mask: Sequence[int]) -> list[float]:
-    """Return the reward of a response as one for each token [r]: on its last sampled token."""
-    rewards = [0.0] * len(loss_mask)
-    if rewards:
-        rewards[last_sampled(loss_mask)] = float(reward)
-    return rewards
-
-
-def _at(values: Sequence[T] | None, i: int) -> T | None:
-    return None if values is None else values[i]

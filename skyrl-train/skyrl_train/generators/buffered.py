@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.order import PromptOrder
-from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.source import Rollouts, StepData
 from skyrl_train.types import DrawnPrompt, Metrics, PromptRow, Trajectory
 
@@ -37,21 +37,14 @@ class BufferedRollouts(Rollouts):
     def __init__(
         self,
         cfg: SkyRLConfig,
-        generator: GeneratorInterface,
+        generator: RolloutGenerator,
         prompts: PromptOrder[PromptRow],
         *,
         total_steps: int,
         with_greedy_rewards: bool = False,
-        penalizes_overlong: bool = True,
     ) -> None:
         """Play batches for at most `total_steps` steps. The other arguments are those of `Rollouts`."""
-        super().__init__(
-            cfg,
-            generator,
-            prompts,
-            with_greedy_rewards=with_greedy_rewards,
-            penalizes_overlong=penalizes_overlong,
-        )
+        super().__init__(cfg, generator, prompts, with_greedy_rewards=with_greedy_rewards)
         self._settings = cfg.trainer.fully_async
         self._total_steps = total_steps
         self._version = 0  # of the engines' weights

@@ -15,7 +15,7 @@ from skyrl_train.algorithms.filters import punish_overlong
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.order import PromptOrder
 from skyrl_train.errors import EnvError
-from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest, play, rollout_requests
+from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest, rollout_requests
 from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import DrawnPrompt, Metrics, PromptRow, Trajectory
@@ -69,20 +69,16 @@ class Rollouts(ABC):
     def __init__(
         self,
         cfg: SkyRLConfig,
-        generator: GeneratorInterface,
+        generator: RolloutGenerator,
         prompts: PromptOrder[PromptRow],
         *,
         with_greedy_rewards: bool = False,
-        penalizes_overlong: bool = True,
     ) -> None:
-        """With `with_greedy_rewards`, also play each prompt greedily. Without `penalizes_overlong`, the trainer applies
-        the soft overlong penalty itself.
-        """
+        """With `with_greedy_rewards`, also play each prompt greedily."""
         self._cfg = cfg
         self._generator = generator
         self._prompts = prompts
         self._with_greedy_rewards = with_greedy_rewards
-        self._penalizes_overlong = penalizes_overlong and cfg.trainer.algorithm.overlong_buffer_len is not None
         self._compares_samples = estimator_traits(cfg.trainer.algorithm).compares_samples
         self._sampling = SamplingParams.from_config(cfg.generator.sampling_params)
 
@@ -93,7 +89,7 @@ class Rollouts(ABC):
     async def _play(self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int) -> list[Trajectory]:
         n_samples = self._cfg.generator.n_samples_per_prompt
         requests = rollout_requests(prompts, n_samples, self._cfg.environment.env_class)
-        return await play(self._generator, requests, self._sampling, self._metadata(step))
+        return await self._generator.play(requests, self._sampling, self._metadata(step))
 
     def _metadata(self, step: int) -> BatchMetadata:
         return BatchMetadata(step, "train", self._cfg.trainer.seed)
@@ -143,11 +139,10 @@ class Rollouts(ABC):
 
     def _penalize_overlong(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Apply the soft overlong penalty, if it is configured."""
-        if not self._penalizes_overlong:
-            return trajectories
         algorithm, sampling = self._cfg.trainer.algorithm, self._cfg.generator.sampling_params
         buffer, factor = algorithm.overlong_buffer_len, algorithm.overlong_buffer_penalty_factor
-        assert buffer is not None
+        if buffer is None:
+            return trajectories
         return punish_overlong(trajectories, sampling.max_generate_length, buffer, factor)
 
     async def _add_greedy_rewards(
@@ -173,7 +168,7 @@ class Rollouts(ABC):
             RolloutRequest(replace(request.id, repetition_id=n_samples), request.row)
             for request in rollout_requests(prompts, 1, self._cfg.environment.env_class)
         ]
-        return await play(self._generator, requests, replace(self._sampling, temperature=0.0), self._metadata(step))
+        return await self._generator.play(requests, replace(self._sampling, temperature=0.0), self._metadata(step))
 
 
 class LockstepRollouts(Rollouts):

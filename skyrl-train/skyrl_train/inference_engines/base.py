@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+from typing import Literal, Protocol
 
 import torch
 
-from skyrl_train.absent import refuse_name
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.types import Message, WeightSpan
@@ -136,24 +134,6 @@ class EngineInfo:
     weight_dtype: torch.dtype | None = None  # in which the engine holds weights; None: as the policy sends them
 
 
-class InferenceEngineInput(TypedDict, total=False):
-    """SkyRL's input of `InferenceEngineClient.generate`: n conversations, or n lists of token ids."""
-
-    prompts: list[list[Message]] | None
-    prompt_token_ids: list[list[int]] | None
-    sampling_params: dict[str, Any] | None  # under vLLM's names; None: those of the configuration
-    session_ids: list[Hashable] | None
-
-
-class InferenceEngineOutput(TypedDict):
-    """SkyRL's output: n responses in the order of the input."""
-
-    responses: list[str]
-    response_ids: list[list[int]]
-    stop_reasons: list[str]
-    response_logprobs: list[list[float]] | None  # None if the engine cannot compute them
-
-
 class InferenceEngine(Protocol):
     """The interface every backend implements. Everything that crosses it can be pickled."""
 
@@ -227,7 +207,3 @@ class InferenceEngine(Protocol):
     async def close(self) -> None:
         """Release memory, threads and processes; requests still waiting fail with EngineError."""
         ...
-
-
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # for names that SkyRL's scripts import

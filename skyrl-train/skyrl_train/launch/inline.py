@@ -19,13 +19,13 @@ from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.process import start_engine
 from skyrl_train.launch.launcher import holding_devices
+from skyrl_train.launch.lease import Lease
 from skyrl_train.launch.transports import with_transport
 from skyrl_train.models.loading import default_device
 from skyrl_train.types.specs import ModelSpec, SyncKind, World
 from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
 from skyrl_train.weight_sync.sync import free_port
 from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.lease import Lease
 from skyrl_train.workers.ranks import LocalRank
 
 

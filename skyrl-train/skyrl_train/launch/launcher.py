@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.launch.lease import Lease
 from skyrl_train.types.specs import ModelSpec, SyncKind
 from skyrl_train.weight_sync import WeightSink, WeightSync
 from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.lease import Lease
 
 
 class ModelLauncher(Protocol):

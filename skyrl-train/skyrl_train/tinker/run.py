@@ -27,10 +27,10 @@ from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import TaskRow, check_environments
 from skyrl_train.evaluate import dump_evaluation, evaluate
-from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, play, rollout_requests
+from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
-from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.tinker.data import training_data
@@ -81,9 +81,9 @@ class TinkerRun:
         with folder_lock(self.run_folder.path, advice), log_to_file(self.run_folder.train_log):
             asyncio.run(self._run())
 
-    def get_generator(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase) -> GeneratorInterface:
+    def get_generator(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase) -> RolloutGenerator:
         """Create the generator that plays the rollouts. The engine has `info`, `generate` and `end_session` only."""
-        return SkyRLGymGenerator(self.cfg.generator, self.cfg.environment.skyrl_gym, engine, tokenizer)
+        return GymGenerator(self.cfg.generator, self.cfg.environment.skyrl_gym, engine, tokenizer)
 
     def check_rows(self, rows: Iterable[TaskRow]) -> None:
         """Raise ConfigError or DataError if the generator cannot play one of the rows of a dataset."""
@@ -166,14 +166,14 @@ class TinkerRun:
                 logger.warning("The session on the Tinker service was not finished: %s", error or "timed out")
 
     async def _step(
-        self, prompts: ShuffledPrompts, generator: GeneratorInterface, trainer: tinker.TrainingClient, step: int
+        self, prompts: ShuffledPrompts, generator: RolloutGenerator, trainer: tinker.TrainingClient, step: int
     ) -> dict[str, float]:
         """Play a batch and update the weights; return the metrics."""
         options, cfg = self.options, self.cfg
         started = time.perf_counter()
         requests = rollout_requests(prompts.next_batch(), options.n_samples_per_prompt, cfg.environment.env_class)
         sampling = SamplingParams.from_config(cfg.generator.sampling_params)
-        trajectories = await play(generator, requests, sampling, BatchMetadata(step, "train", options.seed))
+        trajectories = await generator.play(requests, sampling, BatchMetadata(step, "train", options.seed))
         rollout_s = time.perf_counter() - started
         data, metrics = training_data(trajectories, options.max_sequence_length)
         if data:
@@ -192,7 +192,7 @@ class TinkerRun:
         await update
 
     async def _evaluate(
-        self, dataset: PromptDataset, generator: GeneratorInterface, tokenizer: PreTrainedTokenizerBase, step: int
+        self, dataset: PromptDataset, generator: RolloutGenerator, tokenizer: PreTrainedTokenizerBase, step: int
     ) -> dict[str, float]:
         metrics, trajectories = await evaluate(dataset, generator, self.cfg, step)
         success_reward = self.cfg.generator.success_reward

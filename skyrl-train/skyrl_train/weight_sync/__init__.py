@@ -1,9 +1,5 @@
 """The transfer of new weights from the policy to engines and to the reference."""
 
-from functools import partial
-from typing import TYPE_CHECKING
-
-from skyrl_train.absent import refuse_name
 from skyrl_train.weight_sync.base import Receipt, SyncPlan
 from skyrl_train.weight_sync.mirror import MirroredReceiver, WeightMirror
 from skyrl_train.weight_sync.sync import (
@@ -29,7 +25,3 @@ __all__ = [
     "send",
     "transport_between",
 ]
-
-
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # for names that SkyRL's scripts import

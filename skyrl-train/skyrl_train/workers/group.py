@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,9 +20,6 @@ from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.ranks import Rank
 from skyrl_train.workers.split import draws_fit, join, split
 from skyrl_train.workers.worker import NEEDED_PARTS
-
-if TYPE_CHECKING:
-    from skyrl_train.workers.lease import Lease
 
 FINISH_TIMEOUT_S = 60.0
 """Seconds that other ranks may take to gather the rest of the weights after a failed weight sync."""
@@ -56,8 +53,8 @@ class WorkerGroup:
         self._broken_by: BaseException | None = None
         self.n_optimizer_steps = 0
         """Optimizer steps that have begun."""
-        self.lease: Lease | None = None
-        """The lease of devices that the model shares with others; None if it has them to itself."""
+        self.hold_devices: Callable[[WorkerGroup, ModelPart], AbstractAsyncContextManager[None]] | None = None
+        """Waits for the devices that the model shares with others, e.g. `Lease.holding`; None if it has them alone."""
 
     @property
     def role(self) -> Role:
@@ -248,9 +245,9 @@ class WorkerGroup:
 
     def _holding_devices(self, method: str) -> AbstractAsyncContextManager[None]:
         """Hold the devices that a method of the workers needs."""
-        if self.lease is None or method not in NEEDED_PARTS:
+        if self.hold_devices is None or method not in NEEDED_PARTS:
             return nullcontext()
-        return self.lease.holding(self, NEEDED_PARTS[method])
+        return self.hold_devices(self, NEEDED_PARTS[method])
 
     async def _gather(self, calls_of_ranks: Iterable[Awaitable[Any]]) -> list[Any]:
         """Return the result of each rank. The failure of one of several ranks breaks the group."""

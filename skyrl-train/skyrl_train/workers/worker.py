@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from skyrl_train.absent import refuse_name
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.checkpoint import disk_error, to_bytes
 from skyrl_train.distributed import BASE_MODEL, METADATA, DistributedStrategy, TrainState
@@ -437,7 +436,3 @@ def _root_cause(error: BaseException) -> str:
         error = next((reason for reason, _ in error.failures.values()), error)
     error = disk_error(error)
     return f"{type(error).__name__}: {error}"
-
-
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # for names that SkyRL's scripts import

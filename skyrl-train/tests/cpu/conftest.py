@@ -1,10 +1,14 @@
-"""Models of architectures other than the tiny model's."""
+"""Models for several rooms, and the chat template of the tiny tokenizer."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from train_kit.models import OTHER_ARCHITECTURES, create_model, load_on_cpu
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.generators.chat_template import ChatEncoder
 
 
 @pytest.fixture(scope="session", params=sorted(OTHER_ARCHITECTURES))
@@ -13,3 +17,17 @@ def other_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp(request.param)
     create_model(OTHER_ARCHITECTURES[request.param]).save_pretrained(folder)
     return load_on_cpu(folder)
+
+
+@pytest.fixture(scope="session")
+def talker(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The tiny model, biased to end every other turn; with random weights it hardly ever would."""
+    model = copy.deepcopy(tiny_model)
+    model.get_output_embeddings().weight.data[tiny_tokenizer.eos_token_id] *= 4
+    return model
+
+
+@pytest.fixture(scope="session")
+def chat(tiny_tokenizer: PreTrainedTokenizerBase) -> ChatEncoder:
+    """The chat template of the tiny tokenizer."""
+    return ChatEncoder(tiny_tokenizer)

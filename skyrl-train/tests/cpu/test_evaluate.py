@@ -10,16 +10,12 @@ import pytest
 from train_kit.trajectories import make_segment, make_trajectory
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.compat.skyrl.generator import GeneratorInput, GeneratorInterface, GeneratorOutput
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.files import read_rows, write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.evaluate import dump_evaluation, eval_metrics, evaluate, trajectory_row
-from skyrl_train.generators.base import (
-    BatchMetadata,
-    GeneratorInput,
-    GeneratorInterface,
-    GeneratorOutput,
-)
+from skyrl_train.generators.base import BatchMetadata
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.inference_engines.params import to_sampling_params
@@ -47,7 +43,7 @@ def cfg() -> SkyRLConfig:
 
 
 class NumberGenerator(GeneratorInterface):
-    """A generator with the public interface alone: the reward of second samples is the prompt's number."""
+    """A generator as SkyRL's scripts write it: the reward of second samples is the prompt's number."""
 
     def __init__(self) -> None:
         self.inputs: list[GeneratorInput] = []

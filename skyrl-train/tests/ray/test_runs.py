@@ -84,7 +84,7 @@ def test_models_and_engines_that_leave_devices_while_idle_train_like_one_process
     offloading = [*settings, *engines, "trainer.placement.offload_idle=true", "generator.weight_sync_backend=gloo"]
     kill = AtStepEnd(lambda run, step: step == 1 and kill_descendant("EngineActor"))
     overrides = [*five_steps, "trainer.run_name=offloading", *offloading]
-    with caplog.at_level(logging.DEBUG, "skyrl_train.workers.lease"):
+    with caplog.at_level(logging.DEBUG, "skyrl_train.launch.lease"):
         train_with(*overrides, "trainer.max_training_steps=3", first=[kill])
         assert_close_runs(train("offloading", *offloading), inline)
     assert "was lost and is replaced" in caplog.text

@@ -13,7 +13,7 @@ from train_kit.runs import AtStepEnd, Run, assert_close_runs, run_of, train_with
 from transformers import PreTrainedModel
 
 from skyrl_train.config.cli import parse_cli
-from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.errors import ConfigError, SyncError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import HFEngine
@@ -53,7 +53,7 @@ class CarelessEngine(HFEngine):
         return receipt
 
 
-class Careless(BasePPOExp):
+class Careless(RLExperiment):
     """A run with a `CarelessEngine`."""
 
     def get_engine(self, model: PreTrainedModel) -> InferenceEngine:
@@ -85,7 +85,7 @@ def test_a_timeout_that_ranks_would_not_wait_for_is_refused(
         match=r"weight_sync_timeout_seconds=31 must be at least 30 s less than SKYRL_WORKER_NCCL_TIMEOUT_IN_S=60.*"
         r"SKYRL_WORKER_NCCL_TIMEOUT_IN_S=61 where",
     ):
-        BasePPOExp(cfg).run()
+        RLExperiment(cfg).run()
 
 
 def test_two_engines_train_like_one_process_and_a_killed_one_is_replaced(

@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.entrypoints.tiny import tiny_qwen3
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
-from skyrl_train.models.tiny import tiny_qwen3
 
 NewEngine = Callable[..., VLLMEngine]
 REQUEST = EngineRequest([5, 6, 7], SamplingParams(3, ignore_eos=True), seed=0)

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.entrypoints.tiny import DEFAULT_TEXT, train_tokenizer
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult
-from skyrl_train.models.tiny import DEFAULT_TEXT, train_tokenizer
 from skyrl_train.types import WeightSpan
 
 Script = Callable[[str, int], str]

@@ -10,7 +10,7 @@ from train_kit.datasets import prompt_row
 
 from agent_kit.engines import TOKENIZER
 from skyrl_train.dataset.files import write_jsonl
-from skyrl_train.models.tiny import tiny_qwen3
+from skyrl_train.entrypoints.tiny import tiny_qwen3
 
 GENERATOR: dict[str, Any] = {
     "num_trajectories": 2,

@@ -21,19 +21,20 @@ from skyrl_gym.error import InvalidSettings
 from skyrl_train.callbacks import Callback
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import parse_cli, run_command
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.tracking import Tracking
 
 PROJECT_NAME = "fleet-task-grpo"
 
 
-class FleetExp(BasePPOExp):
+class FleetExp(RLExperiment):
     """A training run on Fleet tasks."""
 
     def get_callbacks(
-        self, eval_dataset: PromptDataset | None, generator: GeneratorInterface, tracker: Tracking
+        self, eval_dataset: PromptDataset | None, generator: RolloutGenerator, tracker: Tracking
     ) -> list[Callback]:
         """Return the callbacks of a step, with metrics by environment before the logging, and alerts after it."""
         return [FleetMetrics(), *super().get_callbacks(eval_dataset, generator, tracker), ToolErrorAlert()]

@@ -20,9 +20,10 @@ from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.config.trainer import PlacementConfig
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import connect_engine, start_engine_actor
 from skyrl_train.launch.launcher import holding_devices
+from skyrl_train.launch.lease import Lease
 from skyrl_train.launch.ray.cluster import connect
+from skyrl_train.launch.ray.engine import connect_engine, start_engine_actor
 from skyrl_train.launch.ray.placement import Device, Request, Reservation, find_visible_devices
 from skyrl_train.launch.ray.ranks import RayRank
 from skyrl_train.launch.timeouts import find_long_sync
@@ -30,7 +31,6 @@ from skyrl_train.launch.transports import with_transport
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, World
 from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
 from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.lease import Lease
 
 logger = logging.getLogger(__name__)
 

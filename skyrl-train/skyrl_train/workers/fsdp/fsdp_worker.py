@@ -1,10 +1,5 @@
-"""The type of a rank under the names that SkyRL's scripts import.
+"""Names that SkyRL's scripts import from this module."""
 
-One class serves every role and every strategy. The launcher makes its instances, in the driver or in actors.
-"""
-
-from skyrl_train.workers.worker import Worker
-
-PolicyWorker = CriticWorker = RefWorker = Worker
-
-__all__ = ["CriticWorker", "PolicyWorker", "RefWorker"]
+from skyrl_train.compat.skyrl.workers import CriticWorker as CriticWorker
+from skyrl_train.compat.skyrl.workers import PolicyWorker as PolicyWorker
+from skyrl_train.compat.skyrl.workers import RefWorker as RefWorker

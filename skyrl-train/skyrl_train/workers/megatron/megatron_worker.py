@@ -1,5 +1,5 @@
-"""The worker under the names that SkyRL's scripts import: one class serves every strategy."""
+"""Names that SkyRL's scripts import from this module."""
 
-from skyrl_train.workers.fsdp.fsdp_worker import CriticWorker, PolicyWorker, RefWorker
-
-__all__ = ["CriticWorker", "PolicyWorker", "RefWorker"]
+from skyrl_train.compat.skyrl.workers import CriticWorker as CriticWorker
+from skyrl_train.compat.skyrl.workers import PolicyWorker as PolicyWorker
+from skyrl_train.compat.skyrl.workers import RefWorker as RefWorker

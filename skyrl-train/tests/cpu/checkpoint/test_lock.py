@@ -17,7 +17,8 @@ from train_kit.runs import AtStepEnd, train_with
 
 from skyrl_train.callbacks import Run
 from skyrl_train.checkpoint import folder_lock
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.errors import ConfigError
 
 
@@ -54,7 +55,7 @@ def test_a_run_locks_its_folder_while_it_trains(catch_run: list[str]) -> None:
     messages: list[str] = []
 
     def start_another(run: Run, step: int) -> None:
-        with pytest.raises(ConfigError) as error, BasePPOExp(parse_cli(catch_run)).running():
+        with pytest.raises(ConfigError) as error, RLExperiment(parse_cli(catch_run)).running():
             pytest.fail("two runs use one folder")
         messages.append(str(error.value))
         run.request_stop("the test is done")
@@ -87,12 +88,12 @@ def test_a_folder_of_checkpoints_or_exports_belongs_to_one_run(
     holder = re.escape(f"{path} is in use by process {os.getpid()} on {socket.gethostname()}")
     message = rf"{holder}, which runs {tmp_path}/skyrl/first; wait until it ends, or set another trainer\.{key}$"
     with (
-        BasePPOExp(parse_cli(first)).running(),
+        RLExperiment(parse_cli(first)).running(),
         pytest.raises(ConfigError, match=message),
-        BasePPOExp(parse_cli(second)).running(),
+        RLExperiment(parse_cli(second)).running(),
     ):
         pytest.fail("two runs use one folder")
-    with BasePPOExp(parse_cli(second)).running():
+    with RLExperiment(parse_cli(second)).running():
         pass
 
 
@@ -100,5 +101,5 @@ def test_a_run_that_uses_one_folder_for_all_of_its_files_is_not_refused(catch_ru
     (tmp_path / "skyrl/test_run").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "skyrl/test_run")
     folders = [f"trainer.ckpt_path={tmp_path}/link", f"trainer.export_path={tmp_path}/skyrl/../skyrl/test_run"]
-    with BasePPOExp(parse_cli([*catch_run, *folders, "trainer.hf_save_interval=1"])).running():
+    with RLExperiment(parse_cli([*catch_run, *folders, "trainer.hf_save_interval=1"])).running():
         assert json.loads((tmp_path / "skyrl/test_run/.lock").read_text())["pid"] == os.getpid()

@@ -18,8 +18,8 @@ from skyrl_train.dataset.files import Rows
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
-from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.entrypoints.evaluation import EvaluationExperiment
+from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.generators.chat_template import TEMPLATES, ChatEncoder
 from skyrl_train.types import PromptRow
@@ -117,8 +117,8 @@ def test_prompts_are_measured_with_the_template_of_the_generator(
             "generator": {"chat_template": {"name_or_path": name}, "chat_template_kwargs": variables},
         }
     )
-    exp = BasePPOExp(cfg)
-    for dataset in (exp.get_train_dataset(), exp.get_eval_dataset(), EvalOnlyEntrypoint(cfg).get_eval_dataset()):
+    exp = RLExperiment(cfg)
+    for dataset in (exp.get_train_dataset(), exp.get_eval_dataset(), EvaluationExperiment(cfg).get_eval_dataset()):
         assert dataset is not None
         assert [row.prompt for row in dataset] == [[user("a")]]
 

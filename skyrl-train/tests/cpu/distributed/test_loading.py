@@ -13,10 +13,10 @@ from train_kit.ranks import close, load_group, spec
 from train_kit.workers import config
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedTokenizerBase
 
+from skyrl_train.entrypoints.tiny import tiny_qwen3
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.process import start_ranks as start_real_ranks
 from skyrl_train.models.deferred import create_without_weights, deferring
-from skyrl_train.models.tiny import tiny_qwen3
 from skyrl_train.types.specs import ModelSpec
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.config import load_config, parse_cli
 from skyrl_train.entrypoints.engine import new_engine
-from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.memory import cache_bytes_per_token
 
@@ -47,7 +47,7 @@ def test_a_replacement_does_not_reserve_memory_again_that_the_first_update_has_a
         async def on_step_end(self, run: Run, report: StepReport) -> None:
             reserved.append(experiment._reserved_bytes)
 
-    class Recorded(BasePPOExp):
+    class Recorded(RLExperiment):
         def get_callbacks(self, *parts: Any) -> list[Callback]:
             return [*super().get_callbacks(*parts), Recorder()]
 

@@ -13,7 +13,8 @@ from train_kit.runs import expect_error, train
 
 from skyrl_train.algorithms import register_advantage_estimator
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.errors import ConfigError, EnvError
 
 
@@ -65,7 +66,7 @@ def test_mistakes_are_named_before_the_run_starts(
     assert not any(path.read_text() for path in tmp_path.rglob("metrics.jsonl"))
 
 
-class _Exits(BasePPOExp):
+class _Exits(RLExperiment):
     """An experiment in which a task of user code exits with status 0."""
 
     async def _run(self) -> None:
@@ -85,7 +86,7 @@ def test_code_that_exits_does_not_look_like_a_finished_run(catch_run: list[str])
 
 def test_a_setting_that_the_loss_ignores_is_logged_once(catch_run: list[str], caplog: pytest.LogCaptureFixture) -> None:
     settings = ["trainer.algorithm.policy_loss_type=cispo", "trainer.algorithm.eps_clip_low=0.1"]
-    BasePPOExp(parse_cli([*catch_run, *settings]))
+    RLExperiment(parse_cli([*catch_run, *settings]))
     assert [record.message.split(";")[0] for record in caplog.records] == [
         "trainer.algorithm.eps_clip_low=0.1 is not read by trainer.algorithm.policy_loss_type=cispo"
     ]
@@ -105,7 +106,7 @@ def test_a_finished_run_is_reported_and_keeps_its_configuration(
 
 
 def test_an_estimator_registered_late_is_checked(catch_run: list[str]) -> None:
-    experiment = BasePPOExp(parse_cli([*catch_run, "trainer.algorithm.advantage_estimator=late"]))
+    experiment = RLExperiment(parse_cli([*catch_run, "trainer.algorithm.advantage_estimator=late"]))
     register_advantage_estimator("late")(lambda token_level_rewards, values: (token_level_rewards, values))
     try:
         with pytest.raises(ConfigError, match="=late reads the values of a critic"):
@@ -123,6 +124,6 @@ def test_the_chat_template_of_the_engine_replaces_a_broken_one(
     run = [*catch_run, f"trainer.policy.model.path='{model}'"]
     key = "generator.engine_init_kwargs.chat_template"
     with pytest.raises(ConfigError, match=f"is broken in line 1: .*; correct it, or set {re.escape(key)}$"):
-        BasePPOExp(parse_cli(run)).get_tokenizer()
+        RLExperiment(parse_cli(run)).get_tokenizer()
     file.write_text("{{ messages[0].role }}")
-    assert BasePPOExp(parse_cli([*run, f"+{key}='{file}'"])).get_tokenizer().chat_template == file.read_text()
+    assert RLExperiment(parse_cli([*run, f"+{key}='{file}'"])).get_tokenizer().chat_template == file.read_text()

@@ -11,7 +11,8 @@ from train_kit.processes import run_python
 from train_kit.runs import expect_error, train
 
 from skyrl_train.dataset.files import Rows, read_rows, write_jsonl
-from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.entrypoints.preflight import check_data, find_folder_fault, find_missing
 from skyrl_train.errors import DataError
 
@@ -84,9 +85,9 @@ def test_a_subclass_with_a_generator_of_its_own_may_play_any_rows(catch_run: lis
     files = [f"data.{name}_data=['{tmp_path}/rows.jsonl']" for name in ("train", "val")]
     cfg = parse_cli([*catch_run, *files])
     with pytest.raises(DataError, match="env_class=unheard_of"):
-        BasePPOExp(cfg).check_data()
+        RLExperiment(cfg).check_data()
 
-    class Own(BasePPOExp):
+    class Own(RLExperiment):
         def get_generator(self, *arguments: Any) -> Any:
             raise NotImplementedError
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 import skyrl_gym
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.models.tiny import train_tokenizer
+from skyrl_train.entrypoints.tiny import train_tokenizer
 from skyrl_train.types import PromptRow
 
 Splits = dict[str, list[PromptRow]]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from train_kit.messages import assistant, render_prompt, system, user
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.entrypoints.tiny import CHAT_TEMPLATE as CHATML
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators import chat_template
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.models.tiny import CHAT_TEMPLATE as CHATML
 from skyrl_train.rendering.template import ChatTemplate, Messages
 from skyrl_train.types import Message
 

@@ -16,6 +16,7 @@ from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.errors import DataError, EnvError
 from skyrl_train.generators.source import LockstepRollouts, StepData
 from skyrl_train.types import PromptRow, Trajectory, TrajectoryID
+from skyrl_train.types.tokens import Phase
 
 N_SAMPLES = 2
 
@@ -72,11 +73,12 @@ async def test_a_step_uses_one_batch_of_prompts() -> None:
 
 
 async def test_metrics_of_a_generator_are_added_to_those_of_the_step() -> None:
-    generator = ScriptedGenerator()
-    generator._reported = {"train": [{"mine": 1.0}]}
-    step_data = await sample(config(3), generator, SequentialPrompts(8, 3))
+    class Reporting(ScriptedGenerator):
+        def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
+            return {"mine": 1.0}
+
+    step_data = await sample(config(3), Reporting(), SequentialPrompts(8, 3))
     assert step_data.metrics.numbers()["mine"] == 1.0
-    assert generator.take_metrics() == {}
 
 
 async def test_failed_rollouts_are_reported_and_not_trained() -> None:

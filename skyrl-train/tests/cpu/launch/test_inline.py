@@ -14,7 +14,7 @@ from train_kit.runs import run_of
 from transformers import PreTrainedModel
 
 from skyrl_train.config.cli import parse_cli
-from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.errors import SyncError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
@@ -41,7 +41,7 @@ class SilentClient(EngineClient):
         raise AssertionError("nothing ends the wait")
 
 
-class Served(BasePPOExp):
+class Served(RLExperiment):
     """A run in whose place of a vLLM server, an embedded engine in another process receives the weights."""
 
     client: type[EngineClient] = EngineClient
@@ -58,7 +58,7 @@ class Served(BasePPOExp):
         return self.client([ServerProcess(n_threads=1).connect(make_engine, is_owner=True)])
 
 
-class Observed(BasePPOExp):
+class Observed(RLExperiment):
     """A run that keeps the model of its engine."""
 
     def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:

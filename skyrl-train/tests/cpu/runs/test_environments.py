@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_gym.envs import BUILT_IN
 from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig
 from skyrl_train.dataset.files import write_jsonl
-from skyrl_train.models.tiny import tiny_qwen3
+from skyrl_train.entrypoints.tiny import tiny_qwen3
 
 TESTED_ELSEWHERE = {"openenv", "verifiers"}
 """Environments covered by their own tests: one needs a server, the other a package."""

@@ -15,11 +15,11 @@ from train_kit.processes import TRAIN_FOLDER, find_descendants, kill_descendant,
 from train_kit.runs import AtStepEnd, Run, run_of, train, train_with
 
 from skyrl_train.config.cli import parse_cli
-from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.errors import ConfigError
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
+from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS, register_reward_function
-from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.trainer import Step, Trainer
 from skyrl_train.types import TrainingBatch
 
@@ -110,7 +110,7 @@ def test_a_stop_request_does_not_wait_for_the_rollouts_of_later_steps(
     """The run is stopped while the sync after step 1 waits for rollouts that never end."""
     monkeypatch.setattr("skyrl_train.trainer.STOP_GRACE_S", 0.5)
 
-    class StuckGenerator(SkyRLGymGenerator):
+    class StuckGenerator(GymGenerator):
         async def rollout(self, requests: Any, sampling: Any, metadata: Any) -> Any:
             if metadata.training_phase == "train" and requests[0].id.draw >= 4:
                 await asyncio.Event().wait()
@@ -121,10 +121,10 @@ def test_a_stop_request_does_not_wait_for_the_rollouts_of_later_steps(
             await super().update(step, batch)
             asyncio.get_running_loop().call_later(1, os.kill, os.getpid(), signal.SIGINT)
 
-    class Experiment(BasePPOExp):
+    class Experiment(RLExperiment):
         trainer_class = StoppedTrainer
 
-        def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> SkyRLGymGenerator:
+        def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> GymGenerator:
             return StuckGenerator(cfg.generator, cfg.environment.skyrl_gym, inference_engine_client, tokenizer)
 
     with pytest.raises(KeyboardInterrupt):
@@ -146,7 +146,7 @@ def test_a_reward_function_of_batches_is_refused_before_models_load(
         del REWARD_FUNCTIONS["compare"]
 
 
-class Script(BasePPOExp):
+class Script(RLExperiment):
     """A script of SkyRL."""
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> FullyAsyncRayPPOTrainer:

@@ -12,7 +12,7 @@ from train_kit.runs import Run, run_of
 from transformers import PreTrainedModel
 
 from skyrl_train.config.cli import parse_cli
-from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.errors import DivergenceError, SyncError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult
 from skyrl_train.inference_engines.hf import HFEngine
@@ -30,7 +30,7 @@ def arguments(catch_run: list[str]) -> list[str]:
 def train_with_engine(engine_class: type[HFEngine], *overrides: str, copies: bool = True) -> Run:
     """Train with an engine that has a copy of the policy, or its tensors."""
 
-    class Experiment(BasePPOExp):
+    class Experiment(RLExperiment):
         def get_engine(self, model: PreTrainedModel) -> HFEngine:
             model = copy.deepcopy(model) if copies else model
             limits: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 26}

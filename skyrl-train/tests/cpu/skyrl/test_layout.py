@@ -52,7 +52,7 @@ def test_the_interface_of_engines_is_the_client() -> None:
 def test_an_inner_module_is_the_one_of_the_new_layout() -> None:
     import_module("skyrl_train.trainer")
     assert import_module("skyrl.train").trainer.RayPPOTrainer.__module__ == "skyrl.trainer"
-    assert import_module("skyrl_train").trainer.RayPPOTrainer.__module__ == "skyrl_train.ray_ppo_trainer"
+    assert import_module("skyrl_train").trainer.RayPPOTrainer.__module__ == "skyrl_train.compat.skyrl.trainer"
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from train_kit.runs import Run
 from train_kit.tinker import serving_tinker
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.compat.skyrl.generator import GeneratorInput, GeneratorInterface, GeneratorOutput
 from skyrl_train.dataset.rows import TaskRow
 from skyrl_train.errors import DataError
-from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, request_seed
+from skyrl_train.generators.base import request_seed
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
 from skyrl_train.tinker.options import TinkerOptions
 from skyrl_train.tinker.run import TinkerRun

@@ -86,11 +86,11 @@ _RUNS = """
 import sys
 from pathlib import Path
 from skyrl_train.config.cli import parse_cli
-from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
-from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.entrypoints.evaluation import EvaluationExperiment
+from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.errors import ConfigError
 root = Path(sys.argv[1])
-def start(outputs, checkpoints, kind=BasePPOExp):
+def start(outputs, checkpoints, kind=RLExperiment):
     options = ["trainer.logger=wandb", "trainer.project_name=p", "trainer.run_name=run"]
     paths = [f"trainer.output_dir={root}/{outputs}", f"trainer.ckpt_path={root}/{checkpoints}"]
     experiment = kind(parse_cli([*options, *paths]))
@@ -110,7 +110,7 @@ for outputs, checkpoints, folder in (
 ):
     start(outputs, checkpoints)
     print((root / folder / "wandb_run_id.txt").read_text())
-start("evaluation", "sft", EvalOnlyEntrypoint)
+start("evaluation", "sft", EvaluationExperiment)
 print((root / "sft/wandb_run_id.txt").read_text(), (root / "evaluation/p/run/wandb_run_id.txt").read_text())
 """
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from examples.catch.catch_dataset import CatchDataset
 from examples.catch.env import CatchEnv
 from skyrl_train.config import load_config
+from skyrl_train.endpoint import AgentGenerator, AgentResult, Endpoint, ModelService, Session
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.generators.endpoint import AgentGenerator, AgentResult, Endpoint, ModelService, Session
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
 from train_kit.engines import RecordedEngine

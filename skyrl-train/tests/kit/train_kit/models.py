@@ -27,8 +27,8 @@ from transformers import (
 
 from examples.catch.catch_dataset import CatchDataset
 from examples.catch.players import conversation, random_player
+from skyrl_train.entrypoints.tiny import tiny_qwen3, train_tokenizer
 from skyrl_train.models.loading import load_model
-from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
 
 CPU = torch.device("cpu")
 

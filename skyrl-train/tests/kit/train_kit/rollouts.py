@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_train.errors import DataError
-from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
+from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import PromptRow, Trajectory, TrajectoryID, Turn, WeightSpan
 from train_kit.engines import RecordedEngine
@@ -56,7 +56,7 @@ def tokens_and_rewards(trajectories: Sequence[Trajectory]) -> list[tuple[list[in
 class Stage:
     """A generator, its engine, and the sampling parameters."""
 
-    generator: SkyRLGymGenerator
+    generator: GymGenerator
     engine: RecordedEngine
     chat: ChatEncoder
     sampling: SamplingParams
@@ -112,7 +112,7 @@ class Numbers:
         return PromptRow(str(index), [user(f"prompt {index}")], None, {})
 
 
-class ScriptedGenerator(GeneratorInterface):
+class ScriptedGenerator(RolloutGenerator):
     """A generator without a model. A test sets its rewards (None: the rollout fails) and how long its calls take."""
 
     def __init__(

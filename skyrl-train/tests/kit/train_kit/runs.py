@@ -22,7 +22,7 @@ from skyrl_train.config.preferences import DPO, REWARD
 from skyrl_train.config.sft import SFT
 from skyrl_train.entrypoints import cli
 from skyrl_train.entrypoints.command import parse_cli
-from skyrl_train.entrypoints.experiment import BasePPOExp
+from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.preferences import DPOExp, RewardExp
 from skyrl_train.entrypoints.sft import SFTExp
 from skyrl_train.trainer import Trainer
@@ -31,7 +31,7 @@ UNTIMED = ("timing/", "storage/", "trainer/tokens_per_second", "train/time(s)", 
 """Prefixes of metrics that differ between two equal runs."""
 
 EXPERIMENTS: dict[str, tuple[type[Any], Callable[[Sequence[str]], Any]]] = {
-    "train": (BasePPOExp, parse_cli),
+    "train": (RLExperiment, parse_cli),
     "sft": (SFTExp, lambda overrides: parse(overrides, SFT)),
     "dpo": (DPOExp, lambda overrides: parse(overrides, DPO)),
     "reward": (RewardExp, lambda overrides: parse(overrides, REWARD)),

@@ -16,7 +16,7 @@ import yaml
 from train_kit.processes import write_commands
 
 from skyrl_gym.tasks import task_family
-from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
+from skyrl_train.entrypoints.tiny import tiny_qwen3, train_tokenizer
 
 VERITAS = Path(__file__).parents[3]
 MODELS = ("rhuanmatias/trained-top-sn120", "org/other")

@@ -13,7 +13,7 @@ from veritas_kit.recipes import VERITAS
 from skyrl_gym.envs.entry_point import load_from_file
 from skyrl_gym.tasks import DynamicEnvDataset, task_family
 from skyrl_train.entrypoints.main_base import main
-from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
+from skyrl_train.entrypoints.tiny import tiny_qwen3, train_tokenizer
 
 TOOLS = VERITAS / "train/tools"
 PUZZLES = "+data.custom_cls.config.task_types=[operation]"

@@ -28,8 +28,8 @@ from skyrl_train.algorithms.rules import ALGORITHM_WARNINGS
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.validation import WARNINGS, find_problems
 from skyrl_train.entrypoints.command import parse_cli
+from skyrl_train.entrypoints.tiny import tiny_qwen3
 from skyrl_train.models.loading import load_tokenizer
-from skyrl_train.models.tiny import tiny_qwen3
 
 FOLDER = TRAIN_FOLDER / "examples/algorithms"
 SCRIPTS = {script.stem.removeprefix("run_"): script for script in sorted(FOLDER.glob("*/run_*.sh"))}

@@ -20,9 +20,9 @@ from examples.openspiel.self_play import GAME, RECIPE, Score, attempt, main
 from examples.tiny_model import encode, train_language_model
 from skyrl_train.config import parse_cli
 from skyrl_train.dataset.files import Row, read_rows
+from skyrl_train.entrypoints.tiny import tiny_qwen3
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_tokenizer
-from skyrl_train.models.tiny import tiny_qwen3
 
 SMALL_RECIPE = dataclasses.replace(RECIPE, n_start_steps=2)
 SEED = 1

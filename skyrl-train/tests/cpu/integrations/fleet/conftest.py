@@ -13,7 +13,7 @@ from train_kit.fleet.tasks import OPENENV
 from train_kit.http import Request, serving
 
 from integrations.fleet.prompts import system_prompt
-from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
+from skyrl_train.entrypoints.tiny import tiny_qwen3, train_tokenizer
 
 
 @pytest.fixture(scope="session")

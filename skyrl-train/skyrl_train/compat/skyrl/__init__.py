@@ -1,0 +1,1 @@
+"""SkyRL's classes and functions, as adapters of this project's own."""

@@ -1,0 +1,38 @@
+"""Metrics backends with the constructor that SkyRL's scripts call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from skyrl_train import tracking
+from skyrl_train.config import SkyRLConfig
+
+__all__ = ["Tracking"]
+
+
+class Tracking(tracking.Tracking):
+    """Backends of a run, for `BasePPOExp.get_tracker`."""
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        backends: str | Sequence[str] = "console",
+        config: SkyRLConfig | DictConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log to `backends`, and to `metrics.jsonl` in the run folder: that of `config`, or one in `outputs/`.
+
+        Raises:
+            ConfigError: a backend is unknown, or cannot start.
+        """
+        folder = Path("outputs") / project_name / experiment_name
+        settings: Any = config or {}
+        if isinstance(config, SkyRLConfig):
+            folder, settings = Path(config.trainer.run_dir), config.model_dump(mode="json")
+        elif isinstance(config, DictConfig):
+            settings = OmegaConf.to_container(config, resolve=True)
+        super().__init__(project_name, experiment_name, backends, settings, folder)

@@ -1,0 +1,205 @@
+"""The trainer with the constructor and the hooks of SkyRL, for scripts that subclass it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from skyrl_train.callbacks import Callback, Evaluation, Run, StepReport
+from skyrl_train.compat.skyrl.absent import TRAINER_ATTRIBUTES, TRAINER_METHODS, describe_missing, refuse_overrides
+from skyrl_train.compat.skyrl.batch import TrainingInputBatch
+from skyrl_train.compat.skyrl.generator import (
+    GeneratorOutput,
+    edit_as_lists,
+    put_on_last_token,
+    returns_totals,
+)
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import DataError
+from skyrl_train.generators.base import RolloutGenerator
+from skyrl_train.trainer import Step, Trainer
+from skyrl_train.types import Metrics, TrainingBatch, Trajectory
+
+
+class RayPPOTrainer(Trainer):
+    """A `Trainer` with the constructor of SkyRL, for `BasePPOExp.get_trainer`.
+
+    Subclasses may override these hooks of SkyRL, beside the stages of `Trainer`: `postprocess_generator_output`,
+    `apply_reward_kl_penalty`, `compute_advantages_and_returns` and `eval`. In the first three, `global_step` is the
+    current step. Numbers in `all_metrics`, and seconds in `all_timings`, are logged with the step.
+
+    The experiment adds the models with `attach`.
+    """
+
+    global_step: int = 0
+
+    def __init__(
+        self,
+        cfg: SkyRLConfig,
+        tracker: Any,
+        tokenizer: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        inference_engine_client: Any,
+        generator: RolloutGenerator,
+        colocate_pg: Any = None,
+    ) -> None:
+        """Keep the arguments as attributes."""
+        self.cfg = cfg
+        self.tracker = tracker
+        self.tokenizer = tokenizer
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.inference_engine_client = inference_engine_client
+        self.generator = generator
+        self.colocate_pg = colocate_pg
+        self.all_metrics: dict[str, float] = {}
+        self.all_timings: dict[str, float] = {}
+        self._evaluation: Evaluation | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise ConfigError for a subclass that overrides a method of SkyRL that would never be called."""
+        super().__init_subclass__(**kwargs)
+        refuse_overrides(cls, RayPPOTrainer, TRAINER_METHODS)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError; the message says what to do instead of using an attribute of SkyRL's trainer."""
+        raise AttributeError(describe_missing(self, name, TRAINER_METHODS | TRAINER_ATTRIBUTES))
+
+    def attach(self, *, callbacks: Sequence[Callback], **parts: Any) -> None:
+        """Add what the constructor of `Trainer` takes beside the configuration."""
+        self._evaluation = next((callback for callback in callbacks if isinstance(callback, Evaluation)), None)
+        if self._overrides("eval"):
+            callbacks = [EvaluationByTrainer(c, self) if isinstance(c, Evaluation) else c for c in callbacks]
+        super().__init__(self.cfg, callbacks=callbacks, **parts)
+
+    @property
+    def postprocesses(self) -> bool:
+        """True if a subclass overrides `postprocess_generator_output`."""
+        return self._overrides("postprocess_generator_output")
+
+    def _overrides(self, hook: str) -> bool:
+        return getattr(type(self), hook) is not getattr(RayPPOTrainer, hook)
+
+    # -- the hooks
+
+    def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
+        """Return the rollouts of a step with a reward for each token; that of a whole response is on its last one.
+
+        `uids` has the dataset row of each response. An override may also take `data_sources`.
+        """
+        rewards: Any = [
+            reward if isinstance(reward, list) else put_on_last_token(reward or 0.0, loss_mask)
+            for reward, loss_mask in zip(generator_output["rewards"], generator_output["loss_masks"], strict=True)
+        ]
+        return {**generator_output, "rewards": rewards}
+
+    def apply_reward_kl_penalty(self, data: TrainingInputBatch) -> TrainingInputBatch:
+        """Subtract the KL penalty from the rewards (B, R). Called with `trainer.algorithm.use_kl_in_reward`."""
+        batch, metrics = self.learner.penalize_rewards(data.to_batch())
+        self.all_metrics |= metrics.numbers()
+        data.fill(batch)
+        return data
+
+    def compute_advantages_and_returns(self, data: TrainingInputBatch) -> TrainingInputBatch:
+        """Fill in advantages and returns (B, R) with the configured estimator."""
+        data.fill(self.learner.estimate_advantages(data.to_batch()))
+        return data
+
+    async def eval(self) -> dict[str, float]:
+        """Return the metrics of an evaluation of the current weights; none without validation data."""
+        return {} if self._evaluation is None else await self._evaluation.measure(self)
+
+    # -- the stages that call them
+
+    def build_batch(self, step: Step, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        if self.postprocesses:
+            trajectories = self._postprocess(step, trajectories)
+        return super().build_batch(step, trajectories)
+
+    def _postprocess(self, step: Step, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        rows = [t for t in trajectories for _ in t.segments]
+        uids, options = [t.id.instance_id for t in rows], {}
+        if "data_sources" in inspect.signature(self.postprocess_generator_output).parameters:
+            options["data_sources"] = [t.data_source for t in rows]
+        with self._in_hook(step, "postprocess_generator_output"):
+            return edit_as_lists(
+                trajectories,
+                lambda lists: _without_uids(self.postprocess_generator_output(lists, uids, **options)),
+                with_totals=returns_totals(self.generator),
+            )
+
+    async def score(self, step: Step, batch: TrainingBatch) -> TrainingBatch:
+        batch = await super().score(step, batch)
+        if batch.old_logprobs is None and self._overrides("compute_advantages_and_returns"):
+            return await self.learner.score_policy(batch)  # the hook may read them
+        return batch
+
+    def advantages(self, step: Step, batch: TrainingBatch) -> TrainingBatch:
+        if not (self._overrides("apply_reward_kl_penalty") or self._overrides("compute_advantages_and_returns")):
+            return super().advantages(step, batch)
+        data = TrainingInputBatch(batch, global_step=step.number)
+        if self.cfg.trainer.algorithm.use_kl_in_reward:
+            with self._in_hook(step, "apply_reward_kl_penalty"):
+                data = _checked(self.apply_reward_kl_penalty(data))
+        with self._in_hook(step, "compute_advantages_and_returns"):
+            data = _checked(self.compute_advantages_and_returns(data))
+            if data["advantages"] is None:
+                raise DataError("data['advantages'] is not set; set it, and data['returns'] if there is a critic")
+        batch, metrics = self.learner.normalize_advantages(data.to_batch())
+        step.record(metrics)
+        return batch
+
+    async def finish_step(self, step: Step) -> None:
+        timings = {f"timing/{name}": seconds for name, seconds in self.all_timings.items()}
+        step.record(Metrics.of(self.all_metrics | timings))
+        self.all_metrics, self.all_timings = {}, {}
+        await super().finish_step(step)
+
+    @contextmanager
+    def _in_hook(self, step: Step, name: str) -> Iterator[None]:
+        """Count `step` as the current one, and name the hook in timings and errors. Nothing may be awaited inside."""
+        finished, self.global_step = self.global_step, step.number
+        try:
+            with step.timer(name):
+                yield
+        except DataError as error:
+            raise DataError(f"{type(self).__name__}.{name}: {error}") from error
+        finally:
+            self.global_step = finished
+
+
+def _without_uids(output: Any) -> GeneratorOutput:
+    """Return the rollouts of a hook that returns them alone, or with their uids, as since SkyRL's new layout."""
+    rollouts: GeneratorOutput = output[0] if isinstance(output, tuple) else output
+    return rollouts
+
+
+def _checked(data: object) -> TrainingInputBatch:
+    """Return what a hook returned; DataError if it is no batch, or a tensor has another shape."""
+    if not isinstance(data, TrainingInputBatch):
+        raise DataError(f"it returned a {type(data).__name__}; return the batch that it was given")
+    data.to_batch()
+    return data
+
+
+class FullyAsyncRayPPOTrainer(RayPPOTrainer):
+    """A `RayPPOTrainer` that trains while rollouts are generated.
+
+    It turns `trainer.fully_async.enabled` on if the engines run in other processes.
+    """
+
+
+class EvaluationByTrainer(Callback):
+    """A callback that evaluates with `trainer.eval`, at the steps of `evaluation`."""
+
+    def __init__(self, evaluation: Evaluation, trainer: RayPPOTrainer) -> None:
+        self._evaluation = evaluation
+        self._trainer = trainer
+
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        if self._evaluation.is_due(run, report):
+            with report.timer("eval"):
+                report.metrics |= await self._trainer.eval()

@@ -1,0 +1,35 @@
+"""Functions around a training step under the module name that SkyRL's scripts import."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from skyrl_train.algorithms.filters import informative_groups
+from skyrl_train.compat.skyrl.generator import GeneratorInput, GeneratorOutput, to_trajectories
+
+__all__ = ["ResumeMode", "validate_generator_output", "zero_variance_filter"]
+
+TOLERANCE = 1e-6
+
+
+class ResumeMode(Enum):
+    """The values of `trainer.resume_mode`."""
+
+    NONE = "none"
+    LATEST = "latest"
+    FROM_PATH = "from_path"
+
+
+def validate_generator_output(num_prompts: int, generator_output: GeneratorOutput) -> None:
+    """Raise DataError unless the lists have `num_prompts` trajectories, with as many values as tokens."""
+    prompts = GeneratorInput(prompts=[[]] * num_prompts, env_classes=[None] * num_prompts)  # type: ignore[typeddict-item]
+    to_trajectories({**generator_output, "trajectory_ids": None}, prompts)
+
+
+def zero_variance_filter(rewards: Sequence[float | Sequence[float]], uids: Sequence[str]) -> list[int]:
+    """Return the indices of responses whose uid has responses of unequal rewards, or only one response."""
+    groups = {uid: number for number, uid in enumerate(dict.fromkeys(uids))}
+    totals = [float(reward) if isinstance(reward, int | float) else float(sum(reward)) for reward in rewards]
+    kept = informative_groups(totals, [groups[uid] for uid in uids], TOLERANCE)
+    return [index for index, uid in enumerate(uids) if groups[uid] in kept]

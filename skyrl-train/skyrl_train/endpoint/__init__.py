@@ -1,0 +1,9 @@
+"""An OpenAI-compatible HTTP endpoint in front of the engine under training, which records trajectories."""
+
+from skyrl_train.endpoint.agent_generator import Agent, AgentGenerator, AgentResult
+from skyrl_train.endpoint.process import EndpointProcess
+from skyrl_train.endpoint.server import Endpoint
+from skyrl_train.endpoint.service import ModelService
+from skyrl_train.endpoint.session import Session
+
+__all__ = ["Agent", "AgentGenerator", "AgentResult", "Endpoint", "EndpointProcess", "ModelService", "Session"]

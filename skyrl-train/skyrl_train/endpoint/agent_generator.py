@@ -1,0 +1,289 @@
+"""Rollouts of agents: programs that call the model under training through OpenAI's interface."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_gym.runtime.text import describe_error
+from skyrl_gym.runtime.validation import is_reward
+from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.endpoint.process import EndpointProcess
+from skyrl_train.endpoint.server import Endpoint
+from skyrl_train.endpoint.service import ModelService
+from skyrl_train.endpoint.session import Session
+from skyrl_train.errors import ConfigError, EngineLostError, EnvError
+from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
+from skyrl_train.generators.chat_template import custom_chat_template
+from skyrl_train.generators.env_pool import ThreadPool
+from skyrl_train.generators.rewards import RewardFunctions, is_async, weighted_reward
+from skyrl_train.generators.rollout import Rollout, play_until_valid
+from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
+from skyrl_train.types import PromptRow, Trajectory
+
+logger = logging.getLogger(__name__)
+
+AGENT_TIMEOUT_S = 1800.0
+"""Time limit of agents if `generator.trajectory_timeout_seconds` is null."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentResult:
+    """The result of an episode, e.g. `AgentResult(1.0, metrics={"solved": 1})`."""
+
+    reward: float | Sequence[float] | None  # for the episode, or one for each reply in order; None: unknown
+    components: Mapping[str, float] = field(default_factory=dict)  # totals by name
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # `environment/*`
+
+
+class Agent(Protocol):
+    """A function, blocking or async, that solves the task of a row with any client of OpenAI's interface.
+
+    A blocking agent runs in a thread. An async one shares the event loop with the endpoint, so it must not block.
+    """
+
+    def __call__(
+        self, *, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str
+    ) -> float | AgentResult | Awaitable[float | AgentResult | None] | None:
+        """Return the reward. All requests to `base_url` until then form the trajectory."""
+        ...
+
+
+class NoReward(EnvError):
+    """A rollout without a reward. `stop_reason` is that of the invalid trajectory."""
+
+    def __init__(self, stop_reason: str, message: str) -> None:
+        super().__init__(message)
+        self.stop_reason = stop_reason
+
+
+class AgentGenerator(RolloutGenerator):
+    """A generator that serves the model to agents and trains on the recorded requests.
+
+    It follows the settings of `generator.*` for sampling, the chat template, retries, filters and time limits; agents
+    decide on their turns themselves.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        generator_cfg: GeneratorConfig,
+        inference_engine_client: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model_name: str = "policy",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        public_url: str | None = None,
+        max_concurrent_agents: int = 128,
+        in_own_process: bool = True,
+    ) -> None:
+        """Prepare the server, which starts with the first rollout.
+
+        Args:
+            agent: The program to train.
+            generator_cfg: `generator.*`.
+            inference_engine_client: The engine under training.
+            tokenizer: The policy's.
+            model_name: The name that requests use.
+            host: The address to listen on.
+            port: 0 for any free one.
+            public_url: The server's address for agents on other machines.
+            max_concurrent_agents: Maximum number of rollouts at once.
+            in_own_process: False for a server in the trainer's event loop, which starts faster: requests then wait
+                while the loop is busy, and it for them.
+
+        Raises:
+            ConfigError: a setting applies to turns of environments only.
+        """
+        _check_config(generator_cfg)
+        self._agent = agent
+        self.generator_cfg = generator_cfg
+        self._address = (host, port, public_url)
+        self._make_service = partial(
+            ModelService,
+            tokenizer=tokenizer,
+            model_name=model_name,
+            chat_template=custom_chat_template(generator_cfg.chat_template),
+            chat_template_kwargs=generator_cfg.chat_template_kwargs,
+            ends_stopped_turns=generator_cfg.append_eos_token_after_stop_str_in_multi_turn,
+            max_input_length=generator_cfg.max_input_length if generator_cfg.max_turns > 1 else None,
+        )
+        self._engine, self._model_name, self._in_own_process = inference_engine_client, model_name, in_own_process
+        self._rewards = RewardFunctions(generator_cfg, self._make_service(self._engine).chat)
+        self._limit_s = generator_cfg.trajectory_timeout_seconds or AGENT_TIMEOUT_S
+        self._slots = asyncio.Semaphore(max_concurrent_agents)
+        self._pool = None if is_async(agent) else ThreadPool(max_concurrent_agents, None, "skyrl-agent")
+        self._endpoint: Endpoint | EndpointProcess | None = None
+        self._starting = asyncio.Lock()
+        self._n_rolling = 0
+
+    async def rollout(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
+    ) -> list[Trajectory]:
+        """Return one trajectory for each request, in order. Failed agents make it invalid, never reward 0."""
+        async with self._serving():
+
+            async def play(rollouts: Sequence[Rollout]) -> None:
+                await gather_or_cancel(self._play(sampling, rollout) for rollout in rollouts)
+
+            n_retries = self.generator_cfg.n_rollout_retries
+            trajectories = await play_until_valid(requests, metadata, play, n_retries=n_retries)
+        return await self._rewards.add_to(trajectories)
+
+    async def close(self) -> None:
+        """Close the server and end all threads."""
+        if self._endpoint is not None:
+            await self._endpoint.close()
+        if self._pool is not None:
+            await self._pool.close()
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
+        """Serve requests without a session. Outside of rollouts they wait, because weights may change."""
+        self._n_rolling += 1
+        try:
+            await (await self._get_endpoint()).serve_others()
+            yield
+        finally:
+            self._n_rolling -= 1
+            if self._n_rolling == 0 and self._endpoint is not None:
+                with suppress(EngineLostError):  # a process that has ended holds no requests
+                    await self._endpoint.hold_others()
+
+    async def _get_endpoint(self) -> Endpoint | EndpointProcess:
+        """Return the endpoint. It is started when it is needed, and once more if its process has crashed."""
+        async with self._starting:
+            if isinstance(self._endpoint, EndpointProcess) and self._endpoint.is_lost:
+                logger.warning("The process of the endpoint has ended; another one is started")
+                await self._endpoint.close()
+                self._endpoint = None
+            if self._endpoint is None:
+                endpoint: Endpoint | EndpointProcess
+                if self._in_own_process:
+                    endpoint = EndpointProcess(self._engine, self._make_service)
+                else:
+                    endpoint = Endpoint(self._make_service(self._engine))
+                await endpoint.start(*self._address)
+                self._endpoint = endpoint
+            return self._endpoint
+
+    async def _play(self, sampling: SamplingParams, rollout: Rollout) -> None:
+        async with self._slots:
+            try:
+                endpoint = await self._get_endpoint()
+                session = await endpoint.open_session(sampling, rollout.seed, rollout.session_id)
+            except EngineLostError as error:
+                rollout.fail("engine_error", str(error), error)
+                return
+            started = time.perf_counter()
+            with _boundary(rollout, session):
+                try:
+                    returned = await self._call_agent(endpoint.url(session), session.id, rollout.request.row)
+                finally:
+                    await endpoint.end_session(session)
+                    rollout.conversation = session.recording if session.recording.turns else None
+                    rollout.generate_s = session.generate_s
+                    rollout.env_s = max(0.0, time.perf_counter() - started - session.generate_s)
+                _apply_result(rollout, returned, self.generator_cfg.reward_weights)
+
+    async def _call_agent(self, base_url: str, session_id: str, row: PromptRow) -> Any:
+        """Return the agent's result.
+
+        Raises:
+            NoReward: the agent exceeded its time limit.
+        """
+        call = partial(
+            self._agent,
+            base_url=base_url,
+            api_key=session_id,  # not checked
+            model=self._model_name,
+            row=copy.deepcopy(row),  # agents may append to its messages
+            session_id=session_id,
+        )
+        limit = asyncio.timeout(self._limit_s)
+        try:
+            async with limit:
+                returned = await self._pool.run(call) if self._pool else call()
+                return await returned if inspect.isawaitable(returned) else returned
+        except TimeoutError as error:
+            if not limit.expired():  # the agent raised it
+                raise
+            raise NoReward("agent_timeout", f"the agent was not done after {self._limit_s:g} s") from error
+
+
+@contextmanager
+def _boundary(rollout: Rollout, session: Session) -> Iterator[None]:
+    """Turn an error of the agent into an invalid rollout."""
+    try:
+        yield
+    except NoReward as error:
+        rollout.fail(error.stop_reason, str(error))
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # the rollout was cancelled
+        if isinstance(error, EngineLostError):
+            rollout.fail("engine_error", str(error), error)
+        elif session.engine_failure is not None:
+            rollout.fail("engine_error", session.engine_failure, error)
+        else:
+            rollout.fail("agent_error", f"the agent raised {describe_error(error)}", error)
+
+
+def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float]) -> None:
+    """Set the rewards of the turns, and end the rollout.
+
+    Raises:
+        NoReward: the result is malformed, or does not fit the recorded turns.
+    """
+    result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
+    reward = list(result.reward) if isinstance(result.reward, Sequence) else result.reward
+    if reward is None:
+        raise NoReward("reward_unknown", "the agent returned None: the reward is unknown")
+    if not isinstance(result.components, Mapping) or not isinstance(result.metrics, Mapping):
+        raise NoReward("agent_error", f"the agent returned {returned!r}; components and metrics must be mappings")
+    if not is_reward(reward) or (result.components and not is_reward(list(result.components.values()))):
+        raise NoReward("agent_error", f"the agent returned {returned!r}; rewards must be finite numbers")
+    components = {str(name): float(value) for name, value in result.components.items()}
+    reward = weighted_reward(reward, components, weights)
+    turns = rollout.turns
+    if any(turn.result.stop_reason == "abort" for turn in turns):
+        raise NoReward("abort", "the engine aborted a request")
+    if not turns:
+        raise NoReward("agent_silent", "the agent returned without a reply of the model")
+    rewards = reward if isinstance(reward, list) else [0.0] * (len(turns) - 1) + [reward]
+    if len(rewards) != len(turns):
+        message = f"the agent returned {len(rewards)} rewards for {len(turns)} replies; return one for each"
+        raise NoReward("agent_error", message)
+    for turn, value in zip(turns, rewards, strict=True):
+        turn.reward = float(value)
+    rollout.reward_components, rollout.env_metrics = components, dict(result.metrics)
+    rollout.stop_reason = turns[-1].result.stop_reason
+
+
+def _check_config(cfg: GeneratorConfig) -> None:
+    """Raise ConfigError for settings that shape the turns of environments."""
+    unsupported = {
+        "step_wise_trajectories": cfg.step_wise_trajectories,
+        "inject_context_status": cfg.inject_context_status,
+        "use_conversation_multi_turn=false": not cfg.use_conversation_multi_turn,
+        "max_response_length": cfg.max_response_length is not None,
+    }
+    named = [f"generator.{name}" for name, is_set in unsupported.items() if is_set]
+    if named:
+        raise ConfigError(
+            f"{', '.join(named)}: these shape the turns of an environment, and agents take their turns as they like; "
+            "remove them"
+        )

@@ -1,0 +1,161 @@
+"""The endpoint in another process: HTTP, chat templates and tokenization take no time of the trainer's event loop.
+
+trainer → endpoint    start, open_session, end_session, serve_others, hold_others
+endpoint → trainer    the calls of the engine, which stays where it is
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from skyrl_train.endpoint.server import Endpoint, session_url
+from skyrl_train.endpoint.service import ModelService
+from skyrl_train.endpoint.session import Session
+from skyrl_train.generators.conversation import TurnRecord
+from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
+from skyrl_train.inference_engines.channel import listen, new_local_address
+from skyrl_train.inference_engines.process import ServerProcess
+from skyrl_train.inference_engines.remote import RemoteClient, connect, new_token, serve
+from skyrl_train.types import SegmentBuilder
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0
+CLOSE_TIMEOUT_S = 10.0
+
+MakeService = Callable[[InferenceEngine], ModelService]
+"""Creates the model of an endpoint, given the engine. It is pickled, e.g. a `partial` of `ModelService`."""
+
+
+class RecordedSession(NamedTuple):
+    """The outcome of a session, as it travels between processes."""
+
+    rows: list[SegmentBuilder]
+    turns: list[TurnRecord]
+    generate_s: float
+    engine_failure: str | None
+
+
+class EndpointProcess:
+    """An `Endpoint` in another process, which samples with an engine of this one."""
+
+    def __init__(self, engine: InferenceEngine, make_service: MakeService) -> None:
+        """Serve `make_service(engine)`. `start` comes next."""
+        self._make_service = make_service
+        self._service = make_service(engine)  # creates the recordings of sessions
+        self._engine = engine
+        self._folder: str | None = None
+        self._process: ServerProcess | None = None
+        self._client: RemoteClient | None = None
+        self._listener: socket.socket | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._origin = ""
+
+    @property
+    def is_lost(self) -> bool:
+        """True once the process has ended by itself."""
+        return self._client is not None and self._client.is_broken
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None) -> None:
+        """Start the process and listen there, as `Endpoint.start` does.
+
+        Raises:
+            ConfigError: the address cannot be used.
+            EngineError: the process ended, or was not ready in time.
+        """
+        address, self._folder = new_local_address("endpoint")
+        try:
+            token = new_token()
+            self._listener = listen(address)
+            self._serving = asyncio.create_task(serve(self._listener, token, self._engine))
+            self._process = await asyncio.to_thread(ServerProcess, n_threads=1, name="endpoint")
+            make = partial(_EndpointHost, address, token, self._make_service)
+            sock = await asyncio.to_thread(self._process.open, make, START_TIMEOUT_S)
+            self._client = RemoteClient(sock, self._process.describe_end, self._process.close)
+            self._origin = await self._call("start", host, port, public_url)
+        except BaseException:
+            await self.close()
+            raise
+        logger.info("The endpoint of model %r listens on %s/v1", self._service.model_name, self._origin)
+
+    async def close(self) -> None:
+        """Close the endpoint and end its process."""
+        if self._client is not None:
+            await self._client.close()
+        elif self._process is not None:
+            await asyncio.to_thread(self._process.close)
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait([self._serving], timeout=CLOSE_TIMEOUT_S)
+        if self._listener is not None:
+            self._listener.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def url(self, session: Session | None = None) -> str:
+        """Return the `base_url` for clients of a session, or of requests that are not recorded."""
+        return session_url(self._origin, session)
+
+    async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> Session:
+        """Record the requests below the session's URL until `end_session`, which completes the result."""
+        session_id: str = await self._call("open_session", sampling, seed, name)
+        return Session(session_id, sampling, seed, self._service.new_recording())
+
+    async def end_session(self, session: Session) -> None:
+        """Complete the recording of a session. Its unfinished and later requests get status 404."""
+        recorded: RecordedSession = await self._call("end_session", session.id)
+        session.recording.rows, session.recording.turns = recorded.rows, recorded.turns
+        session.generate_s, session.engine_failure = recorded.generate_s, recorded.engine_failure
+
+    async def serve_others(self) -> None:
+        """Answer requests without a session, as after the start."""
+        await self._call("serve_others")
+
+    async def hold_others(self) -> None:
+        """Hold requests without a session until `serve_others`, as `Endpoint.hold_others` does."""
+        await self._call("hold_others")
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        assert self._client is not None, "start() comes first"
+        return await self._client.call(method, *args)
+
+
+class _EndpointHost:
+    """The endpoint, in its own process. Its methods are called by `EndpointProcess`."""
+
+    def __init__(self, address: str, token: bytes, make_service: MakeService) -> None:
+        self._engine = connect(address, token, None, lambda: "the trainer has ended")
+        self._endpoint = Endpoint(make_service(self._engine))
+        self._sessions: dict[str, Session] = {}
+
+    async def start(self, host: str, port: int, public_url: str | None) -> str:
+        await self._endpoint.start(host, port, public_url)
+        return self._endpoint.origin
+
+    async def open_session(self, sampling: SamplingParams, seed: int, name: str) -> str:
+        session = await self._endpoint.open_session(sampling, seed, name)
+        self._sessions[session.id] = session
+        return session.id
+
+    async def end_session(self, session_id: str) -> RecordedSession:
+        session = self._sessions.pop(session_id)
+        await self._endpoint.end_session(session)
+        recording = session.recording
+        return RecordedSession(recording.rows, recording.turns, session.generate_s, session.engine_failure)
+
+    async def serve_others(self) -> None:
+        await self._endpoint.serve_others()
+
+    async def hold_others(self) -> None:
+        await self._endpoint.hold_others()
+        await self._engine.check_health()  # answered after the requests that were cancelled: the engine is idle
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+        await self._engine.close()

@@ -1,0 +1,223 @@
+"""An OpenAI-compatible HTTP server in front of the engine under training, in the running event loop.
+
+    POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health
+
+The same routes below `/session/<id>` record their requests until the session ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from secrets import token_hex
+from typing import TypeVar
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.types import Receive
+
+from skyrl_train.endpoint.asgi import ActiveRequests, EventStream, JSONAnswer, handle_errors
+from skyrl_train.endpoint.service import Job, ModelService
+from skyrl_train.endpoint.session import Owners, Session
+from skyrl_train.endpoint.wire import (
+    ChatRequest,
+    CompletionOptions,
+    CompletionRequest,
+    refuse,
+    unavailable,
+    unknown_session,
+)
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.base import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+START_S = 10.0
+SHUTDOWN_S = 5  # for connections to close by themselves
+KEEP_ALIVE_S = 600  # clients keep their connections while the trainer updates the model
+
+
+class Endpoint:
+    """The server, its sessions, and the requests in progress."""
+
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
+        self._sessions: dict[str, Session] = {}
+        self._active = ActiveRequests()
+        self._serves_others = asyncio.Event()  # others are requests without a session
+        self._serves_others.set()
+        self._is_closing = False
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.origin = ""
+        """The URL of the server, once it listens."""
+
+    # -- life
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None) -> None:
+        """Listen; port 0 picks a free one. `public_url` is the address for agents on other machines.
+
+        Raises:
+            ConfigError: the address cannot be used.
+        """
+        try:
+            listening = socket.create_server((host, port), backlog=2048)
+        except OSError as error:
+            raise ConfigError(f"the endpoint cannot listen on {host}:{port} ({error}); try port 0") from error
+        self.origin = (public_url or f"http://{host}:{listening.getsockname()[1]}").rstrip("/")
+        config = uvicorn.Config(
+            self._make_app(),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        async with asyncio.timeout(START_S):
+            while not self._server.started:
+                if self._serving.done():
+                    self._serving.result()
+                await asyncio.sleep(0.001)
+        logger.info("The endpoint of model %r listens on %s/v1", self._service.model_name, self.origin)
+
+    async def close(self) -> None:
+        """Answer requests in progress with status 503, end all sessions, and stop listening."""
+        self._is_closing = True
+        self._serves_others.set()
+        await self._active.end(unavailable("the endpoint is shutting down"))
+        for session in list(self._sessions.values()):
+            await self.end_session(session)
+        if self._server is None or self._serving is None:
+            return
+        self._server.should_exit = True
+        await self._serving
+
+    def url(self, session: Session | None = None) -> str:
+        """Return the `base_url` for clients of a session, or of requests that are not recorded."""
+        return session_url(self.origin, session)
+
+    # -- sessions
+
+    async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> Session:
+        """Record the requests below the session's URL. `name` is for logs."""
+        readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
+        session = Session(f"{readable}-{token_hex(8)}", sampling, seed, self._service.new_recording())
+        self._sessions[session.id] = session
+        return session
+
+    async def end_session(self, session: Session) -> None:
+        """Complete the recording of a session. Its unfinished and later requests get status 404."""
+        self._sessions.pop(session.id, None)
+        await self._active.end(unknown_session(session.id), lambda owners: session in owners)
+        for cache in session.caches:
+            await self._service.engine.end_session(cache)
+
+    async def serve_others(self) -> None:
+        """Answer requests without a session, as after the start."""
+        self._serves_others.set()
+
+    async def hold_others(self) -> None:
+        """Hold requests without a session until `serve_others`; those in progress get status 503.
+
+        Afterwards the endpoint does not use the engine, so its weights may change.
+        """
+        self._serves_others.clear()
+        await self._active.end(unavailable("the model is being trained; ask again"), lambda owners: None in owners)
+
+    # -- routes
+
+    def _make_app(self) -> FastAPI:
+        app = FastAPI(title="SkyRL", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+        router = APIRouter()
+        router.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
+        router.add_api_route("/v1/completions", self._complete, methods=["POST"])
+        router.add_api_route("/v1/models", self._models)
+        router.add_api_route("/health", self._health)
+        app.include_router(router)
+        app.include_router(router, prefix="/session/{session_id}")
+        handle_errors(app)
+        return app
+
+    async def _chat(self, body: ChatRequest, request: Request) -> Response:
+        (session,) = self._sessions_of(body, request, 1)
+        return await self._respond(self._service.chat_job(body, session), request)
+
+    async def _complete(self, body: CompletionRequest, request: Request) -> Response:
+        sessions = self._sessions_of(body, request, len(body.prompts))
+        return await self._respond(self._service.completion_job(body, sessions), request)
+
+    async def _models(self, request: Request) -> Response:
+        self._check_session(request)
+        limits = {"max_model_len": self._service.engine.info.context_length}
+        model = {"object": "model", "created": 0, "owned_by": "skyrl", "id": self._service.model_name, **limits}
+        return JSONAnswer({"object": "list", "data": [model]})
+
+    async def _health(self) -> Response:
+        self._check_open()
+        return JSONAnswer({"status": "ok"})
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise unavailable("the endpoint is shutting down")
+
+    def _check_session(self, request: Request) -> None:
+        """Raise RequestError if the URL names a session that is not open."""
+        session_id = request.path_params.get("session_id")
+        if session_id is not None and session_id not in self._sessions:
+            raise unknown_session(session_id)
+
+    def _sessions_of(self, body: CompletionOptions, request: Request, n_prompts: int) -> list[Session | None]:
+        """Return the session of each prompt, named by the URL, else by the header, else by the body.
+
+        A header or a body may name a session that was never opened here: such requests are not recorded.
+        """
+        self._check_open()
+        self._check_session(request)
+        session_id = request.path_params.get("session_id") or request.headers.get("x-session-id")
+        named = body.session_id if session_id is None else session_id
+        ids = named if isinstance(named, list) else [named] * n_prompts
+        if len(ids) != n_prompts:
+            refuse(f"{len(ids)} session ids for {n_prompts} prompts; send one for each", param="session_id")
+        return [None if session_id is None else self._sessions.get(str(session_id)) for session_id in ids]
+
+    async def _respond(self, job: Job, request: Request) -> Response:
+        if job.request.stream:
+            return EventStream(partial(self._run, job.owners), self._service.stream(job))
+        return JSONAnswer(await self._run(job.owners, request.receive, lambda: self._service.answer(job)))
+
+    async def _run(self, owners: Owners, receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `work`, which starts when its sessions are served."""
+
+        async def run_when_served() -> T:
+            for session in owners:
+                if session is None:
+                    await self._serves_others.wait()
+                elif session.id not in self._sessions:
+                    raise unknown_session(session.id)
+            self._check_open()
+            return await work()
+
+        return await self._active.run(owners, receive, run_when_served())
+
+
+def session_url(origin: str, session: Session | None) -> str:
+    """Return the `base_url` of a session at an endpoint, or of requests without one."""
+    return f"{origin}/v1" if session is None else f"{origin}/session/{session.id}/v1"
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the trainer."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield

@@ -1,0 +1,302 @@
+"""Requests to prompts, prompts to replies, and their recording. No HTTP here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.endpoint.recorder import Prompt, Recording
+from skyrl_train.endpoint.responses import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    Json,
+    Reply,
+    SampledTokens,
+    TextStream,
+    reply_text,
+)
+from skyrl_train.endpoint.session import Owners, Session, free_sampling
+from skyrl_train.endpoint.wire import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionOptions,
+    CompletionRequest,
+    RequestError,
+    refuse,
+)
+from skyrl_train.errors import DataError, EngineError
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams, hash_seed
+from skyrl_train.rendering.template import ChatTemplate
+
+TEMPLATE_VARIANTS = 64
+"""Number of sets of template variables whose encoders are cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One reply to generate."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    session: Session | None
+    engine_request: Callable[[], EngineRequest]  # called once, when generation starts
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A validated request: its choices in order, and the builder of its answer."""
+
+    request: CompletionOptions
+    choices: list[Choice]
+    answer: Answer
+
+    @property
+    def owners(self) -> Owners:
+        """Sessions that the request belongs to."""
+        return frozenset(choice.session for choice in self.choices)
+
+
+Exchange = tuple[EngineRequest, EngineResult]
+
+OnTokens = Callable[[int, SampledTokens], None]
+"""Called with the index of a choice and its new tokens."""
+
+
+class ModelService:
+    """One model under one name."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model_name: str,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        ends_stopped_turns: bool = True,
+        max_input_length: int | None = None,
+    ) -> None:
+        """Limit prompts to `max_input_length` tokens; None is the engine's limit."""
+        max_length = engine.info.longest_sequence - 1  # leaves room for a token
+        self.model_name = model_name
+        self.engine = engine
+        self.max_input_length = min(max_input_length or max_length, max_length)
+        self.chat = ChatEncoder(tokenizer, chat_template, chat_template_kwargs)
+        self._vocabulary_size = len(tokenizer)
+        self._tokenizer = tokenizer
+        self._template = chat_template
+        self._template_kwargs = dict(chat_template_kwargs or {})
+        self._ends_stopped_turns = ends_stopped_turns
+        self._chat_variant = lru_cache(maxsize=TEMPLATE_VARIANTS)(self._make_chat_variant)
+        self._token_text = lru_cache(maxsize=1 << 16)(lambda token_id: self.chat.decode_all([token_id]))
+        self._warned: set[str] = set()
+
+    def new_recording(self) -> Recording:
+        """Return an empty recording."""
+        return Recording(self.chat, ends_stopped_turns=self._ends_stopped_turns)
+
+    # -- from requests to jobs
+
+    def chat_job(self, request: ChatRequest, session: Session | None) -> Job:
+        """Validate and encode a chat request.
+
+        Raises:
+            RequestError: the request is invalid.
+        """
+        self._check(request)
+        with _encoding("messages"):
+            variables = request.template_variables
+            variant = json.dumps(variables) if variables else ""  # not sorted: the template may show their order
+            messages = [message.to_message() for message in request.messages]
+            prompt = self._recording(session).chat_prompt(messages, self._chat_variant(variant), variant)
+        choices = self._choices(request, "messages", prompt, session)
+        return Job(request, choices, ChatAnswer(request, self._token_text))
+
+    def completion_job(self, request: CompletionRequest, sessions: Sequence[Session | None]) -> Job:
+        """Validate and encode a text completion, with one session for each prompt.
+
+        Raises:
+            RequestError: the request is invalid.
+        """
+        self._check(request)
+        if not 0 < len(request.prompts) <= MAX_PROMPTS:
+            refuse(f"{len(request.prompts)} prompts; send between 1 and {MAX_PROMPTS}", param="prompt")
+        choices: list[Choice] = []
+        for text_or_ids, session in zip(request.prompts, sessions, strict=True):
+            recording = self._recording(session)
+            if isinstance(text_or_ids, str):
+                with _encoding("prompt"):
+                    prompt = recording.text_prompt(text_or_ids)
+            else:
+                self._check_tokens(text_or_ids, "prompt")
+                prompt = recording.token_prompt(text_or_ids)
+            choices += self._choices(request, "prompt", prompt, session)
+        return Job(request, choices, CompletionAnswer(request, self._token_text))
+
+    def _check(self, request: CompletionOptions) -> None:
+        if request.model != self.model_name:
+            message = f"there is no model {request.model!r} here; this is {self.model_name!r}"
+            refuse(message, param="model", code="model_not_found")
+        self._check_tokens(request.stop_token_ids or (), "stop_token_ids")
+        request.check_offered()
+
+    def _check_tokens(self, token_ids: Sequence[int], param: str) -> None:
+        if token_ids and max(token_ids) >= self._vocabulary_size:
+            refuse(f"token {max(token_ids)}: the vocabulary has {self._vocabulary_size} tokens, from 0", param=param)
+
+    def _recording(self, session: Session | None) -> Recording:
+        return self.new_recording() if session is None else session.recording
+
+    def _choices(self, request: CompletionOptions, param: str, prompt: Prompt, session: Session | None) -> list[Choice]:
+        n_tokens, max_tokens = len(prompt.token_ids), self.max_input_length
+        if not n_tokens:
+            refuse("the prompt is empty", param=param)
+        if n_tokens > max_tokens:
+            message = (
+                f"This model's maximum context length is {max_tokens} tokens before its reply, and your {param} "
+                f"resulted in {n_tokens} tokens; send less"
+            )
+            refuse(message, param=param, code="context_length_exceeded")
+        if session is not None:
+            sampling = session.sampling_for(request, self._warned)
+            new_request = partial(session.engine_request, prompt, sampling)
+            return [Choice(prompt, sampling, session, new_request)] * request.n_choices
+        sampling = free_sampling(request, self.engine.info.longest_sequence - n_tokens)
+        # SkyRL's clients name a conversation so that the engine keeps its cache
+        cache = f"client/{request.session_id}" if isinstance(request.session_id, str | int) else None
+        base = secrets.randbits(64) if request.seed is None else request.seed
+        seeds = [hash_seed(f"{base}/{index}") for index in range(request.n_choices)]
+        return [
+            Choice(prompt, sampling, None, partial(EngineRequest, prompt.token_ids, sampling, seed, cache))
+            for seed in seeds
+        ]
+
+    def _make_chat_variant(self, variant: str) -> ChatEncoder:
+        """Return the encoder for template variables of a request; `variant` is JSON, as the key of a cache."""
+        if not variant:
+            return self.chat
+        variables = self._template_kwargs | json.loads(variant)
+        if tools := variables.get("tools"):
+            template = ChatTemplate(self._tokenizer, self._template, variables | {"tools": None})
+            try:
+                template.check_tools([{"role": "user", "content": "?"}], tools)
+            except DataError as error:
+                refuse(str(error), param="tools", code="unsupported")
+        return ChatEncoder(self._tokenizer, self._template, variables)
+
+    # -- from jobs to answers
+
+    async def answer(self, job: Job) -> Json:
+        """Return the complete answer.
+
+        Raises:
+            RequestError: the engine failed.
+        """
+        exchanges = await self._generate(job)
+        keeps_stop = bool(job.request.include_stop_str_in_output)
+        texts = [
+            reply_text(self.chat.decode, result, request.sampling.stop, keeps_stop=keeps_stop)
+            for request, result in exchanges
+        ]
+        return job.answer.complete(self._record(job, exchanges, texts))
+
+    async def stream(self, job: Job) -> AsyncGenerator[Json]:
+        """Yield the answer in chunks. Top logprobs, if requested, come with the last chunk, and all logprobs with them.
+
+        Raises:
+            RequestError: the engine failed.
+        """
+        events: asyncio.Queue[tuple[int, SampledTokens] | None] = asyncio.Queue()
+        generating = asyncio.create_task(self._generate(job, lambda index, tokens: events.put_nowait((index, tokens))))
+        generating.add_done_callback(lambda _: events.put_nowait(None))
+        keeps_stop = bool(job.request.include_stop_str_in_output)
+        texts = [TextStream(self.chat.decode, choice.sampling.stop, keeps_stop=keeps_stop) for choice in job.choices]
+        logprobs_last = bool(job.request.n_top_logprobs)
+        try:
+            yield job.answer.first_chunk([choice.prompt.token_ids for choice in job.choices])
+            while (event := await events.get()) is not None:
+                index, tokens = event
+                piece = texts[index].push(tokens.token_ids)
+                yield job.answer.chunk(index, piece, replace(tokens, logprobs=None) if logprobs_last else tokens)
+            exchanges = await generating
+        finally:
+            generating.cancel()
+            await asyncio.gather(generating, return_exceptions=True)
+        rests = [text.finish(result) for text, (_, result) in zip(texts, exchanges, strict=True)]
+        replies = self._record(job, exchanges, [text.text for text in texts])
+        for index, (rest, reply) in enumerate(zip(rests, replies, strict=True)):
+            tokens = SampledTokens.of(reply.result) if logprobs_last else SampledTokens()
+            yield job.answer.last_chunk(index, rest, tokens, reply.result.stop_reason)
+        if job.request.includes_usage:
+            yield job.answer.usage_chunk(replies)
+
+    async def _generate(self, job: Job, on_tokens: OnTokens | None = None) -> list[Exchange]:
+        """Return the engine's request and result of each choice; stream if there is an `on_tokens`."""
+        started = time.perf_counter()
+        sessions = [session for session in job.owners if session is not None]
+        requests = [choice.engine_request() for choice in job.choices]
+        try:
+            results = self.engine.generate(requests) if on_tokens is None else self._stream_all(requests, on_tokens)
+            return list(zip(requests, await results, strict=True))
+        except BaseException as error:
+            for choice, request in zip(job.choices, requests, strict=True):
+                if choice.session is not None:
+                    choice.session.give_up(request)
+            if not isinstance(error, EngineError):
+                raise
+            for session in sessions:
+                session.engine_failure = session.engine_failure or str(error)
+            raise RequestError(500, f"the engine failed: {error}", code="engine_error") from error
+        finally:
+            for session in sessions:
+                session.generate_s += time.perf_counter() - started
+
+    async def _stream_all(self, requests: Sequence[EngineRequest], on_tokens: OnTokens) -> list[EngineResult]:
+        """Stream all requests concurrently, and return their results."""
+
+        async def stream(index: int, request: EngineRequest) -> EngineResult:
+            result: EngineResult | None = None
+            async with aclosing(self.engine.stream(request)) as chunks:
+                async for chunk in chunks:
+                    on_tokens(index, SampledTokens(chunk.token_ids, chunk.logprobs))
+                    result = chunk.result
+            assert result is not None, "the last chunk has the result"
+            return result
+
+        tasks = [asyncio.create_task(stream(index, request)) for index, request in enumerate(requests)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _record(self, job: Job, exchanges: Sequence[Exchange], texts: Sequence[str]) -> list[Reply]:
+        replies = []
+        for choice, (request, result), text in zip(job.choices, exchanges, texts, strict=True):
+            if choice.session is not None:
+                choice.session.record(choice.prompt, request, result, text)
+            replies.append(Reply(choice.prompt.token_ids, result, text))
+        return replies
+
+
+@contextmanager
+def _encoding(param: str) -> Iterator[None]:
+    """Refuse a request that the chat template or the tokenizer cannot encode."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except Exception as error:  # noqa: BLE001, chat templates may raise anything
+        refuse(f"{param} cannot be turned into tokens: {type(error).__name__}: {error}", param=param)

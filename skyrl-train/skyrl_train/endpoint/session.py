@@ -1,0 +1,113 @@
+"""One agent's session: the sampling, seeds and caches of its requests, and their recording."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from skyrl_train.endpoint.recorder import Prompt, Recording
+from skyrl_train.endpoint.wire import CompletionOptions
+from skyrl_train.inference_engines.base import MIN_TEMPERATURE, EngineRequest, EngineResult, SamplingParams, hash_seed
+
+logger = logging.getLogger(__name__)
+
+DISTRIBUTION_FIELDS: Mapping[str, str] = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "min_tokens": "min_new_tokens",
+    "ignore_eos": "ignore_eos",
+}
+"""Fields of a request that shape the sampling distribution, and their names in `SamplingParams`. In a session, the
+configuration decides them: the trainer computes log-probs of that distribution."""
+
+
+def free_sampling(request: CompletionOptions, max_new_tokens: int) -> SamplingParams:
+    """Return the sampling of a request without a session, of at most `max_new_tokens` tokens."""
+    values = {name: getattr(request, field) for field, name in DISTRIBUTION_FIELDS.items()}
+    chosen = {name: value for name, value in values.items() if value is not None}
+    if chosen.get("temperature", 1.0) < MIN_TEMPERATURE:
+        chosen["temperature"] = 0.0
+    return _limit(SamplingParams(max_new_tokens, **chosen), request)
+
+
+def _limit(sampling: SamplingParams, request: CompletionOptions) -> SamplingParams:
+    """Return the sampling with the limits of a request: they can only make its reply shorter."""
+    return replace(
+        sampling,
+        max_new_tokens=min(request.max_new_tokens or sampling.max_new_tokens, sampling.max_new_tokens),
+        stop=tuple(dict.fromkeys((*sampling.stop, *request.stops))),
+        stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *(request.stop_token_ids or ())))),
+        n_top_logprobs=request.n_top_logprobs or 0,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """An agent's requests, from `open_session` to `end_session`.
+
+    The seed of a request is a function of the session's seed, its prompt, and the
+    number of earlier requests with the same prompt.
+    """
+
+    id: str
+    sampling: SamplingParams
+    seed: int
+    recording: Recording
+    generate_s: float = 0.0  # sum over requests
+    engine_failure: str | None = None  # the first one since the last reply
+    caches: set[str] = field(default_factory=set)  # the engine's session ids: one for each row
+    _seeds: set[int] = field(default_factory=set)  # of requests so far
+    _cache_of_row: dict[int, str] = field(default_factory=dict)
+
+    def sampling_for(self, request: CompletionOptions, warned: set[str]) -> SamplingParams:
+        """Return the sampling of a reply. Log one warning for each ignored field that is not in `warned`."""
+        for field_name, name in DISTRIBUTION_FIELDS.items():
+            self._warn(field_name, getattr(request, field_name), getattr(self.sampling, name), warned)
+        self._warn("seed", request.seed, None, warned)
+        return _limit(self.sampling, request)
+
+    def engine_request(self, prompt: Prompt, sampling: SamplingParams) -> EngineRequest:
+        """Return a request with a seed of its own, to be passed to `record` or `give_up`."""
+        digest = blake2b(array("q", prompt.token_ids), digest_size=16).hexdigest()
+        n_earlier = 0
+        while (seed := hash_seed(f"{self.seed}/{n_earlier}/{digest}")) in self._seeds:
+            n_earlier += 1
+        self._seeds.add(seed)
+        if prompt.origin is not None and n_earlier == 0 and self.recording.extends_row(prompt):
+            cache = self._cache_of_row[prompt.origin.row]
+        else:
+            cache = f"{self.id}/{len(self.caches)}"
+            self.caches.add(cache)
+        return EngineRequest(prompt.token_ids, sampling, seed, cache)
+
+    def record(self, prompt: Prompt, request: EngineRequest, result: EngineResult, reply: str) -> None:
+        """Record a reply, whose text the agent receives as `reply`."""
+        self.engine_failure = None
+        row = self.recording.record(prompt, result, reply)
+        assert request.session_id is not None
+        self._cache_of_row.setdefault(row, request.session_id)
+
+    def give_up(self, request: EngineRequest) -> None:
+        """Free the seed of a request without an answer: a retry samples the same tokens."""
+        self._seeds.discard(request.seed)
+
+    def _warn(self, name: str, requested: object, configured: object, warned: set[str]) -> None:
+        if requested is None or requested == configured or name in warned:
+            return
+        warned.add(name)
+        logger.warning(
+            "Requests set %s=%s, which is ignored while they are recorded for training: %s",
+            *(name, requested, "seeds are the trainer's" if configured is None else f"{name} is {configured}"),
+        )
+
+
+Owners = frozenset[Session | None]
+"""Sessions that a request belongs to; None stands for no session."""

@@ -1,9 +1,0 @@
-"""An OpenAI-compatible HTTP endpoint in front of the engine under training, which records trajectories."""
-
-from skyrl_train.generators.endpoint.agent_generator import Agent, AgentGenerator, AgentResult
-from skyrl_train.generators.endpoint.process import EndpointProcess
-from skyrl_train.generators.endpoint.server import Endpoint
-from skyrl_train.generators.endpoint.service import ModelService
-from skyrl_train.generators.endpoint.session import Session
-
-__all__ = ["Agent", "AgentGenerator", "AgentResult", "Endpoint", "EndpointProcess", "ModelService", "Session"]

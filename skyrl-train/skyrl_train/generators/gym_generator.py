@@ -1,0 +1,293 @@
+"""The agent loop: an environment and a model take turns until the environment is done.
+
+    open → make → init → generate → step → generate → step → … → get_metrics → close
+
+A failure of an environment or of the engine ends only its own rollout, as invalid. The rollout is then retried with a
+fresh environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
+from skyrl_gym.runtime.text import describe_error
+from skyrl_gym.runtime.validation import (
+    reward_components,
+    validate_metrics,
+    validate_prompt,
+    validate_reward,
+    validate_step_output,
+)
+from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.config.root import SkyRLGymConfig
+from skyrl_train.errors import EngineError, EnvError
+from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
+from skyrl_train.generators.chat_template import MAX_CHARS_PER_TOKEN, ChatEncoder, cannot_fit, custom_chat_template
+from skyrl_train.generators.conversation import TokenConversation, conversation_factory
+from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, Episode, LocalEpisodes
+from skyrl_train.generators.env_processes import ProcessEpisodes
+from skyrl_train.generators.rewards import RewardFunctions, weighted_reward
+from skyrl_train.generators.rollout import Rollout, play_until_valid
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
+from skyrl_train.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class UnknownReward(EnvError):
+    """An environment could not grade a reply."""
+
+
+STOP_REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (EngineError, "engine_error"),
+    (EnvTimeout, "env_timeout"),
+    (EnvCrashed, "env_crashed"),
+    (UnknownReward, "reward_unknown"),
+    (Exception, "env_error"),
+)
+"""Stop reasons of failed rollouts; the first error class that matches counts."""
+
+
+class GymGenerator(RolloutGenerator):
+    """A generator that plays `skyrl_gym` environments with an inference engine.
+
+    With `generator.batched`, all rollouts of a call take their turns together. Otherwise, and always with
+    `isolation=process`, each rollout proceeds at its own pace and the engine batches concurrent requests. Both produce
+    the same trajectories.
+
+    Subclasses override `rollout`, and can use `generator_cfg`, `inference_engine_client` and `tokenizer`.
+    """
+
+    def __init__(
+        self,
+        generator_cfg: GeneratorConfig,
+        skyrl_gym_cfg: SkyRLGymConfig,
+        inference_engine_client: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """Create the generator."""
+        self.generator_cfg = generator_cfg
+        self.inference_engine_client = inference_engine_client
+        self.tokenizer = tokenizer
+        template = custom_chat_template(generator_cfg.chat_template)
+        self._chat = ChatEncoder(tokenizer, template, generator_cfg.chat_template_kwargs)
+        self._new_conversation = conversation_factory(generator_cfg, self._chat)
+        self._rewards = RewardFunctions(generator_cfg, self._chat)
+        in_processes = skyrl_gym_cfg.isolation == "process"
+        self._episodes = ProcessEpisodes(skyrl_gym_cfg) if in_processes else LocalEpisodes(skyrl_gym_cfg)
+        # a group that holds some processes while it waits for more would deadlock
+        self._is_batched = generator_cfg.batched and not in_processes
+        max_length = inference_engine_client.info.context_length - 1  # leaves room for a token
+        self._max_input_length = min(generator_cfg.max_input_length or max_length, max_length)
+        self._max_chars = MAX_CHARS_PER_TOKEN * self._max_input_length
+
+    async def rollout(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
+    ) -> list[Trajectory]:
+        """Return one trajectory for each request, in order. Failed rollouts are invalid, never reward 0."""
+        play = partial(self._play_all, sampling)
+        trajectories = await play_until_valid(requests, metadata, play, n_retries=self.generator_cfg.n_rollout_retries)
+        return await self._rewards.add_to(trajectories)
+
+    async def close(self) -> None:
+        """End all threads and processes of environments."""
+        await self._episodes.close()
+
+    async def _play_all(self, sampling: SamplingParams, rollouts: Sequence[Rollout]) -> None:
+        groups = [rollouts] if self._is_batched else [[rollout] for rollout in rollouts]
+        await gather_or_cancel(self._play(group, sampling) for group in groups)
+
+    async def _play(self, rollouts: Sequence[Rollout], sampling: SamplingParams) -> None:
+        """Play rollouts turn by turn, all together. The time limit starts when their environments have a slot."""
+        limit_s = self.generator_cfg.trajectory_timeout_seconds
+        try:
+            await gather_or_cancel(self._open(rollout) for rollout in rollouts)
+            async with asyncio.timeout(limit_s):
+                await gather_or_cancel(self._start(rollout) for rollout in rollouts if not rollout.is_over)
+                while active := [rollout for rollout in rollouts if not rollout.is_over]:
+                    await gather_or_cancel(self._take_turn(rollout, sampling) for rollout in active)
+        except TimeoutError:
+            for rollout in rollouts:
+                if not rollout.is_over:
+                    rollout.fail("trajectory_timeout", f"it was not over after {limit_s:g} s")
+        finally:
+            await gather_or_cancel(self._finish(rollout) for rollout in rollouts)
+
+    async def _open(self, rollout: Rollout) -> None:
+        with _boundary(rollout, "init"):
+            rollout.episode = await self._episodes.open()
+
+    async def _start(self, rollout: Rollout) -> None:
+        """Make the environment and encode its first prompt."""
+        row, episode = rollout.request.row, rollout.episode
+        assert episode is not None
+        with _boundary(rollout, "init"):
+            extras = copy.deepcopy(row.env_extras)
+            extras["max_turns"] = self.generator_cfg.max_turns
+            await episode.make(rollout.env_class, extras)
+            prompt = validate_prompt(await episode.call("init", copy.deepcopy([*map(dict, row.prompt)])))
+            if cannot_fit(prompt, self._max_input_length):
+                rollout.fail("prompt_too_long", f"the prompt has more than {self._max_chars:,} characters")
+                return
+            rollout.conversation = self._new_conversation(prompt)
+            n_tokens = len(rollout.conversation.next_prompt())
+            if n_tokens > self._max_input_length:
+                reason = f"the prompt has {n_tokens} tokens and the limit is {self._max_input_length}"
+                rollout.fail("prompt_too_long", reason)
+
+    async def _take_turn(self, rollout: Rollout, sampling: SamplingParams) -> None:
+        """Sample a turn, step the environment, and add its observations."""
+        conversation, episode = rollout.conversation, rollout.episode
+        assert conversation is not None
+        assert episode is not None
+        with _boundary(rollout, "generate"):
+            result, text = await self._sample(rollout, conversation, sampling)
+            conversation.add_turn(result, text)
+            if result.stop_reason == "abort":
+                rollout.fail("abort", "the engine aborted the request")
+        if rollout.is_over:
+            return
+        started = time.perf_counter()
+        with _boundary(rollout, "step"):
+            output = validate_step_output(await episode.call("step", text))
+            self._apply_step(rollout, conversation, output, text)
+            if rollout.is_over and not output["done"]:
+                await self._grade_unfinished(rollout, episode)
+        rollout.env_s += time.perf_counter() - started
+
+    async def _sample(
+        self, rollout: Rollout, conversation: TokenConversation, sampling: SamplingParams
+    ) -> tuple[EngineResult, str]:
+        """Return a turn and its text, within the trajectory's remaining token budget.
+
+        Raises:
+            EngineError: generation failed.
+        """
+        if (budget := self.generator_cfg.max_response_length) is not None:
+            n_left = budget - conversation.n_response_tokens
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, n_left))
+        request = EngineRequest(conversation.next_prompt(), sampling, rollout.seed, rollout.session_id)
+        started = time.perf_counter()
+        try:
+            (result,) = await self.inference_engine_client.generate([request])
+            text = self._chat.decode(result.token_ids)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"generation failed with {describe_error(error)}") from error
+        rollout.generate_s += time.perf_counter() - started
+        return result, text
+
+    def _apply_step(
+        self, rollout: Rollout, conversation: TokenConversation, output: BaseTextEnvStepOutput, text: str
+    ) -> None:
+        """Record the reward of the last turn. Then end the rollout, or continue with the observations."""
+        cfg, turn = self.generator_cfg, conversation.turns[-1]
+        components = reward_components(output)
+        turn.reward = weighted_reward(_turn_reward(output, turn.end - turn.start), components, cfg.reward_weights)
+        for name, value in components.items():
+            rollout.reward_components[name] = rollout.reward_components.get(name, 0.0) + value
+        action = output.get("postprocessed_action")
+        if action is not None and action != text:
+            if len(action) > self._max_chars:
+                raise EnvError(
+                    f"step() returned postprocessed_action with {len(action):,} characters; return at most "
+                    f"{self._max_chars:,}"
+                )
+            conversation.replace_turn(action)
+        if output["done"]:
+            rollout.stop_reason = turn.result.stop_reason
+            return
+        if len(conversation.turns) >= cfg.max_turns:
+            rollout.stop_reason = "max_turns"
+            return
+        observations = output["observations"]
+        history = (output.get("metadata") or {}).get("modified_chat_history")
+        if cannot_fit([*(history or []), *observations], self._max_input_length):
+            rollout.stop_reason = "length"
+            return
+        observations = self._with_status(conversation, observations)
+        if history is None:
+            conversation.observe(observations)
+        else:
+            conversation.replace_history([*history, *observations])
+        is_spent = cfg.max_response_length is not None and conversation.n_response_tokens >= cfg.max_response_length
+        if is_spent or len(conversation.next_prompt()) > self._max_input_length:
+            rollout.stop_reason = "length"
+
+    async def _grade_unfinished(self, rollout: Rollout, episode: Episode) -> None:
+        """Add the reward of an episode that ends before its environment is done."""
+        with _boundary(rollout, "grade_unfinished"):
+            reward = validate_reward(await episode.call("grade_unfinished"), "grade_unfinished")
+            if reward is None:
+                raise UnknownReward("grade_unfinished() returned None: the reward is unknown")
+            turn = rollout.turns[-1]
+            if isinstance(turn.reward, list):
+                turn.reward = [*turn.reward[:-1], turn.reward[-1] + reward]
+            else:
+                turn.reward += reward
+
+    def _with_status(self, conversation: TokenConversation, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Append a line with the used context and turns, with `generator.inject_context_status`."""
+        if not self.generator_cfg.inject_context_status or not observations:
+            return observations
+        n_tokens, max_tokens = len(conversation.next_prompt()), self._max_input_length
+        context = f"Context: {n_tokens}/{max_tokens} tokens ({round(100 * n_tokens / max_tokens)}%)"
+        status = f"[{context}, Turn {len(conversation.turns)}/{self.generator_cfg.max_turns}]"
+        last = observations[-1]
+        return [*observations[:-1], {**last, "content": f"{last['content']}\n{status}"}]
+
+    async def _finish(self, rollout: Rollout) -> None:
+        """Collect the environment's metrics, close it, and free the engine's cache of the conversation."""
+        await self.inference_engine_client.end_session(rollout.session_id)
+        episode = rollout.episode
+        if episode is None:
+            return
+        if rollout.is_over and rollout.error is None:  # a cancelled rollout may be in the middle of a call
+            with _boundary(rollout, "get_metrics"):
+                rollout.env_metrics = validate_metrics(await episode.call("get_metrics"))
+        try:
+            await episode.close()
+        except Exception:  # the rollout keeps its result
+            logger.warning("%s.close failed after rollout %s", rollout.env_class, rollout.request.id, exc_info=True)
+
+
+def _turn_reward(output: BaseTextEnvStepOutput, n_tokens: int) -> float | list[float]:
+    """Return the reward of a turn of `n_tokens`, or a list with one for each token.
+
+    Raises:
+        UnknownReward: the reward is None.
+        EnvError: the list has another length.
+    """
+    reward: Any = output["reward"]
+    if reward is None:
+        raise UnknownReward("step() returned reward=None: the reward is unknown")
+    if not isinstance(reward, list):
+        return float(reward)
+    if len(reward) != n_tokens:
+        raise EnvError(f"step() returned {len(reward)} rewards for a turn of {n_tokens} tokens; return one for each")
+    return [float(value) for value in reward]
+
+
+@contextmanager
+def _boundary(rollout: Rollout, method: str) -> Iterator[None]:
+    """Turn an error into an invalid rollout."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001, the boundary of a rollout
+        stop_reason = next(reason for kind, reason in STOP_REASONS if isinstance(error, kind))
+        is_engine = isinstance(error, EngineError)
+        message = str(error) if is_engine else f"{rollout.env_class}.{method} raised {describe_error(error)}"
+        rollout.fail(stop_reason, message, error)

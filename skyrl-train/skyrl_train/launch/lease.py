@@ -1,0 +1,140 @@
+"""Devices that an engine and models share, and whose memory they use in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.types.specs import ModelPart
+from skyrl_train.workers.group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Lease:
+    """The memory of devices that an engine and models share.
+
+    When one of them computes, the others leave: the engine goes to sleep, and models move to host memory. Only the
+    weights of the policy stay beside the engine, because it may need them at any time: after a sync, the policy scores
+    what the engine samples, and an engine that replaces a lost one receives them.
+    """
+
+    def __init__(self) -> None:
+        """Create a lease without users. Call `add_model` for each model, the policy first, then `add_engine`."""
+        self._models: list[WorkerGroup] = []
+        self._engine: InferenceEngine | None = None
+        self._user: WorkerGroup | InferenceEngine | None = None  # None: nobody, or a change of users has failed
+        self._lock = asyncio.Lock()
+        self._entering: asyncio.Task[None] | None = None  # of the engine
+
+    async def add_model(self, model: WorkerGroup) -> None:
+        """Add a model that has been loaded. All but the policy's weights leave the devices at once."""
+        model.hold_devices = self.holding
+        self._models.append(model)
+        await self._bring_policy()
+
+    def add_engine(self, engine: InferenceEngine) -> None:
+        """Add the engine, which is awake."""
+        self._engine = self._user = engine
+        if self._models:
+            logger.info("Models and engines leave their devices while they are idle (trainer.placement.offload_idle)")
+
+    async def close(self) -> None:
+        """Wait for the engine if it is waking up."""
+        if self._entering is not None:
+            await asyncio.wait([self._entering])
+
+    @asynccontextmanager
+    async def holding(self, model: WorkerGroup, part: ModelPart) -> AsyncIterator[None]:
+        """Hold the devices, with a part of a model on them.
+
+        Raises:
+            EngineError: the engine cannot sleep, because it still runs requests.
+            WorkerError: a rank failed, or host memory is too small.
+        """
+        async with self._lock:
+            if self._user is not model:
+                await self._replace_user(model)
+            await model.move("device", part)
+            yield
+
+    async def _replace_user(self, model: WorkerGroup) -> None:
+        """Let everything but a model leave the devices."""
+        self._user, started = None, time.monotonic()
+        await self._send_engine_to_sleep()
+        n_bytes = sum([await other.move("cpu") for other in self._models if other is not model])
+        self._user = model
+        _log_change(f"the {model.role}", n_bytes, started)
+
+    async def enter_engine(self) -> None:
+        """Wake up the engine, unless it is awake. A cancelled call does not interrupt it.
+
+        Raises:
+            EngineError: the engine is closed or failed.
+            WorkerError: a rank failed, or host memory is too small.
+        """
+        if self._user is self._engine:
+            return
+        if self._entering is None or self._entering.done():
+            self._entering = asyncio.create_task(self._enter_engine())
+        await asyncio.shield(self._entering)
+
+    async def _enter_engine(self) -> None:
+        async with self._lock:
+            if self._user is self._engine:
+                return
+            assert self._engine is not None, "add_engine() comes first"
+            started = time.monotonic()
+            n_bytes = await self._bring_policy()
+            await self._engine.wake_up()
+            self._user = self._engine
+            _log_change("the engine", n_bytes, started)
+
+    @asynccontextmanager
+    async def sending_to_engine(self) -> AsyncIterator[None]:
+        """Hold the devices while the policy sends its weights to the engine, which has the devices afterwards.
+
+        The engine allocates its cache last: a sync needs memory, too.
+        """
+        async with self._lock:
+            assert self._engine is not None, "add_engine() comes first"
+            if self._user is not self._engine:
+                started = time.monotonic()
+                n_bytes = await self._bring_policy()
+                await self._engine.wake_up("weights")
+                _log_change("the engine, for its weights,", n_bytes, started)
+            yield
+            await self._models[0].move("cpu", "optimizer")  # returns the memory that the sync took as well
+            await self._engine.wake_up()
+            self._user = self._engine
+
+    @asynccontextmanager
+    async def sending_to(self, model: WorkerGroup) -> AsyncIterator[None]:
+        """Hold the devices while the policy sends its weights to another model."""
+        async with self._lock:
+            await self._send_engine_to_sleep()
+            await self._bring_policy()
+            await model.move("device", "weights")
+            yield
+
+    async def _bring_policy(self) -> int:
+        """Move the weights of the policy to the devices, and all else of the models to host memory; return the bytes
+        that were moved.
+        """
+        self._user = None
+        policy, *others = self._models
+        n_bytes = sum([await other.move("cpu") for other in others])
+        return n_bytes + await policy.move("cpu", "optimizer") + await policy.move("device", "weights")
+
+    async def _send_engine_to_sleep(self) -> None:
+        if self._engine is not None:
+            await self._engine.sleep()
+
+
+def _log_change(user: str, n_bytes: int, started: float) -> None:
+    seconds = time.monotonic() - started
+    logger.debug("Shared devices go to %s after %.2f s, in which %.3g GB were moved", user, seconds, n_bytes / 1e9)

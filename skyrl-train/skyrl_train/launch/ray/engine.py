@@ -1,0 +1,120 @@
+"""An engine in an actor of a Ray cluster. Ray places and ends it; requests and tokens go over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError
+from transformers.utils.logging import disable_progress_bar
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.channel import listen
+from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_token, serve
+from skyrl_train.threads import threads_per_process
+
+ANSWER_TIMEOUT_S = 5.0
+PLACE_TIMEOUT_S = 300.0
+START_TIMEOUT_KEY = "generator.engine_start_timeout_seconds"
+
+RayWrappedInferenceEngine = RemoteEngine
+"""The driver's end of an engine in an actor, as `connect_engine` returns it."""
+
+_make_engine: Callable[[], InferenceEngine] | None = None
+"""The engine of this process, once it is an `EngineActor`."""
+
+
+class EngineActor:
+    """A process that serves engines on a port of its node."""
+
+    def __init__(self) -> None:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        disable_progress_bar()
+        self._listener = listen(f"{ray.util.get_node_ip_address()}:0")
+
+    def serve(
+        self, make_engine: Callable[[], InferenceEngine], token: bytes, n_processes: int, visible_devices: str
+    ) -> tuple[str, str]:
+        """Serve engines that `make_engine` returns; return their address, and the name of this process.
+
+        `make_engine` may be a function of the driver's `__main__`. `n_processes` compute at once on the node.
+        `visible_devices` are the GPUs of the engine, of which Ray knows the first; "" without GPUs.
+        """
+        global _make_engine
+        _make_engine = make_engine
+        if visible_devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices  # CUDA reads it when it is first used
+        torch.set_num_threads(threads_per_process(n_processes))
+        threading.Thread(target=lambda: asyncio.run(serve(self._listener, token)), daemon=True).start()
+        host, port = self._listener.getsockname()[:2]
+        return f"{host}:{port}", f"engine process {os.getpid()} on {host}"
+
+    def is_alive(self) -> bool:
+        """Return True."""
+        return True
+
+
+def start_engine_actor(options: dict[str, Any]) -> Any:
+    """Start an `EngineActor` with these options of Ray; it does not wait until it is ready."""
+    return ray.remote(EngineActor).options(**options).remote()
+
+
+async def connect_engine(
+    actor: Any,
+    make_engine: Callable[[], InferenceEngine],
+    start_timeout_s: float,
+    *,
+    n_processes: int,
+    visible_devices: Awaitable[str] | None = None,
+) -> RayWrappedInferenceEngine:
+    """Make an engine in an actor, and return the engine, whose `close` ends the actor.
+
+    `visible_devices` are its GPUs, as `EngineActor.serve` takes them.
+
+    Raises:
+        EngineError: the actor ended or found no place on the cluster, or its engine was not ready in `start_timeout_s`.
+        Exception: any error of `make_engine`.
+    """
+    token = new_token()
+    try:
+        async with asyncio.timeout(PLACE_TIMEOUT_S):
+            devices = "" if visible_devices is None else await visible_devices
+            address, name = await actor.serve.remote(make_engine, token, n_processes, devices)
+
+        def describe_end() -> str:
+            try:
+                ray.get(actor.is_alive.remote(), timeout=ANSWER_TIMEOUT_S)
+            except RayError:
+                return f"{name} was killed or crashed"
+            return f"{name} closed the connection"
+
+        return await asyncio.to_thread(
+            connect,
+            *(address, token, _make, describe_end, lambda: ray.kill(actor)),
+            start_timeout_s=start_timeout_s,
+            start_timeout_name=START_TIMEOUT_KEY,
+        )
+    except RayError as error:
+        raise EngineError(f"the engine's process could not start: {error}") from error
+    except TimeoutError as error:
+        ray.kill(actor)
+        raise EngineError(
+            f"the engine's process found no place on the Ray cluster in {PLACE_TIMEOUT_S:g} s: a node may have left; "
+            "rerun the command to resume on the nodes that exist"
+        ) from error
+    except BaseException:
+        ray.kill(actor)
+        raise
+
+
+def _make() -> InferenceEngine:
+    """Return a new engine of this actor. A socket cannot carry functions of the driver's `__main__`; Ray can."""
+    assert _make_engine is not None
+    return _make_engine()

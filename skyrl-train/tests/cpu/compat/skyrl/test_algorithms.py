@@ -1,0 +1,42 @@
+"""Names and calling conventions of SkyRL that scripts rely on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skyrl_train.compat.skyrl import algorithms as ppo_utils
+from skyrl_train.compat.skyrl.algorithms import (
+    compute_grpo_outcome_advantage,
+    ppo_policy_loss,
+    reduce_loss,
+)
+from skyrl_train.config.algorithm import AlgorithmConfig
+
+
+def test_advantages_of_a_registered_estimator_and_their_normalization() -> None:
+    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.ones(2, 2)
+    inputs = {"token_level_rewards": rewards, "response_mask": mask, "index": ["a", "a"]}
+    expected = compute_grpo_outcome_advantage(**inputs, grpo_norm_by_std=False)
+    config = AlgorithmConfig(grpo_norm_by_std=False)
+    computed = ppo_utils.compute_advantages_and_returns(**inputs, adv_estimator="grpo", config=config, values=None)
+    torch.testing.assert_close(computed, expected)
+    batch = ppo_utils.normalize_advantages_dict({"advantages": computed[0], "loss_mask": mask})
+    torch.testing.assert_close(batch["advantages"], torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
+
+
+HERE = {"compute_advantages_and_returns", "normalize_advantages_dict"}
+
+
+@pytest.mark.parametrize("name", sorted(set(ppo_utils.__all__) - HERE))
+def test_every_other_name_comes_from_algorithms(name: str) -> None:
+    value = getattr(ppo_utils, name)
+    module = getattr(value, "__module__", type(value).__module__)
+    assert module.startswith("skyrl_train.algorithms")
+
+
+def test_a_loss_can_be_called_without_a_mask_and_reduced() -> None:
+    log_probs, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.0]])
+    loss, metrics = ppo_policy_loss(log_probs, old, torch.tensor([[1.0, 3.0]]), AlgorithmConfig())
+    assert reduce_loss(loss, None, "token_mean").item() == -2.0
+    assert metrics["ppo_clip_ratio"].sum() == 0

@@ -1,0 +1,202 @@
+"""Client errors are reported in OpenAI's format with status 4xx and never as server errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from train_kit.endpoints import HELLO, MODEL, LiveEndpoint
+
+from skyrl_train.endpoint.wire import ChatRequest, RequestError
+
+CHAT = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
+TEXT = {"model": MODEL, "prompt": "State", "max_tokens": 2}
+
+DEEP_CALL = {"function": {"name": "look", "arguments": "[" * 10_000}}
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": "gpt-4o"}, "model", "there is no model 'gpt-4o' here; this is 'tiny'"),
+    ({"model": None}, "model", "model: Input should be a valid string"),
+    ({"messages": []}, "messages", "messages: List should have at least 1 item"),
+    ({"messages": "hello"}, "messages", "messages: Input should be a valid list"),
+    ({"messages": [{"role": "user", "content": 1}]}, "messages", "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "this model reads text only"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens: Input should be greater than or equal to 1"),
+    ({"max_tokens": "2"}, "max_tokens", "max_tokens: Input should be a valid integer"),
+    ({"temperature": -1}, "temperature", "temperature: Input should be greater than or equal to 0"),
+    ({"temperature": 1e999}, "temperature", "temperature: Input should be a finite number"),
+    ({"top_p": 1.5}, "top_p", "top_p: Input should be less than or equal to 1"),
+    ({"n": 1000}, "n", "n: Input should be less than or equal to 128"),
+    ({"top_k": -2}, "top_k", "top_k: Input should be greater than or equal to -1"),
+    ({"stop": [""]}, "stop", "stop"),
+    ({"stop_token_ids": [10**9]}, "stop_token_ids", "token 1000000000: the vocabulary has"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "greater than or equal to 0"),
+    ({"seed": 2**80}, "seed", "seed"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty", "greater than 0.01"),
+    ({"logit_bias": {"5": 100}}, "logit_bias", "logit_bias={'5': 100} is not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+    ({"tool_choice": "required"}, "tool_choice", "is not supported"),
+    ({"session_id": ["a", "b"]}, "session_id", "2 session ids for 1 prompts; send one for each"),
+    ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2 without logprobs; set logprobs to true"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}]},
+        "messages",
+        "does not write the tool calls of message 0",
+    ),
+    ({"chat_template_kwargs": {"tokenize": True}}, "messages", "messages cannot be turned into tokens"),
+    ({"tools": [{}]}, "tools", "the chat template does not write tools; use one that does"),
+    ({"messages": [{"role": "user", "content": "1" * 600}]}, "messages", "maximum context length is 511 tokens"),
+]
+
+
+def post(live: LiveEndpoint, path: str, body: Any) -> httpx.Response:
+    return live.http.post(f"{live.url}{path}", content=json.dumps(body), headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"), WRONG, ids=[f"{param} {n}" for n, (_, param, _) in enumerate(WRONG)]
+)
+def test_a_wrong_chat_request(live: LiveEndpoint, change: dict[str, Any], param: str, message: str) -> None:
+    answer = post(live, "/chat/completions", CHAT | change)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": []}, "0 prompts"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": [[]]}, "the prompt is empty"),
+        ({"prompt": [1, 10**9]}, "token 1000000000: the vocabulary has"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        (
+            {"prompt": [5] * 512},
+            "maximum context length is 511 tokens before its reply, and your prompt resulted in 512",
+        ),
+        ({"echo": True}, "echo=True is not supported; remove echo"),
+        ({"logprobs": True}, "logprobs: Input should be a valid integer"),
+    ],
+)
+def test_a_wrong_text_request(live: LiveEndpoint, change: dict[str, Any], message: str) -> None:
+    answer = post(live, "/completions", TEXT | change)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", next(iter(change)))
+    assert message in error["message"]
+
+
+def test_the_openai_client_raises_its_specific_errors(live: LiveEndpoint) -> None:
+    create = live.client.chat.completions.create
+    with pytest.raises(openai.BadRequestError, match="there is no model 'other' here") as unknown:
+        create(model="other", messages=HELLO)
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError, match=r"511 tokens .* 6\d\d tokens") as too_long:
+        create(model=MODEL, messages=[{"role": "user", "content": "1" * 600}])
+    assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError, match=r"invalid URL \(POST /v1/embeddings\)"):
+        live.client.embeddings.create(model=MODEL, input="a")
+    elsewhere = live.client.with_options(base_url=live.url.replace("/v1", "/session/17_3/v1"))
+    with pytest.raises(openai.NotFoundError, match="there is no open session '17_3'"):
+        elsewhere.chat.completions.create(model=MODEL, messages=HELLO)
+    with pytest.raises(openai.NotFoundError, match="there is no open session"):
+        elsewhere.models.list()
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/", "/v1/chat", "/v2/chat/completions", "/docs", "/openapi.json"])
+def test_other_paths_are_not_found(live: LiveEndpoint, path: str) -> None:
+    answer = live.http.get(live.url.removesuffix("/v1") + path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == f"invalid URL (GET {path})"
+
+
+def test_a_wrong_method_is_refused(live: LiveEndpoint) -> None:
+    answer = live.http.get(f"{live.url}/completions")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")
+
+
+INVALID_BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"model": "\\ud800"}',
+    b"[" * 100_000,
+    b'{"a":' * 50_000,
+    b"NaN",
+]
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain", "multipart/form-data", ""])
+def test_invalid_bodies_are_refused(live: LiveEndpoint, path: str, content_type: str) -> None:
+    for body in INVALID_BODIES:
+        answer = live.http.post(f"{live.url}{path}", content=body, headers={"content-type": content_type})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] in (None, "model"), "only the body with a model has a field to name"
+
+
+def test_a_deeply_nested_value_is_refused() -> None:
+    deep: Any = 100
+    for _ in range(5000):
+        deep = {"5": deep}
+    with pytest.raises(RequestError, match=r"logit_bias=.* is not supported"):
+        ChatRequest.model_validate(CHAT | {"logit_bias": deep}).check_offered()
+
+
+NUMBERS = st.one_of(
+    st.integers(-3, 3), st.integers(), st.floats(), st.sampled_from([2**31, 2**63, 2**64, 1e-308, 1e308, -0.0])
+)
+TEXTS = st.one_of(st.text(max_size=8), st.sampled_from(["\ud800", "\x00", "<|im_end|>", "tiny", "user", "assistant"]))
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)),
+    max_leaves=6,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": TEXTS, "content": st.one_of(TEXTS, JSON)}, optional={"tool_calls": JSON, "name": JSON}
+    ),
+    max_size=3,
+)
+LIMITS = {"max_tokens": 2, "n": 2}
+FIELDS = [
+    *("model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stop", "seed", "presence_penalty"),
+    *("frequency_penalty", "logprobs", "top_logprobs", "stream", "stream_options", "user", "tools", "top_k", "min_p"),
+    *("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "return_token_ids", "session_id", "echo"),
+    *("chat_template_kwargs", "tool_choice", "response_format", "logit_bias", "include_stop_str_in_output"),
+]
+CHANGES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4)
+
+
+FUZZ = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+
+
+@FUZZ
+@given(messages=st.one_of(MESSAGES, JSON, st.just(HELLO)), change=CHANGES)
+def test_no_chat_request_causes_a_server_error(live: LiveEndpoint, messages: Any, change: dict[str, Any]) -> None:
+    assert_valid_response(post(live, "/chat/completions", CHAT | LIMITS | {"messages": messages} | change))
+
+
+@FUZZ
+@given(prompt=st.one_of(JSON, TEXTS, st.lists(st.integers(0, 600), max_size=3)), change=CHANGES)
+def test_no_text_request_causes_a_server_error(live: LiveEndpoint, prompt: Any, change: dict[str, Any]) -> None:
+    assert_valid_response(post(live, "/completions", TEXT | LIMITS | {"prompt": prompt} | change))
+
+
+def assert_valid_response(answer: httpx.Response) -> None:
+    """Assert that the response is a completion, whole or streamed, or a client error."""
+    assert answer.status_code in (200, 400)
+    if answer.status_code == 400:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in answer.text
+    else:
+        assert answer.json()["choices"]
