@@ -17,7 +17,7 @@ from skyrl_train.generators.base import BatchMetadata, rollout_requests
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import DrawnPrompt, PromptRow
 
-PAGE = (Path(__file__).parents[5] / "docs/guides/endpoint.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[4] / "docs/guides/endpoint.md").read_text(encoding="utf-8")
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
