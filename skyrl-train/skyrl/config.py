@@ -22,8 +22,8 @@ import pydantic
 
 from skyrl_train import config
 from skyrl_train.compat.skyrl.absent import refuse_name
+from skyrl_train.compat.skyrl.keys import ALIASES
 from skyrl_train.config import to_yaml as get_config_as_yaml_str
-from skyrl_train.config.aliases import SKYRL
 from skyrl_train.config.base import Section, as_section, iter_fields, value_at
 from skyrl_train.config.cli import parse
 from skyrl_train.config.loading import RL
@@ -61,7 +61,7 @@ class InferenceEngine:
         self._generator = generator
 
     def __getattr__(self, name: str) -> Any:
-        alias = SKYRL.get(f"{ENGINE}.{name}")
+        alias = ALIASES.get(f"{ENGINE}.{name}")
         if alias is None:
             raise AttributeError(f"{ENGINE}.{name} is not a key that can be read here")
         return value_at(self._generator, alias.key.removeprefix("generator."))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, step_of
 from skyrl_train.config import SkyRLConfig, to_yaml
 from skyrl_train.dataset.files import write_jsonl
@@ -25,10 +26,12 @@ from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.timer import StepTimer
 from skyrl_train.tracking import Progress, RunFolder, Tracking, find_missing_signal
 from skyrl_train.tracking.signal import N_STEPS
-from skyrl_train.tracking.verl_metrics import verl_metrics
 from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
+
+VERL_METRICS = "skyrl_train.compat.verl.metrics:verl_metrics"
+"""The function of `trainer.log_verl_metrics`, imported at its first use: `compat` depends on this module."""
 
 PROGRESS_METRICS = (
     "eval/all/avg_score",
@@ -203,6 +206,7 @@ class Logging(Callback):
             n_tokens = sum(t.n_tokens for t in report.trajectories)
             report.metrics["trainer/tokens_per_second"] = n_tokens / report.metrics["timing/step"]
         if isinstance(run.cfg, SkyRLConfig) and run.cfg.trainer.log_verl_metrics:
+            verl_metrics = load_attribute(VERL_METRICS)
             report.metrics |= verl_metrics(report.metrics, report.trajectories, report.global_step, run.cfg)
         if report.metrics:
             try:

@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 from pydantic.fields import FieldInfo
 
-from skyrl_train.config.aliases import SKYRL, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, VERL, Alias
+from skyrl_train.config.aliases import Alias
 from skyrl_train.config.base import Section, as_section, describe_field
+from skyrl_train.config.dialects import SKYRL, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, VERL
 from skyrl_train.config.loading import Schema
 from skyrl_train.config.preferences import DPO, REWARD
 from skyrl_train.config.problems import Fields, did_you_mean, raise_problems, show

@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from skyrl_train.config.aliases import ALIASES, SKYRL_WITHOUT_EFFECT, Alias
+from skyrl_train.config.aliases import Alias
 from skyrl_train.config.base import Section, value_at, with_value
+from skyrl_train.config.dialects import ALIASES, SKYRL_WITHOUT_EFFECT
 from skyrl_train.config.precedence import Positions, apply_aliases
 from skyrl_train.config.problems import FIELDS, Fields, Rule, config_error, from_validation_error, raise_problems, show
 from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig

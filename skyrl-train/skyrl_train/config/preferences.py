@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from skyrl_train.config.aliases import MEMORY_WITHOUT_EFFECT
 from skyrl_train.config.base import Section, Text, iter_fields
+from skyrl_train.config.dialects import MEMORY_WITHOUT_EFFECT
 from skyrl_train.config.loading import RUN_SOURCES, Schema
 from skyrl_train.config.policy import Betas, RefConfig
 from skyrl_train.config.sft import (

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le, Lt
 from pydantic import Field
 
-from skyrl_train.config.aliases import MEMORY_WITHOUT_EFFECT, VERL_DTYPES, VERL_SCHEDULERS, Alias
 from skyrl_train.config.base import (
     Allowed,
     Count,
@@ -20,6 +19,7 @@ from skyrl_train.config.base import (
     Text,
     iter_fields,
 )
+from skyrl_train.config.dialects import MEMORY_WITHOUT_EFFECT, VERL_SFT
 from skyrl_train.config.loading import RUN_SOURCES, Schema
 from skyrl_train.config.policy import Betas, DividedModelConfig, OptimizerConfig, PolicyModelConfig, SchedulerName
 from skyrl_train.config.rules.data import training_data_is_read_once, training_has_rows, validation_data_is_read_once
@@ -180,59 +180,6 @@ class SFTConfig(SupervisedConfig):
 
     data: SFTDataConfig = SFTDataConfig()
     """The demonstrations: rows with a prompt and a response, or with a conversation."""
-
-
-VERL_SFT = {
-    "data.train_files": Alias("data.train_data"),
-    "data.val_files": Alias("data.val_data"),
-    "data.train_batch_size": Alias("trainer.train_batch_size"),
-    "data.micro_batch_size_per_gpu": Alias("trainer.micro_train_batch_size_per_gpu"),
-    "data.max_token_len_per_gpu": Alias("trainer.max_tokens_per_microbatch"),
-    "data.seed": Alias("trainer.seed"),
-    "data.apply_chat_template_kwargs": Alias("data.chat_template_kwargs"),
-    "data.multiturn.messages_key": Alias("data.messages_key"),
-    "data.multiturn.tools_key": Alias("data.tools_key"),
-    "model.partial_pretrain": Alias("trainer.policy.model.path"),
-    "model.path": Alias("trainer.policy.model.path"),
-    "model.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
-    "model.fsdp_config.model_dtype": Alias("trainer.policy.model.dtype", VERL_DTYPES),
-    "engine.model_dtype": Alias("trainer.policy.model.dtype", VERL_DTYPES),
-    "model.lora_rank": Alias("trainer.policy.model.lora.rank"),
-    "model.lora_alpha": Alias("trainer.policy.model.lora.alpha"),
-    "model.target_modules": Alias("trainer.policy.model.lora.target_modules"),
-    "model.exclude_modules": Alias("trainer.policy.model.lora.exclude_modules"),
-    "model.lora_adapter_path": Alias("trainer.policy.model.lora.lora_path"),
-    "optim.lr": Alias("trainer.policy.optimizer_config.lr"),
-    "optim.betas": Alias("trainer.policy.optimizer_config.adam_betas"),
-    "optim.weight_decay": Alias("trainer.policy.optimizer_config.weight_decay"),
-    "optim.clip_grad": Alias("trainer.policy.optimizer_config.max_grad_norm"),
-    "optim.lr_scheduler": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
-    "optim.lr_scheduler_type": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
-    "optim.warmup_style": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
-    "optim.lr_warmup_steps": Alias("trainer.policy.optimizer_config.num_warmup_steps", {-1: None}),
-    "optim.warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
-    "optim.lr_warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
-    "model.strategy": Alias("trainer.strategy"),
-    "engine.strategy": Alias("trainer.strategy"),
-    "engine.fsdp_size": Alias("trainer.policy.fsdp_config.fsdp_size"),
-    "engine.reshard_after_forward": Alias("trainer.policy.fsdp_config.reshard_after_forward"),
-    "engine.param_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
-    "engine.ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
-    "model.fsdp_config.cpu_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
-    "model.fsdp_config.offload_params": Alias("trainer.policy.fsdp_config.cpu_offload"),
-    "ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
-    "trainer.nnodes": Alias("trainer.placement.policy_num_nodes"),
-    "trainer.n_gpus_per_node": Alias("trainer.placement.policy_num_gpus_per_node"),
-    "trainer.total_epochs": Alias("trainer.epochs"),
-    "trainer.total_training_steps": Alias("trainer.max_training_steps"),
-    "trainer.experiment_name": Alias("trainer.run_name"),
-    "trainer.default_local_dir": Alias("trainer.ckpt_path"),
-    "trainer.max_ckpt_to_keep": Alias("trainer.max_ckpts_to_keep", {None: -1}),
-    "trainer.resume_from_path": Alias("trainer.resume_path"),
-    "trainer.save_freq": Alias("trainer.ckpt_interval"),
-    "trainer.test_freq": Alias("trainer.eval_interval"),
-}
-"""Keys of verl's SFT trainer that mean the same here."""
 
 
 def validation_is_held_out(cfg: SupervisedConfig) -> Iterator[str]:

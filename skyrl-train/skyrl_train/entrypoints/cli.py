@@ -97,7 +97,7 @@ def train(
     if help:
         _print_help(context, overrides)
     else:
-        _start_rl(overrides or [], config, print_config, dry_run, trains=True)
+        start_rl(overrides or [], config, print_config, dry_run, trains=True)
 
 
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)
@@ -113,7 +113,7 @@ def generate(
     if help:
         _print_help(context, overrides)
     else:
-        _start_rl(overrides or [], config, print_config, dry_run=False, trains=False)
+        start_rl(overrides or [], config, print_config, dry_run=False, trains=False)
 
 
 @as_command
@@ -136,7 +136,7 @@ def train_on_data(
         logging.getLogger("skyrl_train.config").setLevel(logging.ERROR)
         _train_on_data(command, _parse_supervised(command, overrides or [], config))
     else:
-        _start_supervised(command, overrides or [], config, print_config, dry_run)
+        start_supervised(command, overrides or [], config, print_config, dry_run)
 
 
 for _name, _help in (
@@ -164,32 +164,6 @@ def doctor(
     from skyrl_train.entrypoints.doctor import run_doctor
 
     run_doctor(overrides or [], config, task, typer.echo)
-
-
-@app.command(context_settings=RUN_SETTINGS)
-@as_command
-def verl(
-    command: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PROGRAM KEY=VALUE", help="main_ppo or fsdp_sft_trainer, or a whole command line with one of them."
-        ),
-    ],
-    dry_run: DryRun = False,
-    print_config: PrintConfig = False,
-) -> None:
-    """Run a command line of verl.
-
-    A line says what each option became; options that have no counterpart here are refused by name.
-    """
-    from skyrl_train.config.verl import find_torchrun_flags, read_command
-    from skyrl_train.config.verl_programs import MAIN_PPO
-
-    program, overrides = read_command(command)
-    if program is MAIN_PPO:
-        _start_rl(overrides, None, print_config, dry_run, trains=True)
-    else:
-        _start_supervised("sft", overrides, None, print_config, dry_run, find_torchrun_flags(command))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
@@ -247,9 +221,7 @@ def _print_help(context: typer.Context, names: Sequence[str] | None) -> None:
     typer.echo(describe_keys(names, fields) if names else f"{context.get_help()}\n\n{sections}")
 
 
-def _start_rl(
-    overrides: Sequence[str], config: Path | None, print_config: bool, dry_run: bool, *, trains: bool
-) -> None:
+def start_rl(overrides: Sequence[str], config: Path | None, print_config: bool, dry_run: bool, *, trains: bool) -> None:
     """Check the configuration, and then print it, plan the run, train, or evaluate."""
     from skyrl_train.entrypoints.preflight import check_data, find_missing
 
@@ -293,7 +265,7 @@ def _supervised_schema(command: str) -> Schema[Any]:
     return schema
 
 
-def _start_supervised(
+def start_supervised(
     command: str,
     overrides: Sequence[str],
     config: Path | None,
@@ -347,8 +319,14 @@ def _ends_with_config(cfg: Section, missing: Iterable[str], print_config: bool) 
     return print_config
 
 
+COMMANDS = ("skyrl_train.compat.verl.cli",)
+"""Modules that add commands to `app`."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `skyrl` with these arguments, those of the process by default; return the exit status."""
+    for module in COMMANDS:
+        import_module(module)
     if "" not in sys.path:
         sys.path.insert(0, "")  # a configuration may name modules in the current folder, as with python -m
     try:

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from skyrl_train.config import generate, load_config
-from skyrl_train.config.aliases import ALIASES, SKYRL_WITHOUT_EFFECT, UNSUPPORTED
 from skyrl_train.config.base import as_section
+from skyrl_train.config.dialects import ALIASES, SKYRL_WITHOUT_EFFECT, UNSUPPORTED
 from skyrl_train.config.problems import FIELDS
 
 

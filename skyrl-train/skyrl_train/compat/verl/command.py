@@ -11,10 +11,8 @@ from typing import TypeVar
 
 from hydra.core.override_parser.types import Override
 
-from skyrl_train.config.aliases import CORRECTION
-from skyrl_train.config.cli import changed_keys, is_override, parse_override
-from skyrl_train.config.problems import OPEN_SECTION, did_you_mean, leaves, open_fields, raise_problems, show
-from skyrl_train.config.verl_programs import (
+from skyrl_train.compat.verl.keys import CORRECTION
+from skyrl_train.compat.verl.programs import (
     ENGINE_OPTIONS,
     FSDP_SFT_TRAINER,
     PROGRAMS,
@@ -23,6 +21,8 @@ from skyrl_train.config.verl_programs import (
     Settings,
     VerlProgram,
 )
+from skyrl_train.config.cli import changed_keys, is_override, parse_override
+from skyrl_train.config.problems import OPEN_SECTION, did_you_mean, leaves, open_fields, raise_problems, show
 from skyrl_train.errors import ConfigError
 
 logger = logging.getLogger(__name__)

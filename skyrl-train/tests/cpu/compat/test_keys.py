@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from skyrl_train.config import get_default_config, load_config
-from skyrl_train.config.aliases import ALIASES, SKYRL, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, VERL
 from skyrl_train.config.base import as_section, value_at
+from skyrl_train.config.dialects import ALIASES, SKYRL, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, VERL
 from skyrl_train.config.problems import FIELDS, show
 from skyrl_train.errors import ConfigError
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from train_kit import golden
 
+from skyrl_train.compat.verl.command import find_torchrun_flags, read_command
+from skyrl_train.compat.verl.programs import FSDP_SFT_TRAINER, MAIN_PPO, PROGRAMS, VerlProgram
 from skyrl_train.config import changed_settings
 from skyrl_train.config.base import value_at, with_value
 from skyrl_train.config.cli import parse
 from skyrl_train.config.loading import Schema, resolve
 from skyrl_train.config.problems import show
-from skyrl_train.config.verl import find_torchrun_flags, read_command
-from skyrl_train.config.verl_programs import FSDP_SFT_TRAINER, MAIN_PPO, PROGRAMS, VerlProgram
 from skyrl_train.errors import ConfigError
 
 CORRECTION = "trainer.algorithm.off_policy_correction"
@@ -80,7 +80,7 @@ def test_commands_and_options_are_read(caplog: pytest.LogCaptureFixture, pytestc
     printed = {" ".join(command.split()): describe(command, caplog) for command in (plain, GRPO, SFT, OPTIONS_OF_SFT)}
     for options in OPTIONS:  # lists only what the options change
         printed[options] = [line for line in describe(f"{plain} {options}", caplog) if line not in printed[plain]]
-    golden.compare("config/verl_commands", printed, pytestconfig)
+    golden.compare("compat/verl_commands", printed, pytestconfig)
 
 
 @pytest.mark.parametrize("name", ["fsdp_sft_trainer", "sft_trainer", "verl.trainer.sft_trainer"])
@@ -102,7 +102,7 @@ data.shufle=True data.colour=1 data.image_key=pictures data.video_key=clips acto
 def test_an_option_without_a_counterpart_is_refused_with_a_fix(pytestconfig: pytest.Config) -> None:
     printed = {option: [refuse(option)] for option in REFUSED.split()}
     assert all(option.partition("=")[0] in sentence for option, (sentence,) in printed.items())
-    golden.compare("config/verl_options", printed, pytestconfig)
+    golden.compare("compat/verl_options", printed, pytestconfig)
 
 
 def test_all_refusals_are_listed_at_once() -> None:
@@ -277,7 +277,7 @@ def test_the_log_says_what_becomes_of_the_launcher(
         caplog.clear()
         read_command(command.split())
         printed[command] = [line for line in caplog.messages if not line.startswith("defaults of verl:")]
-    golden.compare("config/verl_launchers", printed, pytestconfig)
+    golden.compare("compat/verl_launchers", printed, pytestconfig)
 
 
 def test_the_flags_of_torchrun_are_those_of_the_ranks() -> None:

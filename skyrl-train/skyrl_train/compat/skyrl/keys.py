@@ -1,0 +1,191 @@
+"""Keys of other versions of SkyRL: aliases, keys without an effect, and keys that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl_train.config.aliases import Alias
+
+MODELS = ("policy", "critic", "ref")
+ROPE = ("rope_scaling", "rope_theta")
+ENGINE_SECTIONS = ("generator", "generator.inference_engine")
+
+ALIASES = {
+    "generator.inference_engine.backend": Alias("generator.backend"),
+    "generator.inference_engine.run_engines_locally": Alias("generator.run_engines_locally"),
+    "generator.inference_engine.num_engines": Alias("generator.num_inference_engines"),
+    "generator.inference_engine.tensor_parallel_size": Alias("generator.inference_engine_tensor_parallel_size"),
+    "generator.inference_engine.pipeline_parallel_size": Alias("generator.inference_engine_pipeline_parallel_size"),
+    "generator.inference_engine.data_parallel_size": Alias("generator.inference_engine_data_parallel_size"),
+    "generator.inference_engine.external_server_urls": Alias("generator.remote_inference_engine_urls"),
+    "generator.inference_engine.enable_prefix_caching": Alias("generator.enable_prefix_caching"),
+    "generator.inference_engine.enable_chunked_prefill": Alias("generator.enable_chunked_prefill"),
+    "generator.inference_engine.max_num_batched_tokens": Alias("generator.max_num_batched_tokens"),
+    "generator.inference_engine.engine_init_kwargs": Alias("generator.engine_init_kwargs"),
+    "generator.inference_engine.weight_sync_backend": Alias("generator.weight_sync_backend"),
+    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Alias(
+        "generator.weight_transfer_threshold_cuda_ipc_GB"
+    ),
+    "generator.inference_engine.async_engine": Alias("generator.async_engine"),
+    "generator.inference_engine.gpu_memory_utilization": Alias("generator.gpu_memory_utilization"),
+    "generator.inference_engine.max_num_seqs": Alias("generator.max_num_seqs"),
+    "generator.inference_engine.enforce_eager": Alias("generator.enforce_eager"),
+    **{
+        f"trainer.{role}.fsdp_config.mixed_precision.param_dtype": Alias(
+            f"trainer.{role}.fsdp_config.param_dtype", {"bf16": "bfloat16", "fp32": "float32"}
+        )
+        for role in MODELS
+    },
+    "trainer.target_modules": Alias("trainer.policy.model.lora.target_modules", {None: "all-linear"}),
+    "trainer.exclude_modules": Alias("trainer.policy.model.lora.exclude_modules"),
+    "trainer.policy.model.lora.init": Alias("trainer.policy.model.lora.init_method"),
+    "trainer.critic.model.lora.init": Alias("trainer.critic.model.lora.init_method"),
+    "trainer.algorithm.use_kl_estimator_k3": Alias("trainer.algorithm.kl_estimator_type", {True: "k3", False: None}),
+    "trainer.algorithm.use_abs_kl": Alias("trainer.algorithm.kl_estimator_type", {True: "abs", False: None}),
+    "trainer.algorithm.overlong_buffer.len": Alias("trainer.algorithm.overlong_buffer_len"),
+    "trainer.algorithm.overlong_buffer.penalty_factor": Alias("trainer.algorithm.overlong_buffer_penalty_factor"),
+    "trainer.algorithm.use_tis": Alias(
+        "trainer.algorithm.off_policy_correction.tis_ratio_type", {True: "token", False: None}
+    ),
+    "trainer.algorithm.tis_imp_ratio_cap": Alias(
+        "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high", {-1.0: None}
+    ),
+}
+
+
+MEMORY_WITHOUT_EFFECT = {
+    "trainer.use_sample_packing": "padding is left out wherever the model allows it",
+    "trainer.remove_microbatch_padding": "padding is left out wherever the model allows it",
+    "trainer.gradient_checkpointing_use_reentrant": "both ways to recompute activations give the same gradients",
+    "trainer.recompute_old_logprobs_per_minibatch": "log-probs do not depend on the micro-batches of a row",
+    "trainer.logprobs_chunk_size": "log-probs are computed in blocks that fit into caches",
+    **{
+        f"trainer.{role}.optimizer_config.offload_after_step": "trainer.placement.offload_idle decides what "
+        "leaves its device between the phases of a step"
+        for role in ("policy", "critic")
+    },
+}
+"""Keys of other versions that change the memory or the speed of a computation, but no result."""
+
+WITHOUT_EFFECT = {
+    **MEMORY_WITHOUT_EFFECT,
+    "trainer.algorithm.value_head_prefix": "the critic's value head is always called `score`",
+    **{
+        f"{section}.{name}": reason
+        for section in ENGINE_SECTIONS
+        for name, reason in {
+            "vllm_v1_disable_multiproc": "the launcher decides which process vLLM runs in",
+            "fully_sharded_loras": "vLLM merges the adapter into its weights",
+            "override_existing_update_group": "each weight sync opens connections of its own",
+            "use_cache_salt": "cached keys and values are dropped when the weights change",
+            "model_name": "AgentGenerator(model_name=…) names the model of the HTTP endpoint",
+            "http_endpoint_host": "AgentGenerator(host=…) sets the address of the HTTP endpoint",
+            "http_endpoint_port": "AgentGenerator(port=…) sets the port of the HTTP endpoint",
+        }.items()
+    },
+    "data.dataloader.num_workers": "the trainer reads the rows when it draws them",
+    "data.dataloader.persistent_workers": "the trainer reads the rows when it draws them",
+    "trainer.policy.model.lora.lora_sync_path": "adapters reach the engine without a file",
+    "trainer.policy.model.lora.max_loras": "a run has one adapter",
+    "trainer.policy.model.lora.max_cpu_loras": "a run has one adapter",
+    **{
+        f"trainer.{role}.megatron_config.{name}": reason
+        for role in ("policy", "ref")
+        for name, reason in {
+            "ddp_config": "gradients are summed in float32 once, before the optimizer step",
+            "lora_config": "trainer.policy.model.lora has the settings of the adapter",
+            "empty_cuda_cache": "freed memory of a GPU stays with PyTorch, which uses it again",
+        }.items()
+    },
+    "actor_rollout_ref.rollout.layered_summon": "weights are always gathered one tensor at a time",
+    "actor_rollout_ref.rollout.load_format": "the engine gets the policy's weights before the first rollout",
+    "actor_rollout_ref.model.use_shm": "models are read from their folder, which the system caches",
+}
+"""Keys of other versions on which nothing depends here, each with the reason; they are accepted with a log line."""
+
+
+_MODEL_CONFIG = (
+    "the engine, exports and later runs read the config.json of the model; copy the model and change the file there"
+)
+_TRAJECTORIES = "set trainer.dump_trajectories=true, which writes all training trajectories"
+_MIXTURE = "set data.mixture.min_per_batch, the minimum number of prompts of each data source in a batch"
+_EXPERTS = (
+    (1,),
+    "engines have their own options; set generator.engine_init_kwargs.enable_expert_parallel=true for vLLM, or "
+    "generator.engine_init_kwargs.ep_size for SGLang",
+)
+
+_FSDP: dict[str, tuple[tuple[Any, ...], str]] = {
+    "mixed_precision.reduce_dtype": (("fp32",), "gradients are always added up in float32"),
+    "mixed_precision.buffer_dtype": (("fp32",), "buffers are always float32"),
+    "mixed_precision": ((None,), "set param_dtype in the same section"),
+    "wrap_policy.transformer_layer_cls_to_wrap": ((None,), "every transformer block is sharded"),
+    "wrap_policy": ((None,), "every transformer block is sharded"),
+}
+
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "trainer.fully_async.clear_kv_cache_on_weight_sync": (
+        (True,),
+        "cached keys and values belong to one version of the weights",
+    ),
+    **{
+        f"trainer.{role}.megatron_config.{name}": (({}, None), reason)
+        for role in ("policy", "ref")
+        for name, reason in {
+            "transformer_config_kwargs": "Megatron-Core's settings follow from the model; for recomputation, set "
+            "trainer.gradient_checkpointing=true",
+            "model_config_kwargs": "the settings of a model are those in its config.json",
+            "optimizer_config_kwargs": "AdamW's settings are trainer.policy.optimizer_config"
+            if role == "policy"
+            else "the reference has no optimizer",
+            "torch_profiler_config": "there is no profiler",
+        }.items()
+    },
+    **{f"trainer.{role}.model_config_kwargs": (({}, None), _MODEL_CONFIG) for role in MODELS},
+    **{f"{section}.{name}": ((None,), _MODEL_CONFIG) for section in ("trainer", "generator") for name in ROPE},
+    **{
+        f"{section}.{name}": entry
+        for section in ENGINE_SECTIONS
+        for name, entry in {
+            "model_dtype": (
+                ("bfloat16",),
+                "vLLM and SGLang compute in bfloat16 on a GPU with trainer.bf16=true, else in the type of the policy; "
+                "set generator.engine_init_kwargs.dtype for another type",
+            ),
+            "enable_http_endpoint": (
+                (False,),
+                "agents get an HTTP endpoint from AgentGenerator, which get_generator of your experiment returns: "
+                "docs/guides/endpoint.md",
+            ),
+        }.items()
+    },
+    "generator.inference_engine_expert_parallel_size": _EXPERTS,
+    "generator.inference_engine.expert_parallel_size": _EXPERTS,
+    "generator.inference_engine.external_proxy_url": (
+        (None,),
+        "name each server in generator.remote_inference_engine_urls",
+    ),
+    "trainer.disable_fast_tokenizer": ((False,), "the tokenizer is always that of tokenizer.json"),
+    "trainer.policy.use_torch_compile": ((False,), "training runs without torch.compile"),
+    "trainer.policy.record_memory": (
+        (False,),
+        "no snapshots of memory are written; `skyrl train --dry-run` prints the memory of each process",
+    ),
+    "trainer.policy.track_extra_gradient_metrics": ((False,), "policy/grad_norm is the only metric of gradients"),
+    **{f"trainer.{role}.fsdp_config.{name}": entry for role in MODELS for name, entry in _FSDP.items()},
+    "trainer.use_expandable_segments": (
+        (False,),
+        "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
+    ),
+    "trainer.use_hybrid_env_sampling": ((False,), _MIXTURE),
+    "trainer.min_samples_per_env": ((0,), _MIXTURE),
+    "trainer.dump_data_batch": ((False,), _TRAJECTORIES),
+    "trainer.print_example_interval": ((-1,), _TRAJECTORIES),
+    "trainer.num_logger_train_samples": ((0,), _TRAJECTORIES),
+    "trainer.num_logger_eval_samples": ((0,), "evaluated trajectories are written with trainer.dump_eval_results=true"),
+    "trainer.tags": ((None, []), "set $WANDB_TAGS, which Weights & Biases reads"),
+    "trainer.log_path": ((None,), "the log is train.log in the run folder; set trainer.output_dir"),
+    "trainer.enable_ray_gpu_monitor": ((False,), "GPUs are monitored by Weights & Biases and by Ray's dashboard"),
+}
+"""Keys of SkyRL for what does not exist here: the values that turn it off, and the reason, with what to use instead.
+Keys of a section come before the section itself."""

@@ -1,0 +1,36 @@
+"""The command `skyrl verl`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from skyrl_train.entrypoints.cli import RUN_SETTINGS, DryRun, PrintConfig, app, start_rl, start_supervised
+from skyrl_train.entrypoints.command import as_command
+
+
+@app.command(context_settings=RUN_SETTINGS)
+@as_command
+def verl(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROGRAM KEY=VALUE", help="main_ppo or fsdp_sft_trainer, or a whole command line with one of them."
+        ),
+    ],
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+) -> None:
+    """Run a command line of verl.
+
+    A line says what each option became; options that have no counterpart here are refused by name.
+    """
+    from skyrl_train.compat.verl.command import find_torchrun_flags, read_command
+    from skyrl_train.compat.verl.programs import MAIN_PPO
+
+    program, overrides = read_command(command)
+    if program is MAIN_PPO:
+        start_rl(overrides, None, print_config, dry_run, trains=True)
+    else:
+        start_supervised("sft", overrides, None, print_config, dry_run, find_torchrun_flags(command))

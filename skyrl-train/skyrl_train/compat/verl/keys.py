@@ -1,0 +1,235 @@
+"""Keys of verl that have the same meaning here."""
+
+from __future__ import annotations
+
+from skyrl_train.config.aliases import Alias
+
+MODELS = ("policy", "critic", "ref")
+ROPE = ("rope_scaling", "rope_theta")
+ENGINE_SECTIONS = ("generator", "generator.inference_engine")
+
+KL_IN_REWARD = "trainer.algorithm.use_kl_in_reward"
+VERL_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+VERL_SCHEDULERS = {"constant": "constant_with_warmup"}
+VERL_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+CORRECTION = "trainer.algorithm.off_policy_correction"
+
+ALIASES = {
+    "data.train_files": Alias("data.train_data"),
+    "data.val_files": Alias("data.val_data"),
+    "data.train_batch_size": Alias("trainer.train_batch_size"),
+    "data.val_batch_size": Alias("trainer.eval_batch_size"),
+    "data.max_prompt_length": Alias("trainer.max_prompt_length"),
+    "data.max_response_length": Alias("generator.sampling_params.max_generate_length"),
+    "data.seed": Alias("trainer.seed"),
+    "data.apply_chat_template_kwargs": Alias("generator.chat_template_kwargs"),
+    "algorithm.adv_estimator": Alias(
+        "trainer.algorithm.advantage_estimator",
+        {
+            "reinforce_plus_plus": "reinforce++",
+            "reinforce_plus_plus_baseline": "reinforce++-baseline",
+            "grpo_vectorized": "grpo",
+            "rloo_vectorized": "rloo",
+        },
+    ),
+    "algorithm.norm_adv_by_std_in_grpo": Alias("trainer.algorithm.grpo_norm_by_std"),
+    "algorithm.gamma": Alias("trainer.algorithm.gamma"),
+    "algorithm.lam": Alias("trainer.algorithm.lambd"),
+    "algorithm.use_kl_in_reward": Alias("trainer.algorithm.use_kl_in_reward"),
+    "algorithm.kl_penalty": Alias("trainer.algorithm.kl_estimator_type", VERL_KL, only_if=KL_IN_REWARD),
+    "algorithm.kl_ctrl.type": Alias("trainer.algorithm.kl_ctrl.type", only_if=KL_IN_REWARD),
+    "algorithm.kl_ctrl.kl_coef": Alias("trainer.algorithm.kl_loss_coef", only_if=KL_IN_REWARD),
+    "algorithm.kl_ctrl.horizon": Alias("trainer.algorithm.kl_ctrl.horizon", only_if=KL_IN_REWARD),
+    "algorithm.kl_ctrl.target_kl": Alias("trainer.algorithm.kl_ctrl.kl_target", only_if=KL_IN_REWARD),
+    "algorithm.filter_groups.enable": Alias("trainer.algorithm.dynamic_sampling.type", {True: "filter", False: None}),
+    "algorithm.filter_groups.max_num_gen_batches": Alias(
+        "trainer.algorithm.dynamic_sampling.max_sample_batches", {0: -1}
+    ),
+    "algorithm.rollout_correction.rollout_is": Alias(f"{CORRECTION}.tis_ratio_type"),
+    "algorithm.rollout_correction.rollout_is_threshold": Alias(
+        f"{CORRECTION}.token_tis_ratio_clip_high",
+        also={f"{CORRECTION}.sequence_tis_ratio_clip_high": lambda value: value},
+    ),
+    "algorithm.rollout_correction.rollout_token_veto_threshold": Alias(f"{CORRECTION}.outlier_token_is_threshold_low"),
+    "actor_rollout_ref.model.path": Alias("trainer.policy.model.path"),
+    "actor_rollout_ref.model.lora_rank": Alias("trainer.policy.model.lora.rank"),
+    "actor_rollout_ref.model.lora_alpha": Alias("trainer.policy.model.lora.alpha"),
+    "actor_rollout_ref.model.target_modules": Alias("trainer.policy.model.lora.target_modules"),
+    "actor_rollout_ref.model.exclude_modules": Alias("trainer.policy.model.lora.exclude_modules"),
+    "actor_rollout_ref.model.lora_adapter_path": Alias("trainer.policy.model.lora.lora_path"),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
+    "actor_rollout_ref.actor.strategy": Alias("trainer.strategy"),
+    "actor_rollout_ref.actor.fsdp_config.param_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
+    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": Alias(
+        "trainer.policy.fsdp_config.reshard_after_forward"
+    ),
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": Alias("trainer.policy.fsdp_config.fsdp_size"),
+    "actor_rollout_ref.actor.fsdp_config.offload_policy": Alias(
+        "trainer.policy.fsdp_config.cpu_offload", {False: None}
+    ),
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": Alias("trainer.policy.model.dtype", VERL_DTYPES),
+    "actor_rollout_ref.ref.fsdp_config.param_offload": Alias("trainer.ref.fsdp_config.cpu_offload"),
+    "actor_rollout_ref.ref.fsdp_config.reshard_after_forward": Alias("trainer.ref.fsdp_config.reshard_after_forward"),
+    "actor_rollout_ref.ref.fsdp_config.fsdp_size": Alias("trainer.ref.fsdp_config.fsdp_size"),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": Alias("trainer.ref.sequence_parallel_size"),
+    "actor_rollout_ref.actor.optim.lr": Alias("trainer.policy.optimizer_config.lr"),
+    "actor_rollout_ref.actor.optim.weight_decay": Alias("trainer.policy.optimizer_config.weight_decay"),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": Alias(
+        "trainer.policy.optimizer_config.num_warmup_steps", {-1: None}
+    ),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
+    "actor_rollout_ref.actor.optim.warmup_style": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": Alias(
+        "trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS
+    ),
+    "actor_rollout_ref.actor.optim.betas": Alias("trainer.policy.optimizer_config.adam_betas"),
+    "actor_rollout_ref.actor.optim.clip_grad": Alias("trainer.policy.optimizer_config.max_grad_norm"),
+    "actor_rollout_ref.actor.grad_clip": Alias("trainer.policy.optimizer_config.max_grad_norm"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": Alias("trainer.policy_mini_batch_size"),
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": Alias("trainer.micro_train_batch_size_per_gpu"),
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": Alias("trainer.max_tokens_per_microbatch"),
+    "actor_rollout_ref.actor.ppo_epochs": Alias("trainer.update_epochs_per_batch"),
+    "actor_rollout_ref.actor.clip_ratio": Alias(
+        "trainer.algorithm.eps_clip_low", also={"trainer.algorithm.eps_clip_high": lambda value: value}
+    ),
+    "actor_rollout_ref.actor.clip_ratio_low": Alias("trainer.algorithm.eps_clip_low"),
+    "actor_rollout_ref.actor.clip_ratio_high": Alias("trainer.algorithm.eps_clip_high"),
+    "actor_rollout_ref.actor.clip_ratio_c": Alias("trainer.algorithm.clip_ratio_c"),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": Alias(
+        "trainer.algorithm.policy_loss_type", {"vanilla": "dual_clip", "geo_mean": "gmpo", "gpg": "policy_gradient"}
+    ),
+    "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": Alias("trainer.algorithm.clip_cov.clip_ratio"),
+    "actor_rollout_ref.actor.policy_loss.clip_cov_lb": Alias("trainer.algorithm.clip_cov.clip_cov_lb"),
+    "actor_rollout_ref.actor.policy_loss.clip_cov_ub": Alias("trainer.algorithm.clip_cov.clip_cov_ub"),
+    "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": Alias("trainer.algorithm.kl_cov.kl_cov_frac"),
+    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": Alias("trainer.algorithm.kl_cov.ppo_kl_coef"),
+    "actor_rollout_ref.actor.tau_pos": Alias("trainer.algorithm.sapo.tau_pos"),
+    "actor_rollout_ref.actor.tau_neg": Alias("trainer.algorithm.sapo.tau_neg"),
+    "actor_rollout_ref.actor.loss_scale_factor": Alias("trainer.algorithm.max_seq_len"),
+    "actor_rollout_ref.actor.entropy_coeff": Alias(
+        "trainer.algorithm.entropy_loss_coef", also={"trainer.algorithm.use_entropy_loss": bool}
+    ),
+    "actor_rollout_ref.actor.use_kl_loss": Alias("trainer.algorithm.use_kl_loss"),
+    "actor_rollout_ref.actor.kl_loss_coef": Alias("trainer.algorithm.kl_loss_coef"),
+    "actor_rollout_ref.actor.kl_loss_type": Alias(
+        "trainer.algorithm.kl_estimator_type",
+        {**VERL_KL, "kl+": "k1+", "mse+": "k2", "k2+": "k2", "low_var_kl+": "k3+"},
+    ),
+    "actor_rollout_ref.actor.loss_agg_mode": Alias(
+        "trainer.algorithm.loss_reduction",
+        {
+            "token-mean": "token_mean",
+            "seq-mean-token-mean": "sequence_mean",
+            "seq-mean-token-sum": "seq_mean_token_sum",
+            "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
+            "token-sum": "token_sum",
+        },
+    ),
+    "actor_rollout_ref.rollout.name": Alias("generator.backend"),
+    "actor_rollout_ref.rollout.n": Alias("generator.n_samples_per_prompt"),
+    "actor_rollout_ref.rollout.temperature": Alias("generator.sampling_params.temperature"),
+    "actor_rollout_ref.rollout.top_p": Alias("generator.sampling_params.top_p"),
+    "actor_rollout_ref.rollout.top_k": Alias("generator.sampling_params.top_k"),
+    "actor_rollout_ref.rollout.response_length": Alias("generator.sampling_params.max_generate_length"),
+    "actor_rollout_ref.rollout.gpu_memory_utilization": Alias("generator.gpu_memory_utilization"),
+    "actor_rollout_ref.rollout.max_num_seqs": Alias("generator.max_num_seqs"),
+    "actor_rollout_ref.rollout.max_num_batched_tokens": Alias("generator.max_num_batched_tokens"),
+    "actor_rollout_ref.rollout.enforce_eager": Alias("generator.enforce_eager"),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": Alias("generator.inference_engine_tensor_parallel_size"),
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size": Alias(
+        "generator.inference_engine_pipeline_parallel_size"
+    ),
+    "actor_rollout_ref.rollout.data_parallel_size": Alias("generator.inference_engine_data_parallel_size"),
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": Alias("trainer.micro_forward_batch_size_per_gpu"),
+    "actor_rollout_ref.rollout.val_kwargs.n": Alias("generator.eval_n_samples_per_prompt"),
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": Alias(
+        "generator.eval_sampling_params.temperature", {False: 0.0, True: None}
+    ),
+    "actor_rollout_ref.rollout.val_kwargs.temperature": Alias("generator.eval_sampling_params.temperature"),
+    "actor_rollout_ref.rollout.val_kwargs.top_p": Alias("generator.eval_sampling_params.top_p"),
+    "actor_rollout_ref.rollout.val_kwargs.top_k": Alias("generator.eval_sampling_params.top_k"),
+    "critic.model.path": Alias("trainer.critic.model.path"),
+    "critic.model.lora_rank": Alias("trainer.critic.model.lora.rank"),
+    "critic.model.lora_alpha": Alias("trainer.critic.model.lora.alpha"),
+    "critic.model.target_modules": Alias("trainer.critic.model.lora.target_modules"),
+    "critic.optim.lr": Alias("trainer.critic.optimizer_config.lr"),
+    "critic.optim.weight_decay": Alias("trainer.critic.optimizer_config.weight_decay"),
+    "critic.model.fsdp_config.model_dtype": Alias("trainer.critic.model.dtype", VERL_DTYPES),
+    "critic.model.fsdp_config.fsdp_size": Alias("trainer.critic.fsdp_config.fsdp_size"),
+    "critic.model.fsdp_config.reshard_after_forward": Alias("trainer.critic.fsdp_config.reshard_after_forward"),
+    "critic.optim.betas": Alias("trainer.critic.optimizer_config.adam_betas"),
+    "critic.optim.clip_grad": Alias("trainer.critic.optimizer_config.max_grad_norm"),
+    "critic.optim.warmup_style": Alias("trainer.critic.optimizer_config.scheduler", VERL_SCHEDULERS),
+    "critic.optim.lr_scheduler_type": Alias("trainer.critic.optimizer_config.scheduler", VERL_SCHEDULERS),
+    "critic.optim.lr_warmup_steps": Alias("trainer.critic.optimizer_config.num_warmup_steps", {-1: None}),
+    "critic.optim.lr_warmup_steps_ratio": Alias("trainer.critic.optimizer_config.warmup_ratio"),
+    "critic.ulysses_sequence_parallel_size": Alias("trainer.critic.sequence_parallel_size"),
+    "critic.grad_clip": Alias("trainer.critic.optimizer_config.max_grad_norm"),
+    "critic.ppo_mini_batch_size": Alias("trainer.critic_mini_batch_size"),
+    "critic.cliprange_value": Alias("trainer.algorithm.value_clip"),
+    "trainer.total_epochs": Alias("trainer.epochs"),
+    "trainer.total_training_steps": Alias("trainer.max_training_steps"),
+    "trainer.experiment_name": Alias("trainer.run_name"),
+    "trainer.default_local_dir": Alias("trainer.ckpt_path"),
+    "trainer.max_actor_ckpt_to_keep": Alias("trainer.max_ckpts_to_keep", {None: -1}),
+    "trainer.resume_from_path": Alias("trainer.resume_path"),
+    "trainer.save_freq": Alias("trainer.ckpt_interval"),
+    "trainer.test_freq": Alias("trainer.eval_interval"),
+    "trainer.val_before_train": Alias("trainer.eval_before_train"),
+    "trainer.nnodes": Alias("trainer.placement.policy_num_nodes"),
+    "trainer.n_gpus_per_node": Alias("trainer.placement.policy_num_gpus_per_node"),
+}
+
+
+SFT_ALIASES = {
+    "data.train_files": Alias("data.train_data"),
+    "data.val_files": Alias("data.val_data"),
+    "data.train_batch_size": Alias("trainer.train_batch_size"),
+    "data.micro_batch_size_per_gpu": Alias("trainer.micro_train_batch_size_per_gpu"),
+    "data.max_token_len_per_gpu": Alias("trainer.max_tokens_per_microbatch"),
+    "data.seed": Alias("trainer.seed"),
+    "data.apply_chat_template_kwargs": Alias("data.chat_template_kwargs"),
+    "data.multiturn.messages_key": Alias("data.messages_key"),
+    "data.multiturn.tools_key": Alias("data.tools_key"),
+    "model.partial_pretrain": Alias("trainer.policy.model.path"),
+    "model.path": Alias("trainer.policy.model.path"),
+    "model.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
+    "model.fsdp_config.model_dtype": Alias("trainer.policy.model.dtype", VERL_DTYPES),
+    "engine.model_dtype": Alias("trainer.policy.model.dtype", VERL_DTYPES),
+    "model.lora_rank": Alias("trainer.policy.model.lora.rank"),
+    "model.lora_alpha": Alias("trainer.policy.model.lora.alpha"),
+    "model.target_modules": Alias("trainer.policy.model.lora.target_modules"),
+    "model.exclude_modules": Alias("trainer.policy.model.lora.exclude_modules"),
+    "model.lora_adapter_path": Alias("trainer.policy.model.lora.lora_path"),
+    "optim.lr": Alias("trainer.policy.optimizer_config.lr"),
+    "optim.betas": Alias("trainer.policy.optimizer_config.adam_betas"),
+    "optim.weight_decay": Alias("trainer.policy.optimizer_config.weight_decay"),
+    "optim.clip_grad": Alias("trainer.policy.optimizer_config.max_grad_norm"),
+    "optim.lr_scheduler": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
+    "optim.lr_scheduler_type": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
+    "optim.warmup_style": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
+    "optim.lr_warmup_steps": Alias("trainer.policy.optimizer_config.num_warmup_steps", {-1: None}),
+    "optim.warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
+    "optim.lr_warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
+    "model.strategy": Alias("trainer.strategy"),
+    "engine.strategy": Alias("trainer.strategy"),
+    "engine.fsdp_size": Alias("trainer.policy.fsdp_config.fsdp_size"),
+    "engine.reshard_after_forward": Alias("trainer.policy.fsdp_config.reshard_after_forward"),
+    "engine.param_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
+    "engine.ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
+    "model.fsdp_config.cpu_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
+    "model.fsdp_config.offload_params": Alias("trainer.policy.fsdp_config.cpu_offload"),
+    "ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
+    "trainer.nnodes": Alias("trainer.placement.policy_num_nodes"),
+    "trainer.n_gpus_per_node": Alias("trainer.placement.policy_num_gpus_per_node"),
+    "trainer.total_epochs": Alias("trainer.epochs"),
+    "trainer.total_training_steps": Alias("trainer.max_training_steps"),
+    "trainer.experiment_name": Alias("trainer.run_name"),
+    "trainer.default_local_dir": Alias("trainer.ckpt_path"),
+    "trainer.max_ckpt_to_keep": Alias("trainer.max_ckpts_to_keep", {None: -1}),
+    "trainer.resume_from_path": Alias("trainer.resume_path"),
+    "trainer.save_freq": Alias("trainer.ckpt_interval"),
+    "trainer.test_freq": Alias("trainer.eval_interval"),
+}
+"""Keys of verl's SFT trainer that mean the same here."""

@@ -1,0 +1,24 @@
+"""The spellings of other frameworks, whose tables are in `skyrl_train.compat`.
+
+The tables depend on this package, which therefore imports them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from skyrl_train.config.aliases import Alias
+
+_SKYRL, _VERL = (import_module(f"skyrl_train.compat.{name}.keys") for name in ("skyrl", "verl"))
+
+SKYRL: Mapping[str, Alias] = _SKYRL.ALIASES
+VERL: Mapping[str, Alias] = _VERL.ALIASES
+VERL_SFT: Mapping[str, Alias] = _VERL.SFT_ALIASES
+ALIASES = {**SKYRL, **VERL}
+"""Aliases of reinforcement learning."""
+
+MEMORY_WITHOUT_EFFECT: Mapping[str, str] = _SKYRL.MEMORY_WITHOUT_EFFECT
+SKYRL_WITHOUT_EFFECT: Mapping[str, str] = _SKYRL.WITHOUT_EFFECT
+UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = _SKYRL.UNSUPPORTED
