@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, step_of
@@ -41,7 +42,7 @@ PROGRESS_METRICS = (
 )  # on the progress line, beside the reward
 
 
-class Run(Protocol):
+class Run(ABC):
     """A training run, as its callbacks see it."""
 
     cfg: Any  # SkyRLConfig, or SupervisedConfig of other training
@@ -50,16 +51,6 @@ class Run(Protocol):
     total_steps: int
     changes: list[str]
     """Settings that changed since the checkpoint it resumed from, e.g. `trainer.seed: 1 -> 2`."""
-
-    @property
-    def is_stopping(self) -> bool:
-        """A stop was requested."""
-        ...
-
-    def request_stop(self, reason: str) -> None:
-        """Stop after the current step, with a checkpoint of it; abandon it if its rollouts do not end in time."""
-        ...
-
     gauges: dict[str, float]
     """Metrics that every following report contains."""
     checkpoints: CheckpointStore
@@ -67,30 +58,60 @@ class Run(Protocol):
     remote: RemoteCheckpoints | None
     """The checkpoints of this run in remote storage; None without `trainer.remote_ckpt_url` or credentials."""
 
-    async def save_checkpoint(self) -> None:
-        """Write a checkpoint of the last finished step, complete or not at all."""
-        ...
+    @property
+    @abstractmethod
+    def is_stopping(self) -> bool:
+        """A stop was requested."""
 
+    @abstractmethod
+    def request_stop(self, reason: str) -> None:
+        """Stop after the current step, with a checkpoint of it; abandon it if its rollouts do not end in time."""
+
+    @abstractmethod
+    async def save_checkpoint(self) -> None:
+        """Write everything that a resumed run needs to continue exactly, then call `on_checkpoint`.
+
+        Raises:
+            CheckpointError: the disk refused; the last checkpoint is intact.
+            DivergenceError: the weights are NaN or infinite, or can no longer learn; the last checkpoint is intact.
+        """
+
+    @abstractmethod
     async def begin_checkpoint(self) -> None:
-        """Write a checkpoint of the last finished step while training continues; a failure is an alert."""
-        ...
+        """Copy what `save_checkpoint` writes, and write it while training continues.
+
+        A failure to write it is an alert. So is a disk that takes longer than `trainer.ckpt_timeout_seconds` to finish
+        the previous checkpoint and to begin this one: then this step is not saved.
+
+        Raises:
+            DivergenceError: as in `save_checkpoint`.
+        """
 
     @property
+    @abstractmethod
     def is_saving(self) -> bool:
         """A checkpoint is being written in the background."""
-        ...
 
+    @abstractmethod
     async def alert(self, text: str) -> None:
         """Report a problem that does not end the run: in the log, in `storage/alerts`, and to `on_alert`."""
-        ...
 
+    @abstractmethod
     async def check_space(self) -> None:
-        """Raise CheckpointError if the disk has no room for a checkpoint beside the last one."""
-        ...
+        """Check the disk before the first step; warn if it has no room for all exports.
 
+        Raises:
+            CheckpointError: it has no room for a checkpoint beside the last one.
+        """
+
+    @abstractmethod
     async def export(self, folder: Path) -> None:
-        """Write the models as plain Hugging Face folders into `folder`, complete or not at all."""
-        ...
+        """Write the models as plain Hugging Face folders into `folder`, complete or not at all.
+
+        Raises:
+            CheckpointError: the disk refused.
+            DivergenceError: the weights are NaN or infinite, or can no longer learn.
+        """
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The frame of every training run: steps, callbacks, checkpoints and exports. A trainer fills in the step."""
+"""Base class of training runs: step loop, callbacks, checkpoints, exports. A trainer fills in the step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import math
 import os
 import shutil
 import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,14 @@ from typing import Any, Protocol
 import torch
 import yaml
 
-from skyrl_train.callbacks import Callback, StepReport
+from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.checkpoint import (
     STORAGE_ERRORS,
     CheckpointStore,
+    CheckpointWriter,
     RemoteCheckpoints,
     RemoteFolder,
+    Snapshot,
     find_credentials_fault,
     make_folder,
     step_of,
@@ -69,17 +71,8 @@ class Step:
         self.metrics = self.metrics.merge(metrics if isinstance(metrics, Metrics) else Metrics.of(metrics))
 
 
-class _Copying:
-    """The copy of the models for a checkpoint: nothing may change them between its begin and its end."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.begun: asyncio.Future[None] = loop.create_future()  # cancelled if it must not begin any more
-        self.ended: asyncio.Future[None] = loop.create_future()
-
-
-class TrainingRun(ABC):
-    """A run of `total_steps` steps. Callbacks see it as a `Run`."""
+class TrainingRun(Run):
+    """Base class of training runs: step loop, callbacks, checkpoints, exports."""
 
     def __init__(
         self,
@@ -99,13 +92,12 @@ class TrainingRun(ABC):
         self._position = position
         self._callbacks = callbacks
         self.gauges: dict[str, float] = {}
-        self._saving: asyncio.Task[None] | None = None
-        self._disk_wait_s = 0.0  # seconds that training may still wait for this checkpoint
         trainer: RunConfig = cfg.trainer
         self.remote = open_remote(trainer.remote_url(cfg.trainer.policy.model.path))
         keeps_one = self.remote is not None and trainer.max_ckpts_to_keep < 0
         n_kept = 1 if keeps_one else trainer.max_ckpts_to_keep
         self.checkpoints = CheckpointStore(Path(trainer.ckpt_path), n_kept, trainer.resume_mode, trainer.resume_path)
+        self._writer = CheckpointWriter(self.checkpoints, trainer.ckpt_timeout_seconds, self.alert)
 
     @abstractmethod
     async def train(self) -> None:
@@ -122,7 +114,7 @@ class TrainingRun(ABC):
             raise
         finally:
             try:
-                await self._finish_save()
+                await self._writer.finish()
             except Exception:  # must not hide why the run ended
                 logger.exception("The last checkpoint could not be written")
             for callback in self._callbacks:
@@ -135,11 +127,9 @@ class TrainingRun(ABC):
 
     @property
     def is_stopping(self) -> bool:
-        """A stop was requested."""
         return self._stop.is_set()
 
     def request_stop(self, reason: str) -> None:
-        """Stop after the current step, with a checkpoint of it; abandon it if its rollouts do not end in time."""
         self._stop.set()
         logger.warning("Stopping after the current step: %s", reason)
 
@@ -159,7 +149,7 @@ class TrainingRun(ABC):
         if self.global_step == 0:
             await self.finish_step(step)
 
-    async def prepare(self, step: Step) -> None:  # noqa: B027, not every run prepares
+    async def prepare(self, step: Step) -> None:
         """Do what the first step needs after resuming; `step` is the last finished one."""
 
     def steps(self) -> Iterator[Step]:
@@ -200,7 +190,6 @@ class TrainingRun(ABC):
             ) from failure
 
     async def alert(self, text: str) -> None:
-        """Report a problem that does not end the run: in the log, in `storage/alerts`, and to `on_alert`."""
         logger.warning("Storage: %s", text)
         self.gauges["storage/alerts"] = self.gauges.get("storage/alerts", 0.0) + 1
         for callback in self._callbacks:
@@ -209,77 +198,24 @@ class TrainingRun(ABC):
     # -- checkpoints and exports
 
     async def save_checkpoint(self) -> None:
-        """Write everything that a resumed run needs to continue exactly, then call `on_checkpoint`.
-
-        Raises:
-            CheckpointError: the disk refused; the last checkpoint is intact.
-            DivergenceError: the weights are NaN or infinite, or can no longer learn; the last checkpoint is intact.
-        """
-        await self._finish_save()
+        await self._writer.finish()
         await self.check_weights(self.global_step)
-        await self._save(_Copying())
+        await self._writer.save(await self._snapshot())
 
     async def begin_checkpoint(self) -> None:
-        """Copy what `save_checkpoint` writes, and write it while training continues.
-
-        A failure to write it is an alert. So is a disk that takes longer than `trainer.ckpt_timeout_seconds` to finish
-        the previous checkpoint and to begin this one: then this step is not saved.
-
-        Raises:
-            DivergenceError: as in `save_checkpoint`.
-        """
-        if self._saving is not None:
-            if not await self._wait_for_disk(self._saving):
-                return
-            await self._finish_save()
-        await self.check_weights(self.global_step)
-        copying = _Copying()
-        self._saving = asyncio.create_task(self._save_or_alert(copying))
-        self._disk_wait_s = self.cfg.trainer.ckpt_timeout_seconds
-        is_ready = await self._wait_for_disk(self._saving, copying.begun)
-        if is_ready or not copying.begun.cancel():  # it may have begun meanwhile
-            await asyncio.wait([self._saving, copying.ended], return_when=asyncio.FIRST_COMPLETED)
-            if not copying.ended.done():
-                await self._finish_save()
-
-    async def _wait_for_disk(self, *awaited: asyncio.Future[None]) -> bool:
-        """Wait for one of the futures; False, with an alert, after `trainer.ckpt_timeout_seconds` for a checkpoint."""
-        if any(future.done() for future in awaited):
-            return True
-        started, could_wait = time.monotonic(), self._disk_wait_s > 0
-        done, _ = await asyncio.wait(awaited, timeout=self._disk_wait_s, return_when=asyncio.FIRST_COMPLETED)
-        self._disk_wait_s = max(0.0, self._disk_wait_s - (time.monotonic() - started))
-        if not done and could_wait:
-            await self.alert(
-                f"step {self.global_step} is not saved, because writing a checkpoint to {self.checkpoints.path} takes "
-                f"longer than trainer.ckpt_timeout_seconds={self.cfg.trainer.ckpt_timeout_seconds:g}. Training "
-                "continues, and steps are saved again once it is written"
-            )
-        return bool(done)
+        if await self._writer.finish_within_limit(self.global_step):
+            await self.check_weights(self.global_step)
+            await self._writer.begin(await self._snapshot())
 
     @property
     def is_saving(self) -> bool:
-        """A checkpoint is being written in the background."""
-        return self._saving is not None and not self._saving.done()
+        return self._writer.is_saving
 
-    async def _finish_save(self) -> None:
-        """Wait until the checkpoint in the background is written."""
-        if self._saving is not None:
-            saving, self._saving = self._saving, None
-            await saving
-
-    async def _save_or_alert(self, copying: _Copying) -> None:
-        try:
-            await self._save(copying)
-        except CheckpointError as error:
-            await self.alert(f"{error}. Training continues, and the next step is saved instead")
-
-    async def _save(self, copying: _Copying) -> None:
-        """Save the last finished step; training may change the weights once `copying` has ended."""
-        step = self.global_step
+    async def _snapshot(self) -> Snapshot:
+        """Return everything that a resumed run needs to continue exactly after the last finished step."""
         driver = to_bytes(
             {
-                "global_step": step,
+                "global_step": self.global_step,
                 "config": to_yaml(self.cfg),
                 "source": self._position.state_dict(),
                 "learner": self.models.state_dict(),
@@ -288,22 +224,24 @@ class TrainingRun(ABC):
         )
         started = time.monotonic()
 
-        async def write(folder: Path) -> None:
-            if copying.begun.cancelled():
-                raise CheckpointError(f"step {step} is not saved, because {folder.parent} responded too late")
-            copying.begun.set_result(None)
+        async def copy(folder: Path) -> Awaitable[None]:
             writing = await self.models.save(folder)
             self.gauges["timing/checkpoint_pause"] = time.monotonic() - started
-            copying.ended.set_result(None)
-            await writing
-            for callback in self._callbacks:
-                await callback.before_checkpoint(self)
-            await asyncio.to_thread((folder / "driver.pt").write_bytes, driver)
 
-        path = await self.checkpoints.save(step, write, await self.models.checkpoint_bytes())
-        self.gauges["timing/save_checkpoint"] = time.monotonic() - started
-        for callback in self._callbacks:
-            await callback.on_checkpoint(self, path)
+            async def write() -> None:
+                await writing
+                for callback in self._callbacks:
+                    await callback.before_checkpoint(self)
+                await asyncio.to_thread((folder / "driver.pt").write_bytes, driver)
+
+            return write()
+
+        async def on_saved(path: Path) -> None:
+            self.gauges["timing/save_checkpoint"] = time.monotonic() - started
+            for callback in self._callbacks:
+                await callback.on_checkpoint(self, path)
+
+        return Snapshot(self.global_step, await self.models.checkpoint_bytes(), copy, on_saved)
 
     async def check_weights(self, step: int) -> None:
         """Check the weights after the update of `step`.
@@ -314,7 +252,7 @@ class TrainingRun(ABC):
         try:
             await self.models.check_weights()
         except DivergenceError as error:
-            await self._finish_save()
+            await self._writer.finish()
             last = self.checkpoints.resumable_step()
             kept = "there is no earlier checkpoint" if last is None else f"the checkpoint of step {last} is kept"
             raise DivergenceError(
@@ -334,11 +272,6 @@ class TrainingRun(ABC):
                 logger.warning("The checkpoint of step %d is saved; the same command %s", self.global_step, rerun)
 
     async def check_space(self) -> None:
-        """Check the disk before the first step; warn if it has no room for all exports.
-
-        Raises:
-            CheckpointError: it has no room for a checkpoint beside the last one.
-        """
         checkpoint_bytes, trainer = await self.models.checkpoint_bytes(), self.cfg.trainer
         self.checkpoints.check_space(checkpoint_bytes)
         if trainer.hf_save_interval > 0:
@@ -353,12 +286,6 @@ class TrainingRun(ABC):
                 )
 
     async def export(self, folder: Path) -> None:
-        """Write the models as plain Hugging Face folders into `folder`, complete or not at all.
-
-        Raises:
-            CheckpointError: the disk refused.
-            DivergenceError: the weights are NaN or infinite, or can no longer learn.
-        """
         await self.check_weights(self.global_step)
         try:
             await write_complete(folder, self.models.export)

@@ -11,13 +11,16 @@ from skyrl_train.checkpoint.remote import (
 )
 from skyrl_train.checkpoint.store import CheckpointStore, step_of, write_complete
 from skyrl_train.checkpoint.uploader import Upload, Uploader, UploadResult
+from skyrl_train.checkpoint.writer import CheckpointWriter, Snapshot
 
 __all__ = [
     "DISK_ERRORS",
     "STORAGE_ERRORS",
     "CheckpointStore",
+    "CheckpointWriter",
     "RemoteCheckpoints",
     "RemoteFolder",
+    "Snapshot",
     "Upload",
     "UploadResult",
     "Uploader",

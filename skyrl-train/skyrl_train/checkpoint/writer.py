@@ -1,0 +1,117 @@
+"""Checkpoints that are written while training continues."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_train.checkpoint.store import CheckpointStore
+from skyrl_train.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a finished step, for `CheckpointWriter`."""
+
+    step: int
+    n_bytes: int
+    copy: Callable[[Path], Awaitable[Awaitable[None]]]
+    """Copies the state. Training may continue when it returns; its result writes the copy into a folder."""
+    on_saved: Callable[[Path], Awaitable[None]]
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time.
+
+    A checkpoint goes through three phases, and training waits for the first two:
+
+        waiting for the disk → copying the state → writing the copy
+
+    The first one is bounded: a slow disk may hold up training for `timeout_s` per checkpoint, and not again while it
+    finishes. After that the step is given up with an alert, unless copying has begun: the state must not change then.
+    """
+
+    def __init__(self, store: CheckpointStore, timeout_s: float, alert: Callable[[str], Awaitable[None]]) -> None:
+        self._store = store
+        self._timeout_s = timeout_s
+        self._alert = alert
+        self._saving: asyncio.Task[None] | None = None
+        self._left_s = 0.0  # of the time that training may wait for the checkpoint in progress
+
+    @property
+    def is_saving(self) -> bool:
+        """A checkpoint is being written in the background."""
+        return self._saving is not None and not self._saving.done()
+
+    async def save(self, snapshot: Snapshot) -> None:
+        """Write a checkpoint; CheckpointError if that fails."""
+        await self.finish()
+        await self._write(snapshot, _Copying())
+
+    async def begin(self, snapshot: Snapshot) -> None:
+        """Return once training may continue, and write the copy in the background, where a failure is an alert."""
+        copying = _Copying()
+        self._saving = asyncio.create_task(self._write_or_alert(snapshot, copying))
+        self._left_s = self._timeout_s
+        is_ready = await self._wait(snapshot.step, self._saving, copying.begun)
+        if is_ready or not copying.begun.cancel():  # it may have begun meanwhile
+            await asyncio.wait([self._saving, copying.ended], return_when=asyncio.FIRST_COMPLETED)
+            if not copying.ended.done():
+                await self.finish()
+
+    async def finish_within_limit(self, step: int) -> bool:
+        """Wait for the checkpoint in progress, to save `step` next; False, with an alert, if it takes too long."""
+        if self._saving is not None and not await self._wait(step, self._saving):
+            return False
+        await self.finish()
+        return True
+
+    async def finish(self) -> None:
+        """Wait until the checkpoint in progress is written."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
+
+    async def _wait(self, step: int, *awaited: asyncio.Future[None]) -> bool:
+        """Wait for one of the futures in what is left of the time; False, with an alert about `step`, if none ends."""
+        if any(future.done() for future in awaited):
+            return True
+        started, could_wait = time.monotonic(), self._left_s > 0
+        done, _ = await asyncio.wait(awaited, timeout=self._left_s, return_when=asyncio.FIRST_COMPLETED)
+        self._left_s = max(0.0, self._left_s - (time.monotonic() - started))
+        if not done and could_wait:
+            await self._alert(
+                f"step {step} is not saved, because writing a checkpoint to {self._store.path} takes longer than "
+                f"trainer.ckpt_timeout_seconds={self._timeout_s:g}. Training continues, and steps are saved again once "
+                "it is written"
+            )
+        return bool(done)
+
+    async def _write_or_alert(self, snapshot: Snapshot, copying: _Copying) -> None:
+        try:
+            await self._write(snapshot, copying)
+        except CheckpointError as error:
+            await self._alert(f"{error}. Training continues, and the next step is saved instead")
+
+    async def _write(self, snapshot: Snapshot, copying: _Copying) -> None:
+        async def fill(folder: Path) -> None:
+            if copying.begun.cancelled():
+                raise CheckpointError(f"step {snapshot.step} is not saved, because {folder.parent} responded too late")
+            copying.begun.set_result(None)
+            writing = await snapshot.copy(folder)
+            copying.ended.set_result(None)
+            await writing
+
+        await snapshot.on_saved(await self._store.save(snapshot.step, fill, snapshot.n_bytes))
+
+
+class _Copying:
+    """The copy of the state for a checkpoint. Nothing may change the state between its begin and its end."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.begun: asyncio.Future[None] = loop.create_future()  # cancelled if it must not begin any more
+        self.ended: asyncio.Future[None] = loop.create_future()
