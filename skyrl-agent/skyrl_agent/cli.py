@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from skyrl_train.config.problems import raise_problems
 from skyrl_train.entrypoints.command import as_command, importing_torch
 
 app = typer.Typer(
@@ -45,8 +45,7 @@ def train(task: Task, overrides: Overrides = None, config: ConfigFile = None, dr
         from skyrl_train.entrypoints.plan import describe_plan
         from skyrl_train.entrypoints.preflight import find_missing
 
-    agent, cfg = parse_task(task, overrides or [], config)
-    raise_problems(find_missing(cfg, trains=True))
+    agent, cfg = parse_task(task, overrides or [], config, partial(find_missing, trains=True))
     if dry_run:
         typer.echo(describe_plan(cfg))
     else:
@@ -61,8 +60,7 @@ def generate(task: Task, overrides: Overrides = None, config: ConfigFile = None)
         from skyrl_agent.integrations.skyrl_train import AgentEvaluation, parse_task
         from skyrl_train.entrypoints.preflight import find_missing
 
-    agent, cfg = parse_task(task, overrides or [], config)
-    raise_problems(find_missing(cfg, trains=False))
+    agent, cfg = parse_task(task, overrides or [], config, partial(find_missing, trains=False))
     AgentEvaluation(agent, cfg).run()
 
 

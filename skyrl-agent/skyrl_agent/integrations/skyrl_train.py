@@ -22,7 +22,7 @@ from skyrl_agent.trajectory import Instance
 from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
-from skyrl_train.config.problems import raise_problems, show
+from skyrl_train.config.problems import Rule, raise_problems, show
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import TaskRow
 from skyrl_train.entrypoints.command import parse_cli
@@ -93,13 +93,16 @@ def _quote(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def parse_task(task: Path, overrides: Sequence[str], file: Path | None = None) -> tuple[AgentConfig, SkyRLConfig]:
+def parse_task(
+    task: Path, overrides: Sequence[str], file: Path | None = None, *rules: Rule
+) -> tuple[AgentConfig, SkyRLConfig]:
     """Return the settings of a task file, and skyrl-train's configuration for it.
 
     Args:
         task: the task file.
         overrides: settings `key=value` of skyrl-train, which come after those of the task file.
         file: a YAML file with more of them, which come first.
+        rules: further checks of the configuration, e.g. for missing files.
 
     Raises:
         FileNotFoundError: there is no task file.
@@ -110,7 +113,7 @@ def parse_task(task: Path, overrides: Sequence[str], file: Path | None = None) -
         raise ConfigError(
             f"{task}: generator.infer_backend={agent.generator.infer_backend} must be skyrl-train for this command"
         )
-    cfg = parse_cli([*to_overrides(agent), *overrides], file)
+    cfg = parse_cli([*to_overrides(agent), *overrides], file, *rules)
     expected = parse_cli(to_overrides(agent))
     problems = []
     for key in (*FROM_TASK_FILE, *UNUSED):

@@ -9,7 +9,6 @@ ordinary run. The next generation is another run that trains the exported model 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -19,9 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.endpoint import Endpoint, ModelService
+from skyrl_train.entrypoints import main_base
 from skyrl_train.entrypoints.evaluation import EvaluationExperiment
 from skyrl_train.entrypoints.experiment import RLExperiment
-from skyrl_train.entrypoints.main_base import parse_cli, run_command
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.chat_template import custom_chat_template
@@ -95,8 +94,8 @@ def opponent_config(cfg: SkyRLConfig, base_url: str) -> SkyRLGymConfig:
 
 
 def main() -> None:
-    """Run the command line, with overrides `key=value`."""
-    run_command(lambda: SelfPlayExp(parse_cli(sys.argv[1:])).run())
+    """Run the command line, with the options of `skyrl train`."""
+    main_base.main(experiment=SelfPlayExp)
 
 
 if __name__ == "__main__":

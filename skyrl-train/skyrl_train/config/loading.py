@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import reduce
+from operator import getitem
 from typing import Any, Generic, TypeVar
 
 import yaml
@@ -18,7 +20,15 @@ from skyrl_train.config.aliases import Alias
 from skyrl_train.config.base import Section, value_at, with_value
 from skyrl_train.config.dialects import ALIASES, SKYRL_WITHOUT_EFFECT
 from skyrl_train.config.precedence import Positions, apply_aliases
-from skyrl_train.config.problems import FIELDS, Fields, Rule, config_error, from_validation_error, raise_problems, show
+from skyrl_train.config.problems import (
+    FIELDS,
+    Fields,
+    Rule,
+    from_validation_error,
+    raise_problems,
+    refused_locations,
+    show,
+)
 from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 from skyrl_train.config.validation import MACHINE_RULES, RULES, WARNINGS, find_problems
 from skyrl_train.errors import ConfigError
@@ -205,14 +215,29 @@ def resolve(cfg: C, schema: Schema[C]) -> C:
 def _load(source: ConfigSource, rules: tuple[Rule, ...], schema: Schema[C], positions: Positions | None) -> C:
     tree = _as_tree(source)
     problems = apply_aliases(tree, schema.aliases, schema.without_effect, schema.fields, positions)
-    try:
-        cfg = resolve(schema.root.model_validate(tree), schema)
-    except ValidationError as error:
-        raise config_error([*problems, *from_validation_error(error, tree, schema.fields)]) from None
-    raise_problems([*problems, *find_problems(cfg, rules)])
+    cfg, refused = _validate_values(tree, schema)
+    cfg = resolve(cfg, schema)
+    broken = [text for text in find_problems(cfg, rules) if not any(f"{key}=" in text for key in refused)]
+    raise_problems([*problems, *refused.values(), *broken])
     for sentence in find_problems(cfg, schema.warnings):
         logger.warning(sentence)
     return cfg
+
+
+def _validate_values(tree: dict[str, Any], schema: Schema[C]) -> tuple[C, dict[str, str]]:
+    """Return the configuration of a tree, and a sentence for each key whose value is refused.
+
+    The refused keys have their defaults, so that the rules can report mistakes in all other keys together with them.
+    """
+    try:
+        return schema.root.model_validate(tree), {}
+    except ValidationError as error:
+        refused = from_validation_error(error, tree, schema.fields)
+        for location in refused_locations(error, schema.fields):
+            *sections, name = location
+            section = reduce(getitem, sections, tree)
+            section.pop(name, None)  # two errors may refuse the same value
+        return schema.root.model_validate(tree), refused
 
 
 def _as_tree(source: ConfigSource) -> dict[str, Any]:

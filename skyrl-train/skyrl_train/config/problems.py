@@ -152,8 +152,8 @@ def wrong_value(key: str, value: object, fields: Fields = FIELDS) -> str:
     return f"{key}={show(value)} must be {describe_field(field)}; the default is {key}={show(default)}"
 
 
-def from_validation_error(error: ValidationError, tree: Mapping[str, Any], fields: Fields = FIELDS) -> list[str]:
-    """Return one sentence for each key of the validated `tree` that pydantic refused."""
+def from_validation_error(error: ValidationError, tree: Mapping[str, Any], fields: Fields = FIELDS) -> dict[str, str]:
+    """Return one sentence for each key of the validated `tree` that pydantic refused, by key."""
     sentences: dict[str, str] = {}
     for item in error.errors(include_url=False, include_input=False, include_context=False):
         if item["type"] == "extra_forbidden":
@@ -173,7 +173,17 @@ def from_validation_error(error: ValidationError, tree: Mapping[str, Any], field
             sentences[key] = sentence
         else:
             sentences[known] = wrong_value(known, value, fields)
-    return list(sentences.values())
+    return sentences
+
+
+def refused_locations(error: ValidationError, fields: Fields = FIELDS) -> set[tuple[str, ...]]:
+    """Return the path of each value that pydantic refused, without the positions in lists."""
+    locations = set()
+    for item in error.errors(include_url=False, include_input=False, include_context=False):
+        is_unknown = item["type"] == "extra_forbidden"
+        path = item["loc"] if is_unknown else _longest_known(item["loc"], fields).split(".")
+        locations.add(tuple(map(str, path)))
+    return locations
 
 
 def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:

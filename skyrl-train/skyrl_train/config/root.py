@@ -116,6 +116,10 @@ class EnvironmentConfig(Section):
     env_class: Text = "gsm8k"
     """Environment of dataset rows without `env_class`."""
 
+    imports: StringList = Field(default=[])
+    """Modules to import before anything is checked, because they register environments, estimators or losses. With a
+    function, as in `examples.catch.main_catch:register_catch`, the function is called once."""
+
     skyrl_gym: SkyRLGymConfig = SkyRLGymConfig()
     """Environment calls, plus one free section per environment class."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,10 +19,11 @@ from skyrl_train.entrypoints.merge import merge
 from skyrl_train.entrypoints.report import report
 
 if TYPE_CHECKING:
-    from skyrl_train.config.base import Section
+    from skyrl_train.config import SkyRLConfig
     from skyrl_train.config.loading import Schema
-    from skyrl_train.config.problems import Fields
+    from skyrl_train.config.problems import Fields, Rule
     from skyrl_train.config.sft import SupervisedConfig
+    from skyrl_train.entrypoints.base import Experiment
 
 app = typer.Typer(
     name="skyrl",
@@ -83,6 +86,17 @@ Help = Annotated[
 RUN_SETTINGS = {"ignore_unknown_options": True}  # `--trainer.epochs=3` is refused by the configuration, with the fix
 
 
+@dataclass(frozen=True)
+class Program:
+    """A program that trains with the options of `skyrl train`: a script's own experiment and command line."""
+
+    experiment: Callable[[SkyRLConfig], Experiment] | None = None
+    """Creates the experiment; None for the one of `skyrl train`."""
+
+    parse: Callable[..., SkyRLConfig] = parse_cli
+    """Reads the overrides, as `parse_cli`."""
+
+
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)
 @as_command
 def train(
@@ -97,7 +111,7 @@ def train(
     if help:
         _print_help(context, overrides)
     else:
-        start_rl(overrides or [], config, print_config, dry_run, trains=True)
+        start_rl(overrides or [], config, print_config, dry_run, trains=True, program=context.obj or Program())
 
 
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)
@@ -221,34 +235,48 @@ def _print_help(context: typer.Context, names: Sequence[str] | None) -> None:
     typer.echo(describe_keys(names, fields) if names else f"{context.get_help()}\n\n{sections}")
 
 
-def start_rl(overrides: Sequence[str], config: Path | None, print_config: bool, dry_run: bool, *, trains: bool) -> None:
+def start_rl(
+    overrides: Sequence[str],
+    config: Path | None,
+    print_config: bool,
+    dry_run: bool,
+    *,
+    trains: bool,
+    program: Program = Program(),
+) -> None:
     """Check the configuration, and then print it, plan the run, train, or evaluate."""
+    from skyrl_train.config import to_yaml
     from skyrl_train.entrypoints.preflight import check_data, find_missing
 
-    cfg = parse_cli(overrides, config)
-    if _ends_with_config(cfg, find_missing(cfg, trains=trains), print_config):
+    cfg = program.parse(overrides, config, partial(find_missing, trains=trains))
+    if print_config:
+        typer.echo(to_yaml(cfg), nl=False)
         return
-    data_is_checked = check_data(cfg, trains=trains)
+    is_checked = program.experiment is None and check_data(cfg, trains=trains)  # other experiments may read other data
     if dry_run:
-        from skyrl_train.entrypoints.forecast import check_disk, plan_models
-        from skyrl_train.entrypoints.plan import describe_plan
+        _print_plan(cfg, checks_prompts=program.experiment is None)
+        return
+    with importing_torch():
+        from skyrl_train.entrypoints.evaluation import EvaluationExperiment
+        from skyrl_train.entrypoints.experiment import RLExperiment
+    if program.experiment is not None:
+        program.experiment(cfg).run()
+    else:
+        (RLExperiment if trains else EvaluationExperiment)(cfg, data_is_checked=is_checked).run()
 
-        typer.echo(describe_plan(cfg))
-        check_disk(cfg.trainer, plan_models(cfg))
+
+def _print_plan(cfg: SkyRLConfig, *, checks_prompts: bool) -> None:
+    """Print the plan of a run; an error if the disk has no room for it, or all prompts are too long."""
+    from skyrl_train.entrypoints.forecast import check_disk, plan_models
+    from skyrl_train.entrypoints.plan import describe_plan
+
+    typer.echo(describe_plan(cfg))
+    check_disk(cfg.trainer, plan_models(cfg))
+    if checks_prompts:
         with importing_torch():
             from skyrl_train.entrypoints.prompts import check_prompts
 
         check_prompts(cfg)
-    elif trains:
-        with importing_torch():
-            from skyrl_train.entrypoints.experiment import RLExperiment
-
-        RLExperiment(cfg, data_is_checked=data_is_checked).run()
-    else:
-        with importing_torch():
-            from skyrl_train.entrypoints.evaluation import EvaluationExperiment
-
-        EvaluationExperiment(cfg, data_is_checked=data_is_checked).run()
 
 
 SUPERVISED = {
@@ -274,11 +302,13 @@ def start_supervised(
     torchrun_flags: Sequence[str] = (),
 ) -> None:
     """Check the configuration, and then print it, plan the run, or train, in this process or under torchrun."""
+    from skyrl_train.config import to_yaml
     from skyrl_train.entrypoints.preflight import check_answers, find_missing_for_supervised
     from skyrl_train.entrypoints.torchrun import replace_by_torchrun
 
-    cfg = _parse_supervised(command, overrides, config)
-    if _ends_with_config(cfg, find_missing_for_supervised(cfg), print_config):
+    cfg = _parse_supervised(command, overrides, config, find_missing_for_supervised)
+    if print_config:
+        typer.echo(to_yaml(cfg), nl=False)
         return
     check_answers(cfg)
     if dry_run:
@@ -294,10 +324,10 @@ def start_supervised(
         _train_on_data(command, cfg)
 
 
-def _parse_supervised(command: str, overrides: Sequence[str], config: Path | None) -> SupervisedConfig:
+def _parse_supervised(command: str, overrides: Sequence[str], config: Path | None, *rules: Rule) -> SupervisedConfig:
     from skyrl_train.config.cli import parse
 
-    cfg: SupervisedConfig = parse(overrides, _supervised_schema(command), file=config)
+    cfg: SupervisedConfig = parse(overrides, _supervised_schema(command), rules, config)
     return cfg
 
 
@@ -308,29 +338,21 @@ def _train_on_data(command: str, cfg: SupervisedConfig) -> None:
     experiment(cfg).run()
 
 
-def _ends_with_config(cfg: Section, missing: Iterable[str], print_config: bool) -> bool:
-    """Raise ConfigError if anything is missing; then print the configuration if it is asked for, and return True."""
-    from skyrl_train.config import to_yaml
-    from skyrl_train.config.problems import raise_problems
-
-    raise_problems(missing)
-    if print_config:
-        typer.echo(to_yaml(cfg), nl=False)
-    return print_config
-
-
 COMMANDS = ("skyrl_train.compat.verl.cli",)
 """Modules that add commands to `app`."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `skyrl` with these arguments, those of the process by default; return the exit status."""
+def main(argv: Sequence[str] | None = None, program: Program | None = None) -> int:
+    """Run `skyrl` with these arguments, by default those of the process; return the exit status.
+
+    `skyrl train` runs `program`, if there is one.
+    """
     for module in COMMANDS:
         import_module(module)
     if "" not in sys.path:
         sys.path.insert(0, "")  # a configuration may name modules in the current folder, as with python -m
     try:
-        app(argv, prog_name="skyrl")
+        app(argv, prog_name="skyrl", obj=program)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     return 0

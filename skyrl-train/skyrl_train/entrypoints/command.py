@@ -8,17 +8,21 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.runtime.console import guard_console
+from skyrl_gym.runtime.text import describe_error
 from skyrl_train.errors import ConfigError, SkyRLError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from skyrl_train.config import SkyRLConfig
+    from skyrl_train.config.problems import Rule
 
 Parameters = ParamSpec("Parameters")
 
@@ -95,11 +99,32 @@ def exit_on_mistake(*, is_program: bool) -> Iterator[None]:
         sys.exit(error.exit_status)
 
 
+@cache
+def _import(name: str) -> None:
+    """Import `module`, or import it and call the function of `module:function`, once per process."""
+    if ":" in name:
+        load_attribute(name)()
+    else:
+        import_module(name)
+
+
+def import_modules(cfg: SkyRLConfig) -> Iterator[str]:
+    """Import the modules of `environment.imports`; yield a sentence for each that cannot be imported."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules in the current folder, as with python -m
+    for name in cfg.environment.imports:
+        try:
+            _import(name)
+        except Exception as error:  # noqa: BLE001, the boundary of user code
+            yield f"environment.imports={name}: {describe_error(error)}; use module, or module:function"
+
+
 def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConfig:
     """Check everything that can be checked before a run starts, and return the typed configuration.
 
     Register your own estimators and losses first, so that the rules apply to them, too. In a script with `@hydra.main`,
-    a mistake ends the process with one message; Hydra would print a traceback.
+    a mistake ends the process with one message; Hydra would print a traceback. There, `SKYRL_DRY_RUN=1` in the
+    environment prints the plan of the run and ends the process: `--dry-run` would be an option of Hydra.
 
     Raises:
         ConfigError: it lists every problem.
@@ -112,15 +137,24 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
 
     is_one_run = HydraConfig.initialized() and HydraConfig.get().mode is RunMode.RUN  # a sweep tries all combinations
     with exit_on_mistake(is_program=is_one_run):
-        return config.validate_cfg(cfg, ALGORITHM_RULES)
+        validated = config.validate_cfg(cfg, (import_modules, *ALGORITHM_RULES))
+        if is_one_run and os.environ.get("SKYRL_DRY_RUN") == "1":
+            from skyrl_train.entrypoints.plan import describe_plan
+
+            print(describe_plan(validated))
+            sys.exit()
+    return validated
 
 
-def parse_cli(argv: Sequence[str], file: Path | None = None) -> SkyRLConfig:
-    """Parse `key=value` overrides of a YAML file or of the defaults into a configuration, checked by `validate_cfg`."""
+def parse_cli(argv: Sequence[str], file: Path | None = None, *rules: Rule) -> SkyRLConfig:
+    """Parse `key=value` overrides of a YAML file or of the defaults into a configuration, checked by `validate_cfg`.
+
+    The problems that further `rules` find, e.g. missing files, are reported together with all others.
+    """
     from skyrl_train import config
     from skyrl_train.algorithms.rules import ALGORITHM_RULES
 
-    return config.parse_cli(argv, ALGORITHM_RULES, file)
+    return config.parse_cli(argv, (import_modules, *ALGORITHM_RULES, *rules), file)
 
 
 def log_to_console() -> None:

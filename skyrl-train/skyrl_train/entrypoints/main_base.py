@@ -1,24 +1,39 @@
 """Train a policy: `python -m skyrl_train.entrypoints.main_base data.train_data=… trainer.policy.model.path=…`.
 
 An alias of `skyrl train`. It imports PyTorch only after checking the configuration. Your own script registers its
-environments and calls `main()`.
+environments and calls `main()`, perhaps with an experiment of its own.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from skyrl_train.config import config_dir
 from skyrl_train.entrypoints import cli
 from skyrl_train.entrypoints.command import parse_cli, run_command, validate_cfg
 
+if TYPE_CHECKING:
+    from skyrl_train.config import SkyRLConfig
+    from skyrl_train.entrypoints.base import Experiment
+
 __all__ = ["config_dir", "main", "parse_cli", "run_command", "validate_cfg"]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line: `key=value` overrides and options, those of the process by default."""
-    status = cli.main(["train", *(sys.argv[1:] if argv is None else argv)])
+def main(
+    argv: Sequence[str] | None = None,
+    experiment: Callable[[SkyRLConfig], Experiment] | None = None,
+    parse: Callable[..., SkyRLConfig] = parse_cli,
+) -> None:
+    """Run the command line of `skyrl train`: `key=value` overrides, and options such as `--config` and `--dry-run`.
+
+    Args:
+        argv: the arguments; those of the process by default.
+        experiment: creates your own experiment, e.g. a subclass of `RLExperiment`.
+        parse: reads the overrides in place of `parse_cli`, and takes the same arguments.
+    """
+    status = cli.main(["train", *(sys.argv[1:] if argv is None else argv)], cli.Program(experiment, parse))
     if status:
         sys.exit(status)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import skyrl_gym
 from integrations.fleet.env import ENTRY_POINT, ENV_CLASS, FleetSettings
@@ -20,9 +20,11 @@ from skyrl_gym.envs.registration import registry
 from skyrl_gym.error import InvalidSettings
 from skyrl_train.callbacks import Callback
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.problems import Rule
 from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.entrypoints import main_base
 from skyrl_train.entrypoints.experiment import RLExperiment
-from skyrl_train.entrypoints.main_base import parse_cli, run_command
+from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.tracking import Tracking
@@ -54,21 +56,21 @@ def with_project(arguments: Sequence[str]) -> list[str]:
     return [*arguments, f"trainer.project_name={PROJECT_NAME}"]
 
 
-def read_config(arguments: Sequence[str]) -> SkyRLConfig:
-    """Return the configuration of overrides, in which no rollout outlives its software.
+def read_config(arguments: Sequence[str], file: Path | None = None, *rules: Rule) -> SkyRLConfig:
+    """Return what `parse_cli` returns for these arguments, with a time limit within which software lives.
 
     Raises:
         ConfigError: a setting is invalid, or rollouts may take longer than `ttl_seconds`.
     """
     arguments = with_project(arguments)
-    cfg = parse_cli(arguments)
+    cfg = parse_cli(arguments, file, *rules)
     try:
         ttl_s = read_settings(FleetSettings, ENV_CLASS, cfg.environment.skyrl_gym.env_config(ENV_CLASS), {}).ttl_seconds
     except InvalidSettings as error:
         raise ConfigError(str(error)) from error
     limit_s = cfg.generator.trajectory_timeout_seconds
     if limit_s is None:
-        return parse_cli([*arguments, f"generator.trajectory_timeout_seconds={ttl_s}"])
+        return parse_cli([*arguments, f"generator.trajectory_timeout_seconds={ttl_s}"], file, *rules)
     if limit_s > ttl_s:
         raise ConfigError(
             f"generator.trajectory_timeout_seconds={limit_s:g} is longer than the {ttl_s} s after which Fleet stops an "
@@ -79,10 +81,9 @@ def read_config(arguments: Sequence[str]) -> SkyRLConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line, with overrides `key=value`."""
+    """Run the command line, with the options of `skyrl train`."""
     register_fleet()
-    arguments = sys.argv[1:] if argv is None else argv
-    run_command(lambda: FleetExp(read_config(arguments)).run())
+    main_base.main(argv, FleetExp, read_config)
 
 
 if __name__ == "__main__":
