@@ -92,6 +92,10 @@ class RunConfig(Section):
     sequence_parallel_backend: Annotated[Literal["ulysses"], Allowed("ulysses")] = "ulysses"
     """Division of attention among the ranks of `sequence_parallel_size`: by its heads."""
 
+    preflight: Literal["error", "warn"] = "error"
+    """Reaction if weights, gradients and optimizer state alone exceed the free memory: `error` ends the run before it
+    loads a model, `warn` logs a warning and continues."""
+
     epochs: Count = 1
     """Passes over the training data."""
 

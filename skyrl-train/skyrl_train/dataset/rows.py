@@ -112,7 +112,9 @@ def _load_environment(name: str, row: TaskRow, environment: EnvironmentConfig) -
         if python is None:
             check_packages(creator)
     except (UnregisteredEnv, InvalidSpec) as error:
-        raise (DataError if row.env_class else ConfigError)(f"{origin}={name}: {error}") from error
+        raise (DataError if row.env_class else ConfigError)(
+            f"{origin}={name}: {error} environment.imports=[module:function] names what registers it."
+        ) from error
     except ImportError as error:
         if python is not None:
             return None

@@ -21,7 +21,6 @@ from transformers.utils.logging import disable_progress_bar
 from skyrl_train.checkpoint import DISK_ERRORS, CheckpointStore, folder_lock, make_folder
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.entrypoints.command import log_to_console
-from skyrl_train.entrypoints.forecast import PlannedModel, forecast_memory
 from skyrl_train.entrypoints.preflight import find_unusable_folders, saved_folders
 from skyrl_train.entrypoints.runtime import collect_rarely, on_first_interrupt
 from skyrl_train.errors import ConfigError, EnvError, StorageError
@@ -144,12 +143,6 @@ class Experiment(ABC):
             Path(trainer.ckpt_path), resume_mode=trainer.resume_mode, resume_path=trainer.resume_path
         )
         return store.describe_rerun()
-
-    def warn_of_memory(self, models: Sequence[PlannedModel], *, offloads_idle: bool = False) -> None:
-        """Log a warning, before models are loaded, if they do not fit into the memory."""
-        memory = forecast_memory(self.cfg.trainer, models, offloads_idle=offloads_idle)
-        if memory is not None and memory.shortage is not None:
-            logger.warning("Out of memory is likely: %s", memory.shortage)
 
     def get_tracker(self) -> Tracking:
         """Open the backends that metrics are sent to."""

@@ -54,7 +54,7 @@ from skyrl_train.entrypoints.engine import (
     sync_options,
     sync_tolerance,
 )
-from skyrl_train.entrypoints.forecast import plan_models
+from skyrl_train.entrypoints.forecast import check_memory, plan_models
 from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.entrypoints.prompts import check_rows, load_policy_tokenizer, open_prompts
 from skyrl_train.errors import ConfigError
@@ -292,7 +292,7 @@ class RLExperiment(Experiment):
         roles += ["ref"] if loads_reference(self.cfg) else []
         if not self.replaces("get_model", "get_value_model"):
             offloads_idle = self.cfg.offloads_idle(has_gpus=torch.cuda.is_available())
-            self.warn_of_memory(plan_models(self.cfg), offloads_idle=offloads_idle)
+            check_memory(cfg, plan_models(self.cfg), offloads_idle=offloads_idle)
         async with self.launching(roles) as launcher:
             learner = await self._load_models(launcher, estimator, objective, total_steps)
             self._reserved_bytes = launcher.bytes_beside_engine(await learner.checkpoint_bytes())

@@ -22,7 +22,7 @@ from skyrl_train.config.preferences import DPOTrainerConfig, RewardConfig
 from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.config.sft import SFTTrainerConfig, SupervisedConfig
 from skyrl_train.dataset.files import count_rows
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.weight_files import list_weight_files
 from skyrl_train.types.specs import Role, lora_spec
 
@@ -282,6 +282,18 @@ def forecast_memory(
             return None
         return MemoryForecast("each GPU" if ranks else "the GPU", needed, free, uses_lora)
     return MemoryForecast("this machine", needed * n_processes, psutil.virtual_memory().available, uses_lora)
+
+
+def check_memory(
+    trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel], *, offloads_idle: bool = False
+) -> None:
+    """Raise ConfigError if the models do not fit into the free memory; log a warning with `trainer.preflight=warn`."""
+    memory = forecast_memory(trainer, models, offloads_idle=offloads_idle)
+    if memory is None or memory.shortage is None:
+        return
+    if trainer.preflight == "error":
+        raise ConfigError(f"{memory.shortage}. trainer.preflight=warn tries it all the same")
+    logger.warning("Out of memory is likely: %s", memory.shortage)
 
 
 def _free_bytes_of_other_processes(n_gpus: int) -> int:

@@ -18,7 +18,7 @@ from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.sft import SFT, SupervisedConfig
 from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, build_segments
 from skyrl_train.entrypoints.base import Experiment, train
-from skyrl_train.entrypoints.forecast import plan_supervised_models
+from skyrl_train.entrypoints.forecast import check_memory, plan_supervised_models
 from skyrl_train.entrypoints.preflight import find_long_rows
 from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.launch.launcher import ModelLauncher, started
@@ -128,7 +128,7 @@ class SupervisedExp(Experiment):
         total_steps = cfg.epochs * rows.batches_per_epoch
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
         optimizer = optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", total_steps)
-        self.warn_of_memory(plan_supervised_models(self.cfg))
+        check_memory(self.cfg.trainer, plan_supervised_models(self.cfg))
         async with started(self.new_model_launcher(self.roles)) as launcher:
             models = await self.load_models(launcher, optimizer)
             with self.open_tracker() as tracker:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 from train_kit.datasets import prompt_row
+from train_kit.processes import run_python
 from train_kit.runs import expect_error, small_run, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -94,3 +95,40 @@ def test_an_environment_of_a_module_needs_no_registration(
     settings = ["environment.env_class=length_env:Length", "environment.skyrl_gym.Length.bonus=100"]
     run = train(*small_run(tmp_path, *settings, model=tiny_model_path, data=data))
     assert run.metrics[-1]["reward/avg_raw_reward"] >= 100
+
+
+OWN_PROGRAM = """
+from length_env import Length
+from skyrl_gym.envs import register
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import main
+
+
+class Quiet(RLExperiment):
+    def get_callbacks(self, *args):
+        print("an experiment of its own")
+        return super().get_callbacks(*args)
+
+
+def register_length():
+    register("length", Length)
+
+
+if __name__ == "__main__":
+    register_length()
+    main(experiment=Quiet)
+"""
+
+
+def test_a_program_of_ones_own_has_the_options_of_skyrl_train(tiny_model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "length_env.py").write_text(ENVIRONMENT)
+    (tmp_path / "own.py").write_text(OWN_PROGRAM)
+    write_jsonl(tmp_path / "rows.jsonl", [prompt_row("State", "length")] * 4)
+    bonus = "environment.skyrl_gym.length.bonus=1"
+    run = small_run(tmp_path / "outputs", bonus, model=tiny_model_path, data=Path("rows.jsonl"))
+    assert "steps        1 " in run_python("own.py", *run, "--dry-run", cwd=tmp_path)
+    assert "trainer.epochs=1" in run_python("own.py", "--help", "trainer.epochs", cwd=tmp_path)
+    assert "an experiment of its own" in run_python("own.py", *run, cwd=tmp_path)
+    imports = "environment.imports=[own:register_length]"
+    command = ("-m", "skyrl_train.entrypoints.cli", "train", "--dry-run", *run)
+    assert "steps        1 " in run_python(*command, imports, cwd=tmp_path)

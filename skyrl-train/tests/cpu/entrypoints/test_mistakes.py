@@ -53,6 +53,19 @@ TRAIN_MISTAKES: dict[str, list[str]] = {
     "trainer.policy.sequence_parallel_size=3 trainer.placement.policy_num_gpus_per_node=3": [
         "trainer.policy.sequence_parallel_size=3 must divide the 4 attention heads of model; try trainer.policy.",
     ],
+    "trainer.policy_mini_batch_size=3 trainer.algorithm.advantage_estimator=foo trainer.epochs=0 "
+    "data.val_data=[no.json]": [
+        "4 problems in the configuration",
+        "trainer.epochs=0 must be an integer >= 1",
+        "must divide trainer.train_batch_size=4",
+        "advantage_estimator='foo' is not registered",
+        "the file no.json does not exist",
+    ],
+    "trainer.train_batch_size=x trainer.policy_mini_batch_size=3": [
+        "trainer.train_batch_size=x must be an integer >= 1"
+    ],
+    "environment.imports=[no_module]": ["environment.imports=no_module: ModuleNotFoundError"],
+    "environment.imports=[os:no_function]": ["environment.imports=os:no_function: InvalidSpec", "module:function"],
     "trainer.resume_mode=from_path": ["needs trainer.resume_path=null to be a folder"],
     "data.train_data=[]": ["data.train_data=[] leaves nothing to train on"],
     "data.train_data=[missing.jsonl]": ["data.train_data=missing.jsonl: the file missing.jsonl does not exist"],

@@ -52,7 +52,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_run_that_does_not_fit_is_planned_and_warned_of_before_it_loads(
+def test_a_run_that_does_not_fit_is_planned_and_refused_before_it_loads(
     catch_run: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -61,19 +61,25 @@ def test_a_run_that_does_not_fit_is_planned_and_warned_of_before_it_loads(
     memory = psutil.virtual_memory()._replace(available=3_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     shortage = "training takes 3.88 MB on this machine, without activations, and 3 MB are free: use more GPUs"
+    tried = [*catch_run, "trainer.preflight=warn", "trainer.max_training_steps=1"]
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
-        message = expect_error(*catch_run, "trainer.ckpt_interval=1", "--dry-run")
+        message = expect_error(*tried, "trainer.ckpt_interval=1", "--dry-run")
     assert "has 0 bytes free and needs 71,762,944: a checkpoint takes 2,327,040" in message
     assert f"warning      {shortage}" in capsys.readouterr().out
-    train(*catch_run, "trainer.max_training_steps=1")
+    for option in ([], ["--dry-run"]):
+        message = expect_error(*catch_run, *option)
+        assert message.startswith(f"error: {shortage}")
+        assert "trainer.preflight=warn tries it all the same" in message
+    assert "Loaded the policy" not in caplog.text
+    train(*tried)
     assert caplog.text.index(shortage) < caplog.text.index("Loaded the policy")
     caplog.clear()
     adapter = [*catch_run, "trainer.run_name=adapter", "trainer.policy.model.lora.rank=2"]
     train(*adapter, "trainer.max_training_steps=1")
     assert "training takes" not in caplog.text
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1000))
-    train(*adapter, "--dry-run")
+    train(*adapter, "--dry-run", "trainer.preflight=warn")
     assert "use more GPUs (trainer.placement), or a smaller model" in capsys.readouterr().out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from train_kit.datasets import prompt_row
@@ -100,6 +101,8 @@ def test_a_script_for_skyrl_runs_unchanged(tiny_model_path: Path, tmp_path: Path
         "trainer.micro_train_batch_size_per_gpu=3",
     ]
     overrides = small_run(tmp_path / "outputs", *settings, model=tiny_model_path, **files)
+    plan = run_python("main_guess.py", *overrides, cwd=tmp_path, env=os.environ | {"SKYRL_DRY_RUN": "1"})
+    assert "4 prompts × 2 samples = 8 trajectories" in plan
     assert "train 1: 8 rollouts" in run_python("main_guess.py", *overrides, cwd=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["main_guess.py", "outputs", "rows.jsonl"]
     last = run_of(overrides).metrics[-1]
