@@ -1,4 +1,9 @@
-"""Paired measurements: contenders in separate processes take turns, and a page reports medians, spread and ratios."""
+"""Paired measurements: contenders in separate processes take turns, and a page reports medians, spread and ratios.
+
+The order is A B A B …, never A A … B B …. If another job slows the machine down for ten seconds, it slows both
+contenders, and the ratio of each pair barely changes. The first repetitions of each contender are not counted, since
+they compile, allocate and fill caches.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ class Sample:
     seconds: float
     cpu_seconds: float
     parts: Mapping[str, float]
-    """Seconds of the stages of the repetition."""
+    """Seconds per stage of the repetition."""
     facts: Mapping[str, float]
     """Values that show that the contenders do the same work, such as the mean entropy."""
     peak_bytes: int
@@ -48,7 +53,7 @@ class Contender:
     @classmethod
     @contextmanager
     def running(cls, name: str, command: Sequence[str | Path], variables: Mapping[str, str]) -> Iterator[Contender]:
-        """Start the process, wait until it is ready, and end it at the end. What it prints goes to stderr."""
+        """Start the process, wait until it is ready, and stop it at the end. Its output goes to stderr."""
         process = subprocess.Popen(
             [str(part) for part in command],
             stdin=subprocess.PIPE,
@@ -81,17 +86,17 @@ class Contender:
         raise RuntimeError(f"{self.name} ended with exit status {self.process.wait()}")
 
     def median(self, part: str | None = None) -> float:
-        """Return the median of the seconds of a repetition, or of one part of it."""
+        """Return the median seconds of a repetition, or of one part of it."""
         return statistics.median(s.seconds if part is None else s.parts[part] for s in self.samples)
 
     def spread(self) -> str:
-        """Format the median, the minimum and the maximum of the seconds."""
+        """Format the median, minimum and maximum seconds."""
         seconds = [sample.seconds for sample in self.samples]
         return f"{self.median():.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
 
 
 def alternate(contenders: Sequence[Contender], n_times: int, n_warmups: int = 2) -> None:
-    """Let the contenders run in turn, `n_times` each after `n_warmups`."""
+    """Run the contenders in turn, `n_times` each after `n_warmups`."""
     for repetition in range(n_warmups + n_times):
         for contender in contenders:
             sample = contender.measure()
@@ -105,14 +110,14 @@ class Requests:
     """The child's side of a `Contender`."""
 
     def wait(self) -> bool:
-        """Report that the process is ready and wait for a request; False if there will be none."""
+        """Report that the process is ready and wait for a request. Return False if there will be none."""
         print(READY, flush=True)
         is_requested = bool(sys.stdin.readline())
         self._started = time.perf_counter(), time.process_time()
         return is_requested
 
     def report(self, parts: Mapping[str, float], facts: Mapping[str, float]) -> None:
-        """Report the repetition that began with the last request."""
+        """Report the repetition started by the last request."""
         seconds, cpu_seconds = (
             now - start for now, start in zip((time.perf_counter(), time.process_time()), self._started, strict=True)
         )
@@ -145,7 +150,16 @@ def _fastest(function: Any) -> float:
 def conditions() -> str:
     """Describe the conditions, e.g. "2026-01-31, commit 1a2b3c4, AMD EPYC, 2 cores, 2 threads, torch 2.13.0"."""
     commit = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=True).stdout.strip()
-    changed = ["git", "diff", "--quiet", "HEAD", "--", ":/", ":!/benchmarks/*.md", ":!/benchmarks/*.json"]  # no results
+    changed = [
+        "git",
+        "diff",
+        "--quiet",
+        "HEAD",
+        "--",
+        ":/",
+        ":!/benchmarks/*.md",
+        ":!/benchmarks/*.json",
+    ]  # results excluded
     if subprocess.run(changed, check=False).returncode:
         commit += "-dirty"
     cpuinfo = Path("/proc/cpuinfo")

@@ -2,7 +2,8 @@
 
 All runs start from the same warm-started model and train for the same number of steps on the same prompts. The script
 rewrites `results.md`, `results.json` and `results.png` next to this file after every run. It skips runs that have
-finished with the same keys; remove a run's folder to repeat it. Up to `--jobs` runs execute at once, one thread each.
+finished with the same keys. Remove a run's folder to repeat it. Up to `--jobs` runs execute concurrently, one thread
+each.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Result = dict[str, Any]
 
 
 def make_run(pair: Pair, options: argparse.Namespace) -> CatchRun:
-    """Return the run of a pair: the recipe of `make catch` with the keys of the pair."""
+    """Return a pair's run: the recipe of `make catch` with the pair's keys."""
     label = "".join(letter if letter.isalnum() or letter in "+-" else "_" for letter in pair.name)
     base = CatchRun(options.output_dir, "shaped", options.seed, options.steps, label)
     teacher = CatchRun(options.output_dir, "shaped", options.seed, options.steps, "grpo")
@@ -61,19 +62,19 @@ def train(pair: Pair, options: argparse.Namespace) -> None:
 
 
 def load_result(pair: Pair, options: argparse.Namespace) -> Result | None:
-    """Return the result of a finished run with these keys, or None if there is none."""
+    """Return the result of a finished run with these keys, or None."""
     run = make_run(pair, options)
     rows, done = run.metrics(), run.folder.path / DONE
     if not done.is_file() or not rows or rows[-1]["step"] < options.steps:
         return None
     result = json.loads(done.read_text())
     if result["keys"] != list(pair.overrides):
-        return None  # the run had other keys
+        return None  # the run had different keys
     return {"name": pair.name, "curve": {row["step"]: row[METRIC] for row in rows if METRIC in row}, **result}
 
 
 def train_all(options: argparse.Namespace) -> None:
-    """Train every unfinished pair in a separate process. GRPO is first because it is a teacher later."""
+    """Train every unfinished pair in a separate process. GRPO comes first because it later serves as a teacher."""
     pairs = [pair for section in SECTIONS.values() for pair in section]
     if unknown := set(options.only or ()) - {pair.name for pair in pairs}:
         raise SystemExit(f"--only: unknown pairs {', '.join(sorted(unknown))}; see {HERE / 'pairs.py'}")
@@ -100,7 +101,7 @@ def train_unfinished(
 
 
 def train_in_process(pair: Pair, options: argparse.Namespace) -> Path:
-    """Train one pair in a separate process with one thread, and return its log file."""
+    """Train one pair in a separate process with one thread. Return its log file."""
     log = options.output_dir / "logs" / f"{make_run(pair, options).name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     arguments = [f"--train={pair.name}", f"--steps={options.steps}", f"--seed={options.seed}"]
@@ -116,7 +117,7 @@ def train_in_process(pair: Pair, options: argparse.Namespace) -> Path:
 
 
 def report(pair: Pair, options: argparse.Namespace) -> None:
-    """Print the result of a run and rewrite the table and the figure."""
+    """Print a run's result and rewrite the table and the figure."""
     result = load_result(pair, options)
     assert result is not None, f"{pair.name} has just been trained"
     print(f"{pair.name}: {list(result['curve'].values())[-1]:.1%} in {result['seconds']} s", flush=True)
@@ -169,7 +170,7 @@ def write_table(results: Results, baselines: Baselines, options: argparse.Namesp
 
 
 def find_first_step(curve: dict[int, float], rate: float) -> str:
-    """Return the first evaluated step with at least this catch rate, or an empty string."""
+    """Return the first evaluated step with at least this catch rate, or ""."""
     return next((str(step) for step, value in curve.items() if value >= rate), "")
 
 

@@ -1,7 +1,7 @@
-"""The estimators and losses of `make bench-algorithms`, with their changes to the recipe.
+"""Estimators and losses of `make bench-algorithms`, with their changes to the recipe.
 
 The recipe of `make catch` is GRPO with PPO's clipped loss and a KL loss coefficient of 0.03. A pair changes only the
-keys that its algorithm needs; no other key was tuned unless a comment says so.
+keys that its algorithm needs. No other key was tuned unless a comment says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 ESTIMATOR = "trainer.algorithm.advantage_estimator"
 LOSS = "trainer.algorithm.policy_loss_type"
 MODEL, TEACHER = "<model>", "<teacher>"
-"""Placeholders in the keys of a pair for the warm-started model and for the model trained with GRPO."""
+"""Placeholders in a pair's keys for the warm-started model and for the model trained with GRPO."""
 
 
 @dataclass(frozen=True)
@@ -117,4 +117,4 @@ SECTIONS = {
     "Policy losses, with the advantages of grpo": LOSSES,
     "Recipes": RECIPES,
 }
-"""The sections of the table. `cross_entropy` is missing because it imitates every rollout regardless of its reward."""
+"""Sections of the table. `cross_entropy` is missing because it imitates every rollout regardless of its reward."""

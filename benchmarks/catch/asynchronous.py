@@ -43,7 +43,7 @@ def measure(environment: str, rollouts: str, run: CatchRun) -> str:
         run.train()
     finally:
         deregister("catch")
-    steps = [row for row in run.metrics() if row["step"] > 2]  # the first ones warm up
+    steps = [row for row in run.metrics() if row["step"] > 2]  # the first steps warm up
     seconds, waiting = (statistics.median(row[f"timing/{name}"] for row in steps) for name in ("step", "generate"))
     age = statistics.fmean(row.get("async/staleness_mean", 0.0) for row in steps)
     optimal = run.baselines().optimal
@@ -55,7 +55,7 @@ def measure(environment: str, rollouts: str, run: CatchRun) -> str:
 
 
 def compare(runs: dict[tuple[str, str], CatchRun], page: Path) -> None:
-    """Train the runs, by environment and rollouts; rewrite the page and its figure after each."""
+    """Train the runs, by environment and rollouts. Rewrite the page and its figure after each."""
     rows: list[str] = []
     for n_done, ((environment, rollouts), run) in enumerate(runs.items(), start=1):
         rows.append(measure(environment, rollouts, run))

@@ -1,6 +1,6 @@
 """Train the tiny model on Catch with all weights, and with a low-rank adapter: `make bench-lora`.
 
-Both start from the same weights. The script writes `lora.md` and `lora.png` next to this file.
+Both runs start from the same weights. The script writes `lora.md` and `lora.png` next to this file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Catch with turns that take as long as calls of a remote tool."""
+"""Catch with turns that take as long as remote tool calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ USUAL_S, RARE_S, RARE_SHARE = 0.05, 1.0, 0.01
 
 
 class SlowCatchEnv(CatchEnv):
-    """A game whose turns take 50 ms; one in a hundred takes a second."""
+    """A game whose turns take 50 ms, or one second in one of a hundred turns."""
 
     async def step_async(self, action: str) -> BaseTextEnvStepOutput:
         await asyncio.sleep(RARE_S if random.random() < RARE_SHARE else USUAL_S)

@@ -1,4 +1,4 @@
-"""The page of a benchmark on Catch: a table with a row for each run, and their learning curves."""
+"""Page of a Catch benchmark: a table with a row per run, and their learning curves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measure_all(runs: Mapping[str, CatchRun], page: Path, title: str, text: str,
     """Train the runs, and rewrite the page and the figure beside it after each.
 
     Args:
-        runs: by the names of their lines in the figure; `|` separates the first columns of the table, whose heads are
+        runs: by the names of their lines in the figure. `|` separates the table's first columns, with the headings
             `head`.
         page: the Markdown file.
         title: its heading.

@@ -1,8 +1,9 @@
 """`python benchmarks/gpu/run.py`: the update and the embedded engine on one GPU, in less than ten minutes.
 
-Needs torch, transformers and the three packages of this repository, and no network: the model is a Qwen3 of 0.6 billion
-random weights. `--tiny` runs the same code with a small model, also without a GPU. TRL, if it is installed, trains on
-the same prompts with the same numbers of samples and tokens. The script writes `results.md` next to this file.
+Needs torch, transformers and the three packages of this repository, but no network: the model is a Qwen3 with 0.6
+billion random weights. `--tiny` runs the same code with a small model, even without a GPU. If TRL is installed, it
+trains on the same prompts with the same numbers of samples and tokens. The script writes `results.md` next to this
+file.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ TINY = Qwen3Config(
     max_position_embeddings=8192,
 )
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
-"""Dense bfloat16 operations per second, by the name of the GPU. Source: NVIDIA's data sheets."""
+"""Dense bfloat16 operations per second, by GPU name. Source: NVIDIA's data sheets."""
 
 
 class NoTokenizer:
@@ -77,7 +78,7 @@ def make_model(config: Qwen3Config, device: torch.device) -> PreTrainedModel:
 
 
 def median_seconds(function: Callable[[], object], device: torch.device, n_times: int = 5) -> float:
-    """Return the median seconds of a call, after one to warm up."""
+    """Return the median seconds of a call, after one warm-up call."""
     seconds = []
     for repetition in range(n_times + 1):
         started = time.perf_counter()

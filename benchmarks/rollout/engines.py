@@ -1,6 +1,6 @@
 """`make bench-rollout`: tokens per second of the embedded engine, `transformers.generate` and, if installed, vLLM.
 
-Each of them runs every workload several times, alternating. The script writes `engines.md` and `engines.json` next to
+The engines take turns and run every workload several times. The script writes `engines.md` and `engines.json` next to
 this file. vLLM runs in `.venv-vllm` (see `make test-vllm`), behind the same interface as the embedded engine.
 """
 
@@ -97,7 +97,7 @@ def engine_runner(
 
 @contextmanager
 def vllm_runner(index: int, model: PreTrainedModel) -> Iterator[Runner | None]:
-    """Run the workload in the environment of vLLM; yield None if it does not exist."""
+    """Run the workload in vLLM's environment. Yield None if that does not exist."""
     if not VLLM_PYTHON.exists():
         yield None
         return
@@ -145,7 +145,7 @@ def measure(index: int, workload: Workload, n_times: int) -> dict[str, Any]:
                 if runner is not None:
                     elapsed = runner()
                     print(f"{workload.name}: {name} {workload.n_tokens / elapsed:,.0f} tokens/s", flush=True)
-                    if repetition:  # the first one warms up
+                    if repetition:  # the first repetition warms up
                         seconds[name].append(elapsed)
     loop.run_until_complete(engine.close())
     loop.close()

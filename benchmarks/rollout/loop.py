@@ -1,8 +1,8 @@
 """`make bench-loop`: the overhead of the agent loop, with a real tokenizer and an engine that answers immediately.
 
-The script writes `loop.md` next to this file: five-turn Catch with thousands of trajectories in flight, and
-conversations of up to 400 turns. The time includes the environment; the memory is the growth of the process while all
-trajectories are in flight.
+The workloads are five-turn Catch with thousands of trajectories in flight, and conversations of up to 400 turns. The
+time includes the environment. The memory is the growth of the process while all trajectories are in flight. The script
+writes `loop.md` next to this file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GOAL_US, GOAL_KB = 120, 15
 
 
 class NullEngine:
-    """An engine that immediately returns the same tokens, and records the peak memory of the process."""
+    """An engine that always returns the same tokens immediately, and records the process's peak memory."""
 
     info = EngineInfo(context_length=1 << 20, longest_sequence=1 << 20)
 
@@ -64,7 +64,7 @@ class NullEngine:
 
 
 class ConstantReplyEnv(BaseTextEnv):
-    """An environment with the same observation after every reply, for `max_turns` turns."""
+    """An environment that answers every reply with the same observation, for `max_turns` turns."""
 
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class ConstantReplyEnv(BaseTextEnv):
 
 
 async def measure_catch(tokenizer_path: str, n_trajectories: int, n_workers: int) -> tuple[float, float]:
-    """Measure the microseconds per turn and the kilobytes per trajectory."""
+    """Measure microseconds per turn and kilobytes per trajectory."""
     tokenizer = load_tokenizer(tokenizer_path)
     environment = {"env_class": "catch", "skyrl_gym": {"max_env_workers": n_workers}}
     cfg = load_config({"generator": {"max_turns": N_TURNS}, "environment": environment})
@@ -104,7 +104,7 @@ async def measure_catch(tokenizer_path: str, n_trajectories: int, n_workers: int
 
 
 async def measure_long(tokenizer_path: str, n_turns: int) -> tuple[float, float]:
-    """Measure the tokens per trajectory and the microseconds per token."""
+    """Measure tokens per trajectory and microseconds per token."""
     tokenizer = load_tokenizer(tokenizer_path)
     cfg = load_config({"generator": {"max_turns": n_turns}, "environment": {"env_class": "listener"}})
     engine = NullEngine(tokenizer(REPLY, add_special_tokens=False)["input_ids"])
@@ -126,7 +126,7 @@ MEASUREMENTS = {"catch": measure_catch, "long": measure_long}
 
 
 def medians(n_times: int, measurement: str, *arguments: object) -> tuple[float, float]:
-    """Return the medians of several runs, each in a fresh process for a clean memory measurement."""
+    """Return the medians of several runs. Each runs in a fresh process, for a clean memory measurement."""
     command = [sys.executable, __file__, "--measure", measurement, *map(str, arguments)]
     outputs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(n_times)]
     first, second = zip(*(json.loads(output.splitlines()[-1]) for output in outputs), strict=True)

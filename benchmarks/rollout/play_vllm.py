@@ -1,4 +1,4 @@
-"""The vLLM side of `engines.py`, in the environment of vLLM: runs a workload for every line on the standard input."""
+"""The vLLM side of `engines.py`, in vLLM's environment: runs the workload once per line on standard input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workloads of `make bench-rollout`: conversations of random tokens with fixed lengths."""
+"""Workloads of `make bench-rollout`: conversations of random tokens with fixed lengths."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Workload:
 
     @property
     def n_tokens(self) -> int:
-        """The number of requested tokens."""
+        """Number of requested tokens."""
         return sum(n_new for conversation in self.conversations for n_new, _ in conversation.turns)
 
 
@@ -42,12 +42,12 @@ def small_model() -> PreTrainedModel:
 
 
 def large_vocabulary() -> PreTrainedModel:
-    """Return a model with two layers and the vocabulary of Qwen3."""
+    """Return a model with two layers and Qwen3's vocabulary."""
     return _qwen3(vocab_size=151_936, hidden_size=128, num_hidden_layers=2)
 
 
 def workloads() -> list[Workload]:
-    """Return the workloads, which resemble agent training."""
+    """Return the workloads. They resemble agent training."""
     rng = random.Random(0)
 
     def tokens(n: int) -> list[int]:

@@ -1,7 +1,7 @@
 """`make bench-scaling`: cost per token as one property of a workload grows, memory over many steps, and start-up.
 
 Each curve changes one value of the base workload and measures the update and generation in processor seconds of one
-thread, which other processes disturb less than seconds. The script writes `curves.md` next to this file.
+thread. Other processes disturb them less than wall-clock seconds. The script writes `curves.md` next to this file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Workload:
 
     @property
     def n_sampled(self) -> int:
-        """The number of sampled tokens."""
+        """Number of sampled tokens."""
         return self.n_groups * self.group_size * self.n_turns * self.n_new
 
 
@@ -77,7 +77,7 @@ CURVES = {
 }
 
 STARTS = [(n_rows, suffix) for n_rows in (1000, 100_000, 1_000_000) for suffix in (".jsonl", ".parquet")]
-"""Rows and formats of the training data of runs of one step."""
+"""(number of rows, file format) of the training data for runs of one step."""
 
 
 class NoTokenizer:
@@ -109,7 +109,7 @@ def make_model(vocab_size: int) -> Qwen3ForCausalLM:
 
 
 def make_batch(workload: Workload) -> TrainingBatch:
-    """Return a batch of random rows whose sampled tokens are trained."""
+    """Return a batch of random rows. Their sampled tokens are trained."""
     rng = torch.Generator().manual_seed(0)
     w = workload
     length = w.n_turns * w.n_new + (w.n_turns - 1) * w.n_observed
@@ -122,7 +122,7 @@ def make_batch(workload: Workload) -> TrainingBatch:
 
 
 def processor_seconds(function: Callable[[], object], n_times: int) -> float:
-    """Return the median processor seconds of a call, after one call to warm up."""
+    """Return the median processor seconds of a call, after one warm-up call."""
     function()
     seconds = []
     for _ in range(n_times):
@@ -183,7 +183,7 @@ def generation_seconds(workload: Workload, n_times: int) -> float:
 
 
 def memory_growth() -> tuple[int, int]:
-    """Return the resident memory after 50 updates, and its growth over `N_STEPS` more, in KiB."""
+    """Return the resident memory after 50 updates, and its growth over `N_STEPS` further updates, in KiB."""
     module = ScoringModule(make_model(1024))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
     batches = [make_batch(Workload(2, 4, n_prompt=16 + 8 * i, n_new=8 + i)) for i in range(4)]
@@ -199,7 +199,7 @@ def memory_growth() -> tuple[int, int]:
 
 
 class MemoryProbe(Callback):
-    """A callback that notes the resident memory after some steps, in KiB."""
+    """A callback that records the resident memory after some steps, in KiB."""
 
     def __init__(self) -> None:
         self.resident: dict[int, int] = {}
@@ -211,7 +211,7 @@ class MemoryProbe(Callback):
 
 
 def run_growth() -> tuple[int, int]:
-    """Return the resident memory after a tenth of the steps of a GRPO run, and its growth over the others, in KiB."""
+    """Return the resident memory after a tenth of a GRPO run's steps, and its growth over the rest, in KiB."""
     probe = MemoryProbe()
 
     class ProbedExperiment(RLExperiment):
@@ -229,10 +229,10 @@ def run_growth() -> tuple[int, int]:
 
 
 def record_steps(n_steps: int) -> tuple[float, float, float, int]:
-    """Log `n_steps` steps of 70 metrics and build the report of the run.
+    """Log `n_steps` steps of 70 metrics and build the run's report.
 
-    Return the processor microseconds of one of the first 1,000 steps and one of the last, and the processor seconds and
-    the KiB of the report.
+    Return the processor microseconds per step over the first and over the last 1,000 steps, and the report's processor
+    seconds and KiB.
     """
     metrics = dict.fromkeys(("reward/avg_raw_reward", "policy/policy_loss", "policy/policy_entropy"), 0.5)
     metrics |= {f"group_{i % 9}/metric_{i}": i / 7 for i in range(70)}
@@ -274,7 +274,7 @@ def write_prompts(path: Path, n_rows: int) -> None:
 
 
 def describe_run(folder: Path, data: str) -> list[str]:
-    """Return the overrides of a run of one step on the model and the data in a folder."""
+    """Return the overrides for a run of one step on the model and the data in a folder."""
     return [
         f"data.train_data=['{folder / data}']",
         f"trainer.policy.model.path='{folder / 'model'}'",
@@ -291,7 +291,7 @@ def describe_run(folder: Path, data: str) -> list[str]:
 
 
 def start_run(n_rows: int, suffix: str) -> tuple[float, float, int]:
-    """Run `skyrl train` for one step on `n_rows` rows; return its seconds, processor seconds and peak memory in KiB."""
+    """Run `skyrl train` for one step on `n_rows` rows. Return its seconds, processor seconds and peak memory in KiB."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_prompts(folder / f"train{suffix}", n_rows)
@@ -299,7 +299,7 @@ def start_run(n_rows: int, suffix: str) -> tuple[float, float, int]:
         command = [str(Path(sys.executable).parent / "skyrl"), "train", *describe_run(folder, f"train{suffix}")]
         started = time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        peak = 0  # not `ru_maxrss`, which begins at the memory of the process that forks
+        peak = 0  # not `ru_maxrss`: it starts at the memory of the process that forks
         while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
             if sizes := re.findall(r"VmHWM:\s*(\d+)", Path(f"/proc/{process.pid}/status").read_text()):
                 peak = int(sizes[0])

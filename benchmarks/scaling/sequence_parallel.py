@@ -1,7 +1,8 @@
-"""`make bench-sequence`: memory and processor time of a training step on two ranks that divide the tokens, or do not.
+"""`make bench-sequence`: memory and processor time of a training step on two ranks, with and without sequence
+parallelism.
 
-Both train on two long rows, one in each pass: two ranks with a row each, or one after the other with half of the tokens
-each. The script writes `sequence_parallel.md` next to this file.
+Both variants train on two long rows. Without sequence parallelism, each rank gets one row. With it, the ranks process
+one row after the other, half of its tokens each. The script writes `sequence_parallel.md` next to this file.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def write_model(folder: str) -> None:
 
 
 def save_nothing(folder: str) -> None:
-    """Do nothing; there is no tokenizer to save."""
+    """Do nothing: there is no tokenizer to save."""
 
 
 def make_spec(path: str, size: int) -> ModelSpec:
@@ -85,22 +86,20 @@ def make_batch(length: int) -> TrainingBatch:
 
 
 def memory(rank: ProcessRank, counter: str) -> int:
-    """Return a counter of a rank's resident memory: VmRSS, now, or VmHWM, the largest so far."""
+    """Return a counter of a rank's resident memory: VmRSS (current) or VmHWM (peak)."""
     lines = Path(f"/proc/{rank._process.pid}/status").read_text(encoding="utf-8").splitlines()
     (line,) = (line for line in lines if line.startswith(f"{counter}:"))
     return int(line.split()[1]) * 1024
 
 
 def processor_seconds(ranks: Sequence[ProcessRank]) -> float:
-    """Return the seconds that all ranks have computed so far; other processes disturb them less than seconds."""
+    """Return the processor seconds of all ranks so far. Other processes disturb them less than wall-clock seconds."""
     times = [psutil.Process(rank._process.pid).cpu_times() for rank in ranks]
     return sum(t.user + t.system for t in times)
 
 
 async def measure(path: str, size: int, length: int, n_steps: int) -> tuple[int, float, float]:
-    """Return the memory that a step takes on a rank beside what is resident before it, the processor seconds of all
-    ranks, and the loss.
-    """
+    """Return the memory that a step adds on a rank, the processor seconds of all ranks, and the loss."""
     ranks = start_ranks(2)
     try:
         group = WorkerGroup(make_spec(path, size), ranks, CrossEntropyObjective())
@@ -124,7 +123,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--steps", type=int, default=3)
     options = arguments.parse_args()
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "131072"  # freed memory is returned at once
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "131072"  # freed memory is returned immediately
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder)

@@ -1,10 +1,10 @@
-"""Measure what a checkpoint after every second step costs a training run; writes results.md.
+"""Measure what a checkpoint after every second step costs a training run. Writes results.md.
 
     PYTHONPATH=skyrl-train:benchmarks python benchmarks/storage/checkpoint.py [--pairs 6]
 
-A Qwen3 with 25 million parameters, 100 MB in float32, is trained by supervised fine-tuning and by GRPO; its checkpoint
-has 300 MB. Steps with and without a checkpoint alternate, so that a busy machine slows both. A step is timed from the
-moment before one checkpoint is due to that before the next. Processor seconds are those of all threads.
+A Qwen3 with 25 million parameters, 100 MB in float32, is trained with supervised fine-tuning and with GRPO. Its
+checkpoint has 300 MB. Steps with and without a checkpoint alternate, so that a busy machine slows both. A step is timed
+from just before one checkpoint is due to just before the next. Processor seconds include all threads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Clock(Callback):
         self.readings.append((report.global_step, Times(time.monotonic(), time.process_time())))
 
     def steps(self) -> dict[int, Times]:
-        """Return the duration of each step after the first, which also warms up."""
+        """Return the duration of each step except the first: it warms up."""
         pairs = zip(self.readings, self.readings[1:], strict=False)
         return {
             step: Times(*(end - start for start, end in zip(before, after, strict=True)))
@@ -72,7 +72,7 @@ def timed(experiment: type) -> type:
 
 
 def write_inputs(folder: Path, n_rows: int, n_words: int) -> int:
-    """Write data and model into `folder`; return the number of parameters."""
+    """Write data and model into `folder`. Return the number of parameters."""
     words = ["red", "green", "blue", "north", "south", "one", "two", "three", "house", "river"]
     text = [" ".join(words[(i * 7 + j * j) % 10] for j in range(n_words)) for i in range(n_rows)]
     question = [{"role": "user", "content": "How many is 1 plus 1?"}]
@@ -80,7 +80,7 @@ def write_inputs(folder: Path, n_rows: int, n_words: int) -> int:
     (folder / "problems.jsonl").write_text((json.dumps(solved) + "\n") * n_rows)
     rows = [{"prompt": "Continue.", "response": line} for line in text]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    conversations = [[{"role": "user", "content": word}] for word in words]  # long texts would become few tokens
+    conversations = [[{"role": "user", "content": word}] for word in words]  # longer texts would become few tokens
     tokenizer = train_tokenizer(conversations)
     tokenizer.save_pretrained(folder / "model")
     config = Qwen3Config(
@@ -103,7 +103,7 @@ def write_inputs(folder: Path, n_rows: int, n_words: int) -> int:
 
 
 def train(folder: Path, kind: str, n_steps: int) -> dict[int, Times]:
-    """Train with a checkpoint after every second step, and return the duration of each step."""
+    """Train with a checkpoint after every second step. Return the duration of each step."""
     settings = [
         f"trainer.policy.model.path={folder}/model",
         f"trainer.output_dir={folder}/outputs",

@@ -1,8 +1,8 @@
 """`make bench-changes`: count the bytes of weight syncs that send only changed values, or only an adapter.
 
-AdamW trains a random model in the shape of Qwen3-0.6B on random gradients. After each step, the weights go in bfloat16
-to another process of this machine, which keeps a mirror of them, as engines of vLLM do. The script writes `changes.md`
-and `changes.json` next to this file.
+AdamW trains a random model in the shape of Qwen3-0.6B on random gradients. After each step, the weights are sent in
+bfloat16 to a second process on this machine. It keeps a mirror of them, as vLLM engines do. The script writes
+`changes.md` and `changes.json` next to this file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Sender:
         self._version: int | None = None
 
     def send(self, tensors: Tensors, kind: SyncKind = "full") -> int:
-        """Send tensors, all but factors in bfloat16; return the number of bytes. Later syncs of `full` send changes."""
+        """Send tensors, in bfloat16 except for factors. Return the bytes. Later `full` syncs send changes."""
         specs = tuple(
             TensorSpec(name, tuple(tensor.shape), torch.float32 if is_factor(name) else torch.bfloat16)
             for name, tensor in tensors.items()
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def model_shapes(n_layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of the model; its head is the embeddings."""
+    """Return the model's tensors. The head is tied to the embeddings."""
     shapes: dict[str, tuple[int, ...]] = {"embeddings": (vocabulary, HIDDEN)}
     for layer in range(n_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in LAYER.items()}
@@ -120,7 +120,7 @@ def model_shapes(n_layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
 def measure_changes(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, n_steps: int, sender: Sender
 ) -> list[int]:
-    """Train weights of a type, which begin as bfloat16 numbers; return the bytes of all, and of each step's changes."""
+    """Train weights of a dtype that start as bfloat16. Return the bytes of all, and of each step's changes."""
     torch.manual_seed(0)
     weights = {name: (WEIGHT_STD * torch.randn(shape)).bfloat16().to(dtype) for name, shape in shapes.items()}
     optimizers = {name: torch.optim.AdamW([tensor], lr=LEARNING_RATE, fused=True) for name, tensor in weights.items()}
@@ -140,7 +140,7 @@ def train(weights: Tensors, optimizers: Mapping[str, torch.optim.Optimizer]) -> 
 
 
 def measure_adapter(shapes: Mapping[str, tuple[int, ...]], sender: Sender) -> tuple[int, int]:
-    """Return the bytes of an adapter of all linear modules with its base, and alone."""
+    """Return the bytes of an adapter on all linear modules, with its base and alone."""
     factors: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         if name != "embeddings" and len(shape) == 2:
@@ -151,7 +151,7 @@ def measure_adapter(shapes: Mapping[str, tuple[int, ...]], sender: Sender) -> tu
 
 @contextmanager
 def receiving_process() -> Iterator[Connection]:
-    """Start a process that receives by the plans sent to it."""
+    """Start a process that receives according to the plans sent to it."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=receive, args=(theirs,), daemon=True)
@@ -166,7 +166,7 @@ def receiving_process() -> Iterator[Connection]:
 
 
 def receive(connection: Connection) -> None:
-    """Receive by every plan into the same mirror."""
+    """Receive according to every plan, into the same mirror."""
     mirror = WeightMirror()
     connection.send("ready")
     while (plan := connection.recv()) is not None:

@@ -1,7 +1,8 @@
-"""`make bench-sync-dtypes`: send the weights of a policy in float32 as they are, and in bfloat16 as to vLLM on a GPU.
+"""`make bench-sync-dtypes`: send a policy's float32 weights as they are, and in bfloat16 as to vLLM on a GPU.
 
-Random tensors in the shape of a small Llama 3.2 go through shared memory and through gloo, with checksums, into tensors
-of a receiver in another process. The contenders take turns in one run. The script writes `dtypes.md` next to this file.
+Random tensors in the shape of a small Llama 3.2 go through shared memory and through gloo, with checksums, into a
+receiver's tensors in a second process. The contenders take turns in one run. The script writes `dtypes.md` next to this
+file.
 """
 
 from __future__ import annotations

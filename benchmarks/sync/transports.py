@@ -1,7 +1,7 @@
-"""`make bench-sync`: send the weights of a model in the shape of Llama 3.2 1B to another process of this machine.
+"""`make bench-sync`: send the weights of a model in the shape of Llama 3.2 1B to a second process on this machine.
 
-Random tensors in bfloat16 go through shared memory and through gloo, with and without checksums, into tensors of the
-receiver. The transports take turns in one run. The script writes `results.md` and `results.json` next to this file.
+Random tensors in bfloat16 go through shared memory and through gloo, with and without checksums, into the receiver's
+tensors. The transports take turns in one run. The script writes `results.md` and `results.json` next to this file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TARGET = 0.6  # of the copy rate
 
 
 def main() -> int:
-    """Measure and write the results; fail if shared memory is below its target."""
+    """Measure and write the results. Fail if shared memory is below its target."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--layers", type=int, default=LAYERS)
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def model_shapes(n_layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of the model."""
+    """Return the model's tensors."""
     shapes: dict[str, tuple[int, ...]] = {"embeddings": (vocabulary, HIDDEN)}
     for layer in range(n_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in LAYER.items()}
@@ -96,7 +96,7 @@ def model_shapes(n_layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
 
 
 def specs_in(dtype: torch.dtype, shapes: dict[str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
-    """Return the tensors of the model in a type."""
+    """Return the model's tensors in a dtype."""
     return tuple(TensorSpec(name, shape, dtype) for name, shape in shapes.items())
 
 
@@ -109,7 +109,7 @@ def measure(tensors: dict[str, torch.Tensor], contenders: dict[str, SyncPlan], n
     process.start()
     try:
         ours.recv()
-        for round_index in range(n_rounds + 1):  # the first one allocates and touches the memory
+        for round_index in range(n_rounds + 1):  # the first round allocates and touches the memory
             for name, contender in contenders.items():
                 plan = replace(contender, version=round_index, address=f"127.0.0.1:{free_port()}")
                 started = time.perf_counter()
@@ -127,7 +127,7 @@ def measure(tensors: dict[str, torch.Tensor], contenders: dict[str, SyncPlan], n
 
 
 def receive(connection: Connection) -> None:
-    """Receive by every plan, into the same tensors for each type."""
+    """Receive according to every plan, into the same tensors for each dtype."""
     own: dict[torch.dtype, dict[str, torch.Tensor]] = {}
     connection.send("ready")
     while (plan := connection.recv()) is not None:

@@ -1,7 +1,9 @@
-"""`make bench-training`: seconds of a whole training step, against TRL, and beside a process that keeps a core busy.
+"""`make bench-training`: seconds per whole training step, compared with TRL, and next to a process that keeps a core
+busy.
 
-Both train the same random Qwen3 model in float32 on the same prompts, with equally many samples, tokens and threads.
-They run in separate processes and take turns. The script writes `results.md` and `results.json` next to this file.
+Both frameworks train the same random Qwen3 model in float32 on the same prompts, with equal numbers of samples, tokens
+and threads. They run in separate processes and take turns. The script writes `results.md` and `results.json` next to
+this file.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ BUSY = "while True: pass"
 
 
 def update_flops(workload: Workload, folder: Path) -> float:
-    """Count the floating-point operations of an update without attention: 6 per weight and token that needs it, or 4 if
-    an adapter is trained in place of the weights.
+    """Count an update's floating-point operations without attention: 6 per weight and token that needs it, or 4 if an
+    adapter is trained instead of the weights.
 
-    Every token of a row needs the body, without sharing of prefixes. Only sampled tokens need the head.
+    Every token of a row needs the body, since prefixes are not shared. Only sampled tokens need the head.
     """
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"))
     head = model.get_output_embeddings().weight.numel()
@@ -58,7 +60,7 @@ def busy_core() -> Iterator[None]:
 
 
 def measure(workload: Workload, n_times: int, names: Sequence[str]) -> dict[str, object]:
-    """Measure a workload; return a row of the table."""
+    """Measure a workload. Return a row of the table."""
     pythons = {"skyrl": Path(sys.executable), "trl": TRL_PYTHON}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)

@@ -23,7 +23,7 @@ FACTS = ("policy/policy_entropy", "policy/grad_norm", "train/loss", "train/grad_
 
 
 class PseudoRandomReward(BaseTextEnv):
-    """An environment of one turn with the reward of `workloads.reward`."""
+    """A single-turn environment with the reward of `workloads.reward`."""
 
     def __init__(self, env_config: Any = None, extras: Any = None) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class PseudoRandomReward(BaseTextEnv):
 
 
 class OnRequest(Callback):
-    """A callback that starts a step when the parent process requests one, and reports it."""
+    """A callback that starts a step when the parent process requests it, and reports the step."""
 
     def __init__(self) -> None:
         self.requests = Requests()
@@ -52,14 +52,14 @@ class OnRequest(Callback):
 
 
 class OnRequestExp(RLExperiment):
-    """A run whose last callback is `OnRequest`."""
+    """A run with `OnRequest` as its last callback."""
 
     def get_callbacks(self, *args: Any) -> list[Callback]:
         return [*super().get_callbacks(*args), OnRequest()]
 
 
 class OnRequestSFTExp(SFTExp):
-    """Supervised fine-tuning whose last callback is `OnRequest`."""
+    """Supervised fine-tuning with `OnRequest` as its last callback."""
 
     def get_callbacks(self, *args: Any) -> list[Callback]:
         return [*super().get_callbacks(*args), OnRequest()]
@@ -102,7 +102,7 @@ def main() -> None:
     }
     if workload.n_turns == 1:
         settings["environment.env_class"] = "skyrl_child:PseudoRandomReward"
-    with suppress(KeyboardInterrupt):  # how a run that was stopped ends
+    with suppress(KeyboardInterrupt):  # how a stopped run ends
         OnRequestExp(parse_cli([f"{key}={value}" for key, value in settings.items()] + sys.argv[3:])).run()
 
 

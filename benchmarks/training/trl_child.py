@@ -18,7 +18,7 @@ from examples.catch.env import CatchEnv
 
 
 class OnRequest(TrainerCallback):  # type: ignore[misc]
-    """A callback that starts a step when the parent process requests one, and reports it."""
+    """A callback that starts a step when the parent process requests it, and reports the step."""
 
     def __init__(self, is_sft: bool) -> None:
         self.requests = Requests()
@@ -34,7 +34,7 @@ class OnRequest(TrainerCallback):  # type: ignore[misc]
 
 
 class CatchRollouts:
-    """A rollout function that plays Catch with `generate`, one batch of all games per turn."""
+    """A rollout function that plays Catch with `generate`, with one batch of all games per turn."""
 
     def __init__(self, workload: Workload, rows: Any) -> None:
         self._workload = workload
@@ -81,7 +81,7 @@ class CatchRollouts:
 
 
 def score(completions: list[Any], episode_reward: list[float] | None = None, **_: Any) -> list[float]:
-    """Return the rewards of the episodes, or of the responses."""
+    """Return the rewards of the episodes, or else of the responses."""
     return episode_reward or [reward(completion[0]["content"]) for completion in completions]
 
 

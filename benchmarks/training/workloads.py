@@ -1,4 +1,4 @@
-"""The workloads of `make bench-training`, which write the same model and prompts for either framework."""
+"""Workloads of `make bench-training`. Both frameworks get the same model and prompts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DIGITS = "0123456789"  # one token each
 
 @dataclass(frozen=True)
 class Workload:
-    """GRPO steps on `n_prompts` prompts, with `n_samples` samples each of `n_turns` turns of exactly `n_new` tokens; or
-    steps of supervised fine-tuning on the same `n_prompts` rows with a response of `n_new` tokens.
+    """GRPO steps on `n_prompts` prompts, with `n_samples` samples each, of `n_turns` turns of exactly `n_new` tokens.
+    Or steps of supervised fine-tuning on the same `n_prompts` rows with a response of `n_new` tokens.
     """
 
     name: str
@@ -40,19 +40,19 @@ class Workload:
     is_sft: bool = False
     lora_rank: int = 0
     trl_rows: int | None = None
-    """Rows of TRL's micro-batches; all rows, which is fastest, if memory allows it."""
+    """Rows per micro-batch in TRL. The default is all rows, the fastest choice if memory allows it."""
 
     n_observed: int = 0
-    """Tokens that a turn adds after the sampled ones."""
+    """Tokens that a turn adds after the sampled tokens."""
 
     @property
     def n_trajectories(self) -> int:
-        """The number of trajectories of a step."""
+        """Number of trajectories per step."""
         return self.n_prompts * self.n_samples
 
     @property
     def n_row_tokens(self) -> int:
-        """The number of tokens of a trajectory."""
+        """Number of tokens per trajectory."""
         return self.n_prompt_tokens + self.n_turns * self.n_new + (self.n_turns - 1) * self.n_observed
 
 
@@ -70,7 +70,7 @@ WORKLOADS = {
 
 
 def reward(text: str) -> float:
-    """Return a pseudo-random reward in [0, 1) of a response."""
+    """Return a pseudo-random reward in [0, 1) for a response."""
     return crc32(text.encode()) % 1000 / 1000
 
 
@@ -109,7 +109,7 @@ def write_inputs(workload: Workload, folder: Path) -> None:
 
 
 def word_tokenizer() -> PreTrainedTokenizerBase:
-    """Return a tokenizer with a token for each digit and, like that of a large model, about one for each word."""
+    """Return a tokenizer with a token per digit and, like a large model's, about one per word."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -1,6 +1,6 @@
 """`make bench-experts`: compute a mixture-of-experts layer with the selected experts only, and with all experts.
 
-The two alternate in one run on random weights and tokens, for the forward pass and with gradients of the adapters. The
+The two variants alternate in one run on random weights and tokens, for the forward pass and with adapter gradients. The
 script writes `experts.md` next to this file.
 """
 
@@ -25,7 +25,7 @@ from tx.models.lora import Factors
 HERE = Path(__file__).parent
 HIDDEN, MIDDLE, RANK, TOKENS = 256, 192, 8, 2048
 SHAPES = {"gate": (HIDDEN, MIDDLE), "up": (HIDDEN, MIDDLE), "down": (MIDDLE, HIDDEN)}
-EXPERTS = ((16, 2), (64, 4), (128, 8))  # number of experts, and number of active experts per token
+EXPERTS = ((16, 2), (64, 4), (128, 8))  # number of experts, and of active experts per token
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def measure(n_experts: int, n_active: int, rounds: int) -> list[str]:
-    """Measure one size and return its rows of the table."""
+    """Measure one size and return its table rows."""
     random = np.random.default_rng(0)
 
     def random_array(*shape: int) -> jax.Array:
@@ -73,11 +73,11 @@ def measure(n_experts: int, n_active: int, rounds: int) -> list[str]:
     def loss(factors: dict[str, Factors], tokens: jax.Array) -> jax.Array:
         return jnp.sum(moe.mix_experts(config, weights, factors, jnp.ones(1), tokens) ** 2)
 
-    one_per_sequence = tokens.reshape(TOKENS, 1, HIDDEN)  # as in sampling, which computes all experts
+    one_per_sequence = tokens.reshape(TOKENS, 1, HIDDEN)  # as in sampling, where all experts are computed
     rows = []
     for name, work in (("forward", jax.jit(loss)), ("forward and backward", jax.jit(jax.grad(loss, argnums=(0, 1))))):
         active, all_experts = [], []
-        for round_index in range(rounds + 1):  # the first compiles
+        for round_index in range(rounds + 1):  # the first round compiles
             for inputs, seconds in ((tokens, active), (one_per_sequence, all_experts)):
                 elapsed = measure_seconds(lambda inputs=inputs, work=work: work(factors, inputs))
                 if round_index:

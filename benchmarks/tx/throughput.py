@@ -1,7 +1,7 @@
 """`make bench-tx`: compare training and sampling through the Tinker client with peft and transformers.
 
 The script starts a server with default settings on a small random Qwen3 and runs each workload several times,
-alternating between the two. It writes `throughput.md` and `throughput.json` next to this file.
+alternating between the server and peft. It writes `throughput.md` and `throughput.json` next to this file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Comparison:
 
 
 def main() -> int:
-    """Measure and write the results. The exit status is 1 if a goal is not reached."""
+    """Measure and write the results. Exit status 1 means that a goal was missed."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--rounds", type=int, default=9)
     rounds = arguments.parse_args().rounds
@@ -96,7 +96,7 @@ def serve(folder: Path) -> Iterator[str]:
 
 
 def address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Wait for the engine and return the URL of the server."""
+    """Wait for the engine and return the server's URL."""
     while process.poll() is None:
         output = log.read_text()
         found = re.search(r"http://127\.0\.0\.1:\d+", output)
@@ -107,7 +107,7 @@ def address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def measure(service: tinker.ServiceClient, model: Path, url: str, rounds: int) -> tuple[list[dict[str, object]], bool]:
-    """Return the rows of the table, and whether all goals are reached."""
+    """Return the rows of the table, and True if all goals are reached."""
     clients = [service.create_lora_training_client(str(model), rank=RANK, seed=i).result() for i in range(MAX_ADAPTERS)]
     theirs = peft_model(model)
     work = [*training(clients, theirs), *sampling(clients, theirs)]
@@ -192,7 +192,7 @@ def train_theirs(model: PeftModel, n_adapters: int, tokens: torch.Tensor, target
 
 
 def sample_ours(samplers: list[tinker.SamplingClient], n_requests: int, n_samples: int) -> None:
-    """Send all requests at once and wait for the samples."""
+    """Send all requests concurrently and wait for the samples."""
     params = tinker.SamplingParams(max_tokens=NEW, stop=[])
     prompt = tinker.ModelInput.from_ints(list(range(PROMPT)))
     futures = [sampler.sample(prompt, n_samples, params) for sampler in samplers for _ in range(n_requests)]
@@ -245,7 +245,7 @@ def random_tokens(rows: int) -> np.ndarray:
 
 
 def alternate(work: Comparison, rounds: int) -> tuple[list[float], list[float]]:
-    """Measure the seconds of both sides, alternating."""
+    """Measure both sides' seconds, alternating."""
     ours, theirs = [], []
     for _ in range(rounds):
         for player, seconds in ((work.ours, ours), (work.theirs, theirs)):
@@ -256,7 +256,7 @@ def alternate(work: Comparison, rounds: int) -> tuple[list[float], list[float]]:
 
 
 def row(work: Comparison, ours: list[float], theirs: list[float], suffix: str = "") -> dict[str, object]:
-    """Return the medians, the median ratio of a round, and whether the best round reaches the goal."""
+    """Return the medians, the median ratio of a round, and True if the best round reaches the goal."""
     mine, other = statistics.median(ours), statistics.median(theirs)
     result: dict[str, object] = {
         "work": work.name + suffix,

@@ -1,6 +1,6 @@
 """Print the legal-move rates of the runs of `openspiel.sh` as a page: `table.py <outputs> <name>`.
 
-The exit status is 1 if a run ends with less than `MIN_RATE`.
+Exit status 1 means that a run ended below `MIN_RATE`.
 """
 
 from __future__ import annotations

@@ -16,23 +16,23 @@ from skyrl_agent.tasks.base import BaseTask
 
 
 class AutoAgentRunner:
-    """Creates runners; never instantiated."""
+    """Factory of runners. Never instantiated."""
 
     @classmethod
     def from_task(
         cls, task_yaml: str | Path | AgentConfig, infer_engine: Any, tokenizer: PreTrainedTokenizerBase
     ) -> AgentRunner:
-        """Create the runner of a task file.
+        """Create a runner from a task file.
 
         Args:
             task_yaml: the path of the file, or its settings.
             infer_engine: the engine of `generator.infer_backend`: an `InferenceEngine` or SkyRL's client for
                 skyrl-train, a sampling client for tinker, a server manager for verl, None for openai_server.
-            tokenizer: that of the model, with a chat template.
+            tokenizer: the model's tokenizer, with a chat template.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ConfigError: the file is not valid, or a tool does not exist.
+            FileNotFoundError: the file does not exist.
+            ConfigError: the file is invalid, or a tool does not exist.
             ValueError: the agent or the task does not exist.
         """
         cfg = task_yaml if isinstance(task_yaml, AgentConfig) else AgentConfig.load(task_yaml)

@@ -1,4 +1,4 @@
-"""The conversation of an agent with the model, which records the sampled tokens for training."""
+"""An agent's conversation with the model. It records the sampled tokens for training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ZERO_WIDTH_SPACE = "\u200b"
 
 
 class SamplingEngine(Protocol):
-    """The part of `InferenceEngine` that agents call."""
+    """The part of `InferenceEngine` that agents use."""
 
     @property
     def info(self) -> EngineInfo:
@@ -34,7 +34,7 @@ class SamplingEngine(Protocol):
         ...
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
-        """Return one result for each request, in order."""
+        """Return one result per request, in order."""
         ...
 
     async def end_session(self, session_id: str) -> None:
@@ -59,15 +59,19 @@ class Reply:
     """A sampled turn."""
 
     text: str
-    is_truncated: bool  # at the maximum number of tokens per turn
+    is_truncated: bool  # reached the maximum number of tokens per turn
 
 
 class Chat:
     """A history of messages that the model continues.
 
-    Agents add messages with `append`, or start another history with `reset`, and call `generate`. Sampled tokens are
-    never tokenized again: the next prompt is the previous one, the sampled tokens, and the tokens of the new messages.
-    A new history starts a new row of training data.
+    Agents add messages with `append`, or start over with `reset`, and then call `generate`. Sampled tokens are never
+    tokenized again: the next prompt is the previous prompt, the sampled tokens, and the tokens of the new messages. A
+    new history starts a new row of training data.
+
+    Example: the prompt is [1, 2, 3], the model samples [7, 8], and a tool result adds [4, 5]. The next prompt is [1, 2,
+    3, 7, 8, 4, 5], even if the tokenizer would encode the text of [7, 8] as a single token 9. All turns are then one
+    training row with loss mask 1 for 7 and 8, and the log-probs from sampling belong to exactly these tokens.
     """
 
     def __init__(
@@ -85,11 +89,11 @@ class Chat:
         """Start an empty history.
 
         Args:
-            rollout: its conversation records the tokens.
+            rollout: the rollout whose conversation records the tokens.
             max_response_length: maximum number of tokens after the first prompt of a history.
             renders_history: let the chat template render the whole history before each turn. Turns whose prompt does
-                not start with the tokens of earlier ones get a new row.
-            removes_thoughts: leave the thoughts of earlier turns out of the history; implies `renders_history`.
+                not start with the tokens of earlier turns get a new row.
+            removes_thoughts: leave the thoughts of earlier turns out of the history. Implies `renders_history`.
             logs_turns: log each turn.
         """
         self._rollout = rollout
@@ -111,16 +115,16 @@ class Chat:
         self._new: list[Message] = []  # not in the conversation yet
         self._is_reset = False
         self._can_continue = True  # without a new message
-        self._n_prompt = 0  # tokens of the first prompt of the history
+        self._n_prompt = 0  # number of tokens in the history's first prompt
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model."""
+        """The model's tokenizer."""
         return self._encoder.tokenizer
 
     @property
     def messages(self) -> list[Message]:
-        """The history so far, replies included."""
+        """The history so far, including replies."""
         return [*self._messages, *self._new]
 
     @property
@@ -129,16 +133,16 @@ class Chat:
         return bool(self._new)
 
     def append(self, role: str, content: str) -> None:
-        """Add a message to the history. Special tokens in it, which could end the turn, become plain text."""
+        """Add a message to the history. Special tokens in it become plain text, since they could end the turn."""
         self._new.append({"role": role, "content": self._neutralize(content)})
 
     def append_to_last(self, text: str) -> None:
-        """Add a paragraph to the last message, which the model has not read yet."""
+        """Add a paragraph to the last message. The model must not have read it yet."""
         last = self._new[-1]
         self._new[-1] = {"role": last["role"], "content": f"{last['content']}\n\n{self._neutralize(text)}"}
 
     def reset(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Start another history."""
+        """Replace the history."""
         self._messages, self._is_reset = [], True
         self._new = [{"role": message["role"], "content": clean_text(message["content"])} for message in messages]
 
@@ -147,9 +151,9 @@ class Chat:
 
         Raises:
             PromptTooLong: there is no room for the first reply.
-            ContextWindowExceeded: the history is too long, or the reply was cut off at its maximum length.
+            ContextWindowExceeded: the history is too long, or the reply reached its maximum length.
             EngineError: the engine failed.
-            RuntimeError: there is no new message since a reply that was complete.
+            RuntimeError: there is no new message since the last complete reply.
         """
         if not self._new and not self._can_continue:
             raise RuntimeError("the history ends with the model's reply; append a message before the next one")
@@ -172,11 +176,11 @@ class Chat:
         return Reply(text, is_cut_off)
 
     async def close(self) -> None:
-        """Free the engine's cache of the conversation."""
+        """Free the conversation's cache in the engine."""
         await self._engine.end_session(self._rollout.session_id)
 
     def _count_remaining_tokens(self, conversation: TokenConversation) -> int:
-        """Return the maximum number of tokens of the next reply."""
+        """Return the maximum number of tokens for the next reply."""
         n_prompt, n_context = len(conversation.next_prompt()), self._engine.info.context_length
         n_left = min(self._max_response_length - (n_prompt - self._n_prompt), n_context - n_prompt)
         if n_left < 1 and not conversation.turns:
@@ -188,7 +192,7 @@ class Chat:
         return n_left
 
     async def _sample(self, prompt: list[int], sampling: SamplingParams) -> tuple[EngineResult, str]:
-        """Return a reply and its text. EngineError if generation fails."""
+        """Return a reply and its text. Raises EngineError if generation fails."""
         started = time.perf_counter()
         try:
             request = EngineRequest(prompt, sampling, self._rollout.seed, self._rollout.session_id)
@@ -204,7 +208,7 @@ class Chat:
         return result, text
 
     def _neutralize(self, text: str) -> str:
-        """Return text whose special tokens are split by an invisible character."""
+        """Split special tokens in a text with an invisible character."""
         text = clean_text(text)
         return self._special_tokens.sub(lambda found: found[0][0] + ZERO_WIDTH_SPACE + found[0][1:], text)
 
@@ -212,7 +216,7 @@ class Chat:
         """Add the new messages to the conversation.
 
         Raises:
-            PromptTooLong, ContextWindowExceeded: they have far more text than fits.
+            PromptTooLong, ContextWindowExceeded: the new messages have far more text than fits.
         """
         conversation, n_context = self._rollout.conversation, self._engine.info.context_length
         if conversation is None or self._is_reset:

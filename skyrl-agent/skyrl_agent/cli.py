@@ -1,4 +1,4 @@
-"""The command `skyrl-agent`."""
+"""The `skyrl-agent` command."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def generate(task: Task, overrides: Overrides = None, config: ConfigFile = None)
 
 
 def run() -> None:
-    """Run the command line of the process; tasks and tools may be modules in the current folder."""
+    """Run the command line. Tasks and tools may be modules in the current folder."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     app()

@@ -22,70 +22,70 @@ MASKED_FINISH_REASONS = (
     "stuck_in_a_loop",
     "cmd_timeout",
 )
-"""Finish reasons of trajectories that are not trained on by default."""
+"""Finish reasons whose trajectories are not trained on by default."""
 
 
 class DataKeys(Section):
     """Columns of a dataset row, as dotted paths such as `extra_info.instance`."""
 
     instance_key: str | None = None
-    """The instance that the task receives; null for all columns of the row."""
+    """The instance that the task receives. null passes all columns of the row."""
 
     instance_id_key: str | None = None
-    """The name of the instance, for messages; null for the number of the row."""
+    """The instance's name in messages. null uses the number of the row."""
 
     data_source_key: str | None = "data_source"
-    """The dataset of the row, which chooses its grader; rows without this column are of the source "default"."""
+    """The row's dataset. It selects the grader. Rows without this column belong to the source "default"."""
 
 
 class BackendConfig(Section):
     """Connection to an engine that skyrl-train does not start."""
 
     model_name: str | None = None
-    """Name of the model on the server of `infer_backend: openai_server`."""
+    """The model's name on the server of `infer_backend: openai_server`."""
 
     api_url: str | None = None
-    """Address of its API, e.g. http://localhost:8000/v1."""
+    """Address of the server's API, e.g. http://localhost:8000/v1."""
 
     model_max_len: Count
     """Maximum number of tokens of prompt and response together."""
 
 
 class ValidationSampling(Section):
-    """Sampling of evaluations."""
+    """Sampling for evaluations."""
 
     num_trajectories: Count = 1
-    """Trajectories of each instance."""
+    """Trajectories per instance."""
 
     sampling_params: dict[str, Any] = Field(default={})
-    """Sampling parameters that differ from those of training."""
+    """Sampling parameters that differ from training."""
 
 
 class AgentGeneration(Section):
     """Sampling of trajectories."""
 
     infer_backend: Literal["skyrl-train", "verl", "tinker", "openai_server"] = "skyrl-train"
-    """The kind of the engine that is given to `AutoAgentRunner.from_task`."""
+    """The kind of engine that `AutoAgentRunner.from_task` gets."""
 
     backend_config: BackendConfig | None = None
-    """The engine of every backend but skyrl-train."""
+    """The engine for all backends except skyrl-train."""
 
     num_trajectories: Count = 8
-    """Trajectories of each instance, which are compared with each other."""
+    """Trajectories per instance. They are compared with each other."""
 
     max_iterations: Count = 20
-    """Maximum number of the agent's turns."""
+    """Maximum number of turns of the agent."""
 
     max_response_length: Count = Field(
         default=8192, validation_alias=AliasChoices("max_response_length", "max_prompt_length")
     )
-    """Maximum number of tokens after the first prompt of each history; SkyRL-Agent calls it `max_prompt_length`."""
+    """Maximum number of tokens after the first prompt of each history. SkyRL-Agent calls it `max_prompt_length`."""
 
     sampling_params: dict[str, Any] = Field(default={})
-    """Sampling parameters under vLLM's names: temperature, top_p, top_k, max_tokens (per turn), stop, …"""
+    """Sampling parameters with vLLM's names: temperature, top_p, top_k, max_tokens (per turn), stop, …"""
 
     val_config: ValidationSampling = ValidationSampling()
-    """Sampling of evaluations."""
+    """Sampling for evaluations."""
 
     remove_think_tokens: bool = False
     """Remove the thoughts of a turn from the history that later turns read."""
@@ -94,41 +94,41 @@ class AgentGeneration(Section):
     """Pass `enable_thinking` to the chat template."""
 
     qwen3_acc_thinking: bool = True
-    """Keep the thoughts of earlier turns in the history; false: the chat template renders it anew for each turn."""
+    """Keep the thoughts of earlier turns in the history. If false, the chat template renders it anew for each turn."""
 
     vision_is_active: Literal[False] = False
-    """Images; not supported."""
+    """Images. Not supported."""
 
     enable_turn_reminder: bool = False
     """Tell the agent after each turn how many remain."""
 
     early_step_threshold: Annotated[int, Ge(0)] = 0
-    """Number of turns before which the reminder asks the agent not to finish; 0: none."""
+    """Number of turns before which the reminder asks the agent not to finish. 0 means none."""
 
     profile_tools: bool = True
-    """Report the number of calls of each tool as `rollout_metrics/tool_name/*`."""
+    """Report the number of calls per tool as `rollout_metrics/tool_name/*`."""
 
     debug_log: bool = False
     """Log each turn."""
 
     max_repeats: Annotated[int, Ge(0)] | None = None
-    """Number of equal calls with equal results in a row that end the trajectory with `stuck_in_a_loop`; 0 for no limit.
-    Defaults to the agent's limit: 4 for `CodeActAgent`, none for `ReActAgent`. Raise it for agents that poll."""
+    """End a trajectory with `stuck_in_a_loop` after this many equal calls with equal results in a row. 0 means no
+    limit. Defaults to the agent's limit: 4 for `CodeActAgent`, none for `ReActAgent`. Raise it for agents that poll."""
 
     tool_timeout: Annotated[float, Gt(0)] = 600.0
-    """Seconds after which a call of a tool is abandoned and ends its trajectory with `cmd_timeout`."""
+    """Seconds after which a tool call is abandoned and ends its trajectory with `cmd_timeout`."""
 
     task_timeout: Annotated[float, Gt(0)] = 3600.0
-    """Seconds after which a method of the task is abandoned; its trajectory is invalid."""
+    """Seconds after which a method of the task is abandoned. Its trajectory is invalid."""
 
     trajectory_timeout: Annotated[float, Gt(0)] = 14_400.0
-    """Maximum seconds of an agent's work, including waits for the engine. Then its trajectory is invalid."""
+    """Maximum seconds of an agent's work, including waits for the engine. After that, the trajectory is invalid."""
 
     n_retries: Annotated[int, Ge(0)] = 1
-    """Further attempts at a trajectory that failed."""
+    """Further attempts at a failed trajectory."""
 
     masked_finish_reasons: tuple[str, ...] = MASKED_FINISH_REASONS
-    """Trajectories that end for these reasons are not trained on; their rewards count in the baseline of the group."""
+    """Trajectories that end for these reasons are not trained on. Their rewards count in the group's baseline."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -149,7 +149,7 @@ class AgentGeneration(Section):
         return self
 
     def sampling(self, *, is_training: bool) -> SamplingParams:
-        """Return the sampling parameters of training or of evaluations."""
+        """Return the sampling parameters for training or evaluation."""
         params = {"max_tokens": self.max_response_length, **self.sampling_params}
         return to_sampling(params if is_training else {**params, **self.val_config.sampling_params}, None)
 
@@ -158,28 +158,28 @@ class DispatcherLimits(Section):
     """Limits of parallel work."""
 
     max_parallel_agents: Count = 16
-    """Maximum number of trajectories that generate at once."""
+    """Maximum number of trajectories that generate concurrently."""
 
     max_eval_parallel_agents: Count | None = None
-    """Maximum number of trajectories that are evaluated at once; null for `max_parallel_agents`."""
+    """Maximum number of trajectories that are evaluated concurrently. null uses `max_parallel_agents`."""
 
 
 class DispatcherConfig(DispatcherLimits):
-    """Parallel work of trajectories."""
+    """Parallelism of trajectories."""
 
     type: Literal["async_pipeline", "async_batch", "async_fix_pool"] = "async_pipeline"
-    """async_pipeline: limits for each phase, so that new runtimes start and finished ones are evaluated while other
-    trajectories generate. async_batch: one limit for whole trajectories. async_fix_pool: each trajectory borrows one
-    of `envs`."""
+    """async_pipeline: separate limits per phase, so that new runtimes start and finished ones are evaluated while other
+    trajectories generate. async_batch: one limit for whole trajectories. async_fix_pool: each trajectory borrows one of
+    `envs`."""
 
     scheduler: Literal["naive"] = "naive"
     """Trajectories start in the order of their instances."""
 
     envs: tuple[str, ...] = ()
-    """The environments of `async_fix_pool`, e.g. addresses. `BaseTask.initialize_runtime` gets one of them as `env`."""
+    """Environments for `async_fix_pool`, e.g. addresses. `BaseTask.initialize_runtime` gets one of them as `env`."""
 
     val_config: DispatcherLimits | None = None
-    """Limits of evaluations; null for the same ones."""
+    """Limits for evaluations. null uses the same limits."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -191,7 +191,7 @@ class DispatcherConfig(DispatcherLimits):
 
 
 class AgentConfig(Section):
-    """The settings of a task file."""
+    """Settings in a task file."""
 
     agent_cls: str = "skyrl_agent.agents.react.ReActAgent"
     """The agent, as a dotted path."""
@@ -210,15 +210,15 @@ class AgentConfig(Section):
     """Sampling of trajectories."""
 
     dispatcher: DispatcherConfig = DispatcherConfig()
-    """Parallel work of trajectories."""
+    """Parallelism of trajectories."""
 
     @classmethod
     def load(cls, path: str | Path) -> AgentConfig:
         """Read a task file.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ConfigError: it is not valid; the error lists every problem.
+            FileNotFoundError: the file does not exist.
+            ConfigError: the file is invalid. The error lists every problem.
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no task file {str(path)!r}")
@@ -239,7 +239,7 @@ class AgentConfig(Section):
 
 
 def _lists_as_tuples(value: Any) -> Any:
-    """Return nested settings with tuples for lists, which a frozen section can hold."""
+    """Return nested settings with lists as tuples, since a frozen section cannot hold lists."""
     if isinstance(value, Mapping):
         return {key: _lists_as_tuples(inner) for key, inner in value.items()}
     return tuple(value) if isinstance(value, list) else value

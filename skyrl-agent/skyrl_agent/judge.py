@@ -1,4 +1,4 @@
-"""A language model as a judge of answers, behind an API like OpenAI's."""
+"""A language model as a judge of answers, behind an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _slots = threading.BoundedSemaphore(MAX_CONCURRENCY)
 
 @cache
 def _client() -> openai.OpenAI:
-    """Return the client of the API at OPENAI_BASE_URL, with the key OPENAI_API_KEY."""
+    """Return a client for the API at OPENAI_BASE_URL, with the key OPENAI_API_KEY."""
     try:
         return openai.OpenAI(timeout=TIMEOUT_S, max_retries=N_RETRIES)
     except openai.OpenAIError as error:
@@ -49,7 +49,7 @@ def _client() -> openai.OpenAI:
 
 
 def complete(model: str, prompt: str) -> str:
-    """Return a model's answer to a prompt; ToolFailure if the API fails. Blocks."""
+    """Return a model's answer to a prompt. Raises ToolFailure if the API fails. Blocks."""
     with _slots:
         try:
             completion = _client().chat.completions.create(
@@ -72,7 +72,7 @@ def judge_answer(question: str, answer: str, response: str) -> float:
     model = os.environ.get("JUDGE_MODEL")
     if not model:
         raise ToolFailure("answers of this data source are judged by a model; set JUDGE_MODEL to its name")
-    mark = secrets.randbelow(10**9)  # which the response cannot know
+    mark = secrets.randbelow(10**9)  # unguessable, so the response cannot forge the mark
     text = complete(model, PROMPT.format(question=question, answer=answer, response=response, mark=mark))
     verdicts = VERDICT.findall(text)
     if not verdicts:

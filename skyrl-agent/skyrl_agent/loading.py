@@ -1,4 +1,4 @@
-"""Dotted paths of classes in task files."""
+"""Dotted class paths in task files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ RENAMED = {
     "skyrl_agent.tasks.web_research_task.WebResearchTask": "skyrl_agent.tasks.web_research.WebResearchTask",
     "skyrl_agent.tasks.swebench.utils.SWEBenchTask": "skyrl_agent.tasks.swe_bench.SWEBenchTask",
 }
-"""Paths in SkyRL-Agent's task files, and ours."""
+"""Paths in SkyRL-Agent's task files, and our names for them."""
 
 
 def load_class(path: str, base: type) -> Any:
     """Return the class at a dotted path such as `my_package.tasks.MyTask`.
 
     Raises:
-        ValueError: there is none, or it is not a subclass of `base`.
+        ValueError: the class does not exist, or is not a subclass of `base`.
     """
     module, _, name = RENAMED.get(path, path).rpartition(".")
     try:

@@ -1,4 +1,4 @@
-"""The runner of an agent: it plays trajectories of a task, for a trainer or on its own."""
+"""The runner of an agent: plays trajectories of a task, for a trainer or standalone."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ RATIOS = {
     "trajectory_timeout": "trajectory_timeout",
     "engine_error": "engine_error",
 }
-"""Metrics, and the stop reasons whose share they are."""
+"""Metrics that are shares of stop reasons."""
 
 
 class AgentRunner(RolloutGenerator):
     """A generator whose rollouts are trajectories of an agent.
 
-    A trajectory that fails is retried, and then invalid: no baseline, metric or loss reads its reward. Trajectories
-    that end for one of `generator.masked_finish_reasons` have a loss mask of 0, and their rewards count in baselines.
+    A failed trajectory is retried. If it fails again, it is invalid: no baseline, metric or loss reads its reward.
+    Trajectories that end for one of `generator.masked_finish_reasons` have a loss mask of 0, but their rewards count in
+    baselines.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class AgentRunner(RolloutGenerator):
         Raises:
             ConfigError: a tool does not exist, or the chat template cannot join turns.
         """
-        tools = agent_cls.create_tools(cfg.tools)  # now, so that a mistake is reported before the first trajectory
+        tools = agent_cls.create_tools(cfg.tools)  # early, so that a mistake is reported before the first trajectory
         close_tools(tools.values())
         self.cfg = cfg
         self.agent_cls = agent_cls
@@ -79,11 +80,11 @@ class AgentRunner(RolloutGenerator):
         self._played: dict[Phase, list[_Played]] = {"train": [], "eval": []}  # since the last `take_metrics`
 
     async def run(self, input_batch: Any, val_mode: bool = False) -> dict[str, Any]:
-        """Play `num_trajectories` of each row, and return SkyRL-Agent's parallel lists, see `to_agent_output`.
+        """Play `num_trajectories` trajectories per row. Return SkyRL-Agent's parallel lists: see `to_agent_output`.
 
         Args:
-            input_batch: a list of rows; SkyRL's `GeneratorInput`; or verl's `DataProto`.
-            val_mode: take the number of trajectories and the sampling parameters of `val_config`.
+            input_batch: a list of rows, SkyRL's `GeneratorInput`, or verl's `DataProto`.
+            val_mode: use the number of trajectories and the sampling parameters of `val_config`.
         """
         settings, is_training = self.cfg.generator, not val_mode
         n_samples = settings.num_trajectories if is_training else settings.val_config.num_trajectories
@@ -107,7 +108,7 @@ class AgentRunner(RolloutGenerator):
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
-        """Return one trajectory for each request, in order."""
+        """Return one trajectory per request, in order."""
         phase = metadata.training_phase
         played: dict[TrajectoryID, AgentTrajectory] = {}
 
@@ -124,7 +125,7 @@ class AgentRunner(RolloutGenerator):
         return [self._mask(trajectory) for trajectory in trajectories]
 
     def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
-        """Return the metrics of all trajectories of a phase since the last call of this method."""
+        """Return the metrics of a phase's trajectories since the last call."""
         played, self._played[phase] = self._played[phase], []
         settings = self.cfg.generator
         metrics = agent_metrics(played, settings.masked_finish_reasons)
@@ -139,7 +140,7 @@ class AgentRunner(RolloutGenerator):
             self._workers = None
 
     async def _get_workers(self) -> _Workers:
-        """Return the dispatchers and threads of the running event loop; those of one that has ended are replaced."""
+        """Return the running event loop's dispatchers and threads. Replace them if their event loop has ended."""
         loop = asyncio.get_running_loop()
         workers = self._workers
         if workers is not None and workers.loop is loop:
@@ -169,7 +170,7 @@ class AgentRunner(RolloutGenerator):
 
 
 class _Workers:
-    """The dispatchers and threads of one event loop."""
+    """The dispatchers and threads of an event loop."""
 
     def __init__(self, cfg: AgentConfig, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -188,7 +189,7 @@ class _Workers:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """The facts about a trajectory that metrics are computed from."""
+    """What metrics need to know about a trajectory."""
 
     group: int
     stop_reason: str
@@ -203,13 +204,13 @@ class _Played:
 
 
 def _template_kwargs(cfg: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the variables of the chat template: `enable_thinking`, for templates that read it."""
+    """Return the chat template's variables: `enable_thinking`, for templates that read it."""
     reads_thinking = "enable_thinking" in str(tokenizer.chat_template or "")
     return {"enable_thinking": cfg.generator.qwen3_enable_thinking} if reads_thinking else {}
 
 
 def _check_system_message(encoder: ChatEncoder) -> None:
-    """Raise ConfigError for a chat template without system messages, which describe the tools."""
+    """Raise ConfigError if the chat template has no system messages, since they describe the tools."""
     try:
         encoder.prompt_ids([{"role": "system", "content": "?"}, {"role": "user", "content": "?"}])
     except DataError as error:
@@ -221,10 +222,10 @@ def _check_system_message(encoder: ChatEncoder) -> None:
 
 
 def to_rows(input_batch: Any) -> list[dict[str, Any]]:
-    """Convert a batch to rows: dictionaries from the name of a column to its value.
+    """Convert a batch to rows: dicts of column values.
 
     Raises:
-        DataError: the type of the batch is not supported.
+        DataError: the batch has an unsupported type.
     """
     if isinstance(columns := getattr(input_batch, "non_tensor_batch", None), Mapping):  # verl's DataProto
         values = zip(*columns.values(), strict=True)
@@ -245,7 +246,7 @@ def to_rows(input_batch: Any) -> list[dict[str, Any]]:
 
 
 def _as_plain(value: Any) -> Any:
-    """Return a value with lists and Python's numbers for numpy's arrays and numbers."""
+    """Convert numpy arrays and numbers to lists and Python numbers."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -254,11 +255,11 @@ def _as_plain(value: Any) -> Any:
 
 
 def to_agent_output(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, Any]:
-    """Convert trajectories to SkyRL-Agent's parallel lists, with one entry for each row of training data.
+    """Convert trajectories to SkyRL-Agent's parallel lists, with one entry per row of training data.
 
-    `rewards` repeats the reward of a trajectory for each of its rows. `traj_rewards`, `episode_nums` (the number of
-    rows) and `traj_idx` (of the instance) have one entry for each trajectory; `is_last_episode` marks the last row of
-    each. An invalid trajectory has the reward None.
+    `rewards` repeats a trajectory's reward for each of its rows. `traj_rewards`, `episode_nums` (the number of rows)
+    and `traj_idx` (the index of the instance) have one entry per trajectory. `is_last_episode` marks each trajectory's
+    last row. Invalid trajectories have the reward None.
     """
     rows = [(t, segment) for t in trajectories for segment in t.segments]
     rewards = [t.total_reward if t.is_valid else None for t in trajectories]

@@ -1,4 +1,4 @@
-"""One attempt of an agent at an instance, in three phases: initialize, generate, evaluate."""
+"""An agent's attempt at an instance, in three phases: initialize, generate, evaluate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """The part of a dataset row that the task receives, and its names."""
+    """The part of a dataset row that the task receives, with its names."""
 
     data: Any
     instance_id: str
@@ -35,10 +35,10 @@ class Instance:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any], default_id: str, cfg: AgentConfig) -> Instance:
-        """Select the columns that `data` of the task file names.
+        """Select the columns named in the task file's `data`.
 
         Raises:
-            DataError: the row lacks one.
+            DataError: a column is missing.
         """
         keys = cfg.data
         data = row if keys.instance_key is None else _value_at(row, keys.instance_key)
@@ -63,7 +63,7 @@ def _value_at(row: Any, key: str, default: Any = _REQUIRED) -> Any:
 
 
 async def finish(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine to completion, even if this task is cancelled; then raise the cancellation."""
+    """Run a coroutine to completion even if this task is cancelled, then raise the cancellation."""
     task, cancellation = asyncio.ensure_future(coroutine), None
     while not task.done():
         try:
@@ -90,7 +90,7 @@ class AgentTrajectory:
         task_threads: ThreadPool,
         tool_threads: ThreadPool,
     ) -> None:
-        """Store the collaborators. Methods of the task and of tools run in the threads."""
+        """Create an attempt. The threads run the methods of the task and of tools."""
         self.rollout = rollout
         self.env: str | None = None  # one of `dispatcher.envs`
         self.finish_reason: str | None = None  # set when the agent has ended
@@ -127,7 +127,7 @@ class AgentTrajectory:
             await self._run_phase(self._evaluate, "error_evaluation")
 
     async def close(self) -> None:
-        """Release the runtime, the tools and the engine's cache. Calling it again does nothing."""
+        """Release the runtime, the tools and the engine's cache. Idempotent."""
         await finish(self._close())
 
     async def _close(self) -> None:
@@ -171,9 +171,9 @@ class AgentTrajectory:
         columns = copy.deepcopy({**row.env_extras, "prompt": row.prompt} if row.prompt else row.env_extras)
         self._instance = Instance.from_row(columns, row.uid, self._cfg)
         if inspect.iscoroutinefunction(self._task.initialize_runtime):
-            await self._start()  # which releases what it has started if it is cancelled
+            await self._start()  # if cancelled, it releases what it has started
         else:
-            await finish(self._start())  # which closes the runtime of a start that exceeds its limit
+            await finish(self._start())  # it closes the runtime of a start that exceeds its limit
         self._chat.reset(await self._call_task("get_instruction", runtime=self._runtime))
 
     async def _start(self) -> None:
@@ -204,11 +204,11 @@ class AgentTrajectory:
         if not self.rollout.turns:
             raise RuntimeError(f"{self._agent_cls.__name__} ended before the model took a turn")
         collected = await self._call_task("complete_runtime", runtime=self._runtime)
-        if collected is not None and collected != {}:  # tasks of SkyRL-Agent return {} if there is nothing to collect
+        if collected is not None and collected != {}:  # SkyRL-Agent's tasks return {} if there is nothing to collect
             self._result = collected
 
     async def _run_agent(self, context: AgentContext) -> tuple[str, Any]:
-        """Return the finish reason and the result of the agent."""
+        """Return the agent's finish reason and result."""
         name, limit = self._agent_cls.__name__, asyncio.timeout(self._cfg.generator.trajectory_timeout)
         try:
             async with limit:
@@ -240,7 +240,7 @@ class AgentTrajectory:
         self.rollout.stop_reason = self.finish_reason
 
     async def _call_task(self, name: str, close_late: Callable[[Any], Any] | None = None, **arguments: Any) -> Any:
-        """Return the result of a method of the task, see `BaseTask`; a result after its limit goes to `close_late`."""
+        """Call a method of the task (see `BaseTask`). A result after the limit goes to `close_late`."""
         method, instance = getattr(self._task, name), self._instance
         assert instance is not None
         arguments |= {

@@ -1,4 +1,4 @@
-"""Workspaces of agents: a folder and a shell, in a container or on this machine."""
+"""Agents' workspaces: a folder and a shell, in a container or on this machine."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from skyrl_gym.isolation.processes import all_processes, is_running
 T = TypeVar("T")
 W = TypeVar("W", bound="Workspace")
 
-MAX_OUTPUT_BYTES = 30_000  # of a command, of which the first and the last half are kept
-MAX_OUTPUT_FILE_BYTES = 4 << 30  # of any file that a command writes, so that endless output does not fill the disk
-MAX_FILE_BYTES = 16 << 20  # of a file that is read or written as a whole
+MAX_OUTPUT_BYTES = 30_000  # per command. The first and the last half are kept.
+MAX_OUTPUT_FILE_BYTES = 4 << 30  # per file that a command writes, so that endless output does not fill the disk
+MAX_FILE_BYTES = 16 << 20  # per file that is read or written as a whole
 MAX_COMMAND_BYTES = 90_000  # Linux allows 128 KiB for an argument, and base64 adds a third
 CHUNK_BYTES = 45_000
 FILE_TIMEOUT_S = 60.0
@@ -50,9 +50,10 @@ if [ "$(wc -c <"$output")" -le {max_bytes} ]; then cat "$output"; else
 head -c {half} "$output"; printf '\\n[the middle of the output is left out]\\n'; tail -c {half} "$output"; fi
 rm -f "$output"
 """
-"""Runs a command in its own process group with a time limit, and prints its status, seconds, size and output.
+"""Script: run a command in its own process group with a time limit, and print its status, seconds, size and output.
 
-The output goes through a file, so that background processes do not keep the command from returning.
+The output goes to a file, not a pipe: a background process that keeps a pipe open would keep the command from
+returning.
 """
 
 READ = """if [ -d {path} ]; then exit 101; elif [ ! -e {path} ]; then exit 102; elif [ ! -f {path} ]; then exit 103
@@ -60,26 +61,26 @@ elif [ "$(wc -c <{path})" -gt {max_bytes} ]; then exit 104; fi; base64 <{path}""
 
 
 class WorkspaceError(ToolFailure):
-    """A workspace failed to start or to respond; the model is not at fault."""
+    """The workspace failed to start or to respond. The model is not at fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """The end of a command, e.g. `CommandResult("3 passed\\n", 0)`."""
+    """Result of a command, e.g. `CommandResult("3 passed\n", 0)`."""
 
-    output: str  # stdout and stderr, without the middle if it is long
+    output: str  # stdout and stderr, with the middle cut out if long
     status: int | None  # None: killed at its time limit
 
 
 class Workspace(ABC):
-    """A folder with a shell, which lives from `start` to `close`.
+    """A folder with a shell. It exists from `start` to `close`.
 
-    Methods block and may be called from any thread. `close` ends commands that are running. Each command runs in a new
-    shell: processes in the background survive it, variables and `cd` do not.
+    Methods block and may be called from any thread. `close` ends running commands. Each command runs in a new shell:
+    background processes survive it, variables and `cd` do not.
     """
 
     base_tree: str | None = None
-    """The git tree that `cwd` had when the agent started, see `tasks.patches`."""
+    """Git tree of `cwd` when the agent started. See `tasks.patches`."""
 
     def __init__(self, cwd: str) -> None:
         """Set the folder in which commands run."""
@@ -90,7 +91,7 @@ class Workspace(ABC):
         """Create the workspace.
 
         Raises:
-            WorkspaceError: it does not start, or `close` was called in the meantime.
+            WorkspaceError: it does not start, or `close` was called meanwhile.
         """
         self._start()
         if self._is_closed:
@@ -98,17 +99,17 @@ class Workspace(ABC):
             raise WorkspaceError("the workspace was closed while it started")
 
     def close(self) -> None:
-        """Release the workspace and end its processes. Calling it again does nothing."""
+        """Release the workspace and end its processes. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._release()
 
     def execute(self, command: str, timeout_s: float, max_bytes: int = MAX_OUTPUT_BYTES) -> CommandResult:
-        """Run a command with bash. At the time limit, it and its process group are killed.
+        """Run a command with bash. At the time limit, its process group is killed.
 
         Raises:
             ValueError: the command is too long.
-            WorkspaceError: the workspace does not answer.
+            WorkspaceError: the workspace does not respond.
         """
         encoded = command.encode("utf-8", "surrogateescape")
         if len(encoded) > MAX_COMMAND_BYTES:
@@ -136,7 +137,7 @@ class Workspace(ABC):
         return CommandResult(output, None if is_late else status)
 
     def run(self, command: str, timeout_s: float = FILE_TIMEOUT_S, max_bytes: int = MAX_OUTPUT_BYTES) -> str:
-        """Run an internal command and return its output; WorkspaceError if it fails."""
+        """Run an internal command and return its output. Raises WorkspaceError if it fails."""
         result = self.execute(command, timeout_s, max_bytes)
         if result.status != 0:
             problem = f"took longer than {timeout_s:g} s" if result.status is None else f"status {result.status}"
@@ -144,10 +145,10 @@ class Workspace(ABC):
         return result.output
 
     def read_bytes(self, path: str) -> bytes:
-        """Return the content of a file; relative paths start at `cwd`.
+        """Return a file's content. Relative paths start at `cwd`.
 
         Raises:
-            OSError: it does not exist, is no regular file, or is larger than 16 MiB.
+            OSError: the file does not exist, is not a regular file, or is larger than 16 MiB.
         """
         command = READ.format(path=quote_path(path), max_bytes=MAX_FILE_BYTES)
         result = self.execute(command, FILE_TIMEOUT_S, 2 * MAX_FILE_BYTES)
@@ -165,7 +166,7 @@ class Workspace(ABC):
         raise OSError(f"{path} cannot be read: {result.output[-500:]}")
 
     def write_bytes(self, path: str, content: bytes) -> None:
-        """Write a file, and create its folder; relative paths start at `cwd`. OSError if it cannot be written."""
+        """Write a file, creating its folder. Relative paths start at `cwd`. Raises OSError if it cannot be written."""
         command, quoted = f'mkdir -p -- "$(dirname -- {quote_path(path)})" && ', quote_path(path)
         for start in range(0, max(1, len(content)), CHUNK_BYTES):
             chunk = base64.b64encode(content[start : start + CHUNK_BYTES]).decode("ascii")
@@ -181,38 +182,38 @@ class Workspace(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """End all processes and remove the workspace, whatever state it is in; may be called twice."""
+        """End all processes and remove the workspace, in whatever state it is. May be called twice."""
 
     @abstractmethod
     def _run(self, script: str, timeout_s: float) -> tuple[str, int]:
-        """Return what a script for bash prints, and its exit status; WorkspaceError if that takes too long."""
+        """Run a bash script. Return its output and exit status. Raises WorkspaceError if it takes too long."""
 
 
 def quote_path(path: str) -> str:
-    """Quote a path for the shell, so that a leading hyphen is no option; OSError if it is not a path."""
+    """Quote a path for the shell. A leading hyphen is not an option. Raises OSError if it is not a path."""
     if "\0" in path or not path:
         raise OSError(f"{path!r} is not a path")
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
 class ContainerWorkspace(Workspace):
-    """A container of one of mini-swe-agent's environments: Docker, or Singularity.
+    """A container in one of mini-swe-agent's environments: Docker or Singularity.
 
-    Closing a Docker container ends all its processes. Singularity ends them with their command; one that is running
-    when the workspace is closed ends at its time limit.
+    Closing a Docker container ends all its processes. Singularity ends processes with their command. A command that is
+    running when the workspace is closed ends at its time limit.
     """
 
     def __init__(self, image: str, cwd: str, environment: Mapping[str, Any] | None = None) -> None:
-        """Set what `start` creates.
+        """Configure the container that `start` creates.
 
         Args:
             image: the container's image.
-            cwd: the folder in which commands run; it is created if the image lacks it.
+            cwd: the folder in which commands run. It is created if the image lacks it.
             environment: settings of `minisweagent.environments`: environment_class (docker or singularity), executable
                 (e.g. podman), run_args, env, pull_timeout, container_timeout, …
 
         Raises:
-            ValueError: the class is another one.
+            ValueError: `environment_class` has any other value.
         """
         super().__init__(cwd)
         self._image = image
@@ -285,13 +286,14 @@ MARK = "SKYRL_WORKSPACE"
 class LocalWorkspace(Workspace):
     """A temporary folder on this machine. It is NOT a sandbox.
 
-    Commands run as the current user, who can read and change everything that this user can. Use it for tests, or for
-    models and repositories that you trust. Commands get no variables of this process except PATH. `close` kills all
-    processes that inherited the workspace's mark in their environment (Linux), and the groups of running commands.
+    Commands run as the current user and can read and change everything that this user can. Use it for tests, or for
+    models and repositories that you trust. Commands get no environment variables of this process except PATH. `close`
+    kills all processes that inherited the workspace's mark in their environment (Linux), and the groups of running
+    commands.
     """
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
-        """Choose the folder. `env` has further variables for commands."""
+        """Choose the folder. `env` has extra variables for commands."""
         self._root = Path(tempfile.gettempdir()).resolve() / f"skyrl-workspace-{uuid.uuid4().hex}"
         super().__init__(str(self._root / "workspace"))
         self._mark = uuid.uuid4().hex
@@ -363,9 +365,9 @@ def _kill_group(group: int) -> None:
 
 
 async def in_thread(function: Callable[[], T], limit_s: float | None = None) -> T:
-    """Return the result of a blocking function, which runs in a separate daemon thread.
+    """Run a blocking function in a separate daemon thread, and return its result.
 
-    A call that is cancelled or late is abandoned: its thread ends when the function returns.
+    A cancelled or late call is abandoned: its thread ends when the function returns.
 
     Raises:
         TimeoutError: the function took longer than `limit_s`.
@@ -413,7 +415,7 @@ async def start_workspace(workspace: W, limit_s: float, prepare: Callable[[W], N
 
 @asynccontextmanager
 async def open_workspace(workspace: W, limit_s: float, prepare: Callable[[W], None]) -> AsyncIterator[W]:
-    """Start and prepare a workspace, and close it at the end, on cancellation, too."""
+    """Start and prepare a workspace, and close it at the end, including on cancellation."""
     await start_workspace(workspace, limit_s, prepare)
     try:
         yield workspace

@@ -23,7 +23,7 @@ SIGNS = {"passed": "✓", "failed": "✗", "advice": "!"}
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "skyrl-gym") -> int:
-    """Run the command line. Return exit status 1 if a rule is broken, and 2 if the command is wrong."""
+    """Run the command line. Exit status 1 means a broken rule, 2 a wrong command."""
     parser = _parser(prog)
     name = next(iter(sys.argv[1:] if argv is None else argv), "")
     if name not in COMMANDS and (hint := suggestion(name, list(COMMANDS))):
@@ -65,7 +65,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> int:
-    """Print a finding per rule. If a call hangs, exit this process soon after."""
+    """Print one line per finding. If a call hangs, exit this process soon after."""
     processes = child_processes()
     checkup = Checkup(_spec(options.env), _row(options), _settings(options), options.timeout)
     findings: list[Finding] = []
@@ -94,7 +94,7 @@ def _list(_: argparse.Namespace) -> int:
 
 
 def run() -> None:
-    """Run the script `skyrl-gym`."""
+    """Run the `skyrl-gym` script."""
     sys.exit(main())
 
 
@@ -116,7 +116,7 @@ def _format_counts(findings: Sequence[Finding]) -> str:
 
 
 def _spec(name: str) -> EnvSpec:
-    """Return the spec of an environment. Modules in the current folder can be imported too."""
+    """Return the spec of an environment. Modules in the current folder are importable."""
     if ":" not in name:
         return spec(name)
     sys.path.insert(0, "")

@@ -16,12 +16,12 @@ class EnvStepOutput(TypedDict, Generic[ObsType]):
     """The return value of `Env.step`; a plain dict at run time.
 
     observations: the policy's next input, e.g. ``[{"role": "user", "content": "Try again."}]``.
-    reward: the reward of this step alone, not the running total. None if it is unknown, which ends the episode; no
+    reward: this step's reward, not the running total. None means unknown: the episode ends, and no
         baseline and no metric counts it.
     done: True if the episode ended with this step.
-    metadata: facts for logs and analysis. Training reads two of them: `reward_components`, the named parts of the
-        reward of this step, e.g. ``{"correct": 1.0, "format": 0.2}``; and `modified_chat_history`, messages that
-        replace the conversation so far.
+    metadata: values for logs and analysis. Training reads two keys: `reward_components`, the named parts of this
+        step's reward, e.g. ``{"correct": 1.0, "format": 0.2}``; and `modified_chat_history`, a list of messages that
+        replaces the conversation so far.
     """
 
     observations: ObsType
@@ -33,26 +33,26 @@ class EnvStepOutput(TypedDict, Generic[ObsType]):
 class Env(Generic[ObsType, ActType]):
     """One episode of one task: `init` once, `step` until done, `close`. Create a new instance for each episode.
 
-    As a context manager, an environment closes itself at the end of the block, also after an error.
+    As a context manager, it closes itself at the end of the block, even after an error.
     """
 
     validates_rows: ClassVar[bool] = False
-    """True if the constructor does nothing but read the row and the configuration. The trainer then constructs one
-    environment from every row before it loads a model, and reports the rows that the constructor refuses. A subclass
-    with a constructor of its own sets it again."""
+    """True if the constructor only reads the row and the configuration. The trainer then constructs one environment per
+    row before it loads a model, and reports every row that the constructor rejects. A subclass with its own constructor
+    must set this again."""
 
     spec: EnvSpec | None = None
     """The spec from which `make` built this environment; None if the class was called directly."""
 
     @classmethod
     def check_packages(cls) -> None:
-        """Raise ImportError, with the install command, if a package that only an episode imports is missing.
+        """Raise ImportError, with the install command, if a package is missing that only an episode imports.
 
-        It is called once before training, in the interpreter that plays the environment.
+        Called once before training, in the interpreter that runs the environment.
         """
 
     def init(self, *args: Any, **kwargs: Any) -> tuple[ObsType, dict[str, Any]]:
-        """Start the episode; return the first observations and a dict of facts."""
+        """Start the episode. Return the first observations and a dict of metadata."""
         raise NotImplementedError(f"{type(self).__name__} must implement init()")
 
     def step(self, action: ActType) -> EnvStepOutput[ObsType]:
@@ -60,15 +60,15 @@ class Env(Generic[ObsType, ActType]):
         raise NotImplementedError(f"{type(self).__name__} must implement step()")
 
     def grade_unfinished(self) -> float | None:
-        """Return the reward of an episode that the trainer ends before `step` is done, beside the rewards of its steps.
+        """Return the final reward of an episode that the trainer ends before `step` is done. The default adds nothing.
 
-        It is called at most once, after the last step, if the conversation reached the maximum of turns or tokens. None
-        makes the rollout invalid. By default, there is no such reward.
+        Called at most once, after the last step, when the conversation reaches its maximum of turns or tokens. The
+        reward adds to the rewards of the steps. None makes the rollout invalid.
         """
         return 0.0
 
     def close(self) -> None:
-        """Release the resources of the episode (processes, connections, files). Calling it again does nothing."""
+        """Release the episode's resources (processes, connections, files). Idempotent."""
 
     def __str__(self) -> str:
         return f"Env({type(self).__name__})"

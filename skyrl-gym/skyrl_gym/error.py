@@ -1,31 +1,28 @@
-"""The errors of this package. Each class takes only its message, so that every error can be pickled.
+"""Exceptions of this package. Each takes only its message, so every exception can be pickled.
 
-Error
-├── RegistrationError       a registration is refused
-│   └── InvalidSpec         a spec cannot be built, written as JSON or read back (also a ValueError)
-├── InvalidSettings         a section of the configuration is refused by its environment (also a ValueError)
-├── UnregisteredEnv         this process's registry does not hold the id (also a ValueError)
-├── InvalidAnswer           an environment returned an invalid value
-└── ToolFailure             a tool fails through no fault of the model, which makes the rollout invalid
+Error ├── RegistrationError a registration is rejected │ └── InvalidSpec a spec cannot be built, written as JSON or read
+back (also a ValueError) ├── InvalidSettings an environment rejects its section of the configuration (also a ValueError)
+├── UnregisteredEnv this process's registry does not hold the id (also a ValueError) ├── InvalidAnswer an environment
+returned an invalid value └── ToolFailure a tool fails through no fault of the model, which makes the rollout invalid
 """
 
 from __future__ import annotations
 
 
 class Error(Exception):
-    """Base class of the errors that skyrl_gym raises."""
+    """Base class for the exceptions of skyrl_gym."""
 
 
 class RegistrationError(Error):
-    """An environment cannot be registered, e.g. because its id is taken."""
+    """The environment cannot be registered, e.g. because its id is taken."""
 
 
 class InvalidSpec(RegistrationError, ValueError):
-    """An `EnvSpec` cannot be built, written as JSON or read back."""
+    """The `EnvSpec` cannot be built, written as JSON or read back."""
 
 
 class InvalidSettings(Error, ValueError):
-    """The section `environment.skyrl_gym.<env_class>` is invalid, whatever the row: the message names its key."""
+    """The section `environment.skyrl_gym.<env_class>` is invalid for every row. The message names the key."""
 
 
 class UnregisteredEnv(Error, ValueError):
@@ -37,4 +34,4 @@ class InvalidAnswer(Error):
 
 
 class ToolFailure(Error):
-    """A service that a tool depends on has failed, through no fault of the model that called the tool."""
+    """A service behind a tool failed, through no fault of the model that called it."""

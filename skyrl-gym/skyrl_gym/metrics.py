@@ -1,4 +1,4 @@
-"""Aggregation of the metrics of single episodes into the logged numbers."""
+"""Aggregation of per-episode metrics into logged numbers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from skyrl_gym.runtime.text import clean_text
 logger = logging.getLogger(__name__)
 
 EpisodeMetrics = Mapping[str, Any]
-"""The `get_metrics` of one episode."""
+"""The `get_metrics` of an episode."""
 
 Aggregate = Callable[[Sequence[EpisodeMetrics]], dict[str, Any]]
 
 _warned: set[str] = set()
-"""Environments whose `aggregate_metrics` failed and for which the log has a warning."""
+"""Environments with a failing `aggregate_metrics` that have already been logged."""
 
 
 def default_aggregate_metrics(metrics: Sequence[EpisodeMetrics]) -> dict[str, float]:
-    """Return the mean of each key over the episodes that have it. Booleans are numbers; other types are dropped."""
+    """Return the mean of each key over the episodes that have it. Booleans are numbers. Other types are dropped.
+
+    >>> default_aggregate_metrics([{"steps": 5, "caught": True}, {"steps": 3, "caught": False, "name": "x"}])
+    {'steps': 4.0, 'caught': 0.5}
+    """
     values: defaultdict[str, list[float]] = defaultdict(list)
     for episode in metrics:
         for key, value in episode.items():
@@ -34,11 +38,11 @@ def default_aggregate_metrics(metrics: Sequence[EpisodeMetrics]) -> dict[str, fl
 
 
 def aggregate_for_environment(env_name: str, metrics: Sequence[EpisodeMetrics]) -> dict[str, Any]:
-    """Aggregate episodes of one registered environment with the `aggregate_metrics` of its class.
+    """Aggregate the episodes of a registered environment with its class's `aggregate_metrics`.
 
     Episodes without metrics (the environment reports none, or the rollout failed before its first step) are dropped
     first, so `aggregate_metrics` may rely on its own keys. If it fails, or cannot be imported because the environment
-    runs in another interpreter, the default rule replaces it, with one warning in the log.
+    runs in another interpreter, the default rule applies and a warning is logged once.
 
     Raises:
         UnregisteredEnv: (a ValueError) `env_name` is not registered in this process.
@@ -59,11 +63,13 @@ def aggregate_for_environment(env_name: str, metrics: Sequence[EpisodeMetrics]) 
 def aggregate_by_environment(env_classes: Sequence[str], metrics: Sequence[EpisodeMetrics]) -> dict[str, Any]:
     """Aggregate a batch of episodes [B], possibly of several environments, into the logged metrics.
 
-    Every number is logged as ``environment/{env_class}/{key}``, so environments that share a key do not overwrite each
-    other. If the whole batch is of one environment, ``environment/{key}`` is logged as well: two episodes of catch,
-    one of them won, give ``{"environment/catch/catch_rate": 0.5, "environment/catch_rate": 0.5}``.
+    Every number is logged as ``environment/{env_class}/{key}``, so environments with a common key do not overwrite each
+    other. A batch from a single environment also gets ``environment/{key}``.
 
-    Environments that are not registered in this process, e.g. those of another program, use the default rule.
+    >>> aggregate_by_environment(["catch", "catch"], [{"catch_rate": 1}, {"catch_rate": 0}])
+    {'environment/catch/catch_rate': 0.5, 'environment/catch_rate': 0.5}
+
+    Environments that are not registered in this process, e.g. another program's, use the default rule.
 
     Raises:
         ValueError: the two lists differ in length.
@@ -88,13 +94,13 @@ def aggregate_by_environment(env_classes: Sequence[str], metrics: Sequence[Episo
 
 
 def _aggregate_rule(env_spec: EnvSpec) -> Aggregate:
-    """Return the `aggregate_metrics` of the registered class, or the default rule if the entry point is a function."""
+    """Return the registered class's `aggregate_metrics`, or the default rule if the entry point is a function."""
     rule: Aggregate = getattr(env_spec.load(), "aggregate_metrics", default_aggregate_metrics)
     return rule
 
 
 def _only_numbers(env_name: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are numbers; log once which are not."""
+    """Return the metrics that are numbers. Log once which are not."""
     converted = {clean_text(str(name)): _as_number(value) for name, value in metrics.items()}
     if (dropped := [name for name, number in converted.items() if number is None]) and env_name not in _warned:
         _warned.add(env_name)
@@ -109,5 +115,5 @@ def _as_number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:  # an integer of hundreds of digits
+    except OverflowError:  # an integer with hundreds of digits
         return math.copysign(math.inf, 1 if value > 0 else -1)  # type: ignore[operator]

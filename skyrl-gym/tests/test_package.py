@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import doctest
 import re
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from gym_kit.processes import run_python
 import skyrl_gym
 
 README = Path(__file__).parents[1] / "README.md"
+PACKAGE = Path(skyrl_gym.__file__).parent
+WITH_EXAMPLES = sorted(file.relative_to(PACKAGE.parent) for file in PACKAGE.rglob("*.py") if ">>> " in file.read_text())
 HEAVY = ("torch", "ray", "numpy", "pandas", "transformers")
 
 
@@ -30,3 +34,9 @@ def test_readme_example_prints_its_documented_output(capsys: pytest.CaptureFixtu
     exec(compile(program, str(README), "exec"), {"__name__": "readme"})
     (promised,) = re.findall(r"This prints `(.*?)`", text)
     assert capsys.readouterr().out.strip() == promised
+
+
+@pytest.mark.parametrize("file", WITH_EXAMPLES, ids=str)
+def test_examples_in_docstrings_run(file: Path) -> None:
+    module = import_module(".".join(file.with_suffix("").parts).removesuffix(".__init__"))
+    assert doctest.testmod(module).failed == 0

@@ -1,4 +1,4 @@
-"""Common part of the examples that learn: data → warm start on random attempts → GRPO → result.
+"""Shared code of the examples that learn: data → warm start on random attempts → GRPO → result.
 
 An example passes a `Recipe` to `main`. Steps with existing results are skipped.
 """
@@ -60,13 +60,13 @@ class Recipe:
     overrides: tuple[str, ...]
     metric: str  # name of an evaluation metric
     required: float  # value of the metric that counts as learned
-    chance: float  # value of the metric for random attempts
+    chance: float  # the metric's value for random attempts
     n_steps: int
     context_length: int = 512
     n_start_steps: int = N_STEPS  # steps of the warm start
-    vocab_size: int = 512  # more merge longer fixed wordings into single tokens
+    vocab_size: int = 512  # more would merge longer fixed wordings into single tokens
     service: Callable[[Path], AbstractContextManager[Sequence[str]]] = lambda _: nullcontext(())
-    """A context that runs during training, e.g. a server; it yields overrides."""
+    """A context that runs during training, e.g. a server. It yields overrides."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class LearningRun:
             )
 
     def move_aside(self) -> None:
-        """Rename the folder of a finished run to make room for another run of this name."""
+        """Rename a finished run's folder to make room for a new run with this name."""
         kept = self.folder.path.with_name(f"{self.name}-before-{strftime('%Y%m%d-%H%M%S')}")
         self.folder.path.rename(kept)
         print(f"An earlier run is finished; it is now in {kept}")
@@ -191,7 +191,7 @@ def learn(run: LearningRun, command: str) -> bool:
 def main(
     recipe: Recipe, doc: str, argv: Sequence[str] | None = None, experiment: type[RLExperiment] = RLExperiment
 ) -> None:
-    """Run an example from the command line, with overrides after `--`; exit with status 1 if it did not learn."""
+    """Run an example from the command line, with overrides after `--`. Exit with status 1 if it did not learn."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--seed", type=int, default=42, help="seed of the model, the data order and sampling")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs"), help="folder of the run folders")

@@ -30,7 +30,7 @@ def make_tiny_model(
     head_dim: int = 16,
     vocab_size: int = 512,
 ) -> float:
-    """Write tokenizer and model to `output_dir`, which must not exist; return the last loss in nats per token."""
+    """Write tokenizer and model to a new `output_dir`. Return the last loss in nats per token."""
     if output_dir.exists():
         raise ValueError(f"{output_dir} exists already; remove it, or write to another folder")
     tokenizer = train_tokenizer(conversations[:N_FOR_TOKENIZER], vocab_size)
@@ -51,7 +51,7 @@ def encode(conversations: Sequence[ConversationType], tokenizer: PreTrainedToken
 
 
 def train_language_model(model: PreTrainedModel, token_ids: torch.Tensor, seed: int, n_steps: int) -> float:
-    """Train next-token prediction on every token of the conversations; return the last loss."""
+    """Train next-token prediction on every token of the conversations. Return the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=n_steps // 20, num_training_steps=n_steps)
     generator = torch.Generator().manual_seed(seed)

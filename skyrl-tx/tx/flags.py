@@ -1,4 +1,4 @@
-"""Derive command lines from pydantic models: each field is a flag, and its docstring the help text."""
+"""Derive command lines from pydantic models: each field is a flag, with its docstring as help text."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def _parse_json(value: object) -> object:
 
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json)]
-"""A JSON object, or its text."""
+"""A JSON object, or JSON text of one."""
 
 
 def flag(name: str) -> str:
-    """Return the flag of a field, e.g. `--base-model` for `base_model`."""
+    """Return a field's flag, e.g. `--base-model` for `base_model`."""
     return f"--{name.replace('_', '-')}"
 
 
 def add_flag(parser: argparse.ArgumentParser, model: type[BaseModel], name: str, *more: str) -> None:
-    """Add the flag of a field with further names; a boolean field also gets `--no-…`."""
+    """Add a field's flag and any further names. A boolean field also gets `--no-…`."""
     field = model.model_fields[name]
     default = "" if field.is_required() else f" (default: {field.get_default(call_default_factory=True)})"
     options: dict[str, Any] = {"required": field.is_required()}
@@ -40,12 +40,12 @@ def add_flag(parser: argparse.ArgumentParser, model: type[BaseModel], name: str,
 
 
 def format_errors(error: ValidationError) -> str:
-    """Return a line that names the invalid flags and the reasons."""
+    """Return one line that names the invalid flags and the reasons."""
     return "; ".join(_format_error(problem["loc"], problem["input"], problem["msg"]) for problem in error.errors())
 
 
 def format_setting_errors(error: ValidationError) -> str:
-    """Return a line that names the invalid settings of a JSON object and the reasons."""
+    """Return one line that names the invalid settings of a JSON object and the reasons."""
     return "; ".join(
         f"{'.'.join(map(str, problem['loc']))}={problem['input']!r}: {problem['msg']}" for problem in error.errors()
     )

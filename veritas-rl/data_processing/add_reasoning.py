@@ -1,7 +1,8 @@
-"""Let a model explain the known answers of generated tasks: `python -m data_processing.add_reasoning --input …`.
+"""Add a model's explanations to the known answers of generated tasks: `python -m data_processing.add_reasoning --input
+…`.
 
-The model is behind any OpenAI-compatible endpoint. An explanation is kept if the answer after it is still accepted by
-the task's verifier; the new `answer` is the explanation, "Final Answer:" and the original answer.
+The model is served by any OpenAI-compatible endpoint. An explanation is kept if the task's verifier still accepts the
+answer after it. The new `answer` is the explanation, "Final Answer:" and the original answer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Known answer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path, required=True, help="file of data_processing.generate_dataset")
     parser.add_argument("--output", type=Path, help="by default, the same name in the folder reasoned/")

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent
 
 
 def family_folder(path: Path) -> Path:
-    """Return the folder of the results for an input file: that of its family, or else the file's own."""
+    """Return the results folder for an input file: its family's folder, or else the file's own."""
     return path.parent.parent if path.parent.name in ("generated", "reasoned") else path.parent
 
 
@@ -30,7 +30,7 @@ def positive(text: str) -> int:
 
 
 def not_negative(text: str) -> int:
-    """Parse a whole number from 0 on."""
+    """Parse a whole number of at least 0."""
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
     return int(text)
@@ -65,7 +65,7 @@ def add_family(parser: argparse.ArgumentParser, default: str | None = None) -> N
 
 
 def add_endpoint(parser: argparse.ArgumentParser, *, model: str | None, base_url: str, timeout: float) -> None:
-    """Add the flags of an OpenAI-compatible endpoint."""
+    """Add the flags for an OpenAI-compatible endpoint."""
     add = parser.add_argument
     add("--base-url", default=base_url, help="URL before /chat/completions (default: %(default)s)")
     default = "" if model is None else " (default: %(default)s)"
@@ -78,7 +78,7 @@ def add_endpoint(parser: argparse.ArgumentParser, *, model: str | None, base_url
 
 
 def chat_model(args: argparse.Namespace, temperature: float) -> Callable[[ConversationType], str]:
-    """Return a function that asks the endpoint, with one connection for each thread."""
+    """Return a function that queries the endpoint, with one connection per thread."""
     config = EndpointConfig(
         base_url=args.base_url,
         model=args.model,

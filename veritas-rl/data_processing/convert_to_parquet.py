@@ -2,7 +2,7 @@
 
     python -m data_processing.convert_to_parquet --input data_processing/lgc-v2/generated/*.jsonl --format sft
 
-SFT rows have `prompt` and `response` as text; RL rows have `prompt` as messages, `reward_model` and `extra_info`.
+SFT rows have `prompt` and `response` as text. RL rows have `prompt` as messages, `reward_model` and `extra_info`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SOURCE_FIELDS = ("data_source", "task_type")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--input", type=Path, nargs="+", required=True, help="JSON-lines files")
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Write both files. Records with the same prompt are in the same one."""
+    """Write both files. Records with the same prompt go to the same file."""
     rows = [
         _create_row(record, f"record {number} of {path}", args)
         for path in args.input
@@ -64,7 +64,7 @@ def convert(args: argparse.Namespace) -> int:
         split = [row for group in part for row in group]
         path = args.out_dir / f"{name}.parquet"
         if not split:
-            path.unlink(missing_ok=True)  # an older file would be another dataset's
+            path.unlink(missing_ok=True)  # an older file would belong to a different dataset
             print(f"{path}: no rows at --val-ratio {args.val_ratio}, not written")
             continue
         partial = path.with_suffix(".partial")

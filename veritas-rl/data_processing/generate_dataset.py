@@ -1,7 +1,7 @@
 """Generate tasks with answers: `python -m data_processing.generate_dataset --env lgc-v2 --num-samples 100`.
 
-Tasks come from the training split, or with `--split validation` from the other one. Rerunning the command adds what is
-missing. Each line is a JSON object with the task's id, type and prompt, an `answer` in the format of the prompt, and
+Tasks come from the training split, or from the validation split with `--split validation`. Rerun the command to add
+missing tasks. Each line is a JSON object with the task's id, type and prompt, an `answer` in the prompt's format, and
 the bare `raw_answer`.
 """
 
@@ -20,7 +20,7 @@ from skyrl_gym.tasks import DynamicEnvDataset, task_family, task_row
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_family(parser)
     add = parser.add_argument
@@ -63,7 +63,7 @@ def generate(args: argparse.Namespace) -> int:
 
     output = args.output or FOLDER / family.env / "generated" / f"{args.split}-{args.start}-{end - 1}.jsonl"
     digest = hashlib.blake2b(json.dumps(family.options, sort_keys=True).encode(), digest_size=4).hexdigest()
-    name = f"{family.env}/{digest}/{args.split}"  # tasks of other options are other tasks
+    name = f"{family.env}/{digest}/{args.split}"  # tasks with different options are different tasks
     requests = ({"key": f"{name}/{index}", "index": index} for index in range(args.start, end))
     title = f"generate {family.env}"
     summary = work(requests, record, output, n_total=args.num_samples, concurrency=args.concurrency, title=title)

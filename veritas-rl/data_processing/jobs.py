@@ -1,4 +1,4 @@
-"""Process many records concurrently. Each result is appended when it is done, and a rerun processes the rest."""
+"""Process many records concurrently. Each result is appended when it is done. A rerun processes the rest."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Record = dict[str, Any]
 
 
 class ToolError(Exception):
-    """A mistake in the command or its files; the message says how to repair it."""
+    """A mistake in the command or its files. The message says how to fix it."""
 
 
 @dataclass(slots=True)
 class JobSummary:
-    """Numbers of records that this run wrote, that existed before, and that failed."""
+    """Number of records that this run wrote, that existed before, and that failed."""
 
     n_written: int = 0
     n_skipped: int = 0
@@ -35,7 +35,7 @@ class JobSummary:
 
 
 def run_tool(tool: Callable[[], int]) -> int:
-    """Run a command and return its exit status; a mistake of the user is printed as one line."""
+    """Run a command and return its exit status. A user's mistake is printed as one line."""
     try:
         return tool()
     except (ToolError, ValueError, OSError, ImportError) as error:
@@ -47,7 +47,7 @@ def run_tool(tool: Callable[[], int]) -> int:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a JSON-lines file.
+    """Return the records of a JSON Lines file.
 
     Raises:
         ToolError: the file does not exist, or a line is not a JSON object.
@@ -71,12 +71,12 @@ def work(
     max_error_share: float = 0.1,
     title: str = "",
 ) -> JobSummary:
-    """Append `function(record)` to `output` for each record whose `key`, a field of both, is not there yet.
+    """Append `function(record)` to `output` for each record whose `key` is not there yet. `key` is a field of both.
 
-    A record that fails is counted and tried again by the next run. Only one process at a time may write `output`.
+    A failed record is counted, and the next run retries it. Only one process at a time may write `output`.
 
     Raises:
-        ToolError: more than `max_error_share` of the records have failed, or another process writes the file.
+        ToolError: more than `max_error_share` of the records have failed, or a second process is writing the file.
     """
     summary = JobSummary()
     with _lock_and_read(output) as written, output.open("a", encoding="utf-8") as file:
@@ -130,7 +130,7 @@ def _write(future: Future[Record], file: Any, summary: JobSummary) -> None:
 
 @contextmanager
 def _lock_and_read(output: Path) -> Iterator[list[Record]]:
-    """Lock an output file and yield its records; a last line that a kill has cut off is removed."""
+    """Lock an output file and yield its records. An incomplete last line, cut off by a kill, is removed."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a+b") as file:
         try:

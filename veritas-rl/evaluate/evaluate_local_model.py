@@ -1,7 +1,7 @@
 """Evaluate a served model on generated tasks: `python -m evaluate.evaluate_local_model --env lgc-v2 --model …`.
 
-The model is behind any OpenAI-compatible endpoint. Without ids, tasks of the validation split are played. Replies and
-scores are appended to `--output`; rerunning the command plays what is missing.
+The model is served by any OpenAI-compatible endpoint. Without ids, the tasks come from the validation split. Replies
+and scores are appended to `--output`. Rerun the command to evaluate missing tasks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skyrl_train.config.rules.run import wandb_login_problem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_family(parser, default="lgc-v2")
     add = parser.add_argument
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Play the tasks, write and print the summary, and log it."""
+    """Run the tasks, write and print the summary, and log it."""
     if args.wandb_project and (problem := find_wandb_problem()):
         raise ToolError(problem)
     family = task_family(args.env, args.adapter_config)
@@ -86,7 +86,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def find_wandb_problem() -> str | None:
-    """Return a sentence if Weights & Biases cannot be used: its package or a login is missing."""
+    """Return why Weights & Biases cannot be used (missing package or login), or None if it can."""
     if importlib.util.find_spec("wandb") is None:
         return "--wandb-project needs the package wandb; pip install wandb, or leave the flag out"
     problem = wandb_login_problem(os.environ)
@@ -94,7 +94,7 @@ def find_wandb_problem() -> str | None:
 
 
 def _log_to_wandb(args: argparse.Namespace, env: str, played: list[Record], result: Record) -> None:
-    """Log the score of each reply with the mean so far, and the summary."""
+    """Log each reply's score with the running mean, and the summary."""
     import wandb
 
     config = {name: str(value) for name, value in vars(args).items() if not name.startswith("wandb_")}

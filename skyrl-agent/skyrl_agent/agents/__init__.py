@@ -1,1 +1,1 @@
-"""Agents: loops that let a model act with tools."""
+"""Agents: loops in which a model acts with tools."""

@@ -1,4 +1,4 @@
-"""The interface of agents."""
+"""Base class for agents."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ async def call_with_limit(
     limit_s: float,
     close_late: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return the result of a function, which may block or return an awaitable.
+    """Call a function that may block or return an awaitable, and return its result.
 
-    Python cannot end a call that blocks. If it returns after its limit, its thread passes the result to `close_late`.
+    Python cannot end a blocking call. If it returns after the limit, its thread passes the result to `close_late`.
 
     Raises:
-        EnvTimeout: it exceeded the limit, the same as the limit of `threads`.
-        Exception: its error; an error that is no `Exception` becomes a RuntimeError.
+        EnvTimeout: it exceeded the limit. `threads` has the same limit.
+        Exception: its error. An error that is no `Exception` becomes a RuntimeError.
     """
     late = _LateCall(function, close_late)
     result = await threads.run(late, late)
@@ -67,7 +67,7 @@ class _LateCall:
         return self._result
 
     def close_late(self) -> None:
-        """Close the result, in the thread of the call. A result that is still to be awaited has started nothing."""
+        """Close the result, in the call's thread. A coroutine that was never awaited has started nothing."""
         result, self._result = self._result, None
         try:
             if inspect.iscoroutine(result):
@@ -84,30 +84,30 @@ async def _await(awaitable: Awaitable[Any]) -> None:
 
 @dataclass(slots=True)
 class Outcome:
-    """The end of an agent's work."""
+    """The result of an agent's work."""
 
-    finish_reason: str  # not empty, e.g. "FINISH_TOOL" or "max_iterations_reached"
+    finish_reason: str  # never empty, e.g. "FINISH_TOOL" or "max_iterations_reached"
     result: Any = None  # what the task evaluates, e.g. an answer
 
 
 @dataclass(slots=True)
 class AgentContext:
-    """The chat, tools, settings and instance of one trajectory."""
+    """A trajectory's chat, tools, settings and instance."""
 
     chat: Chat  # begins with the task's instruction
     tools: Mapping[str, BaseTool]
     settings: AgentGeneration
     instance: Any
     trajectory_id: str
-    runtime: Any  # of the task, e.g. a container
+    runtime: Any  # created by the task, e.g. a container
     tool_threads: ThreadPool
-    tool_calls: dict[str, int] = field(default_factory=dict)  # number of calls of each tool
+    tool_calls: dict[str, int] = field(default_factory=dict)  # number of calls per tool
 
 
 class BaseAgent(ABC):
-    """An agent. A new one is created for each trajectory.
+    """Base class for agents. Each trajectory gets a new instance.
 
-    Subclasses implement `run`: they call `self.chat.generate`, as often as they like, and return an `Outcome`.
+    Subclasses implement `run`: call `self.chat.generate` as often as needed and return an `Outcome`.
     """
 
     def __init__(self, context: AgentContext) -> None:
@@ -118,16 +118,16 @@ class BaseAgent(ABC):
 
     @classmethod
     def create_tools(cls, tools: Any) -> dict[str, BaseTool]:
-        """Create the tools of a trajectory from the `tools` of the task file. ConfigError for invalid ones."""
+        """Create a trajectory's tools from the `tools` of the task file. Raises ConfigError if they are invalid."""
         if isinstance(tools, Mapping):
             raise ConfigError(f"tools: {cls.__name__} takes a list of tools; got the section {dict(tools)}")
         return create_tools(tools)
 
     async def call_tool(self, tool: BaseTool, arguments: dict[str, Any]) -> Any:
-        """Return the result of a tool, whose `call` runs in a thread.
+        """Call a tool in a thread, and return its result.
 
         Raises:
-            ToolCallError: the arguments do not match the tool; the message is for the model.
+            ToolCallError: the arguments do not match the tool. The message is for the model.
             EnvTimeout: the call exceeded `generator.tool_timeout`.
         """
         arguments = tool.check(arguments)
@@ -136,13 +136,13 @@ class BaseAgent(ABC):
         return await call_with_limit(self.context.tool_threads, call, self.context.settings.tool_timeout)
 
     def set_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Start another history, e.g. from a tool."""
+        """Replace the history, e.g. on behalf of a tool."""
         self.chat.reset(messages)
 
     @abstractmethod
     async def run(self) -> Outcome:
         """Work on the task until it is finished or given up.
 
-        Runs in the event loop of all trajectories: call blocking code with `asyncio.to_thread`. An error, or
-        `generator.trajectory_timeout` seconds without a result, make the trajectory invalid.
+        Runs in the event loop that all trajectories share: call blocking code with `asyncio.to_thread`. The trajectory
+        is invalid if this raises or returns nothing within `generator.trajectory_timeout` seconds.
         """

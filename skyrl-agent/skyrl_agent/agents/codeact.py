@@ -1,4 +1,4 @@
-"""An agent with a shell and an editor, as CodeAct has (Wang et al., 2024, arXiv:2402.01030)."""
+"""An agent with a shell and an editor, as in CodeAct (Wang et al., 2024, arXiv:2402.01030)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SWITCHES = {
     "enable_think": "think",
     "enable_finish": "submit",
 }
-"""Switches of SkyRL-Agent's task files, and the tools that they enable."""
+"""Switches in SkyRL-Agent's task files, and the tools that they enable."""
 
 UNSUPPORTED = {
     "enable_browsing": "there is no browser; the tools search_engine and web_browser can be named in a list of tools",
@@ -26,17 +26,17 @@ UNSUPPORTED = {
     "enable_mcp": "name the tools of an MCP server in a list of tools",
     "enable_search": "name local_search or search_engine in a list of tools",
 }
-"""Switches that must be false, and the reasons."""
+"""Switches that must be false, with the reasons."""
 
 
 class CodeActAgent(ReActAgent):
-    """An agent that works in the `Workspace` of its trajectory, with one call of a tool in each turn."""
+    """An agent that works in its trajectory's `Workspace`, with one tool call per turn."""
 
     max_repeats: ClassVar[int | None] = 4
 
     @classmethod
     def create_tools(cls, tools: Any) -> dict[str, BaseTool]:
-        """Create the tools of a trajectory from a list, or from a section of switches such as enable_bash_tool.
+        """Create a trajectory's tools from a list, or from a section of switches such as enable_bash_tool.
 
         Raises:
             ConfigError: a tool or a switch does not exist, or an unsupported switch is true.

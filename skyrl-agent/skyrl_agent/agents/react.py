@@ -1,4 +1,4 @@
-"""ReAct: the model thinks, calls a tool, reads its result, and so on (Yao et al., 2022, arXiv:2210.03629)."""
+"""ReAct: the model thinks, calls a tool, reads the result, and repeats (Yao et al., 2022, arXiv:2210.03629)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SEVERAL_CALLS = "Your reply has {n} function calls, and none was carried out. Ca
 
 
 class ReActAgent(BaseAgent):
-    """An agent that calls one tool in each turn, in the format of `skyrl_gym.tools.calls`.
+    """An agent that makes one tool call per turn, in a format of `skyrl_gym.tools.calls`.
 
-    Without tools, its first reply is the result. Calls that cannot be parsed or fail are explained to the model.
+    Without tools, its first reply is the result. If a call fails or cannot be parsed, the model reads why.
     """
 
     max_repeats: ClassVar[int | None] = None
-    """The default of `generator.max_repeats`; None: no limit."""
+    """Default of `generator.max_repeats`. None means no limit."""
 
     def __init__(self, context: AgentContext) -> None:
-        """Add the descriptions of the tools to the system message."""
+        """Describe the tools in the system message."""
         super().__init__(context)
         self._last: tuple[ToolCall, str] | None = None  # call and observation
         self._n_repeats = 0
@@ -39,12 +39,12 @@ class ReActAgent(BaseAgent):
         self.set_history(self.chat.messages)
 
     def set_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Start another history; descriptions of the tools are added to its system message."""
+        """Replace the history. Its system message gets the descriptions of the tools."""
         description = format_tools(self.context.tools.values())
         self.chat.reset(append_to_system([dict(message) for message in messages], description))
 
     async def run(self) -> Outcome:
-        """Take turns until a tool finishes, or the maximum number of turns is reached."""
+        """Take turns until a tool finishes, or no turns are left."""
         n_turns = self.context.settings.max_iterations
         for turn in range(1, n_turns + 1):
             reply = await self.chat.generate()
@@ -59,7 +59,7 @@ class ReActAgent(BaseAgent):
         return Outcome("max_iterations_reached")
 
     async def _act(self, reply: Reply) -> Outcome | None:
-        """Carry out the call in a reply and add its result to the history; return the outcome if it was the last."""
+        """Execute the call in a reply and add its result to the history. Return the outcome if it was the last call."""
         tools, call = self.context.tools, None
         try:
             call = self._parse(reply)
@@ -82,7 +82,7 @@ class ReActAgent(BaseAgent):
         return None
 
     def _parse(self, reply: Reply) -> ToolCall:
-        """Return the call in a reply; ToolCallError unless there is exactly one, which is complete."""
+        """Return the call in a reply. Raises ToolCallError unless there is exactly one and it is complete."""
         calls = parse_tool_calls(reply.text, is_truncated=reply.is_truncated)
         if len(calls) > 1:
             raise ToolCallError(SEVERAL_CALLS.format(n=len(calls)))
@@ -102,7 +102,7 @@ class ReActAgent(BaseAgent):
         self.chat.append("user", observation)
 
     def _remind(self, turn: int, n_turns: int) -> None:
-        """Append the number of remaining turns to the last message, with `enable_turn_reminder`."""
+        """With `enable_turn_reminder`, append the number of remaining turns to the last message."""
         settings = self.context.settings
         if not settings.enable_turn_reminder or turn == n_turns:
             return

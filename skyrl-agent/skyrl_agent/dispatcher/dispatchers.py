@@ -1,4 +1,4 @@
-"""The dispatchers that task files can name. Their limits hold across concurrent calls of `run`."""
+"""Dispatchers that task files can name. Their limits hold across concurrent calls of `run`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl_train.types.tokens import Phase
 
 
 class Playable(Protocol):
-    """The phases of a trajectory. They do not raise, and do nothing after a phase that failed."""
+    """The phases of a trajectory. They never raise, and do nothing after a failed phase."""
 
     env: str | None
 
@@ -31,7 +31,7 @@ class Playable(Protocol):
 
 
 class Dispatcher(ABC):
-    """The order and the limits in which trajectories are played."""
+    """Base class for dispatchers: the order and the limits in which trajectories are played."""
 
     def __init__(self, limits: DispatcherLimits) -> None:
         n_parallel = limits.max_parallel_agents
@@ -39,12 +39,12 @@ class Dispatcher(ABC):
         self._evaluations = asyncio.Semaphore(limits.max_eval_parallel_agents or n_parallel)
 
     async def run(self, trajectories: Iterable[Playable]) -> None:
-        """Play trajectories to their end; on cancellation, too, their runtimes are closed."""
+        """Play trajectories to their end. Their runtimes are closed on cancellation too."""
         await gather_or_cancel(self._play(trajectory) for trajectory in trajectories)
 
     @abstractmethod
     async def _play(self, trajectory: Playable) -> None:
-        """Run the phases of a trajectory, and close it before its evaluation or on cancellation."""
+        """Run a trajectory's phases. Close it before its evaluation, or on cancellation."""
 
     async def _evaluate(self, trajectory: Playable) -> None:
         if not trajectory.has_failed:
@@ -55,7 +55,9 @@ class Dispatcher(ABC):
 class AsyncPipeline(Dispatcher):
     """Separate limits for initialization, generation and evaluation, so that all three overlap.
 
-    At most `max_parallel_agents` trajectories generate, while as many others have a runtime or are starting one.
+    At most `max_parallel_agents` trajectories generate, while as many more have a runtime or are starting one. With a
+    limit of 2, trajectories 0 and 1 generate, 2 and 3 already have their containers, and 4 waits. When 0 finishes, 2
+    generates immediately, 4 starts its container, and the evaluation of 0 does not hold up either.
     """
 
     def __init__(self, limits: DispatcherLimits) -> None:
@@ -77,7 +79,7 @@ class AsyncPipeline(Dispatcher):
 
 
 class AsyncBatch(Dispatcher):
-    """One limit for trajectories from their initialization to the end of their evaluation."""
+    """One limit on trajectories from their initialization to the end of their evaluation."""
 
     async def _play(self, trajectory: Playable) -> None:
         async with self._agents:
@@ -90,7 +92,7 @@ class AsyncBatch(Dispatcher):
 
 
 class AsyncFixPool(Dispatcher):
-    """A fixed pool of environments: each trajectory has one of them for itself until its agent has ended."""
+    """A fixed pool of environments. Each trajectory has one for itself until its agent ends."""
 
     def __init__(self, limits: DispatcherLimits, envs: asyncio.LifoQueue[str]) -> None:
         super().__init__(limits)
@@ -111,7 +113,7 @@ class AsyncFixPool(Dispatcher):
 
 
 def create_dispatchers(cfg: DispatcherConfig) -> dict[Phase, Dispatcher]:
-    """Create the dispatchers of training and of evaluations, which share a fixed pool."""
+    """Create the dispatchers for training and evaluation. They share a fixed pool."""
     limits: dict[Phase, DispatcherLimits] = {"train": cfg, "eval": cfg.val_config or cfg}
     if cfg.type == "async_pipeline":
         return {phase: AsyncPipeline(one) for phase, one in limits.items()}

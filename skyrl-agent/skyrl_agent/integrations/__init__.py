@@ -1,4 +1,4 @@
-"""Backends that sample for agents and train them. Each module imports its framework when it is used."""
+"""Backends that sample for agents and train them. Each module imports its framework on use."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from skyrl_train.errors import ConfigError
 
 
 def create_engine(settings: AgentGeneration, infer_engine: Any, tokenizer: PreTrainedTokenizerBase) -> SamplingEngine:
-    """Return the engine that a runner samples with.
+    """Return the engine for a runner.
 
     Args:
         settings: `infer_backend` and `backend_config`.
         infer_engine: see `AutoAgentRunner.from_task`.
-        tokenizer: that of the model.
+        tokenizer: the model's tokenizer.
 
     Raises:
-        ConfigError: the engine is not one of the backend.
+        ConfigError: the engine does not belong to the backend.
     """
     backend = settings.backend_config
     if infer_engine is None and settings.infer_backend != "openai_server":

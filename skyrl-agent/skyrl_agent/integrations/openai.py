@@ -1,4 +1,4 @@
-"""Evaluation with a model behind the completions API of OpenAI, vLLM or SGLang."""
+"""Evaluation of a model behind the completions API of OpenAI, vLLM or SGLang."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SEED_MASK = 2**31 - 1
 
 
 class OpenAIEngine:
-    """A server that continues token ids. Its weights cannot be changed, so that it serves evaluations only.
+    """A server that continues token ids. Its weights cannot be changed, so it only serves evaluations.
 
-    vLLM returns the sampled tokens. Those of other servers are the tokens of the returned text.
+    vLLM returns the sampled tokens. For other servers, the returned text is tokenized.
     """
 
     def __init__(self, url: str, model: str, context_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Connect to the API at `url`, with the key in OPENAI_API_KEY; self-hosted servers need none."""
+        """Connect to the API at `url`, with the key in OPENAI_API_KEY. Self-hosted servers need none."""
         self.info = EngineInfo(context_length, context_length)
         self._model = model
         self._tokenizer = tokenizer
@@ -37,7 +37,7 @@ class OpenAIEngine:
         self._returns_tokens: bool | None = None  # unknown before the first answer
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
-        """Return one result for each request, in order, without log-probs; EngineError if the server fails."""
+        """Return one result per request, in order, without log-probs. Raises EngineError if the server fails."""
         return list(await asyncio.gather(*map(self._sample, requests)))
 
     async def end_session(self, session_id: str) -> None:

@@ -1,7 +1,7 @@
 """Train and evaluate agents with skyrl-train: `skyrl-agent train task.yaml data.train_data=… key=value`.
 
 The task file sets the keys of `generator` that it knows: `num_trajectories` is `generator.n_samples_per_prompt`,
-`max_iterations` is `generator.max_turns`, and so on. All other settings are those of `skyrl train`.
+`max_iterations` is `generator.max_turns`, and so on. All other settings work as in `skyrl train`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FROM_TASK_FILE = {
     "generator.n_rollout_retries": "n_retries",
     "generator.trajectory_timeout_seconds": "trajectory_timeout",
 }
-"""Settings that an agent reads from the task file, and their names there."""
+"""Settings that an agent reads from the task file, with their names there."""
 
 UNUSED = (
     "generator.batched",
@@ -54,11 +54,11 @@ UNUSED = (
     "environment.env_class",
     "environment.skyrl_gym",
 )
-"""Settings of environments' rollouts, which agents do not have."""
+"""Settings for environment rollouts. Agents do not use them."""
 
 
 def sampling_settings(sampling: SamplingParams) -> dict[str, Any]:
-    """Return sampling parameters as the keys of `generator.sampling_params`."""
+    """Return sampling parameters as keys of `generator.sampling_params`."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     return {
         "max_generate_length": sampling.max_new_tokens,
@@ -70,7 +70,7 @@ def sampling_settings(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def to_overrides(agent: AgentConfig) -> list[str]:
-    """Return the settings of a task file as overrides of skyrl-train's configuration."""
+    """Convert a task file's settings to overrides of skyrl-train's configuration."""
     settings = agent.generator
     generator = {
         **{key: getattr(settings, name) for key, name in FROM_TASK_FILE.items()},
@@ -85,7 +85,7 @@ def to_overrides(agent: AgentConfig) -> list[str]:
 
 
 def _quote(value: Any) -> str:
-    """Return a value in the grammar of overrides, where a backslash escapes only a quote or backslashes before one."""
+    """Quote a value for overrides. Their grammar escapes only quotes, and backslashes before a quote."""
     if isinstance(value, list):
         return f"[{','.join(map(_quote, value))}]"
     if isinstance(value, str):
@@ -96,17 +96,17 @@ def _quote(value: Any) -> str:
 def parse_task(
     task: Path, overrides: Sequence[str], file: Path | None = None, *rules: Rule
 ) -> tuple[AgentConfig, SkyRLConfig]:
-    """Return the settings of a task file, and skyrl-train's configuration for it.
+    """Return a task file's settings, and skyrl-train's configuration for it.
 
     Args:
         task: the task file.
-        overrides: settings `key=value` of skyrl-train, which come after those of the task file.
-        file: a YAML file with more of them, which come first.
+        overrides: skyrl-train settings `key=value`. They override the task file.
+        file: a YAML file with further settings. The task file overrides it.
         rules: further checks of the configuration, e.g. for missing files.
 
     Raises:
-        FileNotFoundError: there is no task file.
-        ConfigError: settings are not valid, or contradict the task file.
+        FileNotFoundError: the task file does not exist.
+        ConfigError: settings are invalid, or contradict the task file.
     """
     agent = AgentConfig.load(task)
     if agent.generator.infer_backend != "skyrl-train":
@@ -126,7 +126,7 @@ def parse_task(
 
 
 def check_rows(agent: AgentConfig, rows: Iterable[TaskRow]) -> None:
-    """Let the task of a task file check rows; DataError names those that it refuses."""
+    """Let the task check rows. DataError names the rows that it rejects."""
     task: type[BaseTask] = load_class(agent.task, BaseTask)
     n_rows, problems = 0, []
     for row in rows:
@@ -143,10 +143,10 @@ def check_rows(agent: AgentConfig, rows: Iterable[TaskRow]) -> None:
 
 
 class AgentExp(RLExperiment):
-    """The training of an agent."""
+    """Training of an agent."""
 
     def __init__(self, agent: AgentConfig, cfg: SkyRLConfig) -> None:
-        """Create the run folder; ConfigError lists every problem."""
+        """Create the run folder. ConfigError lists every problem."""
         super().__init__(cfg)
         self.agent = agent
 
@@ -158,7 +158,7 @@ class AgentExp(RLExperiment):
         return runner
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
-        """Let the task check every row, those of datasets that are checked when they are drawn then."""
+        """Let the task check every row, including datasets whose rows are checked when they are drawn."""
         for dataset in datasets:
             if not dataset.is_checked:
                 dataset.check_drawn = lambda row: check_rows(self.agent, [row])
@@ -168,4 +168,4 @@ class AgentExp(RLExperiment):
 
 
 class AgentEvaluation(AgentExp, EvaluationExperiment):
-    """An evaluation of an agent."""
+    """Evaluation of an agent."""

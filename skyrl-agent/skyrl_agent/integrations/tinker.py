@@ -1,4 +1,4 @@
-"""Train an agent with a Tinker service, which holds the model:
+"""Train an agent whose model is on a Tinker service:
 
     python -m skyrl_agent.integrations.tinker --task task.yaml --train_data train.jsonl
 
@@ -28,7 +28,7 @@ from skyrl_train.tinker.run import TinkerRun
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTinkerOptions(TinkerOptions):
-    """The options of a run. The task file sets the number of samples and turns, the lengths, and the sampling."""
+    """Options of a run. The task file sets the number of samples and turns, the lengths, and the sampling."""
 
     task: str
     model_name: str = "Qwen/Qwen3-32B"
@@ -44,7 +44,7 @@ class AgentTinkerOptions(TinkerOptions):
     max_sequence_length: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Take the settings of the task file; ConfigError if it is for another backend."""
+        """Apply the task file's settings. Raises ConfigError if it is for a different backend."""
         settings = self.agent.generator
         if settings.infer_backend != "tinker":
             raise ConfigError(f"{self.task}: generator.infer_backend={settings.infer_backend} must be tinker")
@@ -66,7 +66,7 @@ class AgentTinkerOptions(TinkerOptions):
 
     @cached_property
     def agent(self) -> AgentConfig:
-        """The settings of the task file."""
+        """The task file's settings."""
         return AgentConfig.load(self.task)
 
     def settings(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class AgentTinkerOptions(TinkerOptions):
 
 
 class AgentTinkerRun(TinkerRun):
-    """The training of an agent."""
+    """Training of an agent on a Tinker service."""
 
     options: AgentTinkerOptions
 

@@ -1,4 +1,4 @@
-"""Agents in verl: an agent loop that verl's trainer runs for each sample.
+"""Agents in verl: an agent loop that verl's trainer runs once per sample.
 
     actor_rollout_ref.rollout.mode=async
     actor_rollout_ref.rollout.multi_turn.enable=true
@@ -11,7 +11,7 @@ with this agent.yaml:
       _target_: skyrl_agent.integrations.verl.SkyRLAgentLoop
       task_yaml: task.yaml
 
-verl needs a response of at least the budget of the task file, `data.max_response_length`.
+verl's `data.max_response_length` must be at least the task file's token budget.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from skyrl_train.types import PromptRow, TrajectoryID
 
 
 class VerlEngine:
-    """verl's servers, through its server manager."""
+    """An engine that samples on verl's servers, through verl's server manager."""
 
     def __init__(self, server_manager: Any, context_length: int) -> None:
         """Sample with `server_manager.generate`."""
@@ -42,16 +42,16 @@ class VerlEngine:
         self._server_manager = server_manager
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
-        """Return one result for each request, in order."""
+        """Return one result per request, in order."""
         return list(await asyncio.gather(*map(self._sample, requests)))
 
     async def end_session(self, session_id: str) -> None:
-        """Do nothing: verl's servers evict the caches of conversations that have ended."""
+        """Do nothing: verl's servers evict the caches of finished conversations."""
 
     async def _sample(self, request: EngineRequest) -> EngineResult:
         params = to_sampling_params(request.sampling)
         output = await self._server_manager.generate(
-            request.session_id or uuid4().hex,  # requests of one ID go to the same server
+            request.session_id or uuid4().hex,  # requests with the same ID go to the same server
             prompt_ids=request.prompt_ids,
             sampling_params={**params, "logprobs": True},
         )
@@ -67,20 +67,20 @@ class VerlEngine:
 
 
 _runners: dict[tuple[str, int], tuple[Any, AgentRunner]] = {}
-"""The server manager and the runner of each task file and ID of a server manager: verl creates a loop for each sample,
-and the limits of a task file hold for all of them."""
+"""The server manager and runner per (task file, ID of the server manager). verl creates a loop for each sample, but a
+task file's limits hold for all of them."""
 
 
 @register("skyrl_agent")
 class SkyRLAgentLoop(AgentLoopBase):
     """An agent loop that plays one trajectory of a task file for each of verl's samples.
 
-    The reward is that of the task, and verl's reward functions are not called. An invalid trajectory, or one that ended
-    for a masked reason, has a response mask of 0. verl has no place for a trajectory whose history was rewritten.
+    The task computes the reward. verl's reward functions are not called. Invalid trajectories, and trajectories that
+    end for a masked reason, have a response mask of 0. verl cannot represent a trajectory whose history was rewritten.
     """
 
     def __init__(self, *args: Any, task_yaml: str, **kwargs: Any) -> None:
-        """Find or create the runner of the task file, whose `infer_backend` must be verl."""
+        """Find or create the task file's runner. Its `infer_backend` must be verl."""
         super().__init__(*args, **kwargs)
         key = task_yaml, id(self.server_manager)
         if key not in _runners:
@@ -92,8 +92,8 @@ class SkyRLAgentLoop(AgentLoopBase):
         self._runner = _runners[key][1]
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Return the trajectory of one sample; `kwargs` are the columns of its row. verl's sampling parameters replace
-        those of the task file.
+        """Return the trajectory of one sample. `kwargs` are the columns of its row. verl's sampling parameters override
+        the task file's.
         """
         (row,) = to_rows([kwargs])
         ours = to_sampling_params(self._runner.cfg.generator.sampling(is_training=True))

@@ -1,1 +1,1 @@
-"""Tasks: what agents are asked to do, where they work, and how their results are graded."""
+"""Tasks: what agents have to do, where they work, and how their results are graded."""

@@ -1,4 +1,4 @@
-"""Questions with an answer, graded by the rule of their dataset."""
+"""Questions with an answer, graded by their dataset's rule."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ JUDGED = ("browsecomp", "ruler", "stem_textbook", "hle")
 MATHS, CODE = ("math", "aime", "dapo"), ("codegen", "livecodebench", "lcb")
 MARKED = re.compile(r"answer\s*(is\b|:)|\\boxed", re.IGNORECASE)
 FAMILIES = {"exact match": EXACT_MATCH, "judge": JUDGED, "maths": MATHS, "code": CODE}
-"""Graders, and the beginnings of the data sources that they grade."""
+"""Graders, with the prefixes of the data sources that they grade."""
 
 
 def find_family(data_source: str) -> str | None:
-    """Return the grader of a data source, or None; prefixes such as "searchR1_" are ignored."""
+    """Return a data source's grader, or None. Prefixes such as "searchR1_" are ignored."""
     name = data_source.lower().removeprefix("searchr1_").rpartition("/")[2]
     return next(
         (family for family, prefixes in FAMILIES.items() if re.match(rf"({'|'.join(prefixes)})(?![a-z])", name)), None
@@ -42,9 +42,9 @@ def find_family(data_source: str) -> str | None:
 
 
 def grade_maths(answer: str, truth: str) -> float:
-    """Return 1.0 for the right answer, else -1.0.
+    """Return 1.0 for a correct answer, else -1.0.
 
-    The answer is marked as such, or is the last line, or is the result that the last line states: "The result is 42."
+    The answer is the marked answer, the last line, or the result that the last line states: "The result is 42."
     """
     if MARKED.search(answer):
         return to_reward(maths.grade(answer, truth))
@@ -54,7 +54,7 @@ def grade_maths(answer: str, truth: str) -> float:
 
 
 def get_ground_truth(instance: Mapping[str, Any]) -> Any:
-    """Return the ground truth of a row, in any of the layouts of SkyRL's and verl's datasets."""
+    """Return a row's ground truth, in any layout of SkyRL's and verl's datasets."""
     if not isinstance(instance, Mapping):
         raise DataError(f"the instance is a {type(instance).__name__}; it must be a row with prompt and reward_spec")
     extra: Any = instance.get("extra_info")
@@ -66,7 +66,7 @@ def get_ground_truth(instance: Mapping[str, Any]) -> Any:
 
 
 def get_question(instance: Mapping[str, Any]) -> str:
-    """Return the text of the question: the last message of `prompt`, or `question`."""
+    """Return the question's text: the last message of `prompt`, or `question`."""
     prompt = instance.get("prompt", instance.get("question", instance.get("Question")))
     if isinstance(prompt, str):
         return prompt
@@ -78,15 +78,15 @@ def get_question(instance: Mapping[str, Any]) -> str:
 class GeneralReactTask(BaseTask):
     """Questions in the format of SkyRL's datasets: a chat as `prompt`, and a ground truth.
 
-    The beginning of the data source chooses the grader: exact match for open questions, a judge for browsecomp, ruler,
-    hle and stem_textbook, DAPO's rule for maths, tests for code.
+    The data source's prefix selects the grader: exact match for open questions, a judge for browsecomp, ruler, hle and
+    stem_textbook, DAPO's rule for maths, tests for code.
     """
 
     system_prompt = "Solve the task step by step. Think before you act."
 
     @classmethod
     def get_instruction(cls, instance: Mapping[str, Any]) -> list[Message]:
-        """Return the prompt of the row, after a system message if it has none."""
+        """Return the row's prompt, with a default system message if it has none."""
         prompt = instance.get("prompt")
         messages = list(prompt) if isinstance(prompt, list) else [Message(role="user", content=get_question(instance))]
         if messages[0]["role"] != "system":
@@ -95,7 +95,7 @@ class GeneralReactTask(BaseTask):
 
     @classmethod
     def evaluate_result(cls, result: Any, instance: Mapping[str, Any], data_source: str) -> float:
-        """Return the reward of an answer; none is wrong."""
+        """Return the reward of an answer. A missing answer is wrong."""
         answer, truth = "" if result is None else str(result).strip(), get_ground_truth(instance)
         match find_family(data_source):
             case "exact match":
@@ -114,7 +114,7 @@ class GeneralReactTask(BaseTask):
 
     @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
-        """Raise DataError for a row without a ground truth, or of an unknown data source."""
+        """Raise DataError for a row without a ground truth, or with an unknown data source."""
         if find_family(data_source) is None:
             raise DataError(_describe_unknown(data_source))
         get_ground_truth(instance)

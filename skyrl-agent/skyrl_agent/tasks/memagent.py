@@ -1,4 +1,4 @@
-"""Questions about documents that are longer than the context: the agent reads section by section and keeps a summary.
+"""Questions about documents longer than the context: the agent reads section by section and keeps a summary.
 
 Source: MemAgent (Yu et al., 2025, arXiv:2507.02259).
 """
@@ -34,7 +34,7 @@ Section {number} of {n_sections}:
 
 
 class Reader:
-    """The place of a trajectory in its document, and its memory."""
+    """A trajectory's position in its document, and its memory."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Reader:
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_section_tokens: int = MAX_SECTION_TOKENS,
     ) -> None:
-        """Divide the context into sections, see `split_sections`. Without a tokenizer, only characters count."""
+        """Split the context with `split_sections`. Without a tokenizer, only characters count."""
         self._question = question
         starts = [] if tokenizer is None else find_token_starts(context, tokenizer)
         self._sections = split_sections(context, max_section_chars, starts, max_section_tokens)
@@ -77,10 +77,14 @@ class Reader:
 def split_sections(
     context: str, max_chars: int, token_starts: Sequence[int] = (), max_tokens: int = MAX_SECTION_TOKENS
 ) -> list[str]:
-    """Divide a text into sections of at most `max_chars` characters and `max_tokens` tokens.
+    """Split a text into sections of at most `max_chars` characters and `max_tokens` tokens.
 
-    A section ends before a document, "Document 2: …", or in a document that is longer than a section, after a space if
-    there is one. `token_starts` are the positions of the text's tokens in ascending order.
+    A section ends before a document, "Document 2: …". If a document is longer than a section, the section ends inside
+    it, after a space if there is one. `token_starts` are the positions of the text's tokens in ascending order.
+
+    Example: documents of 300, 500 and 1500 characters with `max_chars` 1000. Documents 1 and 2 form the first section,
+    since 2300 characters do not fit. Document 3 is cut after the last space before its 1000th character, and its rest
+    is the third section.
     """
     documents = [match.start() for match in DOCUMENT.finditer(context)]
     sections, start = [], 0
@@ -90,7 +94,7 @@ def split_sections(
         if next_token < len(token_starts):
             end = min(end, max(token_starts[next_token], start + 1))
         if end < len(context):
-            n_before = bisect_right(documents, end)  # 0 in a preface, which has no document to end before
+            n_before = bisect_right(documents, end)  # 0 in a preface: there is no document to end before
             last = documents[n_before - 1] if n_before else start
             end = last if last > start else context.rfind(" ", start + 1, end) + 1 or end
         sections.append(context[start:end].strip())
@@ -99,7 +103,7 @@ def split_sections(
 
 
 def find_token_starts(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the position of each token of a text. Tokens of a slow tokenizer, which has no positions, are spread."""
+    """Return the position of each token in a text. For a slow tokenizer, tokens are spread evenly."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
     if tokenizer.is_fast:
         return sorted(start for start, _ in encoded["offset_mapping"])
@@ -115,13 +119,13 @@ class MemAgentTask(BaseTask):
 
     @classmethod
     def initialize_runtime(cls, instance: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Reader:
-        """Return the reader of the text."""
+        """Return a reader of the text."""
         limits = cls.max_section_chars, tokenizer, cls.max_section_tokens
         return Reader(get_question(instance), get_context(instance), *limits)
 
     @classmethod
     def get_instruction(cls, runtime: Reader) -> list[Message]:
-        """Return the messages with the first section."""
+        """Return the messages that show the first section."""
         return runtime.messages()
 
     @classmethod
@@ -131,13 +135,13 @@ class MemAgentTask(BaseTask):
 
     @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
-        """Raise DataError for a row without a text or a ground truth, or of an unknown data source."""
+        """Raise DataError for a row without a text or a ground truth, or with an unknown data source."""
         GeneralReactTask.check_instance(instance, data_source)
         get_context(instance)
 
 
 def get_context(instance: Mapping[str, Any]) -> str:
-    """Return the text of a row: its column `context`, or that of `extra_info`."""
+    """Return a row's text: its column `context`, or `context` in `extra_info`."""
     context = instance.get("context") or (instance.get("extra_info") or {}).get("context")
     if not isinstance(context, str) or not context:
         raise DataError("the instance has no text in `context` or `extra_info.context`")

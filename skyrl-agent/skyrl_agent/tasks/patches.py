@@ -1,4 +1,4 @@
-"""Patches of repositories: what an agent changed, and how it is applied to a fresh copy."""
+"""Patches of repositories: collect what an agent changed, and apply it to a fresh copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl_agent.workspaces import MAX_FILE_BYTES, Workspace, WorkspaceError
 logger = logging.getLogger(__name__)
 
 GIT_TIMEOUT_S = 300.0
-MAX_COPIES = 500  # in one command, which may have 90,000 bytes
+MAX_COPIES = 500  # per command, which may have 90,000 bytes
 
 PROTECTED = (
     "**/tests/**",
@@ -34,9 +34,9 @@ PROTECTED = (
     "unittest.py",
     "unittest/**",
 )
-"""Files that decide how tests run. Patches cannot change them: they are reset before the tests.
+"""Files that control how tests run. Patches cannot change them: they are reset before the tests.
 
-SWE-bench puts all changes below a folder `tests` into the test patch, so no reference solution has any.
+SWE-bench puts all changes below a `tests` folder into the test patch, so no reference solution has any.
 """
 
 DOES_NOT_APPLY = 71  # exit status
@@ -47,9 +47,10 @@ ADD_ALL = f"""folder=$(mktemp -d) && cp -p "$({GIT} rev-parse --git-path index)"
 export GIT_INDEX_FILE="$folder/index"
 {GIT} add -A --ignore-errors >/dev/null
 """
-"""Stages all files in an index of its own, so that the agent's index stays as it is.
+"""Command: stage all files in a separate index, so that the agent's index does not change.
 
-The copy keeps the time of the index: git looks into files that are not older, since their size and time may be equal.
+The copy keeps the index's timestamp: git compares the content of files that are not older, since their size and time
+may be equal.
 """
 
 RECORD = f"""{GIT} rev-parse --git-dir || exit
@@ -68,23 +69,23 @@ APPLY = f"""{GIT} add -A --ignore-errors && base=$({GIT} write-tree) || exit 70
 if [ -s {{folder}}/paths ]; then GIT_LITERAL_PATHSPECS=1 {GIT} restore --source=$base --staged --worktree \
 --pathspec-from-file={{folder}}/paths --pathspec-file-nul || exit 70; fi
 """
-"""Applies a patch, then restores the protected files. Git removes those that are new, and links in place of folders."""
+"""Command: apply a patch, then restore the protected files. Git removes new files, and links in place of folders."""
 
 
 def record_base(workspace: Workspace) -> None:
-    """Record the state of the repository in `cwd`, with changes and files that are not committed."""
+    """Record the state of the repository in `cwd`, including uncommitted changes and files."""
     workspace.base_tree = workspace.run(RECORD, GIT_TIMEOUT_S).strip().rpartition("\n")[2]
 
 
 def collect_patch(workspace: Workspace) -> str:
     """Return the changes since `record_base`, committed or not, as a patch without binary files.
 
-    Ignored files are left out, and so are the largest files of a patch of more than 16 MiB, such as a lock file that a
-    package manager has written. The patch is empty if the agent has destroyed the repository. Bytes that are not UTF-8
-    become surrogates, see PEP 383.
+    Ignored files are left out. If the patch has more than 16 MiB, so are its largest files, such as a package manager's
+    lock file. The patch is empty if the agent has destroyed the repository. Bytes that are not UTF-8 become surrogates
+    (PEP 383).
 
     Raises:
-        WorkspaceError: the workspace does not answer.
+        WorkspaceError: the workspace does not respond.
     """
     result = workspace.execute(COLLECT.format(base=workspace.base_tree), GIT_TIMEOUT_S)
     if result.status != 0:
@@ -104,10 +105,10 @@ def collect_patch(workspace: Workspace) -> str:
 
 
 def _leave_out_largest(workspace: Workspace, path: str) -> None:
-    """Shorten a patch in a workspace to `MAX_FILE_BYTES`, smallest files first, and log what is left out.
+    """Shorten a patch in a workspace to `MAX_FILE_BYTES`. The smallest files are kept, the rest is logged.
 
-    It may be larger than what can be read, so git's headers are found there. Content never starts with their words: its
-    lines begin with a space, "+", "-" or a backslash.
+    The patch may be too large to read, so git's headers are searched inside the workspace. Content lines cannot look
+    like headers: they begin with a space, "+", "-" or a backslash.
     """
     quoted = shlex.quote(path)
     n_bytes = int(workspace.run(f"wc -c <{quoted}"))
@@ -141,7 +142,7 @@ def remove_binary_diffs(patch: str) -> str:
 
 
 def changed_paths(patch: str) -> list[str]:
-    """Return the paths of the files that a patch changes, creates or deletes."""
+    """Return the paths of files that a patch changes, creates or deletes."""
     return sorted({match.rstrip("\t\r") for match in re.findall(r"^(?:---|\+\+\+) [ab]/(.+)$", patch, re.MULTILINE)})
 
 
@@ -151,8 +152,8 @@ def apply_patch(
     """Apply a patch in a fresh workspace, except its changes to tests. Return False if it does not apply.
 
     Args:
-        test_paths: the paths of test files, which are reset, or removed if they are new.
-        protected: glob patterns of further files that are reset.
+        test_paths: the paths of test files. They are reset, or removed if they are new.
+        protected: glob patterns of further files to reset.
 
     Raises:
         WorkspaceError: the repository cannot be patched, whatever the patch.
@@ -162,7 +163,7 @@ def apply_patch(
         return False
     tests = list(test_paths)
     pathspecs = [f":(glob){pattern}" for pattern in protected] + [f":(literal){path}" for path in tests]
-    pathspecs.append(":(literal).git")  # matches nothing; without a pathspec, git would select all files
+    pathspecs.append(":(literal).git")  # matches nothing. Without a pathspec, git would select all files.
     folder = workspace.run("mktemp -d").strip()
     workspace.write_bytes(f"{folder}/patch", content)
     result = workspace.execute(APPLY.format(folder=folder, protected=shlex.join(pathspecs)), GIT_TIMEOUT_S)
@@ -173,7 +174,7 @@ def apply_patch(
 
 
 def _remove_links(workspace: Workspace, paths: Iterable[str]) -> None:
-    """Remove links in place of the folders of test files, so that the tests are written where they belong."""
+    """Remove links that replace the folders of test files, so that the tests are written to the right place."""
     folders = {str(folder) for path in paths for folder in PurePosixPath(path).parents} - {"."}
     if folders:
         workspace.run(

@@ -43,46 +43,46 @@ git -c user.name=skyrl-agent -c user.email=skyrl-agent@localhost commit -q --all
 
 
 class RepositoryTask(BaseTask):
-    """A change to a repository of your own, in a container.
+    """A change to a custom repository, in a container.
 
     The agent's patch is applied to a fresh copy of the repository, in a new container. The reward is 1 if the test
-    command then succeeds. It is 0 if the command fails or hangs, and if the patch is empty or does not apply. Columns:
+    command then succeeds. It is 0 if the command fails or hangs, or if the patch is empty or does not apply. Columns:
 
         problem_statement: what to change
         image: the container's image
-        repo_path: a folder of the image that is copied to `cwd`; optional
-        setup: shell commands that create or prepare the repository in `cwd`; optional
+        repo_path: a folder in the image to copy to `cwd` (optional)
+        setup: shell commands that create or prepare the repository in `cwd` (optional)
         test_command: e.g. "python -m pytest -q tests"
-        test_files: {path: text} of the tests, which the agent does not see; a mapping, or its JSON
-        expected_output: text that the output of the test command must contain, e.g. "12 passed"; optional
+        test_files: the tests as {path: text}, or JSON of it. The agent does not see them
+        expected_output: text that the test command's output must contain, e.g. "12 passed" (optional)
 
-    Code under test runs in the process of the tests. It can end that process with status 0 before the tests have run;
-    `expected_output` reveals that. Code that forges this output, too, is not detected.
+    Code under test runs in the tests' process. It can end that process with status 0 before the tests have run:
+    `expected_output` catches this. Code that also forges the output is not detected.
     """
 
     cwd: ClassVar[str] = "/workspace"
-    """The folder of the repository in containers."""
+    """Folder of the repository in containers."""
 
     environment: ClassVar[Mapping[str, Any]] = {"pull_timeout": 1200, "container_timeout": "6h"}
-    """Settings of mini-swe-agent's environment, see `ContainerWorkspace`."""
+    """Settings of mini-swe-agent's environment: see `ContainerWorkspace`."""
 
     protected_files: ClassVar[tuple[str, ...]] = PROTECTED
-    """Glob patterns of files that patches cannot change, besides the test files of the row."""
+    """Glob patterns of files that patches cannot change, in addition to the row's test files."""
 
     start_timeout_s: ClassVar[float] = 1800.0
-    """Seconds for a workspace to start, with the download of its image and `setup`."""
+    """Seconds for a workspace to start, including the image download and `setup`."""
 
     test_timeout_s: ClassVar[float] = 1800.0
-    """Seconds for the tests; those that take longer have failed."""
+    """Seconds for the tests. Tests that take longer fail."""
 
     @classmethod
     def create_workspace(cls, instance: Mapping[str, Any]) -> Workspace:
-        """Return a workspace for an instance, which is not started yet."""
+        """Return an instance's workspace, not started yet."""
         return ContainerWorkspace(instance["image"], cls.cwd, cls.environment)
 
     @classmethod
     def prepare(cls, workspace: Workspace, instance: Mapping[str, Any]) -> None:
-        """Create the repository in a workspace that has started."""
+        """Create the repository in a started workspace."""
         if path := instance.get("repo_path"):
             workspace.run(f"cp -a -- {shlex.quote(path)}/. .", cls.start_timeout_s)
         if setup := instance.get("setup"):
@@ -128,12 +128,12 @@ class RepositoryTask(BaseTask):
 
     @classmethod
     def test_paths(cls, instance: Mapping[str, Any]) -> list[str]:
-        """Return the paths of the tests, which patches cannot change."""
+        """Return the paths of the tests. Patches cannot change them."""
         return list(parse_test_files(instance))
 
     @classmethod
     def run_tests(cls, workspace: Workspace, instance: Mapping[str, Any]) -> bool:
-        """Write the tests and run them in a workspace with a patch. Return True if the patch passes."""
+        """Write the tests and run them in a patched workspace. Return True if the patch passes."""
         for path, text in parse_test_files(instance).items():
             workspace.write_bytes(path, text.encode())
         result = workspace.execute(instance["test_command"], cls.test_timeout_s, MAX_TEST_OUTPUT_BYTES)
@@ -141,25 +141,25 @@ class RepositoryTask(BaseTask):
 
     @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
-        """Raise DataError for a row that lacks a column."""
+        """Raise DataError for a row with a missing column."""
         require_text(instance, ("problem_statement", "test_command", "image"))
         parse_test_files(instance)
 
 
 class LocalRepositoryTask(RepositoryTask):
-    """A `RepositoryTask` in a temporary folder of this machine, without isolation: see `LocalWorkspace`.
+    """A `RepositoryTask` in a temporary folder on this machine, without isolation: see `LocalWorkspace`.
 
-    Rows need `repo_path`, a folder of this machine, or `setup`; they have no `image`.
+    Rows need `repo_path`, a folder on this machine, or `setup`. They have no `image`.
     """
 
     @classmethod
     def create_workspace(cls, instance: Mapping[str, Any]) -> Workspace:
-        """Return a workspace for an instance, which is not started yet."""
+        """Return an instance's workspace, not started yet."""
         return LocalWorkspace()
 
     @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
-        """Raise DataError for a row that lacks a column."""
+        """Raise DataError for a row with a missing column."""
         require_text(instance, ("problem_statement", "test_command"))
         if not (instance.get("repo_path") or instance.get("setup")):
             raise DataError("the instance has neither repo_path nor setup; set the folder to copy, or commands")
@@ -167,7 +167,7 @@ class LocalRepositoryTask(RepositoryTask):
 
 
 def require_text(instance: Any, columns: tuple[str, ...]) -> None:
-    """Raise DataError for a row that lacks one of the columns or has no text in it."""
+    """Raise DataError if a row lacks one of the columns or has no text in it."""
     if not isinstance(instance, Mapping):
         raise DataError(f"the instance is a {type(instance).__name__}; it must be a row with {', '.join(columns)}")
     for column in columns:
@@ -176,10 +176,10 @@ def require_text(instance: Any, columns: tuple[str, ...]) -> None:
 
 
 def parse_test_files(instance: Mapping[str, Any]) -> dict[str, str]:
-    """Return `test_files` of a row: relative paths and texts. Paths without a text, as Arrow adds them, are left out.
+    """Return a row's `test_files`: relative paths and texts. Paths without a text, as Arrow adds them, are dropped.
 
     Raises:
-        DataError: it is no such mapping.
+        DataError: it is not such a mapping.
     """
     files = instance.get("test_files") or {}
     try:

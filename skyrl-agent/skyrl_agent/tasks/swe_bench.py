@@ -20,18 +20,18 @@ TEST_COLUMNS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 MAX_LOG_BYTES = 32 << 20
 START = ">>>>> Start Test Output"
 MARKERS = (START, ">>>>> End Test Output", ">>>>> Test Exit Code")
-"""Lines of the evaluation's log between which swebench looks for results."""
+"""Lines in the evaluation's log between which swebench looks for results."""
 
 
 class SWEBenchTask(RepositoryTask):
     """An issue of SWE-bench or a dataset in its format.
 
-    The container is that of the instance: the image in `image_name`, `docker_image` or `image`, or the one that
-    SWE-bench publishes. swebench 5 grades rows that have `eval_script`, `log_parser` and `FAIL_TO_PASS`, as the current
-    datasets of SWE-bench do. swebench 4 grades rows without a script, for the repositories and versions that it knows.
-    Add these columns to rows of other datasets, such as SWE-Gym.
+    The container uses the image in `image_name`, `docker_image` or `image`, or else SWE-bench's published image.
+    swebench 5 grades rows that have `eval_script`, `log_parser` and `FAIL_TO_PASS`, like the current SWE-bench
+    datasets. swebench 4 grades rows without a script, for the repositories and versions that it knows. Add these
+    columns to rows of other datasets, such as SWE-Gym.
 
-    Code under test runs in the process of the tests, so that a patch can still forge their output.
+    Code under test runs in the tests' process, so a patch can still forge their output.
     """
 
     cwd: ClassVar[str] = "/testbed"
@@ -51,12 +51,12 @@ class SWEBenchTask(RepositoryTask):
 
     @classmethod
     def create_workspace(cls, instance: Mapping[str, Any]) -> Workspace:
-        """Return the instance's container, which is not started yet."""
+        """Return the instance's container, not started yet."""
         return ContainerWorkspace(image_of(instance), cls.cwd, cls.environment)
 
     @classmethod
     def prepare(cls, workspace: Workspace, instance: Mapping[str, Any]) -> None:
-        """Do nothing: the image has the repository."""
+        """Do nothing: the image contains the repository."""
 
     @classmethod
     def test_paths(cls, instance: Mapping[str, Any]) -> list[str]:
@@ -65,7 +65,7 @@ class SWEBenchTask(RepositoryTask):
 
     @classmethod
     def run_tests(cls, workspace: Workspace, instance: Mapping[str, Any]) -> bool:
-        """Run swebench's evaluation script, which applies the test patch, and grade its log."""
+        """Run swebench's evaluation script and grade its log. The script applies the test patch."""
         spec = make_spec(instance)
         nonce = uuid.uuid4().hex
         path = f"{workspace.run('mktemp -d').strip()}/eval.sh"
@@ -77,13 +77,13 @@ class SWEBenchTask(RepositoryTask):
 
     @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
-        """Raise DataError for a row that lacks a column or that the installed swebench cannot grade."""
+        """Raise DataError for a row with a missing column, or that the installed swebench cannot grade."""
         require_text(instance, COLUMNS)
         make_spec(instance)
 
 
 def image_of(instance: Mapping[str, Any]) -> str:
-    """Return the image of an instance: that of its row, or the one that SWE-bench publishes."""
+    """Return an instance's image: the row's, or else SWE-bench's published image."""
     for column in ("image_name", "docker_image", "image"):
         if instance.get(column):
             return str(instance[column])
@@ -92,7 +92,7 @@ def image_of(instance: Mapping[str, Any]) -> str:
 
 
 def make_spec(instance: Mapping[str, Any]) -> Any:
-    """Return swebench's `TestSpec` of an instance.
+    """Return swebench's `TestSpec` for an instance.
 
     Raises:
         DataError: the installed version of swebench cannot grade the instance.
@@ -125,7 +125,7 @@ def _spec_of_5(row: dict[str, Any]) -> Any:
 
 
 def _spec_of_4(row: dict[str, Any]) -> Any:
-    """Return the `TestSpec` without scripts for building images, for which `make_test_spec` downloads files."""
+    """Return the `TestSpec` without scripts for building images, since `make_test_spec` downloads files for them."""
     from swebench.harness.constants import MAP_REPO_TO_EXT, MAP_REPO_VERSION_TO_SPECS
     from swebench.harness.test_spec.create_scripts import make_eval_script_list
     from swebench.harness.test_spec.test_spec import TestSpec
@@ -149,20 +149,20 @@ def _spec_of_4(row: dict[str, Any]) -> Any:
 
 
 def sign_markers(script: str, nonce: str) -> str:
-    """Return the evaluation script with a nonce in its markers, which a patch cannot know when it is written."""
+    """Return the evaluation script with a nonce in its markers. A patch cannot know it when it is written."""
     for marker in MARKERS:
         script = script.replace(marker, f"{marker} {nonce}")
     return script
 
 
 def extract_signed_log(log: str, nonce: str) -> str:
-    """Return the part of a log that starts with the signed marker, with markers as swebench expects them.
+    """Return the part of a log from the signed marker on, with the markers that swebench expects.
 
-    Markers without the nonce are removed. They come from the patch, which the script shows, or from code that the
+    Markers without the nonce are removed. They come from the patch, since the script prints it, or from code that the
     script runs before the tests, such as a setup.py.
 
     Raises:
-        WorkspaceError: the script did not come to the tests.
+        WorkspaceError: the script did not reach the tests.
     """
     for i, marker in enumerate(MARKERS):
         log = log.replace(f"{marker} {nonce}", f"\0{i}").replace(marker, "").replace(f"\0{i}", marker)
@@ -172,7 +172,7 @@ def extract_signed_log(log: str, nonce: str) -> str:
 
 
 def is_resolved(spec: Any, log: str) -> bool:
-    """Return True if all tests of an instance that must pass do so in the log of its evaluation script.
+    """Return True if all tests that must pass do so in the evaluation script's log.
 
     Raises:
         WorkspaceError: swebench attributes the lack of results to the machine.

@@ -1,4 +1,4 @@
-"""Questions that need research on the web; a model judges the answers."""
+"""Questions that need web research. A model judges the answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_gym.envs.exact_match import parse_targets
 
 
 class WebResearchTask(GeneralReactTask):
-    """Questions with a ground truth, from any data source. Those that have no other grader are judged by a model."""
+    """Questions with a ground truth, from any data source. If there is no other grader, a model judges the answer."""
 
     system_prompt = (
         "Answer the question by research on the web. Search with different words, read the pages that look relevant, "
@@ -20,7 +20,7 @@ class WebResearchTask(GeneralReactTask):
 
     @classmethod
     def evaluate_result(cls, result: Any, instance: Mapping[str, Any], data_source: str) -> float:
-        """Return the reward of an answer; none is wrong."""
+        """Return the reward of an answer. A missing answer is wrong."""
         if find_family(data_source) is not None:
             return super().evaluate_result(result, instance, data_source)
         targets = parse_targets(get_ground_truth(instance))

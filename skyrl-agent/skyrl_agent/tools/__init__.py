@@ -1,4 +1,4 @@
-"""Tools of agents. Importing this package registers those that come with it."""
+"""Tools for agents. Importing this package registers the built-in tools."""
 
 from skyrl_agent.tools.base import BaseTool, GroupTool, register_tool, tool_registry
 from skyrl_agent.tools.code import CodeInterpreter

@@ -1,4 +1,4 @@
-"""The interface of tools, their registry, and their descriptions in prompts."""
+"""Base class for tools, their registry, and their descriptions in prompts."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ of several lines
 class BaseTool(ABC):
     """A function that a model may call. Subclasses set `name`, `description` and `parameters`, and implement `call`.
 
-    Each trajectory has its own instance, which may keep state.
+    Each trajectory has its own instance. It may keep state.
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any] | list[dict[str, Any]]
-    """A JSON schema of an object; or a list of parameters with the keys name, type, description, required, …"""
+    """JSON schema of an object, or a list of parameters with the keys name, type, description, required, …"""
 
     ends_trajectory: ClassVar[bool] = False
-    """True for a tool whose result is that of the trajectory."""
+    """True for a tool whose result ends the trajectory and is its result."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        """Set the settings of the task file, for tools that have some."""
+        """Store the tool's settings from the task file."""
         self.settings = dict(settings or {})
 
     @abstractmethod
@@ -63,10 +63,10 @@ class BaseTool(ABC):
         """
 
     def close(self) -> None:  # noqa: B027, optional
-        """Release resources. Called at the end of the trajectory; calling it again does nothing."""
+        """Release resources. Called at the end of the trajectory. Idempotent."""
 
     def get_system_prompt_prefix(self) -> str | None:
-        """Return text that comes before the descriptions of tools in the system message, or None."""
+        """Return text to put before the descriptions of tools in the system message, or None."""
         return None
 
     def get_tool_param(self) -> dict[str, Any]:
@@ -75,10 +75,10 @@ class BaseTool(ABC):
         return {"type": "function", "function": function}
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Validate arguments, and convert text to numbers, truth values, lists and objects where the schema asks.
+        """Validate arguments, and convert text to numbers, booleans, lists and objects where the schema requires it.
 
         Raises:
-            ToolCallError: an argument is missing, unknown, of the wrong type or not among the allowed values.
+            ToolCallError: an argument is missing, unknown, of the wrong type or not an allowed value.
         """
         schema = self._schema()
         converted = convert_arguments(arguments, schema)
@@ -99,23 +99,23 @@ class BaseTool(ABC):
 
 
 def text_parameters(**descriptions: str) -> dict[str, Any]:
-    """Return the schema of required parameters that are text, from the description of each."""
+    """Return a schema of required text parameters from their descriptions."""
     properties = {name: {"type": "string", "description": text} for name, text in descriptions.items()}
     return {"type": "object", "properties": properties, "required": list(descriptions)}
 
 
 class GroupTool(BaseTool):
-    """A tool of a `skyrl_gym.tools.ToolGroup`, such as those for search, SQL, Python and MCP servers."""
+    """A tool of a `skyrl_gym.tools.ToolGroup`, such as search, SQL, Python and MCP servers."""
 
     def __init__(self, group: ToolGroup, schema: Mapping[str, Any]) -> None:
-        """Take a tool by its schema, one of `group.get_schemas()`."""
+        """Wrap the group's tool with this schema, one of `group.get_schemas()`."""
         super().__init__()
         self._group = group
         function = schema["function"]
         self.name, self.description, self.parameters = function["name"], function["description"], function["parameters"]
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments unchanged; the group validates them when it is called."""
+        """Return the arguments unchanged. The group validates them when it is called."""
         return dict(arguments)
 
     def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
@@ -126,14 +126,14 @@ class GroupTool(BaseTool):
 
 
 tool_registry: dict[str, type[BaseTool]] = {}
-"""The tools that task files can name."""
+"""Tools that task files can name."""
 
 
 def register_tool(name: str) -> Callable[[C], C]:
     """Register a tool under the name that task files and the model use.
 
     Raises:
-        ValueError: another tool has this name.
+        ValueError: the name is already taken.
     """
 
     def decorator(cls: C) -> C:
@@ -147,17 +147,17 @@ def register_tool(name: str) -> Callable[[C], C]:
 
 
 def create_tools(specs: Iterable[str | Mapping[str, Any]]) -> dict[str, BaseTool]:
-    """Create the tools of a trajectory, by their names.
+    """Create a trajectory's tools, by name.
 
     Args:
         specs: names of registered tools, dotted paths to subclasses of `BaseTool` or `ToolGroup`, or mappings with such
-            a `name` and settings, which are the argument of a tool and the keyword arguments of a group.
+            a `name` and settings: a tool's argument, or a group's keyword arguments.
 
     Raises:
-        ConfigError: a tool does not exist, does not accept its settings, or has the name of another one.
+        ConfigError: a tool does not exist, does not accept its settings, or its name is already taken.
     """
     tools: dict[str, BaseTool] = {}
-    with ExitStack() as stack:  # an error closes the tools before it
+    with ExitStack() as stack:  # an error closes the tools created before it
         for spec in specs:
             settings = {} if isinstance(spec, str) else dict(spec)
             name = spec if isinstance(spec, str) else settings.pop("name", None)
@@ -172,7 +172,7 @@ def create_tools(specs: Iterable[str | Mapping[str, Any]]) -> dict[str, BaseTool
 
 
 def close_tools(tools: Iterable[BaseTool]) -> None:
-    """Close all tools, even if one of them fails; then raise its error."""
+    """Close all tools even if one fails, then raise its error."""
     with ExitStack() as stack:
         for tool in tools:
             stack.callback(tool.close)
@@ -206,7 +206,7 @@ def _create(name: Any, settings: dict[str, Any]) -> list[BaseTool]:
 
 
 def format_tools(tools: Iterable[BaseTool]) -> str:
-    """Format the section of a system message that describes tools and how to call them; empty without tools."""
+    """Format the system message section that describes tools and how to call them. Empty without tools."""
     prefixes, functions = [], []
     for tool in tools:
         if prefix := tool.get_system_prompt_prefix():

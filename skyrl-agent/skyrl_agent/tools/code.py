@@ -1,4 +1,4 @@
-"""A tool that runs Python programs, on a SandboxFusion server or on this machine."""
+"""A tool that runs Python programs on a SandboxFusion server or on this machine."""
 
 from __future__ import annotations
 

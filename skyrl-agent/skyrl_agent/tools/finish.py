@@ -24,7 +24,7 @@ class Finish(BaseTool):
 
 @register_tool("em_finish")
 class EMFinish(Finish):
-    """Finish with a short answer, which is compared word for word."""
+    """Finish with a short answer. It is compared word for word."""
 
     description = (
         "Finish with the final answer: a name, a date, a number or a few words, without an explanation, because it is "

@@ -1,4 +1,4 @@
-"""The tool of memory agents: it replaces the history with a summary, and shows the next section of a document.
+"""The memory agent's tool: it replaces the history with a summary and the next section of a document.
 
 Source: MemAgent (Yu et al., 2025, arXiv:2507.02259).
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @register_tool("next_with_summary")
 class NextWithSummary(BaseTool):
-    """Read on. The runtime of the trajectory is the reader of the document, `skyrl_agent.tasks.memagent.Reader`."""
+    """Read the next section. The trajectory's runtime is the document's `skyrl_agent.tasks.memagent.Reader`."""
 
     description = (
         "Continue with the next section. Everything that you have read is forgotten, except this summary. Write down "

@@ -24,7 +24,7 @@ MAX_RETRY_AFTER_S = 30.0
 SERVICE_STATUSES = frozenset({401, 402, 403, 407, 408, 421, 425, 429})
 """Client errors that say nothing about the request: no key, no credit, too many requests, …"""
 ENDPOINT_STATUSES = SERVICE_STATUSES | {404, 405, 410}
-"""As above for a configured address: if it does not exist, the configuration is wrong, not the request."""
+"""The same for a configured address: if it does not exist, the configuration is wrong, not the request."""
 
 QUERY = text_parameters(query="What to search for.")
 
@@ -38,7 +38,7 @@ Web page:
 
 
 class _Retry(urllib3.Retry):
-    """Retry policy that gives up at once if the service asks for a pause of more than `MAX_RETRY_AFTER_S`."""
+    """Retry policy that gives up immediately if the service asks for a pause of more than `MAX_RETRY_AFTER_S`."""
 
     def get_retry_after(self, response: urllib3.BaseHTTPResponse) -> float | None:
         seconds = super().get_retry_after(response)
@@ -59,7 +59,7 @@ def fetch(
 
     Raises:
         ToolFailure: the service cannot be reached, fails, or answers with one of `service_statuses`.
-        ToolCallError: the service refuses the request for another reason, which the model reads.
+        ToolCallError: the service rejects the request for any other reason. The model reads it.
     """
     try:
         response = urllib3.request(method, url, timeout=TIMEOUT_S, retries=RETRIES, **options)
@@ -73,7 +73,7 @@ def fetch(
 
 
 def read_env_var(name: str, service: str) -> str:
-    """Return an environment variable; ToolFailure if it is not set."""
+    """Return an environment variable. Raises ToolFailure if it is not set."""
     value = os.environ.get(name)
     if not value:
         raise ToolFailure(f"{service} needs the environment variable {name}")
@@ -101,7 +101,7 @@ class FaissSearch(LocalSearch):
 
 @register_tool("search_engine")
 class SearchEngine(BaseTool):
-    """Search the web with Serper; GOOGLE_SEARCH_KEY is its key, and SERPER_URL its address if it is another one."""
+    """Search the web with Serper. GOOGLE_SEARCH_KEY is the key, SERPER_URL an alternative address."""
 
     service: ClassVar[str] = "Serper"
     description = "Search the web. Returns titles, addresses and excerpts of the first results."
@@ -123,7 +123,7 @@ class SearchEngine(BaseTool):
 
 @register_tool("youcom_search_engine")
 class YouComSearch(SearchEngine):
-    """Search the web with You.com; YOUCOM_API_KEY is its key, and YOUCOM_URL its address if it is another one."""
+    """Search the web with You.com. YOUCOM_API_KEY is the key, YOUCOM_URL an alternative address."""
 
     service = "You.com"
 
@@ -137,10 +137,10 @@ class YouComSearch(SearchEngine):
 
 @register_tool("web_browser")
 class WebBrowser(BaseTool):
-    """Read a web page as text with Jina's reader, and let a model extract what helps.
+    """Read a web page as text with Jina's reader, and let a model extract the relevant parts.
 
-    JINA_API_KEY is the reader's key, and JINA_URL its address if it is another one. The model is that of
-    `skyrl_agent.judge.complete`, named by WEB_SUMMARY_MODEL; without it, the page itself is returned.
+    JINA_API_KEY is the reader's key, JINA_URL an alternative address. `skyrl_agent.judge.complete` runs the model named
+    by WEB_SUMMARY_MODEL. Without it, the whole page is returned.
     """
 
     description = "Read a web page and extract what helps to reach a goal."

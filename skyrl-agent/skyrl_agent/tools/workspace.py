@@ -1,4 +1,4 @@
-"""Tools that work in the trajectory's `Workspace`: a shell, an editor, a place to think, and the end of the work."""
+"""Tools that work in the trajectory's `Workspace`: a shell, an editor, a place to think, and submission."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def workspace_of(agent: BaseAgent, tool: BaseTool) -> Workspace:
-    """Return the workspace of a trajectory; ToolFailure if its task has none."""
+    """Return a trajectory's workspace. Raises ToolFailure if its task has none."""
     if not isinstance(runtime := agent.context.runtime, Workspace):
         raise ToolFailure(
             f"{tool.name} needs a task whose initialize_runtime returns a skyrl_agent.workspaces.Workspace, such as "
@@ -72,19 +72,19 @@ def workspace_of(agent: BaseAgent, tool: BaseTool) -> Workspace:
 
 
 def clean_output(text: str) -> str:
-    """Return the output of a program as plain text: without escape sequences and control characters."""
+    """Return a program's output as plain text, without escape sequences and control characters."""
     plain = ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
     return clean_text(CONTROLS.sub("\ufffd", plain))
 
 
 @register_tool("execute_bash")
 class ExecuteBash(BaseTool):
-    """A shell. Commands that exceed their time limit are killed, and the result says so."""
+    """A shell. A command that exceeds its time limit is killed, and the result says so."""
 
     parameters = COMMAND_PARAMETERS
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        """Settings: `timeout` in seconds, for commands that name none."""
+        """Settings: `timeout` in seconds, for commands that set none."""
         super().__init__(settings)
         self._timeout_s = float(self.settings.pop("timeout", COMMAND_TIMEOUT_S))
         if self.settings:
@@ -108,7 +108,7 @@ class ExecuteBash(BaseTool):
 
 @register_tool("str_replace_editor")
 class StrReplaceEditor(BaseTool):
-    """An editor with the commands of Anthropic's text editor tool. Each trajectory has its own history of changes."""
+    """An editor with the commands of Anthropic's text editor tool. Each trajectory has its own edit history."""
 
     description = (
         "View, create and edit text files. view shows a file with line numbers, or the files in a directory; create "
@@ -118,7 +118,7 @@ class StrReplaceEditor(BaseTool):
     parameters = EDITOR_PARAMETERS
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        """There are no settings."""
+        """Takes no settings."""
         super().__init__(settings)
         if self.settings:
             raise ValueError(f"str_replace_editor has no setting {next(iter(self.settings))!r}")
@@ -193,7 +193,7 @@ class StrReplaceEditor(BaseTool):
         return f"The last change of {path} was taken back."
 
     def _write(self, workspace: Workspace, path: str, text: str, first: int, last: int) -> str:
-        """Write the changed text of a file, and show the lines from `first` to `last` and those around them."""
+        """Write a file's changed text, and show lines `first` to `last` with some context."""
         before = workspace.read_bytes(path)
         uses_crlf = _uses_crlf(before)
         workspace.write_bytes(path, _encode(text.replace("\n", "\r\n") if uses_crlf else text))
@@ -212,7 +212,7 @@ def _read_text(workspace: Workspace, path: str) -> str:
 
 
 def _uses_crlf(content: bytes) -> bool:
-    """Return True if all lines end with CRLF, which models do not write."""
+    """Return True if all lines end with CRLF. Models do not write it."""
     return b"\r\n" in content and content.count(b"\r\n") == content.count(b"\n")
 
 
@@ -225,7 +225,7 @@ def _number(lines: list[str], first: int, last: int) -> str:
 
 
 def _display(line: str) -> str:
-    """Return a line of a file whose bytes may not be UTF-8."""
+    """Return a line of a file that may not be valid UTF-8."""
     return line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
@@ -240,7 +240,7 @@ def _list_directory(workspace: Workspace, path: str) -> str:
 
 @register_tool("think")
 class Think(BaseTool):
-    """A place to think, which changes nothing."""
+    """A place to think. It changes nothing."""
 
     description = "Write down a thought, for example a plan or the causes that a failure may have. It changes nothing."
     parameters = text_parameters(thought="The thought.")

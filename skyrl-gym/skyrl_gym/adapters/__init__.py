@@ -1,1 +1,1 @@
-"""Adapters of other ecosystems' environments to `BaseTextEnv`. Each depends only on the package it is named after."""
+"""Adapters that turn other ecosystems' environments into `BaseTextEnv`. Each needs only its own package."""

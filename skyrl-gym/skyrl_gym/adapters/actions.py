@@ -11,18 +11,21 @@ from skyrl_gym.tools.strict_json import BadJSON, TooDeep, parse_json_at
 OPENING, CLOSING = "<action>", "</action>"
 WHOLE_NUMBER = re.compile(r"(?<![\w.+-])[+-]?[0-9]{1,18}(?!\w|\.[0-9])", re.ASCII)
 MAX_ATTEMPTS = 200
-"""Maximum number of opening brackets at which parsing JSON is attempted."""
+"""Maximum number of opening brackets at which JSON parsing is attempted."""
 
 
 class ActionError(ValueError):
-    """A reply without a valid action; the message is for the model."""
+    """The reply has no valid action. The message is for the model."""
 
 
 def extract_action(reply: str) -> str:
-    """Return the action in a reply: the content of its last `<action>`, or all text after the thoughts.
+    """Return the content of a reply's last `<action>`, or else all text after the thoughts.
 
     Raises:
         ActionError: there is no text.
+
+    >>> extract_action("<think>left?</think>I go <action>left</action>.")
+    'left'
     """
     text = strip_thoughts(reply)
     _, tag, tagged = text.rpartition(OPENING)
@@ -50,6 +53,9 @@ def parse_json_object(text: str) -> dict[str, Any]:
 
     Raises:
         ActionError: there is none.
+
+    >>> parse_json_object('First {"x": 1}, then {"x": 2}.')
+    {'x': 2}
     """
     value: dict[str, Any] = _last_json(text, "{", "object")
     return value
@@ -66,7 +72,7 @@ def parse_json_array(text: str) -> list[Any]:
 
 
 def parse_calls(reply: str) -> list[ToolCall]:
-    """Return the tool calls in a reply, in order; there may be none.
+    """Return the tool calls in a reply, in order. There may be none.
 
     Raises:
         ActionError: a call cannot be parsed, or there are too many.

@@ -1,4 +1,4 @@
-"""Conversion of ANSI colors to brackets."""
+"""Conversion of ANSI colors to brackets, for models that cannot see color."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ COLORS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 
 
 def strip_colors(text: str) -> str:
-    """Replace escape sequences by brackets: `[S]` for an S on a colored background, `<blue S>` for a blue S."""
+    r"""Replace escape sequences by brackets: `[S]` for an S on a colored background, `<blue S>` for a blue S.
+
+    >>> strip_colors("\x1b[41mS\x1b[0mFF")
+    '[S]FF'
+    """
     pieces: list[str] = []
     opening = closing = ""
     position = 0

@@ -1,4 +1,4 @@
-"""Asynchronous environments that also have blocking methods, for use by hand."""
+"""Base class for asynchronous environments, with blocking methods for interactive use."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Con
 
 
 class AsyncEnv(BaseTextEnv):
-    """An environment whose methods are coroutine functions, which the trainer awaits.
+    """An environment whose methods are coroutine functions. The trainer awaits them.
 
-    `init`, `step` and `close` are for use by hand: they run the `…_async` methods in an event loop of the episode.
+    `init`, `step` and `close` are for interactive use: they run the `…_async` methods in the episode's event loop.
     """
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class AsyncEnv(BaseTextEnv):
 
     @abstractmethod
     async def _release(self) -> None:
-        """Release the episode's resources, in its own event loop. May be called several times."""
+        """Release the episode's resources in its own event loop. May be called several times."""
 
     @abstractmethod
     def _abandon(self) -> None:
-        """Release the episode's resources from another thread or event loop, or after the loop has ended."""
+        """Release the episode's resources from a different thread or event loop, or after the loop has ended."""
 
     async def close_async(self) -> None:
-        """End the episode. Calling it again does nothing."""
+        """End the episode. Idempotent."""
         if self._background is None:
             await self._release()
         else:
@@ -58,7 +58,7 @@ class AsyncEnv(BaseTextEnv):
         return self._background.run(self.step_async(action))
 
     def close(self) -> None:
-        """End the episode. An episode in another event loop is abandoned, not awaited."""
+        """End the episode. If it belongs to a different event loop, abandon it instead of awaiting it."""
         background, self._background = self._background, None
         if background is None:
             self._abandon()

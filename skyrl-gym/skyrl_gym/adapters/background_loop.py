@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """An event loop in a separate thread, until `close`. It also runs between calls, e.g. to answer pings."""
+    """An event loop in a separate thread, until `close`. It keeps running between calls, e.g. to answer pings."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()  # not in the thread, so that errors reach the caller
@@ -33,7 +33,7 @@ class BackgroundLoop:
             raise
 
     def close(self) -> None:
-        """End the thread and its tasks. Calling it again does nothing."""
+        """End the thread and its tasks. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._is_closed.set)
             self._thread.join()

@@ -31,21 +31,21 @@ ACTION_NAMES = {
     "MountainCar": ("left", "none", "right"),
     "Taxi": ("south", "north", "east", "west", "pick up", "drop off"),
 }
-"""Names of the actions in environments that come with Gymnasium, which documents them only in prose."""
+"""Action names of the environments that come with Gymnasium. Gymnasium documents them only in prose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GymnasiumSettings:
     """The section `environment.skyrl_gym.gymnasium`.
 
-    id: the argument of `gymnasium.make`, e.g. ``FrozenLake-v1``; ``my_package:Mine-v0`` imports `my_package` first.
+    id: the argument of `gymnasium.make`, e.g. ``FrozenLake-v1``. ``my_package:Mine-v0`` imports `my_package` first.
     kwargs: the other arguments of `gymnasium.make`.
-    reset: arguments of `reset`; the `seed` and `reset` of a row, or of its `extra_info`, override them.
-    action_names: the names of the actions of a discrete space, in order; Gymnasium's own environments have defaults.
-    observation: the field to show, or a text with `{field}` in it, e.g. ``Your sum is {0}.``; by default, the text that
+    reset: arguments of `reset`. A row's `seed` and `reset`, or its `extra_info`'s, override them.
+    action_names: the names of a discrete space's actions, in order. Gymnasium's own environments have defaults.
+    observation: the field to show, or a template with `{field}`, e.g. ``Your sum is {0}.``. Defaults to the text that
         the environment renders (`render_mode="ansi"`), or the whole observation if it renders none.
     describe_action: True to list the actions in the prompt.
-    illegal: the rule for a reply without a valid action: ``retry`` asks for another, ``end`` ends the episode.
+    illegal: the rule for a reply without a valid action: ``retry`` asks for a new one, ``end`` ends the episode.
     illegal_reward: the reward of a turn with such a reply.
     """
 
@@ -64,7 +64,7 @@ class GymnasiumSettings:
 
 
 class GymnasiumEnv(BaseTextEnv):
-    """One episode of a Gymnasium environment. The reward of a turn is the reward of its step."""
+    """One episode of a Gymnasium environment. A turn's reward is the reward of its step."""
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class GymnasiumEnv(BaseTextEnv):
         return append_observation(prompt, "\n\n".join(filter(None, parts))), {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Play the action that the reply names."""
+        """Take the action that the reply names."""
         env = self._get_running()
         self.turns += 1
         try:
@@ -105,7 +105,7 @@ class GymnasiumEnv(BaseTextEnv):
         return self._output(lambda: self._format(observation), float(reward), {"action": chosen})
 
     def close(self) -> None:
-        """Close the environment. Calling it again does nothing."""
+        """Close the environment. Idempotent."""
         env, self._env = self._env, None
         if env is not None:
             env.close()
@@ -138,7 +138,7 @@ class GymnasiumEnv(BaseTextEnv):
 
 
 def _make(settings: GymnasiumSettings) -> gymnasium.Env[Any, Any]:
-    """Make the environment, with text rendering if it supports that.
+    """Make the environment, with text rendering if it has any.
 
     Raises:
         InvalidSettings: the id is unknown.

@@ -23,11 +23,11 @@ from skyrl_gym.adapters.observations import format_value
 from skyrl_gym.tools.strict_json import BadJSON, parse_json
 
 MAX_CHARSET = 100
-"""Maximum number of characters of a text space to list in the instructions."""
+"""Maximum size of a text space's character set to list in the instructions."""
 
 
 class ActionReader:
-    """A parser of replies as actions of one space."""
+    """Parser of replies as actions of one space."""
 
     def __init__(self, space: Space[Any], names: Sequence[str] = ()) -> None:
         """`names` are the actions of a `Discrete` space, in order.
@@ -46,7 +46,7 @@ class ActionReader:
 
     @property
     def instructions(self) -> str:
-        """The description of valid actions, for the model."""
+        """Description of the valid actions, for the model."""
         if isinstance(self.space, spaces.Text):
             return f"Write your action between {OPENING} and {CLOSING}: {_describe(self.space)}."
         if self.names:
@@ -60,7 +60,7 @@ class ActionReader:
         """Return the action in a reply.
 
         Raises:
-            ActionError: the reply has no action, or one outside of the space.
+            ActionError: the reply has no action, or one outside the space.
         """
         text = extract_action(reply)
         if isinstance(self.space, spaces.Discrete):
@@ -74,7 +74,7 @@ class ActionReader:
         return _from_json(self.space, parse_json_array(text))
 
     def _discrete(self, space: spaces.Discrete, text: str) -> int:
-        """Return the action with the name or number in `text`; a longer text may mention only one action."""
+        """Return the action with the name or number in `text`. A longer text may mention only one action."""
         folded = text.casefold()
         mentioned = set(self._mention.findall(folded)) if self._mention else set()
         if folded in self._folded:
@@ -124,7 +124,7 @@ def _text(space: Any, value: Any) -> str | None:
 
 
 def _array(space: Any, value: Any) -> Any:
-    """Convert a value to an array of the space's shape and type; return None if that is impossible."""
+    """Convert a value to an array of the space's shape and type. Return None if that is impossible."""
     try:
         array = np.asarray(value)
     except ValueError:  # its rows differ in length

@@ -12,13 +12,14 @@ _lock = threading.RLock()
 
 
 class IsolatedRandom:
-    """The random state of one episode, which depends on its seed alone and does not affect other code.
+    """The random state of an episode. It depends only on the seed and does not affect other code.
 
-    Only one episode is active at a time, since there is one global state. Do not wait for anything while it is active.
+    Only one episode can be active at a time, since there is one global state. Do not wait for anything while it is
+    active.
     """
 
     def __init__(self, seed: int | None) -> None:
-        """Seed the state of `random` and numpy; without a seed, every episode differs."""
+        """Seed the state of `random` and numpy. Without a seed, every episode differs."""
         import numpy as np
 
         self._states: tuple[Any, Any] = (

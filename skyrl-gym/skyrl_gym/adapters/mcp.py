@@ -1,4 +1,4 @@
-"""Questions to answer with the tools of MCP servers."""
+"""Question answering with the tools of MCP servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skyrl_gym.tools.mcp import MCPServerConfig, MCPToolGroup
 MAX_TURNS = 10
 
 Reward = Callable[[str, Mapping[str, Any]], float | None]
-"""A function that maps an answer and the row to a reward, or to None if the reward is unknown."""
+"""A function from an answer and the row to a reward, or to None if the reward is unknown."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,13 @@ class MCPEnvConfig:
     """`environment.skyrl_gym.mcp`."""
 
     servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Servers by name, each with a `command`, `args` and `env`, or a `url`; `timeout` is the time limit of a call in
-    seconds. If two servers have tools with the same name, a `prefix` renames a server's `read` to `<prefix>_read`."""
+    """Servers by name. Each has a `command`, `args` and `env`, or a `url`. `timeout` is the time limit of a call in
+    seconds. `prefix` renames a server's tool `read` to `<prefix>_read`, in case two servers have tools with the same
+    name."""
     reward: str = "exact"
-    """`exact`: the answer is one of `reward_spec["ground_truth"]`, ignoring case, articles and punctuation. `contains`:
-    one of them is in it, word for word, with at most 20 other words and not in a list of possible answers.
-    `module:function`: what that returns for the answer and the row."""
+    """`exact`: the answer is in `reward_spec["ground_truth"]`, ignoring case, articles and punctuation. `contains`: it
+    contains one of them word for word, with at most 20 other words and not in a list of alternatives.
+    `module:function`: a function that takes the answer and the row, and returns the reward."""
 
     def __post_init__(self) -> None:
         if not self.servers:
@@ -43,9 +44,9 @@ class MCPEnvConfig:
 
 
 class MCPEnv(ToolEnv):
-    """The model calls tools of MCP servers, and answers with a reply without a call.
+    """The model calls tools of MCP servers. A reply without a call is the answer.
 
-    Every episode has separate sessions; server programs are started for the episode and end with it.
+    Every episode has its own sessions. Server programs are started for the episode and end with it.
 
     Raises:
         ToolFailure: a server cannot be reached.
@@ -68,7 +69,7 @@ class MCPEnv(ToolEnv):
                 stack.callback(group.close)
                 groups.append(group if server.prefix is None else Prefixed(group, server.prefix))
             super().__init__(groups, read_max_turns(extras, MAX_TURNS))
-            stack.pop_all()  # from now on, the environment closes the groups
+            stack.pop_all()  # from here on, the environment closes the groups
 
     def score(self, answer: str) -> float | None:
         """Score the answer with the configured reward function."""

@@ -1,4 +1,4 @@
-"""Conversion of other ecosystems' observations to messages for a model."""
+"""Conversion of other ecosystems' observations to chat messages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FIELD = re.compile(r"\{(\w+)\}")
 
 
 def user_message(text: str) -> MessageType:
-    """Return an observation as a user message."""
+    """Wrap an observation in a user message."""
     return {"role": "user", "content": text}
 
 
 def append_observation(prompt: ConversationType, text: str) -> ConversationType:
-    """Append the first observation to the prompt: to the last message if that is a user message, else as a new one.
+    """Append the first observation to the prompt: to the last message if it is a user message, else as a new message.
 
     Some chat templates refuse two user messages in a row.
     """
@@ -35,11 +35,16 @@ def append_observation(prompt: ConversationType, text: str) -> ConversationType:
 def format_observation(observation: Any, template: str | None = None) -> str:
     """Format an observation as text.
 
-    `template` is the name of the field to show, or a text with `{field}` in it; the fields of a list are `{0}`, `{1}`,
-    …. Without a template, a dict with a single text becomes that text, and `format_value` formats other values.
+    `template` is the name of the field to show, or a text with `{field}` in it. A list's fields are `{0}`, `{1}`, ….
+    Without a template, a dict with a single text becomes that text, and `format_value` formats everything else.
 
     Raises:
         ValueError: the observation lacks a field of the template.
+
+    >>> format_observation({"sum": 14, "dealer": 10}, "Your sum is {sum}.")
+    'Your sum is 14.'
+    >>> format_observation({"sum": 14, "cards": []})
+    'sum: 14'
     """
     if template is None:
         return _only_text(observation) or format_value(observation)
@@ -57,7 +62,7 @@ def format_observation(observation: Any, template: str | None = None) -> str:
 def format_value(value: Any) -> str:
     """Format a value for reading: a dict as `name: value` lines, a table row by row, other lists as JSON.
 
-    Empty values and None are left out of dicts. Values of other types are formatted by `str`.
+    Empty values and None are dropped from dicts. Other types use `str`.
     """
     if isinstance(value, Mapping):
         fields = {str(name): item for name, item in value.items() if not _is_empty(item)}
@@ -74,7 +79,7 @@ def format_value(value: Any) -> str:
 
 
 def _encode_nested(value: Any) -> Any:
-    """Convert a value inside a JSON list that JSON does not support."""
+    """Convert a value that JSON does not support, inside a JSON list."""
     try:
         return to_json_value(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Rewards from a function in a file, with the arguments that verl passes to a custom reward function."""
+"""Rewards from a function in a file, called with verl's arguments for custom reward functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_gym.error import InvalidAnswer, InvalidSettings, InvalidSpec
 
 @dataclass(frozen=True)
 class RewardFunctionConfig:
-    """`environment.skyrl_gym.reward_function`, which `custom_reward_function` fills in."""
+    """`environment.skyrl_gym.reward_function`, filled in by `custom_reward_function`."""
 
     path: str = ""
     """Python file that holds the function."""
@@ -26,8 +26,8 @@ class RewardFunctionConfig:
 class RewardFunctionEnv(BaseTextEnv):
     """One reply, scored by ``function(data_source=…, solution_str=…, ground_truth=…, extra_info=…)``.
 
-    The function returns a number, or a dict with the number as `score` and further numbers, which become metrics. An
-    error of the function makes the rollout invalid; it is never a reward of 0.
+    The function returns a number, or a dict with the number as `score`. All other numbers in the dict become metrics.
+    If the function raises, the rollout is invalid. It never gets a reward of 0.
 
     Raises:
         InvalidSettings: the file has no such function.
@@ -72,7 +72,7 @@ class RewardFunctionEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=[], reward=self._metrics["score"], done=True, metadata={})
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return the numbers of the function's result."""
+        """Return the numbers in the function's result."""
         return dict(self._metrics)
 
 

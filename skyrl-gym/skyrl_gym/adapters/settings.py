@@ -1,4 +1,4 @@
-"""Settings of adapters: the configuration section, its overrides in a row, and the arguments of `reset`."""
+"""Settings of adapters: the configuration section, a row's overrides, and the arguments of `reset`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from skyrl_gym.error import InvalidSettings
 S = TypeVar("S")
 
 NO_LIMIT = sys.maxsize
-"""The `max_turns` of an episode that does not set it, which happens only outside of training."""
+"""`max_turns` of an episode that does not set it. This happens only outside of training."""
 
 
 def read_settings(kind: type[S], env_class: str, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> S:
     """Parse the section of `env_class`, overridden by a row's `extra_info.env_config`, into the dataclass `kind`.
 
     Raises:
-        InvalidSettings: a key is unknown, a key without a default is missing, or a section has another type.
+        InvalidSettings: a key is unknown, a key without a default is missing, or a section has the wrong type.
     """
     overrides = read_struct(read_extra_info(extras).get("env_config"), "extra_info.env_config")
     values = to_python(env_config or {}) | overrides
@@ -33,7 +33,7 @@ def read_settings(kind: type[S], env_class: str, env_config: Mapping[str, Any] |
 
 
 def _check(key: str, field: dataclasses.Field[Any], values: dict[str, Any]) -> None:
-    """Raise InvalidSettings for a missing value, or a section of another type. Drop a section that is None."""
+    """Raise InvalidSettings if a value is missing or a section has the wrong type. Drop a section that is None."""
     value = values.get(field.name)
     if field.default_factory is dict:
         if value is None:
@@ -45,10 +45,10 @@ def _check(key: str, field: dataclasses.Field[Any], values: dict[str, Any]) -> N
 
 
 def reset_arguments(defaults: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `reset`: `defaults`, overridden by `seed` and `reset` of a row or of its `extra_info`."""
+    """Return the arguments of `reset`: `defaults`, overridden by `seed` and `reset` in the row or its `extra_info`."""
     arguments = dict(defaults)
     for name, source in (("extra_info.", read_extra_info(extras)), ("", extras)):
         if (seed := source.get("seed")) is not None:
-            arguments["seed"] = whole_number(seed, f"{name}seed")  # some libraries refuse numpy integers as seeds
+            arguments["seed"] = whole_number(seed, f"{name}seed")  # some libraries reject numpy integers as seeds
         arguments |= read_struct(source.get("reset"), f"{name}reset")
     return arguments

@@ -1,10 +1,10 @@
-"""TextArena games, in which the model plays one seat, and opponents the others.
+"""TextArena games. The model plays one seat, opponents play the rest.
 
     environment.env_class=textarena environment.skyrl_gym.textarena.env_id=GuessTheNumber-v0
 
-Many games need nothing but the package: GuessTheNumber, TicTacToe, ConnectFour, KuhnPoker, Nim, Sudoku, and so on. Word
-games (Wordle, Hangman, …) download a word list when they are made, and those with a jury (Debate, …) need an API key.
-While such a game waits, the other games of this process wait too.
+Many games need only the package: GuessTheNumber, TicTacToe, ConnectFour, KuhnPoker, Nim, Sudoku, and so on. Word games
+(Wordle, Hangman, …) download a word list when they are made, and games with a jury (Debate, …) need an API key. While
+such a game waits, all other games in this process wait too.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ GAME = -1
 """The sender of the game's own messages."""
 
 Opponent = Callable[["View"], str]
-"""A function that maps a player's view of the game to a move."""
+"""A function from a player's view of the game to a move."""
 
 MAX_MOVE_CHARS = 4000
-"""Maximum length of a move; the end of a longer reply counts. Some games search moves in quadratic time, and `int`
-raises for a number of more than 4300 digits.
-"""
+"""Maximum length of a move. Only the end of a longer reply counts. Some games search moves in quadratic time, and `int`
+raises for numbers of more than 4300 digits."""
 
 OFFERED = re.compile(r"'(\[[^\[\]\n]{1,40}\])'")
 MAX_MOVES_IN_A_ROW = 10_000
@@ -48,12 +47,12 @@ class TextArenaSettings:
 
     env_id: the argument of `textarena.make`, e.g. ``TicTacToe-v0``.
     kwargs: the other arguments of `textarena.make`.
-    reset: arguments of `reset`; the `seed` and `reset` of a row, or of its `extra_info`, override them.
+    reset: arguments of `reset`. A row's `seed` and `reset`, or its `extra_info`'s, override them.
     num_players, seat: the number of players, and the index of the model among them.
-    opponents: the players of the other seats, one for all or a list. ``random`` plays one of the moves that the game
-        writes in quotes, as '[4]'; ``module:name`` is a function from the whole text seen so far to a move, or a class
+    opponents: the players in the other seats, one for all or a list. ``random`` plays one of the moves that the game
+        writes in quotes, as '[4]'. ``module:name`` is a function from the whole text seen so far to a move, or a class
         whose instances are such functions.
-    missing_reward: the reward of a game that does not finish; None makes its rollout invalid.
+    missing_reward: the reward of an unfinished game. None makes the rollout invalid.
     """
 
     env_id: str
@@ -77,7 +76,7 @@ class View:
 
     new: the text that is new since the player's last view, without the player's own messages.
     seen: the whole text so far.
-    from_game: the part of `seen` that the game wrote, and not a player.
+    from_game: the part of `seen` that the game wrote, not a player.
     """
 
     new: str
@@ -86,11 +85,10 @@ class View:
 
 
 class TextArenaEnv(BaseTextEnv):
-    """One game of TextArena. The game defines the rules and the penalty of illegal moves, and gives a reward at its
-    end.
+    """One game of TextArena. The game defines the rules, the penalty for illegal moves, and the reward at the end.
 
-    Observations show only new text. Thoughts and `<action>` tags are removed before the game reads a move. An error of
-    the game or of an opponent fails the rollout.
+    Observations show only new text. Thoughts and `<action>` tags are removed before the game reads a move. If the game
+    or an opponent raises, the rollout fails.
     """
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
@@ -140,7 +138,7 @@ class TextArenaEnv(BaseTextEnv):
     def get_metrics(self) -> dict[str, Any]:
         """Return the numbers of turns and illegal moves, and the result of a finished game.
 
-        `opponent_illegal` is 1 if the game ended because an opponent broke the rules, which is an easy win.
+        `opponent_illegal` is 1 if the game ended because an opponent broke the rules: an easy win.
         """
         metrics: dict[str, Any] = {"steps": self.turns, "invalid_actions": self._n_invalid}
         metrics["finished"] = int(bool(self._rewards))
@@ -187,11 +185,11 @@ class _Game:
 
     @property
     def to_move(self) -> int:
-        """The seat to move."""
+        """Seat whose turn it is."""
         return int(self._core.state.current_player_id)
 
     def reset(self, arguments: Mapping[str, Any]) -> None:
-        """Start the game. Raises ValueError if it refuses the arguments."""
+        """Start the game. Raises ValueError if it rejects the arguments."""
         try:
             self._env.reset(num_players=self._settings.num_players, **arguments)
         except (AssertionError, ValueError, TypeError) as problem:
@@ -201,7 +199,7 @@ class _Game:
             ) from problem
 
     def step(self, move: str) -> bool:
-        """Make a move; return True if the game is over."""
+        """Make a move. Return True if the game is over."""
         seat, n_errors = self.to_move, self._n_errors()
         is_over, _ = self._env.step(action=move)
         self.was_illegal = seat in self.rule_breakers() if is_over else self._n_errors() > n_errors
@@ -217,7 +215,7 @@ class _Game:
         return {seat for seat, facts in self._core.state.game_info.items() if facts.get("invalid_move")}
 
     def look(self) -> View:
-        """Return the view of the player to move."""
+        """Return the view of the player whose turn it is."""
         seat = self.to_move
         before = self._seen.get(seat, "")
         from_game = (text for sender, text, _ in self._core.state.observations[seat] if sender == GAME)
@@ -236,7 +234,7 @@ class _Game:
         return "\n".join(f"[{names.get(sender, f'Player {sender}')}] {text}" for sender, text, _ in messages)
 
     def _n_errors(self) -> int:
-        return int(getattr(self._core.state, "error_count", 0))  # consecutive illegal moves; not all games count them
+        return int(getattr(self._core.state, "error_count", 0))  # consecutive illegal moves. Not all games count them.
 
 
 def _make(settings: TextArenaSettings) -> Any:
@@ -261,7 +259,7 @@ def _make(settings: TextArenaSettings) -> Any:
 
 
 def _library() -> Any:
-    """Import the package, which has no type annotations."""
+    """Import the package. It has no type annotations."""
     return importlib.import_module("textarena")
 
 
@@ -276,7 +274,7 @@ def _layers(env: Any) -> list[Any]:
 def _is_custom_view(wrapper: Any) -> bool:
     """Return True if a wrapper shows a custom view each time, such as the current board.
 
-    The default wrapper repeats the whole game each time, which the conversation has already.
+    The default wrapper repeats the whole game, but the conversation already contains it.
     """
     library = _library()
     is_default = type(wrapper) is library.wrappers.LLMObservationWrapper
@@ -284,7 +282,7 @@ def _is_custom_view(wrapper: Any) -> bool:
 
 
 def _opponents(settings: TextArenaSettings, generator: random.Random) -> dict[int, Opponent]:
-    """Create the opponents of all seats except the model's."""
+    """Create the opponents in all seats except the model's."""
     others = [seat for seat in range(settings.num_players) if seat != settings.seat]
     names = [settings.opponents] * len(others) if isinstance(settings.opponents, str) else settings.opponents
     return {seat: _opponent(name, settings.env_id, generator) for seat, name in zip(others, names, strict=True)}
@@ -299,7 +297,7 @@ def _opponent(name: str, env_id: str, generator: random.Random) -> Opponent:
 
 
 class _RandomOpponent:
-    """An opponent that plays one of the moves the game offered last; quotes in players' messages are ignored."""
+    """An opponent that plays one of the moves the game offered last. Quotes in players' messages are ignored."""
 
     def __init__(self, env_id: str, generator: random.Random) -> None:
         self._env_id = env_id
@@ -314,7 +312,7 @@ class _RandomOpponent:
 
 
 def _parse_move(reply: str) -> str:
-    """Return the move in a reply. An empty move is passed on too, and the game decides on its penalty."""
+    """Return the move in a reply. An empty move is passed on too: the game decides its penalty."""
     try:
         return extract_action(reply)[-MAX_MOVE_CHARS:]
     except ActionError:

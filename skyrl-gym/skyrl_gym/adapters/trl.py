@@ -1,4 +1,4 @@
-"""Environments written for TRL's `environment_factory`: a class whose public methods are the tools of the model.
+"""Environments written for TRL's `environment_factory`: a class whose public methods are the model's tools.
 
     environment.env_class=trl environment.skyrl_gym.trl.factory=my_package.echo:EchoEnv
 
@@ -49,9 +49,9 @@ class TrlSettings:
     """The section `environment.skyrl_gym.trl`.
 
     factory: the class, or a function that returns the environment, as ``module:name``.
-    kwargs: the arguments of `factory`; TRL calls it without any.
+    kwargs: the arguments of `factory`. TRL calls it without any.
     describe_tools: True to list the tools in the system prompt.
-    missing_reward: the reward if the environment gives none; None makes the rollout invalid.
+    missing_reward: the reward if the environment gives none. None makes the rollout invalid.
     """
 
     factory: str
@@ -63,12 +63,12 @@ class TrlSettings:
 class TrlEnv(BaseTextEnv):
     """One episode: the model calls tools until a reply has no call, or the environment's `done` is True.
 
-    `reset` gets the columns of the row, and its result is appended to the prompt. The reward comes at the end: the
-    result of `get_reward()`, or the attribute `reward`.
+    `reset` gets the row's columns, and its result is appended to the prompt. The final reward is the result of
+    `get_reward()`, or the attribute `reward`.
 
     The model reads the errors that tools raise, as in TRL, except connection errors and timeouts, which fail the
-    rollout. Methods may be `async`; those of an episode share an event loop. `close`, if there is one, is called at the
-    end.
+    rollout. Methods may be `async`: an episode runs them all in one event loop. `close`, if there is one, is called at
+    the end.
     """
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ class TrlEnv(BaseTextEnv):
             raise ValueError(f"{self.settings.factory} has no tools; add public methods besides reset")
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Reset the environment; add the tools to the system prompt, and the result of `reset` to the prompt."""
+        """Reset the environment. Add the tools to the system prompt, and the result of `reset` to the prompt."""
         first = self._call(self._env.reset, _accepted_arguments(self._env.reset, {"prompt": prompt, **self._row}))
         if first is not None and not isinstance(first, str):
             raise ValueError(f"reset of {self.settings.factory} returned {first!r}; it must be a text or None")
@@ -112,7 +112,7 @@ class TrlEnv(BaseTextEnv):
         )
 
     def close(self) -> None:
-        """Close the environment, if it has a `close`. Calling it again does nothing."""
+        """Close the environment, if it has a `close`. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -133,7 +133,7 @@ class TrlEnv(BaseTextEnv):
         }
 
     def _execute_calls(self, reply: str) -> tuple[list[str], bool]:
-        """Execute the calls in a reply; return the texts of the observation, and whether the episode is over."""
+        """Execute the calls in a reply. Return the observation texts, and True if the episode is over."""
         try:
             calls = parse_calls(reply)
         except ActionError as problem:
@@ -143,7 +143,7 @@ class TrlEnv(BaseTextEnv):
         return texts, not calls or _is_true(getattr(self._env, "done", False))
 
     def _execute(self, call: ToolCall) -> str:
-        """Execute a call; return its result or its error as text."""
+        """Execute a call. Return its result or its error as text."""
         tool = self._tools.get(call.name)
         if tool is None:
             self._n_invalid += 1
@@ -172,7 +172,7 @@ class TrlEnv(BaseTextEnv):
         return float(reward)
 
     def _call(self, method: Any, arguments: Mapping[str, Any]) -> Any:
-        """Call a method. If it returns an awaitable, await that in the episode's event loop."""
+        """Call a method. Await the result in the episode's event loop if it is awaitable."""
         answer = method(**arguments)
         if not inspect.isawaitable(answer):
             return answer
@@ -181,7 +181,7 @@ class TrlEnv(BaseTextEnv):
 
 
 def _is_true(value: Any) -> bool:
-    """Return True for True of Python or numpy, but not for a tool that is named `done`."""
+    """Return True for Python's or numpy's True, but not for a tool named `done`."""
     item = getattr(value, "item", None)
     return (item() if callable(item) else value) is True
 
@@ -202,7 +202,7 @@ def _tools(env: Any) -> dict[str, Signature]:
 
 
 def _accepted_arguments(method: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a method has a parameter for; all of them if it takes `**row`."""
+    """Return the arguments that a method accepts: all of them if it takes `**row`."""
     parameters = inspect.signature(method).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(arguments)

@@ -1,1 +1,1 @@
-"""Try an environment without a trainer: `skyrl env check` and `skyrl env play`."""
+"""Check and play an environment without a trainer: `skyrl env check` and `skyrl env play`."""

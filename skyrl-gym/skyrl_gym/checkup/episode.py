@@ -1,6 +1,6 @@
 """Episodes without a model: an environment gets fixed replies, and its return values are validated.
 
-An episode is a generator of calls, so it can be played alone, interleaved with others, or with concurrent calls.
+An episode is a generator of calls, so it can be played alone, interleaved with other episodes, or concurrently.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REPLIES: Mapping[str, str] = {
     "a lone surrogate": "\ud83d",
     "a million characters": "<answer>" * (MAX_REPLY_CHARS // 8),
 }
-"""Replies, by name, of a model that has not learned the format yet, and worse."""
+"""Replies by name: what a model writes before it has learned the format, and worse."""
 
 THREAD_HINT = (
     "training makes calls in threads other than the main one, or with environment.skyrl_gym.isolation=process in the "
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class RuleViolation(Exception):
-    """An environment breaks a rule; the message says how."""
+    """The environment breaks a rule. The message says how."""
 
 
 class Hang(RuleViolation):
@@ -67,7 +67,7 @@ class Task:
 
     @classmethod
     def from_row(cls, spec: EnvSpec, row: Mapping[str, Any], env_config: Mapping[str, Any]) -> Task:
-        """Create the task of a dataset row. Raises ValueError if training would refuse the row."""
+        """Create a dataset row's task. Raises ValueError if training would reject the row."""
         prompt, extras = split_row(row)
         return cls(spec, prompt, extras, copy_env_config(env_config))
 
@@ -83,13 +83,13 @@ class Task:
 
 @dataclass(slots=True)
 class RecordedEpisode:
-    """A played episode."""
+    """An episode that was played."""
 
     env_class: type = object
     outputs: list[BaseTextEnvStepOutput] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     answers: list[Any] = field(default_factory=list)  # return values of all methods but `close`
-    trained_values: list[str] = field(default_factory=list)  # what training reads of them, written down on arrival
+    trained_values: list[str] = field(default_factory=list)  # what training reads of them, recorded on arrival
     seconds: float = 0.0  # of the slowest call
 
     @property
@@ -99,15 +99,15 @@ class RecordedEpisode:
 
 
 Player = Generator[EnvCall, CallResult, RecordedEpisode]
-"""A generator that plays an episode: it yields the next call and is sent the result."""
+"""Generator that plays an episode: yields the next call and is sent its result."""
 
 
 def play_all(players: Sequence[Player], executor: Executor, concurrent: bool = False) -> list[RecordedEpisode]:
-    """Play episodes together, one call of each in turn; with `concurrent`, these calls run at the same time.
+    """Play episodes together, one call of each in turn. With `concurrent`, these calls run at the same time.
 
     Raises:
-        RuleViolation: an episode broke a rule; the others were played to their end.
-        Hang: a call does not return; the others were abandoned.
+        RuleViolation: an episode broke a rule. All other episodes were played to their end.
+        Hang: a call does not return. All other episodes were abandoned.
     """
     episodes: dict[int, RecordedEpisode] = {}
     violations: list[RuleViolation] = []
@@ -174,7 +174,7 @@ def _play_turns(
 
 
 def _method_call(env: Any, method: str, *args: Any) -> EnvCall:
-    """Return a method call as training makes it."""
+    """Return a method call as training would make it."""
     native = async_method(env, method)
     if native is not None:
         return EnvCall(partial(native, *args), is_async=True)
@@ -188,7 +188,7 @@ def _call(
     context: str = "",
     validate: Callable[[Any], Any] | None = None,
 ) -> Generator[EnvCall, CallResult, Any]:
-    """Make a call and return its value. A value with a `validate` is recorded as one of the episode's answers."""
+    """Make a call and return its value. If there is a `validate`, record the value as an answer of the episode."""
     result = yield call
     episode.seconds = max(episode.seconds, result.seconds)
     if validate is None:
@@ -199,7 +199,7 @@ def _call(
 
 
 def validate_result(result: CallResult, method: str, context: str, validate: Callable[[Any], T]) -> T:
-    """Return the validated value of a call; `validate` may raise InvalidAnswer.
+    """Return the validated value of a call. `validate` may raise InvalidAnswer.
 
     Raises:
         RuleViolation: the call raised, or its value is invalid.
@@ -214,7 +214,7 @@ def validate_result(result: CallResult, method: str, context: str, validate: Cal
         return validate(result.value)
     except InvalidAnswer as error:
         raise RuleViolation(f"{str(error)[:MAX_ERROR_CHARS]}{context}") from error
-    except Exception as error:  # even looking at the value may raise
+    except Exception as error:  # even inspecting the value may raise
         raise RuleViolation(f"{method} returned a value that raises {_describe(error)}{context}") from error
 
 
@@ -240,7 +240,7 @@ def _check_text(messages: ConversationType, method: str) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """Format an error with the line of the environment that raised it."""
+    """Format an error and the environment's line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
     own = [frame for frame in theirs if not frame.filename.startswith(LIBRARIES)] or theirs

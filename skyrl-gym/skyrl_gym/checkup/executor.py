@@ -1,7 +1,7 @@
 """Calls into environments as training makes them, each with a time limit.
 
-Blocking methods run in threads other than the main one, and consecutive calls of an episode run in different threads.
-Coroutines run in one event loop. A thread cannot be killed: a call that hangs is left behind.
+Blocking methods never run in the main thread, and consecutive calls of an episode run in different threads. Coroutines
+run in one event loop. A thread cannot be killed, so a hanging call is left behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-THREAD_NAME = "skyrl-gym-env"  # of all threads, because error messages must not depend on the thread
+THREAD_NAME = "skyrl-gym-env"  # of all threads: error messages must not depend on the thread
 CLOSE_SECONDS = 2.0
 MAX_FRAMES = 8
 MAX_SLOW_LINES = 100  # per call that runs concurrently with others
@@ -53,7 +53,7 @@ class Executor:
     """Threads and an event loop that live for the duration of a `with` block."""
 
     def __init__(self, n_threads: int, limit_s: float) -> None:
-        """Up to `n_threads` blocking calls run concurrently. With two or more, consecutive calls change threads."""
+        """Run up to `n_threads` blocking calls concurrently. With two or more, consecutive calls change threads."""
         self._n_threads = n_threads
         self.limit_s = limit_s
         self.is_stuck = False  # a call hangs
@@ -77,13 +77,13 @@ class Executor:
 
     @property
     def was_stopped(self) -> bool:
-        """True if a call stopped the event loop, which this executor then restarted."""
+        """True if a call stopped the event loop and this executor restarted it."""
         return self._loop.was_stopped
 
     def run(self, calls: Sequence[EnvCall]) -> list[CallResult]:
-        """Make calls concurrently and return their results. Concurrent calls in threads are slowed down to overlap.
+        """Make calls concurrently and return their results. Calls in threads are slowed down, so that they overlap.
 
-        After a call that hangs, no other call can be made.
+        After a hanging call, no other call can be made.
         """
         assert not self.is_stuck
         threads = [None if call.is_async else self._idle.popleft() for call in calls]
@@ -112,7 +112,7 @@ class _RunningCall:
     stack: Callable[[], traceback.StackSummary]
 
     def wait(self, deadline: float) -> CallResult | None:
-        """Wait for the result until `deadline`, a time of `time.monotonic`; return None if the call still runs."""
+        """Wait for the result until `deadline`, a time of `time.monotonic`. Return None if the call still runs."""
         try:
             return self.future.result(timeout=max(0.0, deadline - time.monotonic()))
         except TimeoutError:
@@ -137,7 +137,7 @@ class _Thread:
         self.thread.start()
 
     def start(self, function: Callable[[], Any], barrier: threading.Barrier, seed: int) -> _RunningCall:
-        """Call `function` once all threads have reached `barrier`; slow it down if there are several."""
+        """Call `function` once all threads have reached `barrier`. Slow it down if there are several."""
         future: Future[CallResult] = Future()
 
         def make() -> None:
@@ -158,7 +158,7 @@ class _Thread:
 
 
 class _Loop:
-    """An event loop in a thread. It also runs between calls."""
+    """An event loop in a thread. It keeps running between calls."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -213,7 +213,8 @@ async def _async_result(function: Callable[[], Coroutine[Any, Any, Any]]) -> Cal
 def _call_slowly(function: Callable[[], Any], seed: int) -> Any:
     """Call a function with a pause before each of its first lines, so that concurrent calls overlap.
 
-    Python switches threads every 5 ms, by which time most calls are over. In weeks of training they overlap anyway.
+    Python switches threads every 5 ms, when most calls are already over. In weeks of training, some overlap all the
+    same.
     """
     n_left = MAX_SLOW_LINES
     own_random = random.Random(seed)  # with equal pauses, threads would run in step and never interfere

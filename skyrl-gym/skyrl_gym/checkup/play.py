@@ -1,4 +1,4 @@
-"""Play an environment by hand in a terminal, in place of the model."""
+"""Play an environment by hand in a terminal, in the model's place."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ END_OF_REPLY = "."
 def play(
     spec: EnvSpec, row: Mapping[str, Any], env_config: Mapping[str, Any], replies: TextIO, screen: TextIO
 ) -> float | None:
-    """Play an episode with replies read from `replies`; a line with a single full stop ends each of them.
+    """Play an episode with replies read from `replies`. A line with a single full stop ends a reply.
 
-    Returns the sum of the rewards, or None if a reward is None or the replies end before the episode does.
+    Return the sum of the rewards, or None if a reward is None or the replies end before the episode does.
     """
     prompt, extras = copy.deepcopy(split_row(row))
     env = make(spec, env_config=copy_env_config(env_config), extras=extras)

@@ -1,4 +1,4 @@
-"""Threads, child processes and files that an environment may leave behind in this process."""
+"""Threads, child processes and files that an environment may leak in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-PROCESS = Path("/proc/self")  # on Linux; elsewhere only threads are counted
+PROCESS = Path("/proc/self")  # on Linux. Elsewhere, only threads are counted.
 EXIT_SECONDS = 2.0
 
 
@@ -23,7 +23,7 @@ def count_resources() -> dict[str, int]:
 
 
 def child_processes() -> set[int]:
-    """Return the ids of the running processes that any thread of this process has started."""
+    """Return the ids of running processes started by any thread of this process."""
     children: set[int] = set()
     for thread in PROCESS.glob("task/*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
@@ -32,9 +32,9 @@ def child_processes() -> set[int]:
 
 
 def exit_soon(status: int, processes: Iterable[int]) -> None:
-    """Exit this process even if a call hangs in it. Kill `processes`, which the call may have started, at once.
+    """Exit this process even if a call hangs in it. Kill `processes`, started by the call, immediately.
 
-    A regular exit has `EXIT_SECONDS` to finish; `sys.exit` alone would wait forever for the threads of a pool.
+    A regular exit has `EXIT_SECONDS` to finish. `sys.exit` alone would wait forever for the threads of a pool.
     """
     for pid in processes:
         with suppress(ProcessLookupError):

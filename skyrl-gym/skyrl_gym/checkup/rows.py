@@ -39,8 +39,8 @@ def read_row(path: Path, index: int) -> dict[str, Any]:
 def split_row(row: Mapping[str, Any]) -> tuple[ConversationType, dict[str, Any]]:
     """Split a row into the prompt for `init` and the `extras` for the constructor.
 
-    A row without a prompt gets one that says "Begin.". In training, `generator.max_turns` replaces the row's
-    `max_turns`; here the row's value counts, and `DEFAULT_MAX_TURNS` where it has none.
+    A row without a prompt gets the prompt "Begin.". In training, `generator.max_turns` replaces the row's `max_turns`.
+    Here the row's value counts, and it defaults to `DEFAULT_MAX_TURNS`.
 
     Raises:
         ValueError: the prompt is not a list of messages, or `max_turns` is not a number of turns.

@@ -1,4 +1,4 @@
-"""Check, without a model, that an environment can bear what training does to it, and report the rules that it breaks.
+"""Check, without a model, that an environment follows the rules of training, and report the rules that it breaks.
 
 skyrl env check my_module:MyEnv --data train.jsonl
 """
@@ -42,14 +42,14 @@ INTERFERENCE: Mapping[bool, str] = {
         "it; keep the state in the instance, or hold a lock"
     ),
 }
-"""Problem of episodes that interfere with each other; the key is True where only concurrent calls do."""
+"""Problem of episodes that interfere with each other. The key is True if only concurrent calls interfere."""
 
 Verdict = Literal["passed", "failed", "advice"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one rule."""
+    """The result of a rule."""
 
     rule: str
     verdict: Verdict
@@ -59,7 +59,7 @@ class Finding:
 class Checkup:
     """A check of one environment on one dataset row. Each rule reports only its first violation.
 
-    Calls are made as in training: in threads other than the main one, or awaited in one event loop.
+    Calls are made as in training: outside the main thread, or awaited in one event loop.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Checkup:
         env_config: Mapping[str, Any] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
-        """A call that takes longer than `timeout_seconds` ends the whole check.
+        """Create a check. Any call that takes longer than `timeout_seconds` ends it.
 
         Raises:
-            ValueError: training would refuse the row.
+            ValueError: training would reject the row.
         """
         self._task = Task.from_row(spec, row, env_config or {})
         self._executor = Executor(len(REPLIES) + 1, timeout_seconds)
@@ -106,7 +106,7 @@ class Checkup:
             return Finding(rule, "failed", str(violation))
         return Finding(rule, "passed") if advice is None else Finding(rule, "advice", advice)
 
-    # -- rules: each raises RuleViolation, or returns advice, or returns None
+    # -- rules: each raises RuleViolation, or returns advice or None
 
     def can_be_constructed(self) -> str | None:
         """Check that the environment can be constructed from a row, and that `init` works."""
@@ -114,7 +114,7 @@ class Checkup:
         return None
 
     def accepts_any_reply(self) -> str | None:
-        """Check that no reply raises: whatever a model writes must be scored."""
+        """Check that no reply raises: anything a model may write must be scored."""
         for name in REPLIES:
             self._episode(name)
         return None
@@ -130,7 +130,7 @@ class Checkup:
         return None
 
     def is_silent_when_done(self) -> str | None:
-        """Check that the last turn has no observations, which the model would never read."""
+        """Check that the last turn has no observations: the model would never read them."""
         for name in REPLIES:
             last = self._episode(name).outputs[-1]
             if last["done"] and last["observations"]:
@@ -138,7 +138,7 @@ class Checkup:
         return None
 
     def keeps_its_row(self) -> str | None:
-        """Check that the row, which all samples of a prompt share, is not modified."""
+        """Check that the row is not modified, since all samples of a prompt share it."""
         task = self._task.copy()
         play_all([play_episode(task, ["plain text"] * task.max_turns)], self._executor)
         if task.prompt != self._task.prompt:
@@ -168,7 +168,7 @@ class Checkup:
     def reports_numbers(self) -> str | None:
         """Check that metrics can be averaged over episodes."""
         episodes = [self._episode(name) for name in REPLIES]
-        reported = [episode.metrics for episode in episodes if episode.metrics]  # others are not aggregated
+        reported = [episode.metrics for episode in episodes if episode.metrics]  # other episodes are not aggregated
         if reported:
             aggregate = getattr(episodes[0].env_class, "aggregate_metrics", default_aggregate_metrics)
             (result,) = self._executor.run([EnvCall(partial(aggregate, reported))])
@@ -183,7 +183,7 @@ class Checkup:
         return None
 
     def can_cross_processes(self) -> str | None:
-        """Check that return values can be written as JSON, which `environment.skyrl_gym.isolation=process` needs."""
+        """Check that return values can be written as JSON. `environment.skyrl_gym.isolation=process` needs that."""
         try:
             json.dumps(self._episode("plain text").answers, default=to_json_value)
         except (TypeError, ValueError) as error:
@@ -203,18 +203,18 @@ class Checkup:
     # -- playing
 
     def _episode(self, name: str) -> RecordedEpisode:
-        """Return the episode in which every reply is `name`. It is played once for all rules."""
+        """Return the episode whose replies are all `name`. It is played once for all rules."""
         if name not in self._episodes:
             self._episodes[name] = self._play(name)
         return self._episodes[name]
 
     def _play(self, name: str) -> RecordedEpisode:
-        """Play a new episode in which every reply is `name`."""
+        """Play a new episode whose replies are all `name`."""
         (episode,) = play_all([self._player(name)], self._executor)
         return episode
 
     def _play_together(self, concurrent: bool) -> list[list[str]]:
-        """Play an episode of each reply, all of them together."""
+        """Play one episode per reply, all together."""
         try:
             return _trained_values(play_all([self._player(name) for name in REPLIES], self._executor, concurrent))
         except RuleViolation as violation:

@@ -1,5 +1,6 @@
-"""Environments and their registry. Importing this package registers the built-in environments; each module is imported
-when its environment is first made.
+"""Environments and their registry.
+
+Importing this package registers the built-in environments. Each module is imported when its environment is first made.
 """
 
 from skyrl_gym.envs.registration import EnvSpec, deregister, make, pprint_registry, register, registry, spec

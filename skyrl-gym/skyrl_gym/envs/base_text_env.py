@@ -1,4 +1,4 @@
-"""The base class of text environments: the model's reply goes in, chat messages come out."""
+"""Base class for text environments: the model's reply goes in, chat messages come out."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_gym.tools.core import ToolGroup
 
 MessageType = dict[str, Any]
-"""One chat message: ``role`` and ``content``, and whatever else the chat template understands (``tool_calls``, …)."""
+"""A chat message: ``role``, ``content``, and any other key the chat template understands (``tool_calls``, …)."""
 
 ConversationType = list[MessageType]
 
 
 class BaseTextEnvStepOutput(EnvStepOutput[ConversationType], total=False):
-    """`EnvStepOutput` over chat messages: `observations` are appended to the conversation after the model's reply.
+    """An `EnvStepOutput` of chat messages. `observations` are appended to the conversation after the model's reply.
 
-    postprocessed_action: the reply as the environment understood it, if that differs from the reply. A prefix of the
-        reply is trained on as sampled; any other text replaces it in the conversation and is not trained on.
+    postprocessed_action: what the environment made of the reply, if different. A prefix of the
+        reply is trained on as sampled. Any other text replaces the reply in the conversation and is not trained on.
     """
 
     postprocessed_action: str | None
 
 
 class BaseTextEnv(Env[ConversationType, str]):
-    """An episode of chat. Subclasses override `step`, and count their turns in it.
+    """An episode of chat. Subclasses override `step` and count their own turns.
 
-    A subclass is built as ``YourEnv(env_config=…, extras=…)``: `env_config` is the section of the configuration named
-    after the environment, `extras` is the dataset row without `prompt` and `env_class`, with the trainer's own
-    ``max_turns`` added.
+    Built as ``YourEnv(env_config=…, extras=…)``: `env_config` is the configuration section named after the environment,
+    `extras` is the dataset row without `prompt` and `env_class`, plus the trainer's ``max_turns``.
     """
 
     def __init__(self) -> None:
@@ -41,21 +40,21 @@ class BaseTextEnv(Env[ConversationType, str]):
         self.tool_to_toolgroup: dict[str, str] = {}
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Start the episode with the row's prompt. A subclass may return another prompt."""
+        """Start the episode with the row's prompt. A subclass may return a different prompt."""
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Process the model's reply `action`, the decoded text of one turn."""
+        """Process the model's reply: `action` is the decoded text of one turn."""
         raise NotImplementedError(f"{type(self).__name__} must implement step()")
 
     def close(self) -> None:
-        """Release the resources of the tools. Calling it again does nothing."""
-        with ExitStack() as groups:  # closes all of them even if one raises
+        """Release the tools' resources. Idempotent."""
+        with ExitStack() as groups:  # closes every group even if one raises
             for group in self.tool_groups:
                 groups.callback(group.close)
 
     def init_tool_groups(self, tool_groups: Sequence[ToolGroup] = ()) -> None:
-        """Set the tool groups. Of two tools with the same name, the last one counts."""
+        """Set the tool groups. If two tools share a name, the last one wins."""
         self.tool_groups = list(tool_groups)
         self.tool_to_toolgroup = {}
         for group in tool_groups:
@@ -69,10 +68,10 @@ class BaseTextEnv(Env[ConversationType, str]):
         return group.execute_tool(tool_name, *tool_input)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return the metrics of this episode, e.g. ``{"steps": 5, "caught": 1}``."""
+        """Return this episode's metrics, e.g. ``{"steps": 5, "caught": 1}``."""
         return {}
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Aggregate the `get_metrics` of several episodes; by default, return the mean of every number."""
+        """Aggregate the `get_metrics` of several episodes. The default is the mean of every number."""
         return default_aggregate_metrics(metrics)

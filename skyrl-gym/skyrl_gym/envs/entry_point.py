@@ -20,7 +20,7 @@ def load_attribute(name: str) -> Any:
     """Import the object at ``"module:attribute"``.
 
     Raises:
-        InvalidSpec: the name has another form, or the module has no such attribute.
+        InvalidSpec: the name is malformed, or the module has no such attribute.
         ImportError: the module cannot be imported.
     """
     module_name, attribute = split_entry_point(name)
@@ -39,7 +39,7 @@ def load_attribute(name: str) -> Any:
 
 
 def load_from_file(path: str, attribute: str) -> Any:
-    """Load an attribute of a Python file, whose name need not be that of a module; a file is loaded once per process.
+    """Load an attribute of a Python file with any name. A file is loaded once per process.
 
     Raises:
         InvalidSpec: the file does not exist, or has no such attribute.
@@ -53,7 +53,7 @@ def load_from_file(path: str, attribute: str) -> Any:
         spec = importlib.util.spec_from_loader(name, SourceFileLoader(name, str(file)))
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # before it runs, as dataclasses and pickle need
+        sys.modules[name] = module  # before it runs: dataclasses and pickle look it up
         try:
             SourceFileLoader(name, str(file)).exec_module(module)
         except BaseException as problem:
@@ -69,7 +69,11 @@ def load_from_file(path: str, attribute: str) -> Any:
 
 
 def split_entry_point(name: str) -> tuple[str, str]:
-    """Split an entry point into module and attribute. Raises `InvalidSpec` if one is missing."""
+    """Split an entry point into module and attribute. Raises `InvalidSpec` if one is missing.
+
+    >>> split_entry_point("examples.catch.env:CatchEnv")
+    ('examples.catch.env', 'CatchEnv')
+    """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise error.InvalidSpec(

@@ -1,7 +1,7 @@
-"""Match of the answer to an open question.
+"""Exact match for answers to open questions.
 
-Source: the normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), except that numbers keep their values:
-5 is not -5, and 12 is not 1.2. Typography does not count: all quotes, dashes and forms of accents are equal.
+Source: the normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), except that numbers keep their values: 5
+is not -5, and 12 is not 1.2. Typography is ignored: all quotes, dashes and encodings of accents are equal.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = frozenset(("Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Cf"))
 """Unicode's categories of punctuation and of invisible characters."""
 MINUS, POINT = "\ue000", "\ue001"
-"""Stand-ins for the punctuation that changes the value of a number."""
+"""Stand-ins for punctuation that changes the value of a number."""
 
 
 @lru_cache(maxsize=4096)
 def is_punctuation(char: str) -> bool:
-    """Return True for ASCII punctuation, for typographic quotes and dashes, and for invisible characters."""
+    """Return True for ASCII punctuation, typographic quotes and dashes, and invisible characters."""
     return char in string.punctuation or char in "−´ʹʻʼ" or unicodedata.category(char) in PUNCTUATION
 
 
@@ -41,8 +41,15 @@ MAX_OTHER_WORDS = 20
 def normalize_answer(answer: str) -> str:
     """Lowercase an answer, and remove punctuation, articles and redundant spaces.
 
-    Signs and decimal points of numbers are kept, and commas between thousands are removed. Other punctuation between
-    digits becomes a space, so that 3/4 is not 34.
+    Numbers keep their signs and decimal points, and lose thousands commas. Any other punctuation between digits becomes
+    a space: 3/4 is not 34.
+
+    >>> normalize_answer("The Eiffel Tower!")
+    'eiffel tower'
+    >>> normalize_answer("-1,234.5")
+    '-1234.5'
+    >>> normalize_answer("3/4")
+    '3 4'
     """
     text = fold(answer)
     for pattern, replace in IN_NUMBERS:
@@ -52,14 +59,17 @@ def normalize_answer(answer: str) -> str:
 
 
 def fold(text: str) -> str:
-    """Return a text in which case and the encoding of accents do not count: ``STRASSE`` and ``Straße`` are equal."""
+    """Fold case and the encoding of accents: ``STRASSE`` and ``Straße`` become equal."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())
 
 
 def is_match(answer: str, targets: Sequence[str]) -> bool:
     """Return True if the normalized answer is one of the targets.
 
-    A target that normalizes to nothing, e.g. "A", is compared without normalization, ignoring case.
+    A target that normalizes to nothing, e.g. "A", is compared as written, ignoring case.
+
+    >>> is_match("the Eiffel tower.", ["Eiffel Tower", "Tour Eiffel"])
+    True
     """
     normalized, plain = normalize_answer(answer), fold(answer.strip())
     return any(
@@ -69,10 +79,15 @@ def is_match(answer: str, targets: Sequence[str]) -> bool:
 
 
 def is_mentioned(answer: str, targets: Sequence[str]) -> bool:
-    """Return True if a short answer has one of the targets in it, word for word, and offers no other answers.
+    """Return True if a short answer contains one of the targets word for word, and offers no alternatives.
 
-    A short answer has at most `MAX_OTHER_WORDS` more words than the target. It offers others if the target is an item
-    of a list, as in "London, Paris, Rome" and "Paris or Rome"; "Paris, France" is not a list.
+    A short answer has at most `MAX_OTHER_WORDS` more words than the target. It offers alternatives if the target is an
+    item of a list, as in "London, Paris, Rome" or "Paris or Rome". "Paris, France" is not a list.
+
+    >>> is_mentioned("It is in Paris, France.", ["Paris"])
+    True
+    >>> is_mentioned("Paris or Rome", ["Paris"])
+    False
     """
     words = _split(answer)
     return any(_is_mentioned(words, [word for word in _split(target) if word != COMMA]) for target in targets)
@@ -113,7 +128,7 @@ def _count_items(words: list[str], max_words: int) -> int:
 
 
 def parse_targets(ground_truth: Any) -> list[str]:
-    """Return the accepted answers of a ground truth.
+    """Return the accepted answers in a ground truth.
 
     Raises:
         ValueError: it has none.

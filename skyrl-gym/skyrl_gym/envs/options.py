@@ -1,4 +1,4 @@
-"""Validation of options in the configuration and in dataset rows."""
+"""Validation of options from the configuration and dataset rows."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from skyrl_gym.envs.row import read_extra_info, to_python
 
 
 def set_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options that are not None, which is how parquet and YAML store a missing option."""
+    """Drop options that are None: parquet and YAML store missing options that way."""
     return {name: value for name, value in to_python(options or {}).items() if value is not None}
 
 
 def row_options(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the options in `names` that a row has as columns or in `extra_info`, which takes precedence.
+    """Return the options in `names` from a row's columns and its `extra_info`. `extra_info` wins over columns.
 
-    The column ``max_turns`` is excluded, because the trainer writes it.
+    The column ``max_turns`` is excluded, since the trainer writes it.
     """
     columns = set_options({name: extras[name] for name in names if name in extras and name != "max_turns"})
     return columns | {name: value for name, value in read_extra_info(extras).items() if name in names}
 
 
 def reject_unknown(options: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raise `ValueError` for the first option that is not `known`, with the closest known name."""
+    """Raise `ValueError` for the first option that is not `known`, and suggest the closest known name."""
     for name in options:
         if name in known:
             continue
@@ -35,7 +35,7 @@ def reject_unknown(options: Mapping[str, Any], known: Collection[str], where: st
 
 
 def finite_number(value: Any, name: str, at_least: float | None = None) -> float:
-    """Convert `value` to a float. Raises `ValueError` if it is not a finite number, or too small."""
+    """Convert `value` to a float. Raises `ValueError` if it is not a finite number or is too small."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name}={value!r} must be a finite number")
     if at_least is not None and value < at_least:

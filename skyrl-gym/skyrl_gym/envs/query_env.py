@@ -1,4 +1,4 @@
-"""Episodes in which the model sends a query each turn, in a format of tags, until it answers."""
+"""Base class for environments where the model sends tagged queries until it answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Con
 
 
 class QueryEnv(BaseTextEnv):
-    """An environment that executes a query each turn, and scores all replies after an answer or the last turn.
+    """An environment that executes one query per turn, and scores all replies after an answer or the last turn.
 
     A subclass may override `_is_done`, `_get_reward` and `_parse_action`, as in SkyRL. `_parse_action` takes a reply
     and returns the call in it.
@@ -25,14 +25,14 @@ class QueryEnv(BaseTextEnv):
 
     @abstractmethod
     def execute(self, action: str) -> tuple[str, dict[str, Any]]:
-        """Execute the query in a reply; return the text of the observation and the step's metadata.
+        """Execute the query in a reply. Return the observation text and the step's metadata.
 
-        A mistake in the reply is explained in the observation, not raised.
+        Mistakes in the reply are explained in the observation, not raised.
         """
 
     @abstractmethod
     def score(self, replies: list[str]) -> float:
-        """Return the reward of the model's replies, one text per turn, without the observations."""
+        """Return the reward for the model's replies, one text per turn, without the observations."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Execute the query, or score the replies."""
@@ -48,11 +48,11 @@ class QueryEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=[message], reward=reward, done=False, metadata=metadata)
 
     def _is_done(self, action: str) -> bool:
-        """Return True if the reply has an answer, or the turns have run out."""
+        """Return True if the reply has an answer, or no turns are left."""
         return self.turns >= self.max_turns or all(tag in action for tag in self.answer_tags)
 
     def _get_reward(self, action: str, done: bool) -> float:
-        """Return the reward of this turn: 0 until the episode is done, then the score of all replies."""
+        """Return this turn's reward: 0 until the episode is done, then the score of all replies."""
         if not done:
             return 0.0
         return self.score([message["content"] for message in self.chat_history if message["role"] == "assistant"])

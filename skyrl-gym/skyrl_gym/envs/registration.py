@@ -1,7 +1,7 @@
-"""The registry: it maps the `env_class` of a dataset row to the environment to make.
+"""The registry: maps the `env_class` of a dataset row to an environment.
 
-The registry is a plain dict of this process. A worker process starts with what its imports register, so register your
-own environment in the code that the worker runs, not only in the script that launches it.
+It is a plain dict in this process. Worker processes start with only what their imports register, so register your
+environments in code that the workers import, not only in the launch script.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ EnvCreator = Callable[..., Env[Any, Any]]
 class EnvSpec:
     """A registered environment, e.g. ``EnvSpec("catch", "examples.catch.env:CatchEnv", {"env_config": {}})``.
 
-    id: the `env_class` of its dataset rows.
-    entry_point: the class, a function that returns an environment, or the import path of either:
-    ``"module:attribute"``. kwargs: default constructor arguments, which the arguments of `make` override.
+    - id: the `env_class` of its dataset rows.
+    - entry_point: the class, a function that returns an environment, or its import path ``"module:attribute"``.
+    - kwargs: default constructor arguments. The arguments of `make` override them.
     """
 
     id: str
@@ -58,7 +58,7 @@ class EnvSpec:
         return load_env_creator(self.entry_point) if isinstance(self.entry_point, str) else self.entry_point
 
     def make(self, **kwargs: Any) -> Env[Any, Any]:
-        """Make a new environment from this spec with the function `make`."""
+        """Make a new environment from this spec. Same as `make(spec, **kwargs)`."""
         return make(self, **kwargs)
 
     def to_json(self) -> str:
@@ -92,7 +92,7 @@ class EnvSpec:
             ) from problem
 
     def pprint(self, disable_print: bool = False, include_entry_points: bool = False) -> str | None:
-        """Print this spec, one field per line; with `disable_print`, return the text."""
+        """Print this spec, one field per line. With `disable_print`, return the text instead."""
         lines = [f"id={self.id}"]
         if include_entry_points:
             lines.append(f"entry_point={self.entry_point}")
@@ -101,18 +101,21 @@ class EnvSpec:
 
 
 registry: dict[str, EnvSpec] = {}
-"""Every registered environment of this process, by id."""
+"""Registered environments of this process, by id."""
 
 
 def register(id: str, entry_point: EnvCreator | str | None = None, kwargs: Mapping[str, Any] | None = None) -> None:
-    """Register the environment `entry_point` for `make` under `id`.
+    """Register an environment, so that `make(id)` builds it.
 
-        register(id="multiply", entry_point="my_project.multiply:MultiplyEnv")
+    >>> register(id="table", entry_point="skyrl_gym.envs.multiply.env:MultiplyEnv")
+    >>> spec("table").entry_point
+    'skyrl_gym.envs.multiply.env:MultiplyEnv'
+    >>> deregister("table")
 
-    Your environment replaces a built-in one with the same id.
+    A built-in environment with the same id is replaced.
 
     Raises:
-        RegistrationError: you have registered `id` already, or `entry_point` is missing or malformed.
+        RegistrationError: `id` is already registered and not built in, or `entry_point` is missing or malformed.
     """
     if entry_point is None:
         raise error.RegistrationError(f"registering {id!r} needs an entry_point; use a class or 'module:attribute'")
@@ -140,14 +143,20 @@ def spec(env_id: str) -> EnvSpec:
 
 
 def make(id: str | EnvSpec, **kwargs: Any) -> Env[Any, Any]:
-    """Make a new environment with the registered arguments, overridden by `kwargs`.
+    r"""Make a new environment with the registered arguments. `kwargs` override them.
 
-    The registered arguments are deep-copied, so environments do not share them; `kwargs` are not copied. The `spec` of
-    the environment holds the merged arguments.
+    Registered arguments are deep-copied, so environments do not share them. `kwargs` are not copied. The environment's
+    `spec` holds the merged arguments.
 
     Raises:
         UnregisteredEnv: no environment has this id.
-        TypeError: the constructor refuses its arguments, or the entry point does not return an `Env`.
+        TypeError: the constructor rejects its arguments, or the entry point does not return an `Env`.
+
+    >>> register(id="table", entry_point="skyrl_gym.envs.multiply.env:MultiplyEnv", kwargs={"env_config": {}})
+    >>> env = make("table", extras={"reward_spec": {"ground_truth": "42"}})
+    >>> env.step(r"6 times 7 is \boxed{42}.")["reward"]
+    1.0
+    >>> deregister("table")
     """
     env_spec = id if isinstance(id, EnvSpec) else spec(id)
     merged = copy.deepcopy(env_spec.kwargs) | kwargs
@@ -168,7 +177,7 @@ def make(id: str | EnvSpec, **kwargs: Any) -> Env[Any, Any]:
 
 
 def validates_rows(creator: EnvCreator) -> bool:
-    """Return True for a class that sets `validates_rows` and whose constructor no subclass has replaced since."""
+    """Return True if a class sets `validates_rows` and no subclass has replaced its constructor since."""
     for cls in getattr(creator, "__mro__", ()):
         if "validates_rows" in vars(cls):
             return bool(vars(cls)["validates_rows"])
@@ -186,7 +195,7 @@ def load_env_creator(name: str) -> EnvCreator:
 def pprint_registry(
     print_registry: Mapping[str, EnvSpec] = registry, num_cols: int = 3, disable_print: bool = False
 ) -> str | None:
-    """Print the registered ids, sorted, in `num_cols` aligned columns; with `disable_print`, return the text."""
+    """Print the registered ids, sorted, in `num_cols` columns. With `disable_print`, return the text instead."""
     ids = sorted(print_registry)
     width = max(map(len, ids), default=0)
     rows = [ids[start : start + num_cols] for start in range(0, len(ids), num_cols)]

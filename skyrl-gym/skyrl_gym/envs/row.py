@@ -1,4 +1,4 @@
-"""Fields of dataset rows and configuration sections that environments read."""
+"""Readers for the dataset rows and configuration sections of environments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from skyrl_gym.error import InvalidSettings
 S = TypeVar("S")
 
 NO_ROW: Mapping[str, Any] = MappingProxyType({})
-"""The default row of a constructor, which reports the first field that the environment needs."""
+"""Default row of a constructor. It reports the first missing field that the environment needs."""
 
 
 def to_python(value: Any) -> Any:
-    """Convert OmegaConf nodes to dicts and lists, and numpy values to Python. Other objects are kept."""
+    """Convert OmegaConf nodes to dicts and lists, and numpy values to Python values. Leave other objects alone."""
     package = type(value).__module__.partition(".")[0]
     is_node = package == "omegaconf"
     if isinstance(value, dict) or (is_node and isinstance(value, Mapping)):
@@ -35,10 +35,10 @@ def to_python(value: Any) -> Any:
 
 
 def read_struct(value: Any, name: str) -> dict[str, Any]:
-    """Return a struct of a dataset row as a dict without None values, which is how Parquet stores missing keys.
+    """Return a struct of a dataset row as a dict without None values, since Parquet stores missing keys as None.
 
     Raises:
-        ValueError: `value` is not a struct; the message has its `name`.
+        ValueError: `value` is not a struct. The message contains `name`.
     """
     if value is None:
         return {}
@@ -54,10 +54,10 @@ def _without_none(value: Any) -> Any:
 
 
 def read_extra_info(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `extra_info` of a row, which may be JSON; empty if it is missing.
+    """Return a row's `extra_info`, parsed if it is JSON text, or {} if it is missing.
 
     Raises:
-        ValueError: it is not a struct, or not JSON.
+        ValueError: it is neither a struct nor JSON.
     """
     value = extras.get("extra_info")
     if isinstance(value, str):
@@ -72,7 +72,7 @@ def read_ground_truth(extras: Mapping[str, Any], fields: tuple[str, ...] = ("rew
     """Return the ground truth of a row, from the first of `fields` that the row has.
 
     Raises:
-        AssertionError: the field, or its `ground_truth`, is missing. (SkyRL's choice, which its users' tests expect.)
+        AssertionError: the field, or its `ground_truth`, is missing. (SkyRL's users expect this type.)
     """
     field = next((field for field in fields if extras.get(field) is not None), None)
     if field is None:
@@ -86,11 +86,11 @@ def read_ground_truth(extras: Mapping[str, Any], fields: tuple[str, ...] = ("rew
 
 
 def read_answer(extras: Mapping[str, Any], fields: tuple[str, ...] = ("reward_spec",)) -> str:
-    """Return the ground truth of a row as text; it may be text or a whole number.
+    """Return a row's ground truth as text. It may be text or a whole number.
 
     Raises:
         AssertionError: the field, or its `ground_truth`, is missing.
-        ValueError: the ground truth has another type.
+        ValueError: the ground truth has any other type.
     """
     truth = read_ground_truth(extras, fields)
     return (
@@ -119,7 +119,7 @@ def whole_number(value: Any, name: str, at_least: int | None = None, *, kind: st
     """Convert a whole number, e.g. of numpy, to an int.
 
     Raises:
-        ValueError: it is not a whole number, or too small; the message has its `name`, and the allowed `kind` of value.
+        ValueError: it is not a whole number, or too small. The message contains `name` and the allowed `kind` of value.
     """
     try:
         number = operator.index(value)
@@ -133,9 +133,9 @@ def whole_number(value: Any, name: str, at_least: int | None = None, *, kind: st
 
 
 def parse_settings(env_class: str, env_config: Mapping[str, Any] | None, kind: type[S]) -> S:
-    """Parse the section `environment.skyrl_gym.<env_class>` into the dataclass `kind`, which holds the defaults.
+    """Parse the section `environment.skyrl_gym.<env_class>` into the dataclass `kind`, with the dataclass's defaults.
 
-    The key `env_class`, which SkyRL's sections may have, is ignored.
+    The key `env_class` is ignored: SkyRL's sections may have it.
 
     Raises:
         InvalidSettings: the section has an unknown key, or a value of the wrong type.
@@ -159,5 +159,5 @@ def parse_settings(env_class: str, env_config: Mapping[str, Any] | None, kind: t
 
 @cache
 def _validators(kind: type) -> dict[str, TypeAdapter[Any]]:
-    """Return the validator of each field of a dataclass."""
+    """Return a validator for each field of a dataclass."""
     return {name: TypeAdapter(hint) for name, hint in get_type_hints(kind).items()}

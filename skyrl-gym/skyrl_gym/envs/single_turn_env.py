@@ -1,4 +1,4 @@
-"""Episodes of a single reply, which is graded."""
+"""Base class for environments that grade a single reply."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SingleTurnEnv(BaseTextEnv):
 
     @abstractmethod
     def score(self, grade: maths.Grade) -> tuple[float, dict[str, Any]]:
-        """Return the reward and the metadata of a grade."""
+        """Return the reward and metadata for a grade."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Grade the reply."""
@@ -39,5 +39,5 @@ class SingleTurnEnv(BaseTextEnv):
         return self.score(self._grade)[0]
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return, with ``math_verify``, 1 if it could not decide on the answer, else 0."""
+        """With ``math_verify``, return 1 if it could not decide on the answer, else 0."""
         return {"undecided": self._n_undecided} if self._grader is maths.grade else {}

@@ -1,4 +1,4 @@
-"""Episodes in which the model calls tools until it has an answer."""
+"""Base class for environments where the model calls tools until it answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSWER_INSTRUCTION = "A reply without a call is your answer."
 
 
 class ToolEnv(BaseTextEnv):
-    """An environment in which the model calls tools, one or several per reply, until it answers without a call.
+    """An environment where the model calls tools until it gives an answer. A reply may hold several calls.
 
         class Exam(ToolEnv):
             def __init__(self, env_config, extras):
@@ -26,18 +26,18 @@ class ToolEnv(BaseTextEnv):
             def score(self, answer):
                 return float(answer.strip() == self.truth)
 
-    The system message describes the tools in the format that Qwen and Hermes models were trained on; calls may be
-    written in any marked format of `skyrl_gym.tools.calls`. Calls are executed in order. The error of a wrong call, or
-    of a tool that raises, is the observation. If one call of a reply cannot be parsed, for example because it is cut
-    off, none is executed. A `ToolFailure`, a connection error or a timeout is not the model's fault and is raised. Of a
-    long result, the model reads the beginning and the end.
+    The system message describes the tools in the format that Qwen and Hermes models were trained on. The model may
+    write calls in any format of `skyrl_gym.tools.calls`. They are executed in order. If a call is wrong or a tool
+    raises, the model reads the error as the observation. If one call of a reply cannot be parsed, e.g. because it is
+    cut off, none is executed. A `ToolFailure`, a connection error or a timeout is not the model's fault and is raised.
+    Long results are cut in the middle.
     """
 
     DUPLICATE_FIX = "use skyrl_gym.tools.Prefixed(group, {group!r}) to prefix the tool names of one group"
-    """The fix for two tools with the same name, for the error message."""
+    """Fix to suggest if two tools have the same name."""
 
     def __init__(self, tool_groups: Sequence[ToolGroup], max_turns: int) -> None:
-        """Take ownership of the groups; they are closed with the environment, also if the constructor raises.
+        """Take ownership of the groups: they are closed with the environment, even if the constructor raises.
 
         Raises:
             ValueError: two tools have the same name.
@@ -54,7 +54,7 @@ class ToolEnv(BaseTextEnv):
         self._n_errors = 0
 
     def init_tool_groups(self, tool_groups: Sequence[ToolGroup] = ()) -> None:
-        """Set the tool groups. Raises ValueError if two tools have the same name, by which the model calls them."""
+        """Set the tool groups. Raises ValueError if two tools have the same name, since models call them by name."""
         super().init_tool_groups(tool_groups)
         groups: dict[str, ToolGroup] = {}
         for group in tool_groups:
@@ -70,16 +70,16 @@ class ToolEnv(BaseTextEnv):
     def score(self, answer: str) -> float | None:
         """Return the reward of the answer, or None if it is unknown.
 
-        The answer does not include thoughts, and is empty if the turns ran out.
+        `answer` excludes thoughts, and is empty if the turns ran out.
         """
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Return the prompt with the tools in its system message."""
+        """Return the prompt with the tools described in its system message."""
         schemas = [schema for group in self.tool_groups for schema in group.get_schemas()]
         return append_to_system(prompt, f"{format_tools_prompt(schemas)}\n\n{ANSWER_INSTRUCTION}"), {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Execute the calls, or score the answer."""
+        """Execute the calls, or score the answer if there are none."""
         self.turns += 1
         try:
             calls = parse_tool_calls(action)
@@ -96,7 +96,7 @@ class ToolEnv(BaseTextEnv):
         return self._next_turn([self._execute(call) for call in calls], calls)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return the numbers of turns, of tool calls, and of tool calls that failed."""
+        """Return the numbers of turns, tool calls and failed tool calls."""
         return {"steps": self.turns, "tool_calls": self._n_calls, "tool_errors": self._n_errors}
 
     def _next_turn(self, results: Sequence[str], calls: Sequence[ToolCall]) -> BaseTextEnvStepOutput:

@@ -1,4 +1,4 @@
-"""Execution of untrusted programs, e.g. those a model wrote, in an isolated process."""
+"""Execution of untrusted programs, e.g. written by a model, in an isolated process."""
 
 from skyrl_gym.isolation.program import (
     FunctionCall,

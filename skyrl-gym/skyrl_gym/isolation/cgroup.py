@@ -1,7 +1,7 @@
-"""A cgroup for the processes of a program: the kernel counts their memory, also what no process has mapped.
+"""A cgroup for a program's processes: the kernel counts their memory, including memory that no process has mapped.
 
-It exists where this process may create one: as root outside of most containers, or where the system delegates cgroups
-to users. Versions 1 and 2 are supported.
+It needs the right to create cgroups: as root outside most containers, or where the system delegates cgroups to users.
+Versions 1 and 2 are supported.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ PREFIX = "skyrl-program-"
 REMOVE_SECONDS = 5.0  # for the processes of a program to end
 TRIAL_BYTES = 64 << 20
 ABANDONED_SECONDS = 60.0
-MAX_TASKS = 1024  # threads of one program
+MAX_TASKS = 1024  # threads per program
 _counter = itertools.count()
 
 
 @contextmanager
 def memory_cgroup(n_bytes: int) -> Iterator[tuple[int, int] | None]:
-    """Create a cgroup with at most `n_bytes` of memory, and remove it and all its processes afterwards.
+    """Create a cgroup with at most `n_bytes` of memory. Remove it and all its processes afterwards.
 
-    Yields descriptors of the file that a process joins it with, by writing "0", and of the file that counts the
-    processes killed for lack of memory; None where this process cannot create a cgroup.
+    Yield two file descriptors, or None if this process cannot create a cgroup. A process joins by writing "0" to the
+    first. The second counts the processes killed for lack of memory.
     """
     parent = _parent()
     if parent is None:
@@ -54,7 +54,7 @@ def n_killed(events: int) -> int:
 
 @cache
 def _parent() -> Path | None:
-    """Return the cgroup below which this process can create others."""
+    """Return the cgroup below which this process can create cgroups."""
     for parent in _candidates():
         with suppress(OSError, subprocess.SubprocessError):
             _remove_abandoned(parent)
@@ -66,7 +66,7 @@ def _parent() -> Path | None:
 
 
 def _candidates() -> Iterator[Path]:
-    """Yield cgroups whose children can have a memory limit: the one of this process and, in version 2, the one above.
+    """Yield cgroups whose children can have a memory limit: this process's cgroup and, in version 2, its parent.
 
     In version 2, a cgroup with processes has no such children.
     """
@@ -81,7 +81,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def _own_cgroups() -> Iterator[Path]:
-    """Yield the cgroups of this process that may control memory."""
+    """Yield this process's cgroups that may control memory."""
     with suppress(OSError):
         mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -105,7 +105,7 @@ def _cgroup(parent: Path, n_bytes: int) -> Iterator[Path]:
         else:
             limits = {"memory.limit_in_bytes": n_bytes, "memory.memsw.limit_in_bytes": n_bytes}
         for position, (name, value) in enumerate(limits.items()):
-            if position == 0 or (cgroup / name).exists():  # the others depend on the kernel's configuration
+            if position == 0 or (cgroup / name).exists():  # the rest depends on the kernel's configuration
                 (cgroup / name).write_text(str(value), encoding="ascii")
         yield cgroup
     finally:
@@ -114,7 +114,7 @@ def _cgroup(parent: Path, n_bytes: int) -> Iterator[Path]:
 
 
 def _remove(cgroup: Path) -> None:
-    """Remove a cgroup and those below it, after killing their processes."""
+    """Remove a cgroup and its descendants, after killing their processes."""
     for nested in cgroup.glob(f"{PREFIX}*"):
         _remove(nested)
     deadline = time.monotonic() + REMOVE_SECONDS
@@ -124,7 +124,7 @@ def _remove(cgroup: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         try:
             cgroup.rmdir()
-        except OSError:  # a process has not ended yet
+        except OSError:  # a process is still exiting
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
@@ -133,13 +133,13 @@ def _remove(cgroup: Path) -> None:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the cgroups of processes that were killed, which no longer hold the lock."""
+    """Remove the cgroups of killed processes: they no longer hold the lock."""
     for cgroup in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             lock = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - os.fstat(lock).st_mtime > ABANDONED_SECONDS:  # a new one has no lock yet
+                if time.time() - os.fstat(lock).st_mtime > ABANDONED_SECONDS:  # a new cgroup has no lock yet
                     cgroup.rmdir()
             finally:
                 os.close(lock)

@@ -29,7 +29,7 @@ from skyrl_gym.isolation.namespaces import RANDOM, SYSTEM
 from skyrl_gym.isolation.seccomp import forbid_calls
 
 RESULT_FD = 3  # receives the result of a called function
-FAILURE_FD = 4  # receives the reason why the program cannot be confined
+FAILURE_FD = 4  # receives why the program cannot be confined
 FDS = {"stdout": 1, "stderr": 2, "result": RESULT_FD, "failure": FAILURE_FD}
 MAX_FDS = 4096
 MAX_OPEN_FILES = 64
@@ -43,11 +43,11 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """The isolation of a child, besides the limits.
+    """A child's isolation, besides the limits.
 
     level: `namespaces`, `landlock` or `limits`.
-    user: the user that it becomes; None to stay the same one.
-    cgroup: descriptors to join a cgroup with, and to read its events; None without one.
+    user: the user id that it becomes. None keeps the current user.
+    cgroup: descriptors to join a cgroup with, and to read its events. None without a cgroup.
     python: the folders of Python and its packages.
     """
 
@@ -58,12 +58,12 @@ class Confinement:
 
     @property
     def is_alone(self) -> bool:
-        """True if the child sees no processes but its own."""
+        """True if the child sees only its own processes."""
         return self.level == "namespaces"
 
     @contextmanager
     def as_user(self) -> Iterator[None]:
-        """Act as the child's user, from its parent."""
+        """Act as the child's user inside its parent."""
         if self.user is None:
             yield
             return
@@ -82,9 +82,9 @@ class Confinement:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _capabilities(self) -> Sequence[int]:
-        """Return the capabilities that the user needs for Python's files; the first available one is enough.
+        """Return the capabilities that the user needs to read Python's files. The first available one is enough.
 
-        Landlock confines a user with capabilities too, so there it also has them for a closed temporary folder.
+        Landlock also confines a user with capabilities, so there it may have them for a closed temporary folder too.
         """
         if self.level == "landlock":
             folders = (*self.python, os.path.dirname(os.getcwd()))
@@ -92,7 +92,7 @@ class Confinement:
         return () if is_readable_by_all(self.python) else (CAP_DAC_READ_SEARCH,)
 
     def enter(self, limits: Json) -> None:
-        """Confine this process to its current folder and to the limits, for good."""
+        """Confine this process, permanently, to its current folder and the limits."""
         if self.user is not None:
             become_user(self.user, self._capabilities())
         prctl(PR_SET_DUMPABLE, 1)  # lets the warden see its open files
@@ -104,10 +104,10 @@ class Confinement:
             resource.RLIMIT_STACK: MAX_STACK_BYTES,
             resource.RLIMIT_CORE: 0,
         }
-        if self.user is not None:  # a user that runs nothing else; the warden ends the run before it reaches this limit
+        if self.user is not None:  # no other process has this user; the warden acts first
             resources[resource.RLIMIT_NPROC] = limits["n_processes"] * (THREADS_PER_PROCESS + 1)
         for name, value in resources.items():
-            # Contest programs raise the limit of the stack, which RLIMIT_AS bounds anyhow.
+            # Contest programs raise the stack limit. RLIMIT_AS bounds it anyway.
             set_limit(name, value, is_final=name != resource.RLIMIT_STACK)
         if self.level == "landlock":
             restrict_access((*SYSTEM, *RANDOM, *self.python), (os.devnull, "."))
@@ -119,7 +119,7 @@ def run_and_exit(
 ) -> NoReturn:
     """Turn this process into the program: close inherited files, enter the confinement, and run it.
 
-    `pipes` are the descriptors to write each stream to.
+    `pipes` maps each stream to the descriptor to write to.
     """
     status = 1
     try:
@@ -142,7 +142,7 @@ def run_and_exit(
 def _confine(run: Json, limits: Json, pipes: Mapping[str, int], confinement: Confinement) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)
-    os.nice(10)  # so that the warden is never starved
+    os.nice(10)  # keeps the warden from being starved
     if confinement.cgroup is not None:
         os.write(confinement.cgroup[0], b"0")
         for fd in confinement.cgroup:

@@ -1,4 +1,4 @@
-"""The user and the capabilities of a process."""
+"""A process's user and capabilities."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from skyrl_gym.isolation.kernel import PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS, che
 CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_KILL, CAP_SETGID, CAP_SETUID = 0, 1, 2, 5, 6, 7
 PR_CAPBSET_DROP, CAPABILITY_VERSION = 24, 0x20080522
 THROWAWAY_USERS = (range(1 << 30, (1 << 30) + (1 << 22)), range(60_000, 65_000))
-"""Ids that no account has: one for each process of a machine, or for a container that has few ids, enough for the
-programs that run at the same time."""
+"""Ids that no account has. The first range is large enough for one id per process of a machine. The second, for
+containers with few ids, is enough for the programs that run at the same time."""
 
 
 def throwaway_user() -> int | None:
-    """Return a user id for the children of this process that no other process has.
+    """Return an unused user id for this process's children.
 
-    None if this process may not give one to a child: it is not root, or a container's root without these rights.
+    None if this process may not assign one to a child: it is not root, or a container's root without these rights.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         return None
@@ -33,7 +33,7 @@ def throwaway_user() -> int | None:
 
 
 def become_user(user: int, capabilities: Sequence[int] = ()) -> None:
-    """Become an unprivileged user, for good, with the first of `capabilities` that this process has.
+    """Become an unprivileged user, permanently, with the first of `capabilities` that this process has.
 
     Raises:
         OSError: it has none of them.
@@ -49,7 +49,7 @@ def become_user(user: int, capabilities: Sequence[int] = ()) -> None:
 
 
 def drop_capabilities(kept: int = 0) -> None:
-    """Drop all capabilities but those in the bit set `kept`; no program that is executed restores them."""
+    """Drop all capabilities except the bit set `kept`. Executing a program does not restore them."""
     for capability in range(64):
         prctl(PR_CAPBSET_DROP, capability)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -60,7 +60,7 @@ def drop_capabilities(kept: int = 0) -> None:
 
 
 def is_readable_by_all(paths: Iterable[str]) -> bool:
-    """Return True if every user may read these folders, as far as permissions tell. Missing folders do not count."""
+    """Return True if every user may read these folders, judging by permissions. Missing folders are ignored."""
     for path in filter(os.path.isdir, paths):
         if os.stat(path).st_mode & 0o005 != 0o005:
             return False

@@ -1,4 +1,4 @@
-"""The files of a program: their size, and their removal."""
+"""A program's files: their size, and their removal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 BLOCK_BYTES = 512  # the unit of st_blocks
-MAX_FILES = 4096  # of a program
+MAX_FILES = 4096  # per program
 TOO_MANY_BYTES = 1 << 62
 
 
 def file_bytes(folder: str, processes: Iterable[int], max_files: int = MAX_FILES) -> int:
-    """Return the space that files take: those in `folder`, and those without a name that a process has open.
+    """Return the space taken by the files in `folder` and by unnamed files that a process has open.
 
-    More than `max_files` files, a folder that cannot be read, and a path that is too long to be counted are infinitely
-    large.
+    Return infinity for more than `max_files` files, a folder that cannot be read, or a path that is too long.
     """
     n_bytes = n_files = 0
     pending = [folder]
@@ -38,7 +37,7 @@ def file_bytes(folder: str, processes: Iterable[int], max_files: int = MAX_FILES
 
 
 def clear_folder(folder: str) -> None:
-    """Remove everything in a folder that nothing uses any more, at any depth and with any permissions."""
+    """Remove everything in a folder that is no longer in use, at any depth and with any permissions."""
     names = (f"{folder}/moved-{i}" for i in itertools.count())
     os.chmod(folder, 0o700)
     while entries := list(os.scandir(folder)):
@@ -57,7 +56,7 @@ def clear_folder(folder: str) -> None:
 
 
 def _unnamed_bytes(processes: Iterable[int]) -> int:
-    """Return the space of deleted files that processes have open."""
+    """Return the space of deleted files that processes still have open."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in processes:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Kernel interfaces without a Python function, and resource limits."""
+"""Kernel interfaces that Python lacks, and resource limits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Landlock: a process gives up access to files, networks and other processes, without needing a privilege.
+"""Landlock: a process gives up access to files, networks and other processes. This needs no privilege.
 
-Linux has it since 5.13. Each version of its interface (ABI) restricts more; version 6 (Linux 6.12) adds signals and
+Linux has it since 5.13. Each version of its interface (ABI) restricts more. Version 6 (Linux 6.12) adds signals and
 abstract sockets. At every version, a restricted process cannot trace an unrestricted one.
 """
 
@@ -22,8 +22,8 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
 TRUNCATE = 1 << 14
 READ = EXECUTE | READ_FILE | READ_DIR
-FILE_ACCESS = EXECUTE | READ_FILE | WRITE_FILE | TRUNCATE  # the rights that exist for something other than a folder
-N_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # by version; the newer ones have MAX_FILE_RIGHTS
+FILE_ACCESS = EXECUTE | READ_FILE | WRITE_FILE | TRUNCATE  # rights that exist for files as well as folders
+N_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # by version. Newer versions have MAX_FILE_RIGHTS.
 MAX_FILE_RIGHTS = 16
 NETWORK_VERSION, SCOPE_VERSION = 4, 6
 NETWORK = 0b11  # bind and connect TCP sockets
@@ -32,16 +32,16 @@ SCOPES = 0b11  # abstract Unix sockets and signals
 
 @cache
 def landlock_version() -> int:
-    """Return the version of this kernel's Landlock, or 0 without it."""
+    """Return the kernel's Landlock version, or 0 if it has none."""
     if sys.platform != "linux":
         return 0
     return max(0, libc().syscall(SYS_CREATE_RULESET, None, ctypes.c_size_t(0), CREATE_RULESET_VERSION))
 
 
 def restrict_access(read: Iterable[str], write: Iterable[str], version: int | None = None) -> None:
-    """Refuse this process, and each that it starts from now on, everything but reading `read` and changing `write`.
+    """Restrict this process, and every process that it starts from now on, to reading `read` and changing `write`.
 
-    Both are existing files and folders; missing ones are ignored. Open files stay usable.
+    Both are files and folders. Missing ones are ignored. Open files stay usable.
 
     Raises:
         OSError: the kernel has no Landlock.

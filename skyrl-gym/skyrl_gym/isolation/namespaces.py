@@ -1,4 +1,4 @@
-"""Linux namespaces for a program: separate processes, network and file system."""
+"""Linux namespaces for a program: its own processes, network and file system."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 WORK_DIR = "/program"  # the only writable folder
 RANDOM = ("/dev/random", "/dev/urandom")
-DEVICES = (os.devnull, *RANDOM)  # not /dev/zero, whose shared mappings are memory that no process has
+DEVICES = (os.devnull, *RANDOM)  # not /dev/zero: its shared mappings are memory that belongs to no process
 
 
 def enter_namespaces() -> None:
@@ -43,11 +43,11 @@ def enter_namespaces() -> None:
     _write("/proc/self/uid_map", f"{user} {user} 1")
     _write("/proc/self/gid_map", f"{group} {group} 1")
     with suppress(OSError):  # an old kernel has no such limit
-        _write("/proc/sys/user/max_user_namespaces", "0")  # a nested namespace would give capabilities back
+        _write("/proc/sys/user/max_user_namespaces", "0")  # a nested namespace would restore capabilities
 
 
 def run_as_init(function: Callable[[], None]) -> NoReturn:
-    """Run `function` in a child, the first process of the new namespace. Exit with its status; it dies with us."""
+    """Run `function` in a child, the first process of the new namespace. Exit with its status. It dies with us."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     pid = os.fork()
     if pid == 0:
@@ -68,9 +68,9 @@ def run_as_init(function: Callable[[], None]) -> NoReturn:
 def isolate_files(folder: str, n_bytes: int, python: Iterable[str]) -> None:
     """Make `folder` the root of a minimal file system in memory, and drop all capabilities.
 
-    It holds the system's programs and libraries and the folders `python`, read-only; the processes in `/proc`;
-    `/dev/stdin`; and the empty `WORK_DIR`, the only writable folder, which becomes the current one and holds at most
-    `n_bytes`.
+    The file system holds the system's programs and libraries and the folders `python`, all read-only, `/proc` with the
+    program's processes, `/dev/stdin`, and an empty `WORK_DIR`. `WORK_DIR` is the only writable folder, becomes the
+    current folder, and holds at most `n_bytes`.
     """
     _mount("none", "/", flags=MS_REC | MS_PRIVATE)
     _mount("none", folder, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -105,7 +105,7 @@ def _mount(source: str, target: str, kind: str = "", flags: int = 0, options: st
 
 
 def _outermost(paths: Iterable[str]) -> Iterator[str]:
-    """Yield the paths that exist and are not inside another one."""
+    """Yield the existing paths that are not inside another of them."""
     last = ""
     for path in sorted(path for path in set(paths) if os.path.lexists(path)):
         if not last or not path.startswith(last + "/"):

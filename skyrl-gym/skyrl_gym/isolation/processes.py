@@ -1,4 +1,4 @@
-"""Running processes and their resource usage, read from /proc; empty on systems without it."""
+"""Running processes and their resource usage, read from /proc. Empty on systems without /proc."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STATE, GROUP, SESSION, TIMES = 0, 2, 3, slice(11, 15)  # fields of /proc/…/sta
 
 
 def memory_bytes(pid: int) -> int:
-    """Return the resident memory of a process; 0 once it has ended."""
+    """Return a process's resident memory, or 0 once it has ended."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -20,7 +20,7 @@ def memory_bytes(pid: int) -> int:
 
 
 def n_threads(pid: int) -> int:
-    """Return the number of threads of a process; 0 once it has ended."""
+    """Return a process's number of threads, or 0 once it has ended."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -28,7 +28,7 @@ def n_threads(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process and of the children that it has waited for."""
+    """Return the CPU time of a process and of the children it has waited for."""
     ticks = sum(map(int, _stat(pid)[TIMES]))
     return float(ticks / os.sysconf("SC_CLK_TCK"))
 
@@ -40,7 +40,7 @@ def members(field: int, group: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Return False if a process has ended, although its parent may not have waited for it."""
+    """Return False if a process has ended, even if its parent has not waited for it."""
     return bool(fields := _stat(pid)) and fields[STATE] not in ("Z", "X")
 
 
@@ -51,7 +51,7 @@ def all_processes() -> Iterator[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/…/stat after the name; empty once the process has ended."""
+    """Return the fields of /proc/…/stat after the name. Empty once the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

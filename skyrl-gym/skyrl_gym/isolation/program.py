@@ -1,4 +1,4 @@
-"""Run an untrusted Python program within limits, and return what it prints or returns. It leaves nothing behind.
+"""Run an untrusted Python program within limits, and return its output or return value. It leaves nothing behind.
 
     results = run_program(source, [Stdin("3 4\\n")])   # yields a result per run, as soon as it ends
 
@@ -6,7 +6,8 @@ There are three levels of isolation. Each limits time, memory, output and files 
 and signals to other processes. At `namespaces` (Linux, where users may create them), the program sees only its own
 processes, Python, the system's libraries and an empty folder in memory. At `landlock` (Linux 5.13 or newer), it can
 open only the same files and an empty folder. At `limits`, it can read and write what its user can. If the trainer is
-root, the program has a user of its own at the last two. No level is a virtual machine: the kernel is shared.
+root, the program runs as a separate user at `landlock` and `limits`. No level is a virtual machine: the kernel is
+shared.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ sys.path += sys.argv[2:]
 from skyrl_gym.isolation.warden import main
 main()
 """
-"""Imports the warden alone, without the packages around it, because it starts once per program."""
+"""Imports the warden alone, without the packages around it: it starts once per program."""
 START_SECONDS = 20.0  # for Python to start on a busy machine
-KILL_SECONDS = 0.01  # for killed processes to end
+KILL_SECONDS = 0.01  # for killed processes to exit
 EXIT_SECONDS = 0.2  # for a finished warden to exit
 GRACE_SECONDS = 15.0  # for the warden to end a run that has reached its time limit
 N_TRIALS, TRIAL_SECONDS = 3, 0.2  # before giving up on namespaces
@@ -62,8 +63,9 @@ MARK = "SKYRL_PROGRAM"
 
 Level = Literal["namespaces", "landlock", "limits"]
 Isolation = Literal["best", "namespaces", "limits"]
-"""Values of the setting `isolation`: `best` accepts `namespaces` and `landlock`, `namespaces` only that level, and
-`limits` every level. Each takes the first level in this order that the machine supports."""
+"""Values of the setting `isolation`, with the levels they accept: `best` accepts `namespaces` and `landlock`,
+`namespaces` only that level, and `limits` all levels. The first level in this order that the machine supports is used.
+"""
 End = Literal["exit", "time", "memory", "disk", "processes", "output", "lost"]
 
 _slots = BoundedSemaphore(os.cpu_count() or 1)  # more programs would only slow each other down
@@ -90,9 +92,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Stdin:
-    """A run of the whole program, which reads `text`.
+    """A run of the whole program with `text` as standard input.
 
-    With `ignores_exit_status`, a program that calls `sys.exit` succeeds whatever the status; an exception still fails.
+    With `ignores_exit_status`, a program that calls `sys.exit` succeeds whatever the status. An exception still fails.
     """
 
     text: str = ""
@@ -109,7 +111,7 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """The result of a run. `end` is `exit`, the limit that it hit, or `lost` if the program killed its warden."""
+    """The result of a run. `end` is `exit`, the limit that was hit, or `lost` if the program killed its warden."""
 
     end: End
     status: int | None = None  # exit status; if negative, the signal
@@ -141,11 +143,10 @@ def run_program(
     level: Level | None = None,
     prelude: str = "",
 ) -> Generator[ProgramResult]:
-    """Yield the result of each run as soon as it ends. Each run is a separate process; a failure does not end the
-    others.
+    """Yield each run's result as soon as it ends. Each run is a separate process. Failures do not stop later runs.
 
-    `prelude` is trusted code that runs first and defines names, e.g. imports, for the program.
-    Close the iterator to stop early. At most one program per core runs at a time; others wait.
+    `prelude` is trusted code that runs first and defines names, e.g. imports, for the program. Close the iterator to
+    stop early. At most one program per core runs at a time. More have to wait.
 
     Raises:
         OSError: no process can be started, or `level` is None and this machine supports only `limits`.
@@ -175,7 +176,7 @@ def run_once(source: str, stdin: str = "", limits: Limits | None = None, level: 
 
 
 def isolation_level() -> Level:
-    """Return the best level of this machine, found out by trying once per process."""
+    """Return the best level of this machine. The first call tries the levels, the result is cached."""
     return level_for("limits")
 
 
@@ -208,13 +209,13 @@ def level_for(isolation: Isolation) -> Level:
 
 @cache
 def _namespace_problem() -> str | None:
-    """Return the reason why programs cannot run in namespaces here, or None if they can."""
+    """Return why programs cannot run in namespaces here, or None if they can."""
     return _find_problem("namespaces")
 
 
 @cache
 def _landlock_problem() -> str | None:
-    """Return the reason why Landlock cannot confine programs here, or None if it can."""
+    """Return why Landlock cannot confine programs here, or None if it can."""
     if landlock_version() == 0:
         return "the kernel has no Landlock"
     if not has_filter():
@@ -231,7 +232,7 @@ def _warn_about_limits() -> None:
 
 
 def _find_problem(level: Level) -> str | None:
-    """Return the reason why a program that does nothing fails at this level, or None if it succeeds."""
+    """Return why an empty program fails at this level, or None if it succeeds."""
     reason = ""
     for _ in range(N_TRIALS):
         try:
@@ -279,7 +280,7 @@ def _folder() -> Iterator[str]:
 
 @contextmanager
 def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
-    """Start the process that runs the job; yield it and a function that returns the last line of its error output.
+    """Start the process that runs the job. Yield it and a function that returns the last line of its error output.
 
     The process and all its descendants are killed afterwards.
     """
@@ -289,7 +290,7 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
     environment |= {
         "OPENBLAS_NUM_THREADS": "1",
         "MALLOC_ARENA_MAX": "2",
-    }  # threads take address space, which is limited
+    }  # threads take address space, and it is limited
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(job).encode("ascii"))
         stdin.seek(0)
@@ -335,9 +336,9 @@ def _tail(file: IO[bytes]) -> str:
 
 
 def _kill_remaining(session: int, mark: str) -> None:
-    """Kill the process groups that a dead warden leaves behind: those in its session, and those that carry its mark.
+    """Kill the process groups that a dead warden leaves behind, found by its session and its mark.
 
-    The kernel kills a group atomically. A fork loop is faster than a search for its processes.
+    The kernel kills a group atomically. Killing single processes would lose against a fork loop.
     """
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
@@ -381,7 +382,7 @@ def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: Limits) -> Ge
 
 
 def _parse_result(line: bytes) -> ProgramResult:
-    """Parse a line of the warden. Raises ToolFailure if the program could not be confined, so it was never run."""
+    """Parse a line from the warden. Raises ToolFailure if the program could not be confined, so it was never run."""
     try:
         result = json.loads(line)
         if "failure" in result:

@@ -1,4 +1,4 @@
-"""The filter of system calls for programs, and for workers that evaluate what models wrote."""
+"""System call filter for programs, and for workers that evaluate what models wrote."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skyrl_gym.isolation.kernel import (
 
 SECCOMP_MODE_FILTER = 2
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the kernel's numbers for them
-X32 = 0x40000000  # from here on, other numbers for the same calls of x86_64
+X32 = 0x40000000  # from here on, alternative numbers for the same calls of x86_64
 
 NUMBERS: dict[str, tuple[int, int]] = {
     "add_key": (248, 217),
@@ -108,13 +108,13 @@ NUMBERS: dict[str, tuple[int, int]] = {
     "utimes": (235, -1),
     "vmsplice": (278, 75),
 }
-"""The numbers of calls on the `ARCHITECTURES`; -1 where a call does not exist."""
+"""System call numbers on the `ARCHITECTURES`, -1 where a call does not exist."""
 
 Word = int
 Condition = tuple[Word, int, int, bool]
-"""A test of 32 bits of the arguments, (word, mask, value, is_equal): word 2·i is the low half of argument i."""
+"""A test of 32 bits of the arguments: (word, mask, value, is_equal). Word 2·i is the low half of argument i."""
 Rule = tuple[str, tuple[Condition, ...]]
-"""A call that is refused if all conditions hold."""
+"""A system call that is refused if all conditions hold."""
 
 
 def _is(word: Word, value: int, mask: int = 0xFFFFFFFF) -> Condition:
@@ -137,15 +137,15 @@ ALWAYS: tuple[Rule, ...] = (
     *((name, ()) for name in ("process_madvise", "process_mrelease", "migrate_pages", "move_pages")),
     *((name, ()) for name in ("socket", "sendmsg", "sendmmsg", "io_uring_setup", "bpf", "perf_event_open")),
     *((name, ()) for name in ("add_key", "request_key", "keyctl", "userfaultfd", "open_by_handle_at")),
-    # Memory that no limit counts. A page in a pipe may hold a huge page.
+    # Memory that no limit counts. One page in a pipe may keep a huge page alive.
     *((name, ()) for name in ("memfd_create", "memfd_secret", "vmsplice")),
-    # System V IPC: no limit counts it, and ids of the objects of other processes are easy to guess.
+    # System V IPC: no limit counts it, and the ids of other processes' objects are easy to guess.
     *((name, ()) for name in ("shmget", "shmat", "shmctl", "semget", "semop", "semtimedop", "semctl")),
     *((name, ()) for name in ("msgget", "msgsnd", "msgrcv", "msgctl")),
     # Capabilities in a new namespace.
     *((name, ()) for name in ("unshare", "setns")),
     ("clone", (_is_not(0, 0, CLONE_NEW),)),
-    # The limits, priorities and signals of other processes, e.g. of the warden.
+    # Limits, priorities and signals of other processes, e.g. the warden.
     ("fcntl", (_is(2, F_SETOWN),)),
     ("fcntl", (_is(2, F_SETOWN_EX),)),
     ("ioctl", (_is(2, FIOSETOWN),)),
@@ -169,27 +169,28 @@ UNCOUNTED_MEMORY: tuple[Rule, ...] = (
 """Memory that only a cgroup counts."""
 
 OTHER_PROCESSES: tuple[Rule, ...] = (
-    ("kill", (_is_not(0, 0),)),  # 0 is the own process group, which nothing leaves
+    ("kill", (_is_not(0, 0),)),  # 0 is the own process group, and nothing can leave it
     *((name, ()) for name in ("setsid", "setpgid", "tkill", "tgkill")),
     *((name, ()) for name in ("rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")),
     ("prctl", (_is(0, PR_SET_DUMPABLE),)),  # would hide open files from the warden
     ("prctl", (_is(0, PR_SET_MM),)),
-    # Properties of files, which Landlock does not restrict.
+    # File properties: Landlock does not restrict them.
     *((name, ()) for name in ("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "fchownat", "lchown")),
     *((name, ()) for name in ("utime", "utimes", "futimesat", "utimensat", "truncate", "file_setattr")),
     *((f"{kind}xattr", ()) for kind in ("set", "lset", "fset", "remove", "lremove", "fremove")),
     *((name, ()) for name in ("setxattrat", "removexattrat")),
-    # Files without a name, which nothing counts.
+    # Unnamed files: nothing counts them.
     ("open", (_is(2, O_TMPFILE, O_TMPFILE),)),
     ("openat", (_is(4, O_TMPFILE, O_TMPFILE),)),
 )
-"""Refused without namespaces: signals to other processes, and changes of files that nothing else prevents."""
+"""Refused without namespaces: signals to other processes, and file changes that nothing else prevents."""
 
 NOT_IMPLEMENTED = ("clone3", "openat2")
-"""Calls that fail with ENOSYS, since a filter cannot read their arguments. The C library then uses the older ones."""
+"""Calls that fail with ENOSYS, because a filter cannot read their arguments. The C library falls back to older calls.
+"""
 
 LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # operations of the filter
-ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000  # its return values; an error number is added to REFUSE
+ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000  # its return values. An error number is added to REFUSE.
 CALL_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16  # in the data of a call
 
 Step = tuple[int, int, int, int]
@@ -203,8 +204,8 @@ def has_filter() -> bool:
 def forbid_calls(*, is_alone: bool, counts_memory: bool) -> None:
     """Make sockets and access to other processes fail with EPERM from now on.
 
-    Signals and changes of files' properties fail too unless the process `is_alone` in its namespaces, and shared
-    anonymous memory unless a cgroup `counts_memory`. Does nothing where there is no filter.
+    Signals and changes of file properties fail too unless the process `is_alone` in its namespaces, and so does shared
+    anonymous memory unless a cgroup `counts_memory`. Does nothing on machines without a filter.
     """
     if not has_filter():
         return
@@ -218,7 +219,7 @@ def forbid_calls(*, is_alone: bool, counts_memory: bool) -> None:
 
 
 def _filter(machine: str, rules: Iterable[Rule]) -> Iterator[Step]:
-    """Yield steps (operation, skip if true, skip if false, operand) that refuse what the rules refuse."""
+    """Yield steps (operation, skip if true, skip if false, operand) that implement the rules."""
     column = list(ARCHITECTURES).index(machine)
     yield (LOAD, 0, 0, ARCHITECTURE_OFFSET)
     yield (EQUAL, 1, 0, ARCHITECTURES[machine])
@@ -235,12 +236,26 @@ def _filter(machine: str, rules: Iterable[Rule]) -> Iterator[Step]:
 
 
 def _rule(number: int, conditions: tuple[Condition, ...], error: int) -> list[Step]:
-    """Return the steps of a rule, which begin and end with the number of the call as the loaded value."""
+    """Return a rule's steps. At their start and end, the loaded value is the call's number.
+
+    A filter can only jump forward. A rule with one condition has six steps, here with the step that follows if a test
+    fails:
+
+        0  EQUAL number      6: the next rule, which compares the number again
+        1  LOAD argument
+        2  AND mask
+        3  EQUAL value       5
+        4  RETURN refuse
+        5  LOAD number       restores what the next rule expects
+
+    Steps are built from the last condition to the first, so the length of the steps after a test is known when it is
+    added: each failed condition skips to the last step.
+    """
     steps: list[Step] = [(RETURN, 0, 0, REFUSE | error)]
     if conditions:
         steps.append((LOAD, 0, 0, CALL_OFFSET))
     for word, mask, value, is_equal in reversed(conditions):
-        n_left = len(steps) - 1  # to the load of the number, if the condition does not hold
+        n_left = len(steps) - 1  # steps to skip if the condition does not hold, up to the load of the number
         skips = (0, n_left) if is_equal else (n_left, 0)
         steps[:0] = [(LOAD, 0, 0, ARGUMENTS_OFFSET + 4 * word), (AND, 0, 0, mask), (EQUAL, *skips, value)]
     return [(EQUAL, 0, len(steps), number), *steps]

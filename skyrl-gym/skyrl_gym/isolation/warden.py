@@ -1,9 +1,9 @@
 """The process that supervises an untrusted program. `program.py` starts it as a script.
 
-It reads a job from its standard input and writes one line of JSON per run.
+It reads a job from standard input and writes one line of JSON per run.
 
-At the level `namespaces` the program is alone in a process namespace, whose end kills everything in it. At the other
-levels it is a process group that nothing can leave, and a user of its own if this process is root.
+At the level `namespaces`, the program is alone in a process namespace, and ending the namespace kills everything in it.
+At the other levels, it is a process group that nothing can leave, with a separate user if this process is root.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
         job = json.load(stdin)
     # The first process of a namespace does not receive signals without a handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # A trainer that ignores SIGCHLD passes that on, and then no exit status can be read.
+    # A trainer that ignores SIGCHLD passes that on, and then exit statuses cannot be read.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if job["level"] == "namespaces":
         enter_namespaces()
@@ -83,7 +83,19 @@ def _do(job: Json, user: int | None = None) -> None:
 
 
 class ProgramRun:
-    """One run of the program, in a child of this process."""
+    """A run of the program, in a child of this process.
+
+    Reading until the end of the output is no way to wait for the program: it may leave a process in the background that
+    keeps the pipe open, or close the pipe and run on. So the run has three steps, in this order:
+
+    1. Watch: every `WATCH_SECONDS`, read the output so far and check the limits, until the child exits or exceeds one.
+    2. Kill and reap the child and all its descendants. A process could fork between a look and a kill, so the kill goes
+       to the whole group, and is repeated until there are no children to wait for.
+    3. Drain: read what is left in the pipes. Nobody can write to them any more, so an empty pipe is complete.
+
+    For example, a program prints "3", starts `sleep 1000` in the background and exits. Its exit ends the watch, the
+    `sleep` is killed, and the "3" is still in the pipe and is read.
+    """
 
     def __init__(self, program: Json, run: Json, limits: Json, confinement: Confinement) -> None:
         self._program = program
@@ -128,7 +140,7 @@ class ProgramRun:
             run_and_exit(self._program, self._run, self._limits, write_ends, self._confinement)
         if not self._confinement.is_alone:
             signal.signal(signal.SIGTERM, self._stop)  # in a namespace, the program could send it too
-            with suppress(OSError):  # the child has done it, and may already have ended
+            with suppress(OSError):  # the child has done it already, and may have ended
                 os.setpgid(self._pid, self._pid)
         for name, (read_end, write_end) in pipes.items():
             os.close(write_end)
@@ -150,7 +162,7 @@ class ProgramRun:
             return "time"
         processes = self._processes()
         max_cpu_seconds = self._limits["cpu_seconds"]
-        # Twice, because a process that is reaped in between is counted twice.
+        # Measure twice: a process that is reaped during one measurement is counted twice in it.
         if all(self._cpu_seconds(processes) > max_cpu_seconds for _ in range(2)):
             return "time"
         max_processes = self._limits["n_processes"]
@@ -163,21 +175,21 @@ class ProgramRun:
         return "disk" if self._file_bytes(processes) > self._limits["disk_bytes"] else ""
 
     def _cpu_seconds(self, processes: list[int]) -> float:
-        """Return the CPU time of the run: of its processes, and of orphans that this process has reaped."""
+        """Return the run's CPU time, including orphans that this process has reaped."""
         return sum(map(cpu_seconds, processes)) + _children_cpu_seconds() - self._cpu_seconds_before
 
     def _file_bytes(self, processes: list[int]) -> int:
-        """Return the size of the run's files, where no file system limits it."""
+        """Return the size of the run's files, if no file system limits it."""
         if self._confinement.is_alone:
             return 0
-        with self._confinement.as_user():  # another user's open files are visible to root only with a capability
+        with self._confinement.as_user():  # root sees another user's open files only with a capability
             return file_bytes(".", processes)  # the user may not enter the folders around it
 
     def _n_killed(self) -> int:
         return n_killed(self._confinement.cgroup[1]) if self._confinement.cgroup else 0
 
     def _read(self, fd: int, selector: selectors.BaseSelector) -> bool:
-        """Read a chunk of a stream; return True if there may be more. Too much output ends the run."""
+        """Read a chunk of a stream. Return True if there may be more. Too much output ends the run."""
         _, read = self._streams[fd]
         try:
             chunk = os.read(fd, CHUNK_BYTES)
@@ -212,7 +224,7 @@ class ProgramRun:
             self._status = os.waitstatus_to_exitcode(status)
 
     def _stop(self, *_: object) -> None:
-        """End this process, whose caller needs no more results, and the run."""
+        """End this process and the run: the caller needs no more results."""
         self._kill_and_reap_all()
         os._exit(0)
 
@@ -224,7 +236,7 @@ class ProgramRun:
                 self._record_exit(*os.waitpid(-1, 0))
 
     def _kill_all(self) -> None:
-        # In a process namespace, -1 means every process but this one, the first. Otherwise nothing leaves the group.
+        # In a process namespace, -1 means every process except this one, the first. Otherwise nothing leaves the group.
         target = -1 if self._confinement.is_alone else -self._pid
         with suppress(ProcessLookupError):
             os.kill(target, signal.SIGKILL)
@@ -237,6 +249,6 @@ class ProgramRun:
 
 
 def _children_cpu_seconds() -> float:
-    """Return the CPU time of all children that have ended."""
+    """Return the CPU time of all ended children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

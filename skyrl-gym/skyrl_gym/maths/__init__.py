@@ -1,7 +1,7 @@
 r"""Extraction and comparison of mathematical answers.
 
-`verify` runs math-verify (`pip install './skyrl-gym[maths]'`) in worker processes: an answer as short as 10^{10^{10}}
-keeps a computer algebra system busy forever, and only a process can be stopped. POSIX only.
+`verify` runs math-verify (`pip install './skyrl-gym[maths]'`) in worker processes. An answer as short as 10^{10^{10}}
+keeps a computer algebra system busy forever, and only a process can be killed. POSIX only.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TIMEOUT_SECONDS = 5.0
 MAX_ANSWER_CHARS = 4096
 
 MINUS_SIGNS = str.maketrans(dict.fromkeys("−–‒‐‑﹣－", "-"))
-"""Characters that models write for a minus sign, and the ASCII character."""
+"""Characters that models use as minus signs, mapped to ASCII."""
 
 _pool = Pool("skyrl_gym.maths", MAX_WORKERS)
 
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not count
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # skips escaped braces
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[-+]?\d)(\S+))")
 _MARK = re.compile(r"####|answer\**\s*[:=]", re.IGNORECASE)
 _PROSE_MARK = re.compile(r"\banswer\s+is\b", re.IGNORECASE)
@@ -40,10 +40,10 @@ _SENTENCE_END = re.compile(r"\.\s|\n|<\|")
 class Grade:
     """The grade of a reply, e.g. ``Grade("42", True)``.
 
-    answer: the extracted answer; None if the reply has none.
-    is_correct: True if the answer is right; False if that could not be decided.
-    undecided: the reason why it could not be decided: no verdict in time (``timeout``), two workers died (``crash``),
-        or the answer is longer than `MAX_ANSWER_CHARS` (``length``). None if it was decided.
+    answer: the extracted answer, or None if the reply has none.
+    is_correct: True if the answer is right. Undecided answers count as wrong.
+    undecided: why there is no verdict: it took too long (``timeout``), two workers died (``crash``),
+        or the answer is longer than `MAX_ANSWER_CHARS` (``length``). None if there is a verdict.
     """
 
     answer: str | None
@@ -52,7 +52,7 @@ class Grade:
 
 
 Grader = Callable[[str, str], Grade]
-"""A function that maps a reply and the ground truth to a grade."""
+"""A function from a reply and the ground truth to a grade."""
 
 
 def choose_grader(
@@ -61,8 +61,8 @@ def choose_grader(
     """Return the grader that ``env_config["grader"]`` names.
 
     Raises:
-        InvalidSettings: the grader is unknown, or the section has another key.
-        ModuleNotFoundError: it needs math-verify, which is not installed.
+        InvalidSettings: the grader is unknown, or the section has any other key.
+        ModuleNotFoundError: the grader needs math-verify, but it is not installed.
     """
     if unknown := sorted(map(str, set(env_config or {}) - {"grader", "env_class"})):  # SkyRL adds `env_class`
         raise InvalidSettings(f"environment.skyrl_gym.{env_class}.{unknown[0]} is unknown; the only key is grader")
@@ -78,17 +78,19 @@ def choose_grader(
 
 def grade(reply: str, ground_truth: str) -> Grade:
     """Grade a reply's `final_answer` with `verify`: any notation of the same number, set or expression is right.
-
-    Thoughts have no answer, in particular a thought that was cut off.
+    Thoughts are ignored, including one that was cut off.
     """
     answer = final_answer(strip_thoughts(reply))
     return Grade(None, False) if answer is None else verify(answer, ground_truth)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{…}``, which may contain braces, or number in ``\boxed 42``.
+    r"""Return the content of the last ``\boxed{…}``, or the number in ``\boxed 42``. The content may contain braces.
 
-    None if there is no box, or the last one is not closed.
+    Return None if there is no box, or the last one is not closed.
+
+    >>> last_boxed(r"\boxed{1} or \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
     """
     box = _last(_BOX, text)
     if box is None:
@@ -104,10 +106,15 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the marked answer of a text, or None if it marks none. Only the last attempt counts.
+    r"""Return the last marked answer of a text, or None if it marks none.
 
-    The last of ``\boxed{…}``, ``#### …`` and ``Answer: …`` counts; without any of these, the last ``answer is …``. An
-    answer without braces ends with the line or the sentence.
+    A mark is ``\boxed{…}``, ``#### …`` or ``Answer: …``. If a text has none of these, the last ``answer is …`` counts.
+    An answer without braces ends with the line or the sentence.
+
+    >>> final_answer("So the answer is 42.")
+    '42'
+    >>> final_answer("Answer: 41\n#### 42")
+    '42'
     """
     boxed = last_boxed(text)
     mark = _last(_MARK, text)
@@ -124,14 +131,17 @@ def final_answer(text: str) -> str | None:
 
 
 def verify(answer: str, gold: str, timeout_seconds: float = TIMEOUT_SECONDS) -> Grade:
-    r"""Grade `answer` as correct if it is equivalent to `gold`, e.g. ``verify(r"\frac12", "0.5")``. Thread-safe.
+    r"""Grade `answer` as correct if it is equivalent to `gold`. Thread-safe.
 
-    Both may be LaTeX or plain text. Every answer gets a grade: without a verdict after `timeout_seconds` it is wrong
-    and `undecided`. The wait for a free worker does not count.
+    Both may be LaTeX or plain text. Every answer gets a grade: if there is no verdict after `timeout_seconds`, it is
+    wrong and `undecided`. Waiting for a free worker does not count.
 
     Raises:
         ValueError: math-verify cannot parse `gold`, or the time is not positive.
         RuntimeError: a worker does not start, or `close` was called meanwhile.
+
+    >>> verify(r"\frac12", "0.5").is_correct
+    True
     """
     if not 0 < timeout_seconds < math.inf:
         raise ValueError(f"timeout_seconds={timeout_seconds} must be a positive number")
@@ -151,7 +161,7 @@ def verify(answer: str, gold: str, timeout_seconds: float = TIMEOUT_SECONDS) -> 
 
 
 def close() -> None:
-    """End all workers, busy ones too. Called at exit; the next `verify` starts new workers."""
+    """End all workers, including busy ones. Called at exit. The next `verify` starts new workers."""
     _pool.close()
 
 

@@ -1,4 +1,4 @@
-"""A worker that compares answers: it receives ``[answer, gold, seconds]``, and answers ``{"is_correct": …}``."""
+"""Worker process that compares answers: reads ``[answer, gold, seconds]``, writes ``{"is_correct": …}``."""
 
 from __future__ import annotations
 

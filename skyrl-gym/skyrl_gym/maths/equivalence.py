@@ -1,6 +1,6 @@
-r"""Equivalence of an answer and the ground truth, with math-verify.
+r"""Equivalence of an answer and the ground truth, based on math-verify.
 
-math-verify decides whether two expressions are equal. An answer must also be one result:
+math-verify decides whether two expressions are equal. An answer must also be a single result:
 
 - It has no operation left that the ground truth lacks: ``137\cdot248`` and ``\binom{20}{10}`` restate a question.
 - The numbers in a chain of equations agree: ``41 = 42`` and ``42 \approx 41`` are no answer.
@@ -54,8 +54,8 @@ from skyrl_gym.maths.words import compare_names, compare_quantities, have_same_w
 
 BOX = [LatexExtractionConfig(boxed_match_priority=0)]
 APPROXIMATION = 0.005  # maximum relative difference between the sides of an approximation
-MAX_ROOT_DIGITS = 40  # of a number whose roots are computed
-EXACT_DIGITS = 100  # computed to compare exact numbers
+MAX_ROOT_DIGITS = 40  # digits of a number whose roots are computed
+EXACT_DIGITS = 100  # digits computed to compare exact numbers
 
 _NAMES = ("times", "cdot", "cdot", "approx", "equiv", "leq", "geq", "neq", "pi", "infty", "pm")
 _COMMANDS = {symbol: rf"\{name} " for symbol, name in zip("×·⋅≈≡≤≥≠π∞±", _NAMES, strict=True)}
@@ -93,7 +93,7 @@ _NOTATION = (
     (re.compile(rf"(?<=[\d}}])[\s\\,;]*\\[dt]?frac\{{{_TEXT}\}}\{{{_TEXT}\}}$"), ""),  # a unit
     (re.compile(r",\s*(?:\\[lc]?dots[cbm]?(?![A-Za-z])|\.\.\.|…)", re.ASCII), r",\\ldots"),
 )
-"""Patterns of notation that math-verify does not read, and their LaTeX."""
+"""Notation that math-verify does not read, and its LaTeX."""
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?)(\d+)(?![\w.])", re.ASCII)
 _MATHS_DELIMITER = re.compile(r"\\[()\[\]]|(?<!\\)\$")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|\\[,! ]|,\\!| )\d{3})+(?!\d)", re.ASCII)
@@ -111,7 +111,7 @@ _UNIT = re.compile(
     rf"|(?=[^/^]*[/^])\s+{_COMPOUND_UNIT}(?:(?:\s*/\s*|\s*\\cdot\s+|\s+){_COMPOUND_UNIT})*)\.?",
     re.ASCII,
 )
-"""A number and its unit: words, or symbols with ``/`` or ``^``. Other letters are variables, as in ``12 x/y``."""
+"""A number and its unit: words, or symbols with ``/`` or ``^``. All other letters are variables, as in ``12 x/y``."""
 _TEMPERATURE = re.compile(r"(\^\s*\{?\s*\\circ\s*\}?)\s*[CF]\s*$")
 _NO_UNIT = re.compile(
     r"\b(?:or|and|to|not|mod|modulo|times|plus|minus|over|point|half|halves|thirds?|quarters?|dozens?|squared|cubed"
@@ -124,7 +124,7 @@ _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}", re
 _DECIMAL_BASE = re.compile(r"(?<=[\d}])_(?:\{10\}|10\b)")
 _BASE = re.compile(r"[\d})]\s*_(?:\{\s*(\d+)\s*\}|(\d))?")
 _JUXTAPOSED = re.compile(r"\d\s+\d+(?!\d*\s*/)|[\d)]\s*\(\s*-?[\d.]+\s*\)", re.ASCII)
-"""Numbers side by side, which math-verify adds up."""
+"""Numbers side by side. math-verify would add them up."""
 _OPERATION = re.compile(
     r"\\(?:sum|prod|i*int|oint|lim|bmod|pmod|mod|[dt]?binom|choose|gcd|lcm|max|min|sup|inf)(?![A-Za-z])"
     r"|(?<![A-Za-z])(?:mod|choose|gcd|lcm)(?![A-Za-z])"
@@ -148,7 +148,16 @@ _LIST_COMMA = re.compile(r",(?!\d{3}(?!\d))|\n")
 
 
 def is_same(answer: str, gold: str) -> bool | None:
-    """Return True if `answer` is a result equal to `gold`; None if math-verify cannot parse `gold`."""
+    """Return True if `answer` is a result equal to `gold`, or None if math-verify cannot parse `gold`.
+
+    math-verify reads letters as variables and drops text, so several comparisons come before it, and each may decide
+    alone:
+
+    1. Names: "Tuesdays" is "Tuesday". math-verify would read a product of variables.
+    2. Quantities: "3h 20min" is "3 h 20 min".
+    3. Words: "12 m" is not "12 km", and "profit of 5" is not "loss of 5".
+    4. math-verify, once per reading: "2e-3" is 0.002 and also 2e - 3. One equal reading is enough.
+    """
     coordinates = [name[1] for name in map(_COORDINATE.match, (answer, gold)) if name is not None]
     if len(set(coordinates)) > 1:
         return False  # x = 5 and y = 5 are different lines
@@ -164,7 +173,7 @@ def is_same(answer: str, gold: str) -> bool | None:
 
 
 def _readings(text: str) -> list[str]:
-    """Write numbers such as ``1.5e3`` as powers of ten. ``2e-3`` has a second reading: 2e - 3, with Euler's number."""
+    """Write numbers such as ``1.5e3`` as powers of ten. ``2e-3`` also has the reading 2e - 3, with Euler's number."""
     scientific = _SCIENTIFIC.sub(r"\1 \\times 10^{\2\3}", text)
     is_ambiguous = any("." not in number[1] and number[2] for number in _SCIENTIFIC.finditer(text))
     return [scientific, text] if is_ambiguous else [scientific]
@@ -199,10 +208,10 @@ def _bases(text: str) -> list[str]:
 
 
 def _with_variants(parsed: list[Any], text: str) -> list[Any]:
-    r"""Add forms of a parsed text that math-verify compares with more others.
+    r"""Add forms of a parsed text that are equal to it but that math-verify would call different.
 
-    It declares the symbols of ``2 i`` complex and the symbol of ``2i`` real, so that they would differ. Inequalities
-    such as ``x < 2 \text{ or } x > 5`` become the union, or the intersection, of their solutions.
+    math-verify declares the symbols of ``2 i`` complex and the symbol of ``2i`` real, so the two would differ.
+    Inequalities such as ``x < 2 \text{ or } x > 5`` become the union, or the intersection, of their solutions.
     """
     first = parsed[0]
     if isinstance(first, Expr) and any(not symbol.is_real for symbol in first.free_symbols):
@@ -216,17 +225,17 @@ def _with_variants(parsed: list[Any], text: str) -> list[Any]:
 
 
 def _is_equal_number(gold: Any, answer: Any, float_rounding: int, numeric_precision: int) -> bool:
-    """Compare two expressions as math-verify does and, because its tolerances are absolute, relative to their size.
+    """Compare two expressions as math-verify does, but also relative to their size: its tolerances are absolute.
 
-    Without decimals, they must agree in nearly `EXACT_DIGITS` digits, and `grader` simplifies them otherwise. Decimals
-    must agree in six digits, or be rounded to six decimal places with at least three digits left, as 0.083333 for 1/12.
+    Exact numbers must agree in nearly `EXACT_DIGITS` digits. If they do not, `grader` simplifies them. Decimals must
+    agree in six digits. They may also be rounded to six decimal places if three digits remain, as 0.083333 for 1/12.
     """
     expressions = (gold, answer)
     if any(isinstance(part, Expr) and part.is_number and part.has(Float) for part in expressions):
         gold, answer = map(grader.safe_sympy_doit, expressions)  # 3.33333 * 10**-1 is a decimal too
     if not _is_equal_absolutely(gold, answer, float_rounding, numeric_precision):
         return False
-    is_matrix = isinstance(gold, MatrixBase | MatrixExpr)  # its elements were compared by this function
+    is_matrix = isinstance(gold, MatrixBase | MatrixExpr)  # math-verify compared its elements with this function
     if is_matrix or grader.get_pct_val(gold, gold) == grader.get_pct_val(answer, answer):
         return True
     gold, answer = map(grader.safe_sympy_doit, (gold, answer))
@@ -241,7 +250,7 @@ def _is_equal_number(gold: Any, answer: Any, float_rounding: int, numeric_precis
 
 
 _is_equal_absolutely = grader.sympy_numeric_eq
-grader.sympy_numeric_eq = _is_equal_number  # the one place where math-verify compares numbers with a tolerance
+grader.sympy_numeric_eq = _is_equal_number  # the only place where math-verify compares numbers with a tolerance
 
 
 def _parse(text: str, *, is_percent: bool = False) -> list[Any]:
@@ -251,8 +260,9 @@ def _parse(text: str, *, is_percent: bool = False) -> list[Any]:
 
 
 def _normalize(text: str) -> tuple[str, bool]:
-    """Put a number's notation into a form that math-verify reads. Return the text without a percent sign, and whether
-    it had one.
+    """Rewrite a number's notation so that math-verify reads it.
+
+    Return the text without a percent sign, and True if it had one.
     """
     text = _MATHS_DELIMITER.sub(" ", text.translate(_SYMBOLS)).strip().rstrip(" .,;")
     text = _SCRIPT.sub(lambda script: f"{'^' if script[1] else '_'}{{{script[0].translate(_UNSCRIPTED)}}}", text)
@@ -280,9 +290,11 @@ def _format_fraction(decimal: re.Match[str]) -> str:
 
 
 def _split(text: str) -> tuple[list[str], bool]:
-    """Return the sides of an equation that may be the result, and whether it is an approximation.
+    r"""Return the sides of an equation that may be the result, and True if it is an approximation.
 
-    No side may be the result if the numbers among them differ, as in ``41 = 42``.
+    An exact chain ends with its result: ``x = 6 \cdot 7 = 42`` gives ``42``. An approximation may have the result on
+    either side of the last ``\approx``: ``\frac{1}{3} \approx 0.333`` gives both sides. If the numbers differ, as in
+    ``41 = 42``, no side is the result.
     """
     if _UNSPLIT.search(text) or _LIST_COMMA.search(text):
         return [text], False
@@ -305,14 +317,14 @@ def _split(text: str) -> tuple[list[str], bool]:
 
 
 def _are_close(sides: Sequence[list[Any]]) -> bool:
-    """Return True if the sides that are numbers are about equal."""
+    """Return True if all sides that are numbers are approximately equal."""
     numbers = [parsed[0].evalf(15) for parsed in sides if parsed and isinstance(parsed[0], Expr)]
     values = [float(number) for number in numbers if isinstance(number, Float)]
     return all(abs(value - values[0]) <= APPROXIMATION * abs(values[0]) for value in values)
 
 
 def _operations(parsed: Sequence[Any], gold: Sequence[Any]) -> set[str]:
-    """Return the kinds of operations that could still be carried out.
+    """Return the kinds of operations that are left to carry out.
 
     In an answer with variables only sums, limits and the like count: ``(x+1)^2`` is as good as ``x^2+2x+1``.
     """
@@ -327,7 +339,7 @@ def _operations(parsed: Sequence[Any], gold: Sequence[Any]) -> set[str]:
 
 
 def _arithmetic(node: Expr) -> str:
-    """Return the kind of an operation on numbers; empty for notation: signs, fractions, roots, powers of ten."""
+    """Return the kind of an operation on numbers, or "" for notation: signs, fractions, roots, powers of ten."""
     if isinstance(node, TrigonometricFunction | InverseTrigonometricFunction):
         return "trigonometric"
     if isinstance(node, Function | Max | Min):

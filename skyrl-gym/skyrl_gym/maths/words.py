@@ -46,21 +46,21 @@ _MATHS = _split(
     "det dim ker alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi "
     "omega sqrt infinity infty hundred thousand million billion trillion percent pct percentage"
 )
-"""Words that `equivalence` or math-verify read."""
+"""Words that `equivalence` or math-verify understand."""
 _CHANGES = _split(
     "factorial dozen gross squared cubed half tenth hundredth thousandth negative minus below lakh crore bn mn "
     "quadrillion quintillion ppm ppb permille basi bps reciprocal wrong incorrect"
 )
-"""Words that change the number beside them."""
+"""Words that change the number next to them."""
 _OPPOSED = _split(
     "more less most least greater smaller profit loss gain increase decrease north south east west left right up down "
     "even odd clockwise counterclockwise anticlockwise am pm bc ad before after above inside outside january february "
     "march april may june july august september october november december"
 )
-"""Words that exclude one another. Other words are labels, which need not agree: 10 ways are 10 arrangements."""
+"""Words that exclude each other. All other words are labels and need not agree: 10 ways are 10 arrangements."""
 _CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
 _ARTICLES = _split("a an the")
-# The names of units, and their other forms without a plural s. 3 km and 3 kilometres agree, and 3 km and 3 m do not.
+# Unit names with their other forms, without a plural s. 3 km and 3 kilometres agree, 3 km and 3 m do not.
 _FORMS = {
     "hour": "h hr", "minute": "min", "second": "s sec", "year": "yr", "inch": "in inche", "foot": "ft feet",
     "yard": "yd", "mile": "mi", "pound": "lb", "ounce": "oz", "cent": "", "dollar": "usd buck",
@@ -75,18 +75,18 @@ _FORMS = {
     "child": "children", "radian": "rad",
 }  # fmt: skip
 _UNITS = {form: unit for unit, forms in _FORMS.items() for form in (unit, *forms.split())}
-"""The name of each form of a unit."""
+"""Unit names by form."""
 _POWERS = {"2": "square", "3": "cubic"}
 _SPEED = re.compile(r"(?<![A-Za-z])([mk])ph(?![A-Za-z])")
 _KNOWN = _CHANGES | _OPPOSED | _FORMS.keys() | {"per"}
 
 
 def compare_names(answer: str, gold: str) -> bool | None:
-    r"""Compare an answer with a ground truth of words, or a date, as they are written; None if `gold` is neither.
+    r"""Compare an answer with a ground truth that consists of words or is a date. Return None if `gold` is neither.
 
-    Words of three letters are names, and so are lists of capital letters. ``xy``, ``AB`` and ``mgh`` are products, and
-    the names of functions and Greek letters are maths. Case, a plural s and the order of a list do not count,
-    nor does the direction of ``\angle ABC`` and ``\overline{AB}``.
+    Words of three letters and lists of capital letters are names. ``xy``, ``AB`` and ``mgh`` are products, and the
+    names of functions and Greek letters are maths. Case, a plural s, the order of a list and the direction of ``\angle
+    ABC`` and ``\overline{AB}`` are ignored.
     """
     names, given = _strip_markup(gold), _strip_markup(answer)
     if _DATE.fullmatch(names):
@@ -109,9 +109,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _is_name(word: str) -> bool:
-    """Return True for SSA, Tuesday and red, and False for the products AB, mgh, abc and nRT.
+    """Return True for SSA, Tuesday and red, False for products such as AB, mgh, abc and nRT.
 
-    A product has no vowel, or is a run of the alphabet, or mixes upper and lower case.
+    A product has no vowel, is a run of the alphabet, or mixes upper and lower case.
     """
     if word.islower():
         is_product = _VOWELS.isdisjoint(word) or "".join(sorted(word)) in string.ascii_lowercase
@@ -120,7 +120,13 @@ def _is_name(word: str) -> bool:
 
 
 def have_same_words(answer: str, gold: str) -> bool:
-    """Return False if the words around the numbers exclude that the answer is right."""
+    """Return False if the words around the numbers rule out that the answer is right.
+
+    The default is to let an answer pass, since most words are labels: "10 ways" may be "10 arrangements". Three kinds
+    of words can exclude it. Words that change a number must be in both: "5 dozen" is not "5". Units may be missing on
+    one side, but not differ: "12" is "12 km", "12 m" is not. And of opposite words, both sides must have the same ones,
+    if both have any: "profit of 5" is not "loss of 5".
+    """
     sides = [_tokens(text.rpartition("=")[2] if text.count("=") == 1 else text) for text in (answer, gold)]
     words, expected = ({text for kind, text in side if kind == "word"} for side in sides)
     if words & _CHANGES != expected & _CHANGES:
@@ -131,7 +137,7 @@ def have_same_words(answer: str, gold: str) -> bool:
         if words & rates != expected & rates or not (units <= expected_units or expected_units <= units):
             return False
     elif units or expected_units:
-        # A letter alone is usually a variable. Beside a unit on the other side it is one, too: 3 m is not 3 km.
+        # A lone letter is usually a variable. Opposite a unit, it is a unit too: 3 m is not 3 km.
         first_of_kind = dict(reversed(sides[0] if expected_units else sides[1]))
         letter = _stem(first_of_kind.get("letter", ""))
         if letter and "number" in first_of_kind and letter not in units | expected_units:
@@ -141,13 +147,13 @@ def have_same_words(answer: str, gold: str) -> bool:
 
 
 def compare_quantities(answer: str, gold: str) -> bool | None:
-    """Compare an answer with quantities such as ``3 h 20 min``; None if `gold` has fewer than two numbers."""
+    """Compare an answer with quantities such as ``3 h 20 min``. Return None if `gold` has fewer than two numbers."""
     expected = _quantities(gold)
     return None if expected is None else _quantities(answer) == expected
 
 
 def _quantities(text: str) -> list[tuple[str, object]] | None:
-    """Return two or more numbers and the words between them; None if the text has anything else."""
+    """Return two or more numbers and the words between them, or None if the text has anything else."""
     found: list[tuple[str, object]] = []
     for kind, word in _tokens(text):
         if kind == "number":
@@ -159,20 +165,20 @@ def _quantities(text: str) -> list[tuple[str, object]] | None:
 
 
 def unwrap_numbers(text: str) -> str:
-    r"""Return the text with ``\text{73 apples}`` as ``73 apples``."""
+    r"""Rewrite ``\text{73 apples}`` as ``73 apples``."""
     return _WRAPPED.sub(lambda part: f" {part[1]} " if re.match(r"[\s$\\+-]*\d", part[1]) else part[0], text)
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
     r"""Return numbers, words, single letters and parts of formulas, each with its kind.
 
-    All of ``\text{…}`` is words. Elsewhere, letters side by side may be variables, so only known words and those of
+    Everything in ``\text{…}`` is words. Elsewhere, adjacent letters may be variables, so only known words and words of
     four letters count.
     """
     tokens: list[tuple[str, str]] = []
     text = _UNIT_FRACTION.sub(r"\\text{\1/\2}", _THOUSANDS.sub(",", text.translate(_RAISED)))
     text = _SPEED.sub(lambda unit: {"m": "mile", "k": "km"}[unit[1]] + " per hour", _POWER.sub(r"^\1}", text))
-    if text.count("$") % 2 and "\\$" not in text:  # no pair of delimiters
+    if text.count("$") % 2 and "\\$" not in text:  # an unpaired delimiter
         text = text.replace("$", "\\$")
     for index, part in enumerate(_WRAPPED.split(text)):
         for match in _TOKEN.finditer(_SPACING.sub(" ", part)):
@@ -195,7 +201,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 
 def _stem(word: str) -> str:
-    """Return a word in lower case, without dots and plural s, and a unit by its name."""
+    """Return a word in lower case without dots and plural s, or the name of a unit."""
     word = re.sub(r"[.\s]", "", word.lower())
     singular = re.sub(r"(?<=ss|ch|sh)es$|(?<=x)es$|(?<=[a-z])(?<!s)s$", "", word)
     if unit := _UNITS.get(word, _UNITS.get(singular)):

@@ -1,7 +1,7 @@
-"""Run untrusted queries on a SQLite database, without access to anything else and without write access.
+"""Untrusted queries on a SQLite database, read-only and without access to anything else.
 
-SQLite checks the time only between the steps of a query, and a step may take forever or use all memory. So queries run
-in worker processes with limits. POSIX only.
+SQLite checks the time only between the steps of a query, and a single step may take forever or use all memory. So
+queries run in worker processes with limits. POSIX only.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from skyrl_gym.queries.values import from_json
 from skyrl_gym.worker_pool import Pool
 
 MAX_WORKERS = min(8, os.cpu_count() or 1)
-GRACE_SECONDS = 1.0  # for a worker to interrupt a query by itself and to answer
+GRACE_SECONDS = 1.0  # for a worker to interrupt the query itself and answer
 
 _pool = Pool("skyrl_gym.queries", MAX_WORKERS)
 
 
 class QueryError(Exception):
-    """A query that SQLite refuses, or that exceeds a limit."""
+    """A query that SQLite rejects, or that exceeds a limit."""
 
 
 class QueryTimeout(QueryError):
@@ -39,12 +39,12 @@ class Table:
 
 
 def run_query(file: Path, sql: str, timeout: float) -> Table:
-    """Run a query on the database in `file`, which is opened read-only, with a `timeout` in seconds. Thread-safe.
+    """Run a query on the database in `file`, opened read-only, with a `timeout` in seconds. Thread-safe.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        QueryTimeout: the query takes longer. The wait for a free worker does not count.
-        QueryError: the query fails for another reason.
+        QueryTimeout: the query takes longer. Waiting for a free worker does not count.
+        QueryError: the query fails for any other reason.
         RuntimeError: a worker does not start, or `close` was called meanwhile.
     """
     if not 0 < timeout < math.inf:
@@ -67,7 +67,7 @@ def run_query(file: Path, sql: str, timeout: float) -> Table:
 
 
 def close() -> None:
-    """End all workers, busy ones too. Called at exit; the next query starts new workers."""
+    """End all workers, including busy ones. Called at exit. The next query starts new workers."""
     _pool.close()
 
 

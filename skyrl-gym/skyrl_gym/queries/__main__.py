@@ -1,5 +1,6 @@
-"""A worker that runs queries: it receives ``[file, sql, seconds]``, and answers ``{"columns": …, "rows": …}`` or
-``{"error": …, "is_timeout": …}``.
+"""Worker process that runs queries.
+
+It reads ``[file, sql, seconds]`` and writes ``{"columns": …, "rows": …}`` or ``{"error": …, "is_timeout": …}``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ STEPS_PER_TIME_CHECK = 1000  # instructions of SQLite's virtual machine
 
 WAL_VERSION_OFFSET, WAL_VERSION = 18, 2  # in the header of a database
 URI_OPTIONS = {"regular": "", "log": "&vfs=unix-none", "no log": "&immutable=1"}
-"""By log mode. A database in WAL mode is read without locks, which are in a file that only a writer can create."""
+"""URI options by log mode. WAL databases are read without locks: the locks are in a file that only a writer can create.
+"""
 
 READ_ACTIONS = {
     sqlite3.SQLITE_SELECT,
@@ -51,18 +53,17 @@ PRAGMAS = {
     "table_list",
     "table_xinfo",
 }
-"""Pragmas that only read."""
+"""Read-only pragmas."""
 READ_PRAGMAS_WITHOUT_VALUE = {"data_version", "page_count", "page_size"}
 PREPARED_ACTIONS = {sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE}
-"""Actions of the statements that a virtual table, e.g. of json_each or R*Tree, prepares when it is opened. To run one
-fails, because the database is read-only.
-"""
+"""Actions of statements that a virtual table, e.g. of json_each or R*Tree, prepares when it is opened. Running them
+fails, because the database is read-only."""
 UNSAFE_FUNCTIONS = {"edit", "fts3_tokenizer", "icu_load_collation", "load_extension", "readfile", "writefile"}
 """Functions that run programs, open files or return addresses."""
 
 
 def answer(question: list[Any]) -> dict[str, Any]:
-    """Run a query; return its rows or its error."""
+    """Run a query and return its rows or its error."""
     file, sql, seconds = question
     deadline = time.monotonic() + seconds
     try:
@@ -93,7 +94,7 @@ def _connection(file: str, deadline: float) -> Iterator[sqlite3.Connection]:
 
 
 def _log_mode(file: str) -> str:
-    """Return how to read a database without changing a file: with its write-ahead `log`, without one, or as it is."""
+    """Return how to open a database without changing any file: with its write-ahead `log`, without one, or as it is."""
     with open(file, "rb") as database:
         header = database.read(WAL_VERSION_OFFSET + 1)
     if header[WAL_VERSION_OFFSET:] != bytes([WAL_VERSION]):
@@ -103,7 +104,7 @@ def _log_mode(file: str) -> str:
 
 
 def _authorize(action: int, first: str | None, second: str | None, database: str | None, _: str | None) -> int:
-    """Allow a query to read data and the schema, and nothing else."""
+    """Allow a query to read data and the schema, nothing else."""
     if action == sqlite3.SQLITE_FUNCTION:
         is_allowed = str(second).lower() not in UNSAFE_FUNCTIONS
     elif action == sqlite3.SQLITE_PRAGMA:
@@ -125,5 +126,5 @@ def _rows(cursor: sqlite3.Cursor) -> Iterator[list[Any]]:
 
 if __name__ == "__main__":
     set_limit(resource.RLIMIT_FSIZE, 0, is_final=True)
-    # A question names its database, so any file can be read.
+    # Any file is readable, because each question names its database.
     serve(int(sys.argv[1]), answer, memory_bytes=MEMORY_BYTES, recycle_bytes=RECYCLE_BYTES, readable=["/"])

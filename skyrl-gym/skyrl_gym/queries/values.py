@@ -1,4 +1,4 @@
-"""JSON encoding of database values: text, numbers and null are unchanged, a blob becomes an object."""
+"""JSON encoding of database values: text, numbers and null are unchanged, blobs become objects."""
 
 from __future__ import annotations
 

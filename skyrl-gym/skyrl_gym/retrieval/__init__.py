@@ -1,1 +1,1 @@
-"""A retrieval server over a file of documents: `python -m skyrl_gym.retrieval --corpus wiki.jsonl`."""
+"""Retrieval server for a file of documents: `python -m skyrl_gym.retrieval --corpus wiki.jsonl`."""

@@ -1,4 +1,4 @@
-"""The documents of a retrieval server."""
+"""Documents of the retrieval server."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ TEXT_FIELDS = ("contents", "text", "content", "passage")
 
 
 class Document(TypedDict):
-    """A document: its id and its text."""
+    """A document with its id and text."""
 
     id: str
     contents: str
 
 
 def read_corpus(file: Path) -> list[Document]:
-    """Return the documents in a file of JSON lines, which may be compressed (`.gz`).
+    """Read the documents of a JSON Lines file, plain or compressed (`.gz`).
 
-    A line is `{"id": …, "contents": …}`. It may have `text`, `content` or `passage` instead of `contents`; a `title` is
-    then added on a line before the text. A document without an id gets its line number.
+    A line is `{"id": …, "contents": …}`. `text`, `content` or `passage` may replace `contents`. The `title`, if any, is
+    then added on a line before the text. Documents without an id get their line number.
 
     Raises:
-        ValueError: a line has another format, or there is no line.
+        ValueError: a line has any other format, or the file has no lines.
     """
     with _open(file) as lines:
         documents = list(_documents(lines, file))

@@ -1,4 +1,4 @@
-"""Two search indexes: by keywords, and by the vectors of an encoder."""
+"""Search indexes: keywords (BM25), and vectors of a text encoder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ _ACCENTS = re.compile("[\u0300-\u036f]")
 
 
 def split_words(text: str) -> Iterator[str]:
-    """Split a text into the words of `WordIndex`, without case and accents.
+    """Split a text into words for `WordIndex`, folding case and accents.
 
-    Scripts without spaces, such as Chinese, Japanese and Thai, give their characters and pairs of characters, so that a
-    word is found within a sentence.
+    Scripts without spaces, such as Chinese, Japanese and Thai, are split into characters and pairs of characters. So a
+    word is found inside a sentence.
+
+    >>> list(split_words("Café Fuji, 富士"))
+    ['cafe', 'fuji', '富', '士', '富士']
     """
     folded = unicodedata.normalize("NFC", _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold())))
     for run in _RUN.finditer(folded):
@@ -35,7 +38,7 @@ def split_words(text: str) -> Iterator[str]:
 
 
 class Hit(NamedTuple):
-    """A document and its score; higher is better."""
+    """A document and its score. Higher is better."""
 
     document: Document
     score: float
@@ -45,7 +48,7 @@ class Index(Protocol):
     """A thread-safe search index."""
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Return the best `topk` documents for each query, best first; fewer if fewer match."""
+        """Return the `topk` best documents for each query, best first. Fewer are returned if fewer match."""
         ...
 
 
@@ -74,9 +77,9 @@ class WordIndex:
         self._bm25.index(words, show_progress=False)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Return the best `topk` documents for each query that contain at least one of its words.
+        """Return, for each query, the `topk` best documents that contain at least one of its words.
 
-        English stop words do not count. A query without others, such as "It", finds the documents of this title.
+        English stop words are ignored. A query of stop words alone, such as "It", finds documents with that title.
         """
         n = min(topk, len(self._documents))
         words = [list(split_words(query)) for query in queries]
@@ -92,7 +95,7 @@ class WordIndex:
 
 
 def _title(text: str) -> str:
-    """Return the word of the index that stands for a whole title, the first line of a document."""
+    """Return the index word that stands for a whole title, the document's first line."""
     return "\n" + " ".join(split_words(text))
 
 
@@ -109,7 +112,7 @@ class VectorIndex:
         self._vectors = self._encode([document_prefix + document["contents"] for document in documents])  # (D, d)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Return the `topk` documents closest to each query, closest first."""
+        """Return the `topk` closest documents to each query, closest first."""
         scores = self._encode([self._query_prefix + query for query in queries]) @ self._vectors.T  # (Q, D)
         best = (-scores).argsort(axis=1, kind="stable")[:, :topk]
         return [

@@ -1,9 +1,9 @@
-"""The HTTP interface of a retrieval server.
+"""HTTP interface of the retrieval server.
 
 POST /retrieve {"query": "…", "topk": 3, "return_scores": true} returns {"result": [[{"document": {"id", "contents"},
-"score"}, …]]}; without `return_scores`, bare documents. With "queries", a list, the result has one list per query.
-GET /health returns the number of documents. Requests run concurrently, in threads. A request has at most `MAX_QUERIES`
-queries of at most `MAX_QUERY_CHARS` characters; others are refused.
+"score"}, …]]}. Without `return_scores`, it returns bare documents. With "queries", a list, the result has one list per
+query. GET /health returns the number of documents. Requests run concurrently, in threads. Requests with more than
+`MAX_QUERIES` queries, or a query of more than `MAX_QUERY_CHARS` characters, are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RetrieveRequest(BaseModel):
 
 
 def create_app(index: Index, n_documents: int, topk: int = 3) -> FastAPI:
-    """Create the server's application; `topk` is the default of requests."""
+    """Create the server's application. `topk` is the default for requests."""
     app = FastAPI(title="Retrieval")
     app.add_middleware(BodyLimit)
 
@@ -58,7 +58,7 @@ def _format_hit(hit: Hit, with_score: bool) -> dict[str, Any]:
 
 
 class BodyLimit:
-    """Refuse a request whose body is larger than `MAX_BODY_BYTES`, before it is held in memory."""
+    """ASGI middleware that refuses a request body larger than `MAX_BODY_BYTES` before it is held in memory."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

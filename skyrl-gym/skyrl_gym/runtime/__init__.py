@@ -1,1 +1,1 @@
-"""Building blocks of programs that run environments: method calls, validation, configuration, and a worker process."""
+"""Building blocks for programs that run environments: method calls, validation, configuration, and a worker process."""

@@ -1,4 +1,4 @@
-"""Standard output and errors that may go away: losing the console costs what is printed, and nothing else."""
+"""A guarded console: if standard output or errors go away, only printed output is lost."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger("skyrl_gym")
 
 
 def guard_console() -> None:
-    """Let `print`, progress bars and logging drop what standard output and errors refuse.
+    """Make `print`, progress bars and logging drop output that the console refuses.
 
-    A terminal that is closed, a pipe whose reader ends and a full disk behind `> log` otherwise raise an OSError in
-    whatever prints next: the training loop, an environment or a reward function. A stream that is closed at the start,
-    or replaced as in notebooks, is not guarded; printing to a closed one does nothing.
+    A closed terminal, a pipe whose reader has ended or a full disk behind `> log` would otherwise raise an OSError in
+    whatever prints next: the training loop, an environment or a reward function. A stream that is closed from the
+    start, or replaced as in notebooks, is not guarded. Printing to a closed stream does nothing.
     """
     for name, original in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
         stream = getattr(sys, name)
@@ -40,7 +40,7 @@ def _guarded(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 class _Console(io.FileIO):
-    """A file descriptor that accepts all bytes, and drops those that it cannot write."""
+    """A file descriptor that accepts all bytes, and drops those it cannot write."""
 
     _is_reported = False
 
@@ -57,7 +57,7 @@ class _Console(io.FileIO):
         return n_bytes
 
     def report(self, error: OSError) -> None:
-        """Log the first loss to the files of the run; the console's own handler would write to this stream again."""
+        """Log the first loss to the run's files. The console's own handler would write to this stream again."""
         if not self._is_reported:
             self._is_reported = True
             stream = "output" if self.fileno() == 1 else "error"

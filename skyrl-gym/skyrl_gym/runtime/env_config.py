@@ -1,4 +1,4 @@
-"""An environment's section of the configuration, for processes without OmegaConf."""
+"""An environment's configuration section, for processes without OmegaConf."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EnvConfig(dict[str, Any]):
 
 
 def copy_env_config(section: Mapping[str, Any]) -> EnvConfig:
-    """Return a deep copy of a section, with nested sections as `EnvConfig` too.
+    """Deep-copy a section. Nested sections become `EnvConfig` too.
 
     Raises:
         TypeError: the section holds a value that no configuration file can hold.

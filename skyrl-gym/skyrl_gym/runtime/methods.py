@@ -1,5 +1,7 @@
-"""Calls of environment methods. Every method may have an asynchronous variant, which is preferred: `step_async` (if it
-is a coroutine function) to `step`, and so on.
+"""Calls of environment methods.
+
+Every method may have an asynchronous variant, `step_async` for `step` and so on. If it is a coroutine function, it is
+preferred.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from typing import Any
 
 
 def async_method(env: Any, name: str) -> Callable[..., Coroutine[Any, Any, Any]] | None:
-    """Return the asynchronous variant of the method `name`, or None if the environment has none."""
+    """Return the asynchronous variant of the method `name`, or None if there is none."""
     native = getattr(env, f"{name}_async", None)
     return native if inspect.iscoroutinefunction(native) else None
 
 
 @contextmanager
 def end_forked_children() -> Iterator[None]:
-    """End a child process that forked within the context and leaves it: its parent alone continues.
+    """End any child process that forks inside the context and leaves it, so that only the parent continues.
 
     An environment that calls `os.fork` and returns in both processes would otherwise leave a second worker on the same
     socket, or a second trainer.
@@ -34,6 +36,6 @@ def end_forked_children() -> Iterator[None]:
 
 
 def call_method(env: Any, runner: asyncio.Runner, name: str, *args: Any) -> Any:
-    """Call the method `name`, preferably its asynchronous variant, in the event loop of `runner`."""
+    """Call the method `name`, or its asynchronous variant in the event loop of `runner` if there is one."""
     native = async_method(env, name)
     return getattr(env, name)(*args) if native is None else runner.run(native(*args))

@@ -1,7 +1,7 @@
 """Check that an interpreter has an environment's packages: `python -m skyrl_gym.runtime.packages module:ClassName`.
 
-A second argument, a JSON list, adds import paths. Without it, modules of the current folder can be imported. Prints the
-fault and exits with status 1 if the environment cannot be imported or misses a package.
+A second argument, a JSON list, adds import paths. Without it, modules in the current folder are importable. If the
+environment cannot be imported or lacks a package, prints the fault and exits with status 1.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ TIMEOUT_S = 120.0  # imports on a busy machine
 
 
 def check_packages(creator: Any) -> None:
-    """Raise ImportError if this interpreter lacks a package that an environment imports only when it is played."""
+    """Raise ImportError if this interpreter lacks a package that the environment imports only during an episode."""
     if isinstance(creator, type) and issubclass(creator, Env):
         creator.check_packages()
 
 
 def find_fault(python: str, entry_point: str) -> str | None:
-    """Return the reason why another interpreter cannot play an environment, or None."""
+    """Return why another interpreter cannot run an environment, or None if it can."""
     command = [python, "-m", __name__, entry_point, json.dumps(import_paths())]
     try:
         done = subprocess.run(
@@ -43,7 +43,7 @@ def find_fault(python: str, entry_point: str) -> str | None:
 
 
 def import_paths() -> list[str]:
-    """Return the import paths of this program without its Python installation's own."""
+    """Return this program's import paths without its Python installation's own."""
     prefixes = (sys.prefix, sys.base_prefix)
     return [os.getcwd(), *(path for path in sys.path if path and not path.startswith(prefixes))]
 

@@ -1,4 +1,4 @@
-"""JSON encoding of the values that cross between the trainer and the process of an environment."""
+"""JSON encoding of values that cross between the trainer and an environment's process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def to_json_value(value: Any) -> Any:
-    """Convert arrays and numbers of numpy and torch, dates and times for JSON; the `default` of `json.dumps`."""
+    """Convert numpy and torch values, dates and times for JSON. Use as `default` of `json.dumps`."""
     for method in ("tolist", "isoformat"):
         if hasattr(value, method):
             return getattr(value, method)()

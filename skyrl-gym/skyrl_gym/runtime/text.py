@@ -1,4 +1,4 @@
-"""Text and facts from outside, made safe for every tokenizer, file and tracker at the point where they enter."""
+"""Sanitizing of outside text and metadata at the boundary, so that every tokenizer, file and tracker accepts them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from numbers import Real
 from typing import Any
 
 MAX_DEPTH = 16
-"""Maximum nesting of facts; deeper values are replaced by a placeholder."""
+"""Maximum nesting of metadata. Deeper values are replaced by a placeholder."""
 
 MAX_ERROR_CHARS = 4000
-"""Maximum length of an error's description, which is logged and written with its trajectory."""
+"""Maximum length of an error's description, as logged and written with its trajectory."""
 
 
 def clean_text(text: str) -> str:
-    """Return the text without lone surrogates: two halves of a pair are joined, a single half becomes "?"."""
+    r"""Replace lone surrogates: two halves of a pair are joined, a single half becomes "?".
+
+    >>> clean_text("a\ud800b")
+    'a?b'
+    """
     if text.isascii():
         return str(text)
     try:
@@ -27,7 +31,7 @@ def clean_text(text: str) -> str:
 
 
 def clean_strings(value: Any) -> Any:
-    """Return a copy of nested dicts, lists and tuples in which every string and every key is clean."""
+    """Return a copy of nested dicts, lists and tuples with every string and key cleaned."""
     if isinstance(value, str):
         return clean_text(value)
     if isinstance(value, dict):
@@ -38,7 +42,7 @@ def clean_strings(value: Any) -> Any:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and the text of an error: "ValueError: no". Never raises, even if `str(error)` does."""
+    """Return an error's type and text: "ValueError: no". Never raises, even if `str(error)` does."""
     try:
         text = str(error)
     except Exception as failure:  # noqa: BLE001, the code of an environment
@@ -48,9 +52,12 @@ def describe_error(error: BaseException) -> str:
 
 
 def to_facts(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """Convert any value to JSON types: dicts with text as keys, lists, numbers, clean text, booleans and None.
+    """Convert any value to JSON types: dicts with string keys, lists, numbers, clean strings, booleans and None.
 
-    Arrays become lists, and other objects their text. Never raises.
+    Arrays become lists, other objects their `str`. Never raises.
+
+    >>> to_facts({1: (2, {3}), "error": ValueError("no")})
+    {'1': [2, [3]], 'error': 'no'}
     """
     try:
         if value is None or isinstance(value, bool | float):
@@ -67,7 +74,7 @@ def to_facts(value: Any, depth: int = MAX_DEPTH) -> Any:
             return [to_facts(inner, depth - 1) for inner in value]
         if isinstance(value, Real):
             return float(value)
-        if hasattr(value, "tolist"):  # of numpy and torch
+        if hasattr(value, "tolist"):  # numpy arrays and tensors
             return to_facts(value.tolist(), depth - 1)
         return clean_text(str(value))
     except Exception:  # noqa: BLE001, the code of an environment

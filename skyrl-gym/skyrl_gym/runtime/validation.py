@@ -1,6 +1,6 @@
-"""Validation of the values that environments return. `InvalidAnswer` describes the problem.
+"""Validation of values that environments return. `InvalidAnswer` describes the problem.
 
-Text of environments enters training here, and is cleaned here: `skyrl_gym.runtime.text`.
+Environments' text enters training here, so it is cleaned here, with `skyrl_gym.runtime.text`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from skyrl_gym.error import InvalidAnswer
 from skyrl_gym.runtime.text import clean_strings
 
 TRAINING_READS = ("modified_chat_history", "reward_components")
-"""The keys of `metadata` that training reads."""
+"""Keys of `metadata` that training reads."""
 
 MAX_REWARD = 1e12
-"""Maximum magnitude of a reward: sums of squares over a batch stay finite in float32."""
+"""Maximum magnitude of a reward. Sums of squares over a batch must stay finite in float32."""
 
 
 def is_conversation(value: Any) -> bool:
-    """Return True for a list of chat messages, which may be empty."""
+    """Return True for a list of chat messages. It may be empty."""
     return isinstance(value, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in value
     )
@@ -68,7 +68,7 @@ def validate_step_output(output: Any) -> BaseTextEnvStepOutput:
 
 
 def _clean_texts(output: dict[str, Any]) -> BaseTextEnvStepOutput:
-    """Clean what training reads of the return value of `step`."""
+    """Clean the parts of `step`'s return value that training reads."""
     metadata = output.get("metadata")
     clean: dict[str, Any] = {
         name: clean_strings(output[name]) for name in ("observations", "postprocessed_action") if name in output
@@ -80,7 +80,7 @@ def _clean_texts(output: dict[str, Any]) -> BaseTextEnvStepOutput:
 
 
 def reward_components(output: BaseTextEnvStepOutput) -> dict[str, float]:
-    """Return the named parts of a turn's reward, which an environment may put in `metadata["reward_components"]`."""
+    """Return the named parts of a turn's reward, from `metadata["reward_components"]`."""
     components = (output.get("metadata") or {}).get("reward_components") or {}
     if not isinstance(components, Mapping) or not all(_is_number(reward) for reward in components.values()):
         raise InvalidAnswer(f"step() returned reward_components={components!r}; it must map names to finite numbers")
@@ -95,14 +95,14 @@ def validate_metrics(metrics: Any) -> dict[str, Any]:
 
 
 def validate_reward(reward: Any, method: str) -> float | None:
-    """Return the return value of `method`, which is a number, or None for an unknown reward."""
+    """Return the return value of `method`, a number, or None for an unknown reward."""
     if reward is not None and not _is_number(reward):
         raise InvalidAnswer(f"{method}() returned {reward!r}; return a finite number of magnitude <= {MAX_REWARD:.0e}")
     return None if reward is None else float(reward)
 
 
 def is_reward(value: Any) -> bool:
-    """Return True for a number of magnitude <= `MAX_REWARD`, or a non-empty list of such numbers."""
+    """Return True for a number of magnitude <= `MAX_REWARD`, or a non-empty list of them."""
     if isinstance(value, list):
         return bool(value) and all(_is_number(item) for item in value)
     return _is_number(value)

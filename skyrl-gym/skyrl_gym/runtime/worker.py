@@ -1,9 +1,10 @@
-"""A process that holds one environment at a time for another process: `python -m skyrl_gym.runtime.worker FD SYS_PATH`.
+"""A process that runs one environment at a time on behalf of another process: `python -m skyrl_gym.runtime.worker FD
+SYS_PATH`.
 
-It reads calls from a socket, one JSON list per line: `["make", id, entry_point, kwargs, env_config, extras]`,
-`["init", prompt]`, `["step", action]`, `["get_metrics"]`, `["close"]`. It answers each with `["ok", value]` or
-`["error", text]`. It ends when the socket is closed or the parent process is gone. Only the process that started
-answers: a child that an environment forks ends when its call returns.
+It reads calls from a socket, one JSON list per line: `["make", id, entry_point, kwargs, env_config, extras]`, `["init",
+prompt]`, `["step", action]`, `["get_metrics"]`, `["close"]`. It answers each with `["ok", value]` or `["error", text]`.
+It exits when the socket closes or the parent process is gone. Only the original process answers: if an environment
+forks, the child ends when its call returns.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ from skyrl_gym.runtime.text import describe_error
 
 
 class EnvWorker:
-    """The holder of this process's environment."""
+    """Owner of this process's environment and event loop."""
 
     def __init__(self) -> None:
         self._env: Env[Any, Any] | None = None
         self._runner = asyncio.Runner()  # one event loop from `make` to `close`
 
     def hello(self) -> None:
-        """Answer that the process has started."""
+        """Confirm that the process has started."""
 
     def make(
         self, id: str, entry_point: str, kwargs: dict[str, Any], env_config: dict[str, Any], extras: dict[str, Any]
     ) -> None:
-        """Make an environment, and close the previous one."""
+        """Make an environment, closing the previous one first."""
         self.close()
         self._env = make(EnvSpec(id, entry_point, kwargs), env_config=copy_env_config(env_config), extras=extras)
 
     def close(self) -> None:
-        """Close the environment, if there is one, and cancel its remaining tasks."""
+        """Close the environment, if any, and cancel its remaining tasks."""
         env, self._env = self._env, None
         runner, self._runner = self._runner, asyncio.Runner()
         with closing(runner):
@@ -56,7 +57,7 @@ class EnvWorker:
                 call_method(env, runner, "close")
 
     def call(self, method: str, args: list[Any]) -> Any:
-        """Call a method of this worker or of the environment, and return its value."""
+        """Call a method of this worker or its environment, and return its value."""
         if method in ("hello", "make", "close"):
             own: Callable[..., Any] = getattr(self, method)
             return own(*args)
@@ -64,7 +65,7 @@ class EnvWorker:
 
 
 def serve(fd: int) -> None:
-    """Answer calls until the socket is closed, or reset because the parent was killed."""
+    """Answer calls until the socket is closed, or is reset because the parent was killed."""
     worker = EnvWorker()
     with (
         suppress(ConnectionResetError, BrokenPipeError),
@@ -85,7 +86,7 @@ def serve(fd: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Kill this process and its children once its parent is gone, even while the environment is busy."""
+    """Kill this process and its children as soon as the parent is gone, even if the environment is busy."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -93,7 +94,7 @@ def end_with_parent() -> None:
             time.sleep(1)
         os.killpg(0, signal.SIGKILL)
 
-    if os.getpgrp() == os.getpid():  # the group holds nothing but this process and its children
+    if os.getpgrp() == os.getpid():  # the group holds only this process and its children
         threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 

@@ -1,10 +1,10 @@
-"""Generated tasks with verifiers: puzzles of logic, outputs of programs, moves in games and repairs of bugs.
+"""Generated tasks with verifiers: logic puzzles, program outputs, game moves and bug repairs.
 
     family = task_family("lgc-v2", {"task_types": ["sudoku"]})
     task = family.generate(700_000_012)         # always the same task
     family.score(reply, task)                   # 0.0 … 1.0
 
-`DynamicEnvDataset` turns them into dataset rows, and `compute_score` scores replies to these.
+`DynamicEnvDataset` turns tasks into dataset rows, and `compute_score` scores replies to those rows.
 """
 
 from skyrl_gym.tasks.base import Split, Task, TaskFamily

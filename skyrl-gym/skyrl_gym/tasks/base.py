@@ -1,4 +1,4 @@
-"""Tasks with one reply: generated from an id, and scored by a program."""
+"""Single-reply tasks: generated from an id, scored by a program."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from skyrl_gym.envs.row import whole_number
 Split = Literal["train", "validation"]
 
 VALIDATION_SHARE = 10
-"""One in so many distinct tasks is a validation task."""
+"""One in this many distinct tasks is a validation task."""
 
 BLOCK_SIZE = 256
-"""Number of ids from which an unlimited family takes one task of each split."""
+"""Number of ids per block. An unlimited family takes one task of each split from a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """One task, e.g. ``Task(700000012, "sudoku", "Solve this Sudoku …", ground_truth="531…")``.
 
-    task_type: the kind of task, which is the `data_source` of its rows.
-    ground_truth: the answer without the format that the prompt asks for; empty if many answers are right.
+    task_type: the kind of task, used as the `data_source` of its rows.
+    ground_truth: the answer without the format that the prompt asks for. Empty if many answers are right.
     facts: JSON values that the verifier needs.
     """
 
@@ -37,18 +37,18 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the prompt, by which a row recognizes the task that it was made from."""
+        """Hash of the prompt. A row checks with it that its task is still the same."""
         return hashlib.blake2b(self.prompt.encode(), digest_size=8).hexdigest()
 
 
 class TaskFamily(ABC):
-    """Tasks of one kind. The same options and id always give the same task, in every process.
+    """Base class for task families. The same options and id give the same task in every process.
 
-    Tasks with the same identity are in the same split, so no validation task occurs in training under another id.
+    Tasks with the same identity are in the same split, so no validation task appears in training under a different id.
     """
 
     env: ClassVar[str]
-    """The name in `extra_info["env"]`."""
+    """Name of the family in `extra_info["env"]`."""
 
     def __init__(self) -> None:
         self._cached = lru_cache(maxsize=1000)(self._generate)
@@ -56,15 +56,15 @@ class TaskFamily(ABC):
     @property
     @abstractmethod
     def options(self) -> dict[str, Any]:
-        """The resolved options, as JSON values; a family created from them has the same tasks."""
+        """Resolved options as JSON values. A family created from them has the same tasks."""
 
     @property
     def task_ids(self) -> Sequence[int] | None:
-        """All ids of a limited family; None if ids go on without end."""
+        """All ids of a limited family, or None if ids are unlimited."""
         return None
 
     def generate(self, task_id: int) -> Task:
-        """Return the task of an id; the last 1,000 are cached.
+        """Return the task with this id. The last 1,000 are cached.
 
         Raises:
             ValueError: the family has no such id.
@@ -72,21 +72,21 @@ class TaskFamily(ABC):
         return self._cached(whole_number(task_id, "task_id", at_least=0))
 
     def identity(self, task_id: int) -> str:
-        """Return a text that is equal for equal tasks; by default, the prompt."""
+        """Return a text that is equal for equal tasks. The default is the prompt."""
         return self.generate(task_id).prompt
 
     def split_of(self, task_id: int) -> Split:
-        """Return the split of a task, which depends on its identity alone."""
+        """Return a task's split. It depends only on the task's identity."""
         digest = hashlib.blake2b(self.identity(task_id).encode(), digest_size=8).digest()
         return "validation" if int.from_bytes(digest, "big") % VALIDATION_SHARE == 0 else "train"
 
     @property
     def n_blocks(self) -> int:
-        """The number of blocks of an unlimited family, each of which has one task of either split."""
+        """Number of blocks of an unlimited family. Each block has one task of either split."""
         return 10_000_000
 
     def block(self, index: int) -> Sequence[int]:
-        """Return the ids from which an unlimited family takes its task number `index` of either split."""
+        """Return the ids from which an unlimited family picks task number `index` of either split."""
         return range(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
 
     @abstractmethod
@@ -99,4 +99,4 @@ class TaskFamily(ABC):
 
     @abstractmethod
     def score(self, reply: str, task: Task) -> float:
-        """Return the score of a reply, from 0 to 1. No text of a model raises an error."""
+        """Return a reply's score, from 0 to 1. Never raises, whatever the text."""

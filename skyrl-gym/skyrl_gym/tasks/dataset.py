@@ -1,4 +1,4 @@
-"""A dataset whose rows are generated from task ids when they are drawn."""
+"""Dataset rows that are generated from task ids when they are drawn."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ N_TRAIN, N_VALIDATION = 1_000_000, 256
 
 
 class DynamicEnvDataset:
-    """Tasks of one family as rows. Row i is the same in every process, and no task of one split is in the other.
+    """A family's tasks as dataset rows. Row i is the same in every process, and the splits have no task in common.
 
     `data.custom_cls.config` has the options:
 
     env: the task family, by default `lgc-v2`.
     adapter_config: the options of the family.
     task_types: the task types of `lgc-v2`; the same as `adapter_config.task_types`.
-    num_train_tasks, num_val_tasks: number of rows of either split, by default 1,000,000 and 256. A limited family has
-        as many as it has, by default all in training and at most 256 in validation.
+    num_train_tasks, num_val_tasks: number of rows per split, by default 1,000,000 and 256. A limited family puts
+        all its training tasks into training and at most 256 tasks into validation by default.
 
     Raises:
         ValueError: an option is unknown or has an invalid value, or a split has no tasks.
@@ -42,7 +42,7 @@ class DynamicEnvDataset:
         max_samples: int = -1,
         split: Split = "train",
     ) -> None:
-        """Choose the tasks. `data_files`, `tokenizer` and `processor` are not read: rows are generated, as text."""
+        """Choose the tasks. `data_files`, `tokenizer` and `processor` are ignored, since rows are generated as text."""
         self.split: Split = "validation" if one_of(split, "split", ("train", "validation")) == "validation" else "train"
         section = to_python((to_python(config or {}).get("custom_cls") or {}).get("config") or {})
         reject_unknown(section, OPTIONS, "data.custom_cls.config")
@@ -77,12 +77,12 @@ class DynamicEnvDataset:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the options, on which all rows depend; a run that resumes with others is refused."""
+        """Hash of the options that determine all rows. A run cannot resume with different options."""
         identity = json.dumps([self._env, self._adapter_config, self.split, self._length], sort_keys=True)
         return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
     def task_id(self, index: int) -> int:
-        """Return the id of the task of a row."""
+        """Return the task id of a row."""
         if not 0 <= index < self._length:
             raise IndexError(f"row {index} of {self._length}")
         if self._ids is not None:
@@ -109,10 +109,10 @@ class DynamicEnvDataset:
 
     @property
     def _family(self) -> TaskFamily:
-        return task_family(self._env, self._adapter_config)  # cached per process; a family is not pickled
+        return task_family(self._env, self._adapter_config)  # cached per process, because families are not pickled
 
     def _limited_ids(self, family: TaskFamily, task_ids: Sequence[int], wanted: int | None) -> list[int]:
-        """Return the ids of this split, each id once, at most as many as are wanted."""
+        """Return at most `wanted` distinct ids of this split."""
         ids = [task_id for task_id in dict.fromkeys(task_ids) if family.split_of(task_id) == self.split]
         if wanted is not None and wanted > len(ids):
             raise ValueError(
@@ -123,15 +123,15 @@ class DynamicEnvDataset:
             wanted = N_VALIDATION
         if wanted is None or wanted >= len(ids):
             return ids
-        step = len(ids) / wanted  # spread over all cases
+        step = len(ids) / wanted  # spread over all ids
         return [ids[int(i * step)] for i in range(wanted)]
 
 
 LGCV2DynamicDataset = DynamicEnvDataset
-"""The name of `DynamicEnvDataset` in recipes for LGC-v2."""
+"""Name of `DynamicEnvDataset` in LGC-v2 recipes."""
 
 
 class OpenSpielDataset(DynamicEnvDataset):
-    """A `DynamicEnvDataset` of positions of OpenSpiel games."""
+    """A `DynamicEnvDataset` of OpenSpiel positions."""
 
     default_env: ClassVar[str] = "openspiel"

@@ -1,4 +1,4 @@
-"""The task family `openspiel`: single moves, of `skyrl_gym.envs.openspiel`."""
+"""The task family `openspiel`: single moves from `skyrl_gym.envs.openspiel`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl_gym.tasks.base import Task, TaskFamily
 
 
 class OpenSpielFamily(TaskFamily):
-    """The positions of `OpenSpielTasks`. The options are those of `TaskConfig.from_options`."""
+    """The positions of `OpenSpielTasks`. The options are the same as in `TaskConfig.from_options`."""
 
     env: ClassVar[str] = "openspiel"
 
@@ -24,7 +24,7 @@ class OpenSpielFamily(TaskFamily):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The resolved options; the empty `game_types` keeps GAME_TYPES from selecting among them again."""
+        """The resolved options. `game_types` is empty, so that GAME_TYPES does not select among them again."""
         config = to_python(dataclasses.asdict(self._tasks.config) | {"cases": list(self._tasks.config.cases)})
         return {**config, "game_types": []}
 
@@ -43,7 +43,7 @@ class OpenSpielFamily(TaskFamily):
         return Task(task_id, f"openspiel_{task.game.get_type().short_name}", task.prompt)
 
     def solve(self, task: Task) -> str:
-        """Return the first legal move or, with ``reward_mode=outcome``, the one with the best outcome."""
+        """Return the first legal move or, with ``reward_mode=outcome``, the move with the best outcome."""
         config, position = self._tasks.config, self._tasks.generate(task.task_id)
         best = position.legal.moves[0]
         if config.reward_mode == "outcome":
@@ -55,6 +55,6 @@ class OpenSpielFamily(TaskFamily):
         return f"\\boxed{{{best.text}}}"
 
     def score(self, reply: str, task: Task) -> float:
-        """Return the reward of the environment `openspiel`."""
+        """Return the reward of the `openspiel` environment."""
         env = OpenSpielEnv(self.options, {"extra_info": {"task_id": task.task_id}})
         return float(env.step(reply)["reward"] or 0.0)

@@ -1,4 +1,4 @@
-"""Task families by name, and the reward function of their rows."""
+"""Registry of task families, and the reward function for their rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILIES = {
     "openspiel": "skyrl_gym.tasks.openspiel:OpenSpielFamily",
     "swe-synth": "skyrl_gym.tasks.swe_synth.family:SweSynthTasks",
 }
-"""The families, by the name in `extra_info["env"]`; each module is imported when it is first used."""
+"""Task families by the name in `extra_info["env"]`. A family's module is imported on first use."""
 
 ALIASES = {
     "lgc_v2": "lgc-v2",
@@ -32,7 +32,12 @@ def task_family(env: str, adapter_config: Mapping[str, Any] | None = None) -> Ta
     """Return the family `env` with these options. Families are cached.
 
     Raises:
-        ValueError: there is no such family, or it has no such option.
+        ValueError: the family or the option does not exist.
+
+    >>> family = task_family("lgc-v2", {"task_types": ["sudoku"]})
+    >>> task = family.generate(family.block(0)[0])
+    >>> family.score(family.solve(task), task)
+    1.0
     """
     name = str(env).strip().lower()
     name = ALIASES.get(name, name)
@@ -50,7 +55,7 @@ def _family(name: str, options: str) -> TaskFamily:
 
 
 def task_row(family: TaskFamily, task: Task, split: str) -> dict[str, Any]:
-    """Return the dataset row of a task; `compute_score` regenerates the task from its `extra_info`."""
+    """Return a task's dataset row. `compute_score` regenerates the task from its `extra_info`."""
     return {
         "data_source": task.task_type,
         "prompt": [{"role": "user", "content": task.prompt}],
@@ -67,10 +72,10 @@ def task_row(family: TaskFamily, task: Task, split: str) -> dict[str, Any]:
 
 
 def read_task(extra_info: Mapping[str, Any]) -> tuple[TaskFamily, Task]:
-    """Return the family and the task of a row.
+    """Return a row's family and task.
 
     Raises:
-        ValueError: the row names no family or no task, or its prompt is not the one that the id gives today.
+        ValueError: the row names no family or no task, or its prompt differs from what the id generates today.
     """
     missing = [name for name in ("env", "task_id") if extra_info.get(name) is None]
     if missing:
@@ -92,15 +97,15 @@ def compute_score(
 ) -> float:
     """Return the score of a reply to the task in `extra_info`, from 0 to 1.
 
-    `custom_reward_function.name` names this function. The family is that of ``extra_info["env"]``; the verifier reads
+    Set `custom_reward_function.name` to this function. ``extra_info["env"]`` selects the family. The verifier reads
     neither `data_source` nor `ground_truth`.
 
     Raises:
-        ValueError: the row is not one of a task family.
+        ValueError: the row does not belong to a task family.
     """
     family, task = read_task(read_extra_info({"extra_info": extra_info}))
     return family.score(solution_str, task)
 
 
 compute_lgc_v2_score = compute_score
-"""The name of `compute_score` in recipes for LGC-v2."""
+"""Name of `compute_score` in LGC-v2 recipes."""

@@ -18,7 +18,7 @@ N_PRINTS = (3, 6)
 
 
 class TraceTasks(TaskFamily):
-    """Programs that print some of their variables, generated from the task id. There are no options."""
+    """Programs that print some of their variables, generated from the task id. No options."""
 
     env: ClassVar[str] = "trace"
 
@@ -32,7 +32,7 @@ class TraceTasks(TaskFamily):
         return {}
 
     def identity(self, task_id: int) -> str:
-        """Return the program, which need not be run for it."""
+        """Return the program. It need not run to identify the task."""
         return generate_program(task_id)
 
     def _generate(self, task_id: int) -> Task:
@@ -51,7 +51,7 @@ class TraceTasks(TaskFamily):
         return f"```\n{task.ground_truth}```"
 
     def score(self, reply: str, task: Task) -> float:
-        """Return 1 if the last code block, or else the whole answer, is the output line by line, else 0."""
+        """Return 1 if the last code block, or else the whole answer, equals the output line by line, else 0."""
         answer = visible_answer(reply)
         block = extract_code(answer)
         return float(_lines(answer if block is None else block) == _lines(task.ground_truth))
@@ -59,7 +59,7 @@ class TraceTasks(TaskFamily):
 
 @lru_cache(maxsize=1000)
 def generate_program(task_id: int) -> str:
-    """Return a program that ends after a bounded number of steps and prints values that fit into a line."""
+    """Return a program that ends after a bounded number of steps and prints values that fit on a line."""
     return _Writer(Random(f"trace/{task_id}")).write()
 
 
@@ -68,7 +68,7 @@ def _lines(text: str) -> list[str]:
 
 
 class _Writer:
-    """Writes one program: integers a to c, a list and a text, changed by random statements."""
+    """Writer of a program: integers a to c, a list and a text, changed by random statements."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng

@@ -21,7 +21,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a group with further dependencies when it is first used."""
+    """Import a tool group with extra dependencies on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -24,13 +24,17 @@ _PYTHON_NAMES = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "fal
 
 
 def convert_arguments(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with text parsed as JSON where the schema does not take text.
+    """Parse text arguments as JSON where the schema does not accept a string.
 
-    Text stays text wherever a string is allowed: `5` for `{"type": ["string", "integer"]}` is the string "5". A text of
-    none of the schema's types is returned unchanged, and the validation of the arguments explains the problem.
+    Text stays text wherever a string is allowed: `5` for `{"type": ["string", "integer"]}` is the string "5". Text that
+    matches none of the schema's types is returned unchanged, and argument validation reports the problem.
 
     Args:
         parameters: the JSON Schema of the arguments, an object. References into the schema itself are followed.
+
+    >>> schema = {"properties": {"n": {"type": "integer"}, "query": {"type": "string"}}}
+    >>> convert_arguments({"n": "5", "query": "5"}, schema)
+    {'n': 5, 'query': '5'}
     """
     properties = parameters.get("properties") or {}
     return {name: _convert(value, properties.get(name, True), parameters) for name, value in arguments.items()}
@@ -47,15 +51,15 @@ def _convert(value: Any, schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _accepts(schema: Any, value: Any, root: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> bool:
-    """Return True if a schema allows the value's type, and the value itself where the schema lists its values.
+    """Return True if a schema allows the value's type, and the value itself if the schema lists its values.
 
-    Other keywords, such as `pattern`, are not checked: they do not tell how a text is meant.
+    Other keywords, such as `pattern`, are ignored: they do not tell which type a text was meant as.
     """
     if not isinstance(schema, Mapping):
         return schema is not False
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        if reference in seen:  # a definition that is only itself allows nothing
+        if reference in seen:  # a definition that only refers to itself allows nothing
             return False
         if not _accepts(_resolve(reference, root), value, root, seen | {reference}):
             return False
@@ -73,7 +77,7 @@ def _accepts(schema: Any, value: Any, root: Mapping[str, Any], seen: frozenset[s
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the definition at a JSON pointer such as `#/$defs/Point`, or a schema of anything if there is none."""
+    """Return the definition at a JSON pointer such as `#/$defs/Point`, or {} (allows anything) if there is none."""
     target: Any = root
     for step in reference.removeprefix("#").split("/")[1:]:
         key = unquote(step).replace("~1", "/").replace("~0", "~")

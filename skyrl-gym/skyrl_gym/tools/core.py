@@ -1,4 +1,4 @@
-"""Functions that a model may call: a `ToolGroup` is an object whose methods marked with `@tool` are tools."""
+"""Functions that a model may call. A `ToolGroup` is an object whose methods marked with `@tool` are tools."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ PREFIX = re.compile(r"[A-Za-z0-9_-]+")
 class tool:
     """A decorator that turns a method of a `ToolGroup` into a tool of the same name.
 
-    class Calculator(ToolGroup):
-        @tool
-        def add(self, a: int, b: int) -> str:
-            "Add two numbers."
-            return str(a + b)
+    >>> class Calculator(ToolGroup):
+    ...     @tool
+    ...     def add(self, a: int, b: int) -> str:
+    ...         "Add two numbers."
+    ...         return str(a + b)
+    >>> Calculator("calculator").call("add", {"a": 2, "b": "3"})
+    '5'
     """
 
     def __init__(self, func: Callable[..., Any]) -> None:
@@ -35,7 +37,7 @@ class tool:
 
 
 class ToolGroup:
-    """Tools that share state, e.g. a connection. A subclass releases its resources in `close`."""
+    """Base class for tools that share state, e.g. a connection. A subclass releases its resources in `close`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -71,13 +73,13 @@ class ToolGroup:
         """Call the tool `name` with validated arguments, and return its result as text for the model.
 
         Raises:
-            ToolCallError: the arguments do not match the tool; the message is for the model.
+            ToolCallError: the arguments do not match the tool. The message is for the model.
             ToolFailure: a service that the tool depends on fails.
         """
         return str(self.execute_tool(name, **self._signature(name).check(arguments)))
 
     def _signature(self, name: str) -> Signature:
-        from skyrl_gym.tools.schema import Signature  # imports pydantic, which is slow
+        from skyrl_gym.tools.schema import Signature  # imports pydantic: slow
 
         cache: dict[str, Signature] = vars(self).setdefault("_signatures", {})
         if name not in cache:
@@ -91,17 +93,17 @@ class ToolGroup:
         return dict.fromkeys(self.get_tool_names(), self._name)
 
     def close(self) -> None:
-        """Release the group's resources. Calling it again does nothing."""
+        """Release the group's resources. Idempotent."""
 
 
 class Prefixed(ToolGroup):
-    """The tools of another group with prefixed names: with the prefix ``web``, `search` becomes `web_search`.
+    """A wrapper that prefixes the names of a group's tools: with the prefix ``web``, `search` becomes `web_search`.
 
-    Use it to offer two tools with the same name, e.g. those of two search servers.
+    Use it to offer two tools with the same name, e.g. from two search servers.
     """
 
     def __init__(self, group: ToolGroup, prefix: str) -> None:
-        """Wrap a group; its new name is the prefix. Raises ValueError if the prefix is not a word."""
+        """Wrap a group. Its new name is the prefix. Raises ValueError if the prefix is not a word."""
         super().__init__(prefix)
         if not PREFIX.fullmatch(prefix):
             raise ValueError(f"prefix={prefix!r} of {group.get_name()!r} must consist of letters, digits, _ and -")

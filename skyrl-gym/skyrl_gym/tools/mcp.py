@@ -1,7 +1,7 @@
 """Tools of Model Context Protocol servers, with the package mcp.
 
-A group is one session, and a server's session state is not shared with others. A call is never retried, because it may
-have side effects. All sessions of a process run in one thread, which ends with the last session.
+Each group is a separate session and shares no server state with other groups. Calls are never retried, because they may
+have side effects. All sessions of a process share one thread. It ends with the last session.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MCPServerConfig:
-    """A server: either a program to start for the session, or a URL."""
+    """A server: either a program to start for each session, or a URL."""
 
     command: str | None = None
     args: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)  # the program inherits no other variables
     url: str | None = None
-    timeout: float = 60.0  # seconds of a call
+    timeout: float = 60.0  # seconds per call
     prefix: str | None = None  # renames its tool `read` to `<prefix>_read`, to avoid duplicate names
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class MCPToolGroup(ToolGroup):
         Text arguments are converted to the types of the tool's schema.
 
         Raises:
-            ToolCallError: there is no such tool, or the server reports an error; the message is for the model.
+            ToolCallError: there is no such tool, or the server reports an error. The message is for the model.
             ToolFailure: the server does not answer, or the session is closed.
         """
         from mcp.types import INVALID_PARAMS
@@ -107,14 +107,14 @@ class MCPToolGroup(ToolGroup):
         return text
 
     def close(self) -> None:
-        """End the session, and the server if it was started for the session."""
+        """End the session, and the server process if the session started it."""
         self._is_open = False
         self._session.close()
 
 
 @cache
 def _portals() -> BlockingPortalProvider:
-    """Return the provider of the thread in which all sessions of this process run."""
+    """Return the provider of the thread that runs all sessions of this process."""
     from anyio.from_thread import BlockingPortalProvider
 
     return BlockingPortalProvider()
@@ -122,7 +122,7 @@ def _portals() -> BlockingPortalProvider:
 
 @contextmanager
 def _session(portal: BlockingPortal, name: str, server: MCPServerConfig) -> Iterator[Client]:
-    """Run a session in a separate task, since anyio requires the same task to enter and exit it."""
+    """Run a session in a separate task: anyio requires the same task to enter and exit it."""
     import anyio
 
     opened: Future[Client] = Future()
@@ -130,7 +130,7 @@ def _session(portal: BlockingPortal, name: str, server: MCPServerConfig) -> Iter
     task = portal.start_task_soon(_run_session, server, opened, is_done)
     try:
         client = opened.result()
-    except BaseException:  # the session failed; or we were interrupted, and the task would keep running
+    except BaseException:  # the session failed, or we were interrupted and the task would keep running
         task.cancel()
         wait([task])
         raise
@@ -155,7 +155,7 @@ async def _run_session(server: MCPServerConfig, opened: Future[Client], is_done:
 
 
 def _client(server: MCPServerConfig) -> Client:
-    """Return the connection, an asynchronous context manager."""
+    """Return the connection as an asynchronous context manager."""
     from mcp import Client, StdioServerParameters, stdio_client
 
     if server.url is not None:
@@ -166,7 +166,7 @@ def _client(server: MCPServerConfig) -> Client:
 
 
 async def _schemas(client: Client) -> dict[str, dict[str, Any]]:
-    """Return the schemas of all tools of the server by name, in the format of `ToolGroup.get_schemas`."""
+    """Return the schemas of the server's tools by name, in the format of `ToolGroup.get_schemas`."""
     schemas: dict[str, dict[str, Any]] = {}
     cursor = None
     while True:
@@ -190,7 +190,7 @@ def _text(result: Any) -> str:
     if structured is None or (texts and not structured):
         return "\n".join(texts)
     values = [_parse_if_json(text) for text in texts]
-    inner = structured.get("result", structured)  # servers wrap a result that is no object
+    inner = structured.get("result", structured)  # servers wrap results that are not objects
     is_repeated = values == inner or any(value in (structured, inner) for value in (*values, *texts))
     return "\n".join(texts if is_repeated else [*texts, json.dumps(structured, ensure_ascii=False)])
 
@@ -203,12 +203,12 @@ def _parse_if_json(text: str) -> Any:
 
 
 def _text_of_part(part: Any) -> str:
-    text = getattr(getattr(part, "resource", part), "text", None)  # the text of an embedded file is in its resource
+    text = getattr(getattr(part, "resource", part), "text", None)  # an embedded file has its text in its resource
     return text if isinstance(text, str) else f"[{part.type}]"
 
 
 def _reason(error: BaseException) -> str:
-    """Format the first error of a task group's exception group."""
+    """Format the first error in a task group's exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from skyrl_gym.envs.base_text_env import ConversationType, MessageType
 
-MAX_RESULT_CHARS = 50_000  # of a tool's result that the model reads
+MAX_RESULT_CHARS = 50_000  # maximum length of a tool's result as the model reads it
 
 INSTRUCTIONS = """# Tools
 
@@ -25,7 +25,7 @@ To call one, write its name and its arguments as a JSON object between tags. You
 
 
 def format_tools_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Format a prompt that describes tools, given in the format of the OpenAI API, and how to call them."""
+    """Format the prompt that describes tools and how to call them. `tools` is in the OpenAI API's format."""
     return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
@@ -35,7 +35,7 @@ def format_tool_response(text: str) -> str:
 
 
 def shorten_result(text: str) -> str:
-    """Return a tool's result with at most `MAX_RESULT_CHARS` characters: the first and the last half are kept."""
+    """Cut the middle out of a tool's result so that at most `MAX_RESULT_CHARS` characters remain."""
     if len(text) <= MAX_RESULT_CHARS:
         return text
     n_kept = MAX_RESULT_CHARS // 2
@@ -43,7 +43,11 @@ def shorten_result(text: str) -> str:
 
 
 def append_to_system(prompt: ConversationType, text: str) -> ConversationType:
-    """Return the prompt with `text` at the end of its system message, which is added if there is none."""
+    """Append `text` to the prompt's system message. Add one if there is none.
+
+    >>> append_to_system([{"role": "user", "content": "Hi"}], "Be brief.")
+    [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'}]
+    """
     if not text:
         return list(prompt)
     if prompt and prompt[0]["role"] == "system":
@@ -52,7 +56,7 @@ def append_to_system(prompt: ConversationType, text: str) -> ConversationType:
 
 
 def append_text(message: MessageType, text: str) -> MessageType:
-    """Return the message with `text` after its content, which may be empty or a list of parts."""
+    """Append `text` to a message's content. The content may be empty or a list of parts."""
     content = message["content"]
     if isinstance(content, list | tuple):
         return {**message, "content": [*content, {"type": "text", "text": text}]}

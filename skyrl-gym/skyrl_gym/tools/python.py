@@ -1,4 +1,4 @@
-"""A tool that runs Python programs in isolation, with `skyrl_gym.isolation`."""
+"""A tool that runs Python programs in `skyrl_gym.isolation`."""
 
 from __future__ import annotations
 

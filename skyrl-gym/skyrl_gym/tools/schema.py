@@ -1,4 +1,4 @@
-"""JSON Schema of a tool from its function's signature, and validation of the arguments of a call."""
+"""A tool's JSON Schema from its function signature, and validation of call arguments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Signature:
         return {"type": "function", "function": function}
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Validate arguments, and convert them to the function's types, e.g. the text "3" to a number.
+        """Validate arguments, and convert them to the function's types, e.g. "3" to a number.
 
         Raises:
             ToolCallError: an argument is missing, unknown or of the wrong type.
@@ -68,12 +68,12 @@ class Signature:
         for name, parameter in inspect.signature(self._function).parameters.items():
             default = ... if parameter.default is parameter.empty else parameter.default
             field = Field(default, alias=name, description=self._descriptions.get(name))
-            fields[f"field_{len(fields)}"] = (hints.get(name, Any), field)  # `schema` or `_x` cannot name a field
+            fields[f"field_{len(fields)}"] = (hints.get(name, Any), field)  # a field cannot be named `schema` or `_x`
         return create_model(self.name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
 
 
 def _parse_descriptions(doc: str) -> dict[str, str]:
-    """Return the description of each argument in an `Args:` section."""
+    """Return each argument's description from an `Args:` section."""
     _, *sections = ARGS.split(doc, maxsplit=1)
     descriptions: dict[str, str] = {}
     name = ""

@@ -1,7 +1,7 @@
-"""A tool that searches with a retrieval server, such as `python -m skyrl_gym.retrieval`.
+"""A search tool backed by a retrieval server, such as `python -m skyrl_gym.retrieval`.
 
-POST {"query": "…", "topk": 3, "return_scores": true} returns
-{"result": [[{"document": {"contents": "…"}, "score": 0.7}, …]]}.
+POST {"query": "…", "topk": 3, "return_scores": true} returns {"result": [[{"document": {"contents": "…"}, "score":
+0.7}, …]]}.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from skyrl_gym.tools.core import ToolGroup, tool
 logger = logging.getLogger(__name__)
 
 N_ATTEMPTS = 10
-DELAY_SECONDS = 1.0  # after the first attempt; the delay after attempt n is n times as long
+DELAY_SECONDS = 1.0  # after the first attempt. After attempt n, n times as long.
 RETRIED_STATUSES = (500, 502, 503, 504)
 QUERY_STATUSES = (400, 413, 414, 422)
 POOL_SIZE = 256  # connections to one server
-MAX_QUERY_CHARS = 10_000  # of which a search uses much less; more would only keep the server busy
+MAX_QUERY_CHARS = 10_000  # far more than a search needs: longer queries would only keep the server busy
 
 _pools: dict[str, urllib3.PoolManager] = {}
 _pools_lock = threading.Lock()
@@ -35,10 +35,10 @@ _pools_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class SearchProblem:
-    """The reason why a request has no answer. Its text is for logs and for the model.
+    """The reason why a request failed. Its text is for logs and for the model.
 
     is_transient: True if another attempt may succeed: the server is busy, down or slow.
-    is_refusal: True if the query is at fault, and not the server.
+    is_refusal: True if the query is at fault, not the server.
     """
 
     text: str
@@ -58,9 +58,9 @@ def call_search_api(
     log_requests: bool = True,
     session: urllib3.PoolManager | None = None,
 ) -> tuple[dict[str, Any] | None, SearchProblem | None]:
-    """Return the answer of a retrieval server, or the problem; `timeout` is in seconds per attempt.
+    """Query a retrieval server. Return (answer, None) or (None, problem). `timeout` is in seconds per attempt.
 
-    Requests to a server that is busy, down or slow are retried: ten attempts, with 45 seconds of delays.
+    A server that is busy, down or slow gets ten attempts, with 45 seconds of delays in total.
     """
     pool = session or pool_for(retrieval_service_url)
     body = {"query": query.encode("utf-8", "replace").decode("utf-8"), "topk": topk, "return_scores": return_scores}
@@ -80,7 +80,7 @@ def call_search_api(
 
 
 def pool_for(url: str) -> urllib3.PoolManager:
-    """Return the connections to a server, which all tools of this process share."""
+    """Return the connection pool of a server, shared by all tools of this process."""
     parts = urlsplit(url)
     with _pools_lock:
         return _pools.setdefault(
@@ -126,8 +126,8 @@ class SearchToolGroup(ToolGroup):
     ) -> None:
         """Search with the server at `search_url` for `topk` documents.
 
-        With `raise_failures`, a failing server raises an error. Without it, and if the server refuses the query itself,
-        the model reads about it in the result.
+        With `raise_failures`, a failing server raises an error. Otherwise, or if the server refuses the query itself,
+        the result explains the problem to the model.
         """
         super().__init__(name="SearchToolGroup")
         if not search_url.startswith(("http://", "https://")):

@@ -11,7 +11,7 @@ from tabulate import tabulate
 from skyrl_gym.queries import QueryError, QueryTimeout, Table, run_query
 from skyrl_gym.tools.core import ToolGroup, tool
 
-MAX_SECONDS = 60.0  # upper bound of `timeout`, which a model may choose
+MAX_SECONDS = 60.0  # upper bound of `timeout`, since a model may choose it
 MAX_CHARS, MAX_ROWS = 9000, 50
 
 
@@ -46,7 +46,7 @@ class SQLCodeExecutorToolGroup(ToolGroup):
             return f"Error executing SQL: {error}, db file: {db_id}.sqlite"
 
     def _file(self, db_id: str) -> Path:
-        """Return the path of a database, which must be inside the folder."""
+        """Return the path of a database. It must be inside the folder."""
         if Path(db_id).name != db_id:
             raise FileNotFoundError(
                 f"the database {db_id!r} does not exist; it must be the name of a folder in {self._folder}"
@@ -55,7 +55,7 @@ class SQLCodeExecutorToolGroup(ToolGroup):
 
 
 def format_table(table: Table) -> str:
-    """Format a result for the model, one line per row; a long result is truncated to its first rows."""
+    """Format a result for the model, one line per row. A long result keeps only its first rows."""
     if len(table.rows) <= MAX_CHARS // 2 and len(text := _lines(table, table.rows)) <= MAX_CHARS:
         return text
     first_rows = _lines(table, table.rows[:MAX_ROWS])[:MAX_CHARS]

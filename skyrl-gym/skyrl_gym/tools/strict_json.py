@@ -1,4 +1,4 @@
-"""Strict parsing of a model's JSON: only finite numbers, and a limited depth that other libraries can process."""
+"""Strict parsing of a model's JSON: finite numbers only, and a depth that other libraries can process."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 MAX_DEPTH = 64
-"""Maximum nesting of lists and objects. Recursive readers and writers of JSON fail at some hundreds."""
+"""Maximum nesting of lists and objects. Recursive JSON readers and writers fail at some hundreds."""
 
 
 class BadJSON(ValueError):
-    """A text that is not valid JSON; the message is for the model."""
+    """The text is not valid JSON. The message is for the model."""
 
 
 class TooDeep(BadJSON):
-    """A value that is nested deeper than `MAX_DEPTH`."""
+    """The value is nested deeper than `MAX_DEPTH`."""
 
     def __init__(self) -> None:
         super().__init__("it is nested too deeply")
 
 
 def parse_json(text: str) -> Any:
-    """Parse a text that is JSON and nothing else.
+    """Parse a text that contains one JSON value and nothing else.
 
     Raises:
         BadJSON: the text is not valid JSON.
@@ -36,10 +36,13 @@ def parse_json(text: str) -> Any:
 
 
 def parse_json_at(text: str, position: int) -> tuple[Any, int]:
-    """Return the value that starts at `position`, and its end position.
+    """Parse the JSON value that starts at `position`. Return it and its end position.
 
     Raises:
         BadJSON: there is no valid JSON at `position`.
+
+    >>> parse_json_at('call {"n": 5} now', 5)
+    ({'n': 5}, 13)
     """
     try:
         value, end = DECODER.raw_decode(text, position)
@@ -58,7 +61,7 @@ def _describe(error: json.JSONDecodeError) -> str:
 
 
 def check_depth(value: Any) -> None:
-    """Raise TooDeep for a value that is nested deeper than `MAX_DEPTH`."""
+    """Raise `TooDeep` if a value is nested deeper than `MAX_DEPTH`."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _children(outer)]

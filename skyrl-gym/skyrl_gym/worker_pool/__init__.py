@@ -1,10 +1,10 @@
-"""Worker processes that answer questions, for work that can only be stopped by killing a process.
+"""A pool of worker processes, for work that can only be stopped by killing a process.
 
     pool = Pool("skyrl_gym.maths", size=8)
     pool.ask([answer, gold, 5.0], limit_s=5.0)    # {"is_correct": True, …}
 
 A worker runs `python -m MODULE FD` with the loop of `worker_pool.serving`. It is killed when a question exceeds its
-time limit, when the worker is spent, by `close`, and at the latest when its parent process ends.
+time limit, when it is spent, by `close`, or at the latest when its parent exits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME"
 class Pool:
     """A thread-safe pool of at most `size` workers of a module, started on demand.
 
-    `close` is called at exit; the next question after it starts new workers. A forked child gets its own pool.
+    `close` is called at exit. The next question after it starts new workers. A forked child gets its own pool.
     """
 
     def __init__(self, module: str, size: int) -> None:
@@ -39,7 +39,7 @@ class Pool:
             os.register_at_fork(after_in_child=self._reset)
 
     def ask(self, question: list[Any], limit_s: float) -> dict[str, Any]:
-        """Return a worker's answer. The wait for a free worker does not count towards `limit_s`.
+        """Ask a worker and return its answer. Waiting for a free worker does not count towards `limit_s`.
 
         Raises:
             TimeoutError: the answer takes longer than `limit_s` seconds.
@@ -55,14 +55,14 @@ class Pool:
             return self._workers
 
     def close(self) -> None:
-        """End all workers, busy ones too."""
+        """End all workers, including busy ones."""
         with self._lock:
             workers, self._workers = self._workers, None
         if workers is not None:
             workers.close()
 
     def _reset(self) -> None:
-        """Drop the workers in a forked child, since they belong to the parent."""
+        """Drop the workers in a forked child: they belong to the parent."""
         self._workers, self._lock = None, threading.Lock()
 
 
@@ -78,7 +78,7 @@ class Workers:
         self._is_closed = False
 
     def ask(self, question: list[Any], limit_s: float) -> dict[str, Any]:
-        """Return a worker's answer, as `Pool.ask`. A worker without an answer, or that is spent, is ended."""
+        """Return a worker's answer, as `Pool.ask`. End the worker if it does not answer or is spent."""
         with self._slots:
             worker = self._acquire()
             is_reusable = False
@@ -93,7 +93,7 @@ class Workers:
         return answer
 
     def close(self) -> None:
-        """End every worker, also those that are starting. A thread that waits for a worker closes its connection."""
+        """End every worker, including those still starting. Threads that wait for a worker close its connection."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -104,7 +104,7 @@ class Workers:
             worker.kill()
 
     def idle_pids(self) -> list[int]:
-        """Return the ids of the idle processes."""
+        """Return the process ids of idle workers."""
         with self._lock:
             return [worker.pid for worker in self._idle]
 
@@ -142,7 +142,7 @@ class Workers:
 
 
 class PoolWorker:
-    """One process, and the connection to it."""
+    """A worker process and the connection to it."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -150,7 +150,7 @@ class PoolWorker:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    # -P: no module of the current folder is imported by accident.
+                    # -P keeps modules of the current folder from being imported by accident.
                     [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
@@ -187,7 +187,7 @@ class PoolWorker:
         return answer
 
     def kill(self) -> None:
-        """Kill the process and its group, and wait until it is gone."""
+        """Kill the process and its group, and wait until they are gone."""
         if self.is_alive:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -208,6 +208,6 @@ class PoolWorker:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a worker: the module path of this process, and no secrets."""
+    """Return a worker's environment variables: this process's module path, and no secrets."""
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
     return {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ} | {"PYTHONPATH": paths}

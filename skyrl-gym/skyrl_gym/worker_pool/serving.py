@@ -1,6 +1,6 @@
-"""The worker's side of the pool: a loop that answers questions within limits on time and memory.
+"""The worker's side of the pool: a loop that answers questions within time and memory limits.
 
-Each question is a JSON list on a line; each answer is a JSON object whose `is_spent` asks the pool for a replacement.
+Each question is a JSON list on a line. Each answer is a JSON object whose `is_spent` asks the pool for a replacement.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skyrl_gym.isolation.landlock import landlock_version, restrict_access
 from skyrl_gym.isolation.seccomp import forbid_calls
 from skyrl_gym.runtime.worker import end_with_parent
 
-MAX_ANSWERS = 2000  # of a worker before it is replaced
+MAX_ANSWERS = 2000  # per worker, before it is replaced
 
 
 def serve(
@@ -33,8 +33,8 @@ def serve(
     """Answer questions until the socket is closed. The last item of a question is its time limit in seconds.
 
     `memory_bytes` limits the address space. A worker that keeps more than `recycle_bytes` after an answer is replaced.
-    On Linux, answers have no sockets and no signals to other processes; with Landlock, they can open nothing but the
-    files and folders `readable`, for reading.
+    On Linux, the code that answers cannot use sockets or signal other processes. With Landlock, it can only open the
+    files and folders in `readable`, for reading.
     """
     end_with_parent()
     with (
@@ -53,7 +53,7 @@ def serve(
         stream.flush()
         for n_answers, text in enumerate(stream, start=1):
             question = json.loads(text)
-            # The kernel enforces this limit even while a long operation blocks all threads of Python.
+            # The kernel enforces this limit even while a long operation blocks all Python threads.
             cpu_seconds = math.ceil(time.process_time() + question[-1]) + 1
             set_limit(resource.RLIMIT_CPU, cpu_seconds, is_final=False)
             result = answer(question)
@@ -63,9 +63,9 @@ def serve(
 
 
 class AddressSpace:
-    """The size of this process's address space, from a file that is opened before files are out of reach.
+    """The size of this process's address space, from a file opened before the sandbox closes the file system.
 
-    `ru_maxrss` is no alternative, because it includes the parent's.
+    `ru_maxrss` would not do: it includes the parent's.
     """
 
     def __init__(self) -> None:
@@ -82,5 +82,5 @@ class AddressSpace:
             os.close(self._fd)
 
     def n_bytes(self) -> int:
-        """Return the size; 0 without /proc."""
+        """Return the size in bytes, or 0 without /proc."""
         return 0 if self._fd is None else int(os.pread(self._fd, 128, 0).split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -2,10 +2,10 @@
 
     python -m examples.aime.aime_dataset --output_dir ~/data/aime
 
-reads both from the Hub. Their files repeat each problem up to a hundred times, and contain a few with two answers:
+reads both from the Hub. Their files repeat each problem up to a hundred times, and a few problems have two answers:
 duplicates and ambiguous prompts are dropped. `--source sample` generates 300 much easier problems with integer answers
-instead, which suffice for first runs and tests, but are no benchmark. Raw rows have the columns of DAPO:
-`data_source`, `prompt`, `ability`, `reward_model` with its `ground_truth`, and `extra_info`.
+instead. They are enough for first runs and tests, but not a benchmark. Raw rows have DAPO's columns: `data_source`,
+`prompt`, `ability`, `reward_model` with its `ground_truth`, and `extra_info`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ INSTRUCTION = (
 
 
 def dataset_row(raw: Row, split: str, index: int) -> Row:
-    """Return the row of a problem, with an unchanged prompt."""
+    """Return a problem's row, with an unchanged prompt."""
     spec = field(raw, "reward_model", dict)
     return {
         "data_source": raw.get("data_source") or "math_dapo",
@@ -62,7 +62,7 @@ def dataset_row(raw: Row, split: str, index: int) -> Row:
 
 
 def drop_duplicates(rows: Iterable[Row]) -> list[Row]:
-    """Return each prompt once, and none with conflicting answers."""
+    """Return each prompt once. Drop prompts with conflicting answers."""
     first: dict[str, Row] = {}
     ambiguous: set[str] = set()
     n_rows = 0

@@ -1,6 +1,6 @@
-"""Competition problems from templates, whose answers are computed by enumeration.
+"""Competition problems from templates. Their answers are computed by enumeration.
 
-They are for first runs and tests, and are far easier than those of AIME.
+They are for first runs and tests, and far easier than AIME.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def n_paths(width: int, height: int, hole: tuple[int, int]) -> int:
 
 
 def n_sparse_subsets(n: int) -> int:
-    """Count the subsets of 1 … `n` without consecutive numbers, including the empty one."""
+    """Count the subsets of 1 … `n` without consecutive numbers, including the empty set."""
     chosen = (format(bits, f"0{n}b") for bits in range(2**n))
     return sum(("1", "1") not in set(pairwise(bits)) for bits in chosen)
 
 
 def min_with_remainders(moduli: tuple[int, ...], remainders: tuple[int, ...]) -> int:
-    """Return the smallest positive number with these remainders; the moduli must be coprime."""
+    """Return the smallest positive number with these remainders. The moduli must be coprime."""
     n = 1
     while any(n % modulus != remainder for modulus, remainder in zip(moduli, remainders, strict=True)):
         n += 1
@@ -52,7 +52,7 @@ def min_with_remainders(moduli: tuple[int, ...], remainders: tuple[int, ...]) ->
 
 
 def largest_unpayable(a: int, b: int) -> int:
-    """Return the largest amount that coins of `a` and `b` cannot pay; the two must be coprime."""
+    """Return the largest amount that coins of `a` and `b` cannot pay. The two must be coprime."""
     payable = {x * a + y * b for x in range(b + 1) for y in range(a + 1)}
     return max(set(range(a * b)) - payable)
 
@@ -164,7 +164,7 @@ KINDS: tuple[Kind, ...] = (power, multiples, divisors, zeros, paths, subsets, re
 
 
 def number_problems(n_problems: int, seed: int) -> dict[str, int]:
-    """Generate different problems with their answers, equally many of each kind."""
+    """Generate different problems with their answers, the same number of each kind."""
     rng = random.Random(seed)
     answers: dict[str, int] = {}
     for kind in cycle(KINDS):

@@ -1,1 +1,1 @@
-"""One folder per algorithm, all on Catch; README.md lists them."""
+"""One folder per algorithm, all on Catch. README.md lists them."""

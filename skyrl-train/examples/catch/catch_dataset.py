@@ -57,8 +57,8 @@ ROW_SCHEMA = pa.schema(
 class CatchDataset:
     """The games to generate. Raises ValueError if they could not be played, won or learned.
 
-    max_turns: turns per game; None means as many as the ball needs to land, grid_h - 1.
-    seed: seed of the training split; the validation split uses seed + 1.
+    max_turns: turns per game. None means as many as the ball needs to land, grid_h - 1.
+    seed: seed of the training split. The validation split uses seed + 1.
     """
 
     grid_w: int = DEFAULT_GRID_W
@@ -94,7 +94,7 @@ class CatchDataset:
         return self._rows("validation", self.test_size, self.seed + 1)
 
     def _rows(self, split: str, n_rows: int, seed: int) -> list[dict[str, Any]]:
-        """Return `n_rows` starts, with ball and paddle in random columns and the ball in the top row."""
+        """Return `n_rows` starts. Ball and paddle are in random columns, the ball in the top row."""
         rng = random.Random(seed)
         starts = (
             CatchState(
@@ -111,7 +111,7 @@ class CatchDataset:
 
 
 def dataset_row(start: CatchState, reward: CatchReward, split: str, seed: int) -> dict[str, Any]:
-    """Return the row of a game, with the columns of `ROW_SCHEMA`."""
+    """Return a game's row, with the columns of `ROW_SCHEMA`."""
     return {
         "data_source": "synthetic_catch",
         "prompt": opening(start),
@@ -131,13 +131,13 @@ def dataset_row(start: CatchState, reward: CatchReward, split: str, seed: int) -
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write `rows` as a parquet file; create its folder if necessary."""
+    """Write `rows` as a parquet file, creating its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows, schema=ROW_SCHEMA), path)
 
 
 def write_dataset(dataset: CatchDataset, output_dir: Path) -> str:
-    """Write both splits; return a line with their paths, sizes and optimal catch rates."""
+    """Write both splits. Return a line with their paths, sizes and optimal catch rates."""
     parts = []
     for name, rows in (("train", dataset.train_rows()), ("validation", dataset.validation_rows())):
         path = output_dir / f"{name}.parquet"

@@ -19,7 +19,7 @@ from skyrl_train.report.learning_curve import compare_curves
 
 
 def compare(runs: Sequence[CatchRun]) -> bool:
-    """Train every run and plot their curves together; return True if all of them learned."""
+    """Train every run and plot their curves together. Return True if all of them learned."""
     have_learned = [learn(run) for run in runs]
     plot = compare_curves(
         {f"{run.reward_mode} rewards": run.metrics() for run in runs},

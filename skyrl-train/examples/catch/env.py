@@ -18,9 +18,9 @@ RewardMode = Literal["shaped", "episodic"]
 
 @dataclass(frozen=True, slots=True)
 class CatchReward:
-    """The reward of a turn; read from the `reward_spec` of a dataset row.
+    """The reward of a turn, read from a dataset row's `reward_spec`.
 
-    mode: ``shaped`` rewards approaching the ball in every turn, plus `step_penalty`, plus the ending; ``episodic``
+    mode: ``shaped`` rewards approaching the ball in every turn, plus `step_penalty`, plus the ending. ``episodic``
         rewards only the ending.
     terminal_catch, terminal_miss: reward of the ending.
     """
@@ -43,7 +43,7 @@ class CatchReward:
         return sum(self.components(before, after).values())
 
     def components(self, before: CatchState, after: CatchState) -> dict[str, float]:
-        """Return the components of the turn's reward by name."""
+        """Return the components of the turn's reward, by name."""
         ending = (self.terminal_catch if after.is_caught else self.terminal_miss) if after.is_over else 0.0
         if self.mode == "episodic":
             return {"ending": ending}
@@ -51,12 +51,17 @@ class CatchReward:
 
 
 def potential(state: CatchState) -> float:
-    """Return the potential of the paddle's position, φ = -|ball_x - paddle_x| / max(1, grid_w - 1), from -1 to 0."""
+    """Return the potential of the paddle's position, φ = -|ball_x - paddle_x| / max(1, grid_w - 1), from -1 to 0.
+
+    The "approach" rewards are differences of φ, so their sum over a game depends only on its first and last position.
+    With grid_w 7, a paddle that starts 3 columns from the ball has φ = -0.5, catching the ball ends at φ = 0, and all
+    moves together earn 0.5 on any way there.
+    """
     return -state.distance / max(1, state.grid_w - 1)
 
 
 def parse_action(reply: str) -> str:
-    """Return the first letter of the reply if it is L, R or S in either case; otherwise S (stay)."""
+    """Return the reply's first letter if it is L, R or S in either case, else S (stay)."""
     letter = reply.strip()[:1].upper()
     return letter if letter in MOVES else "S"
 
@@ -64,13 +69,13 @@ def parse_action(reply: str) -> str:
 class CatchEnv(BaseTextEnv):
     """A game of Catch that starts as described by the dataset row.
 
-    `extras` is the row: `reward_spec` has the fields of `CatchReward`; `extra_info` has `ball_x` and `paddle_x`, and
+    `extras` is the row: `reward_spec` has the fields of `CatchReward`. `extra_info` has `ball_x` and `paddle_x`, and
     optionally `ball_y` (0), `grid_w` (7), `grid_h` (6) and `max_turns` (by default the number of rows the ball falls).
     Other keys are ignored, including the trainer's ``extras["max_turns"]``: the row determines the length of the game.
 
 
     Raises:
-        ValueError: the row does not describe a game; the message names the key, its value and the allowed values.
+        ValueError: the row does not describe a game. The message names the key, its value and the allowed values.
     """
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
@@ -135,7 +140,7 @@ def _parse_start(extras: Mapping[str, Any]) -> CatchState:
 
 
 def _integer(start: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return an integer of `extra_info`. Parquet stores a missing key as None, so None means missing."""
+    """Return an integer from `extra_info`. Parquet stores a missing key as None, so None means missing."""
     value = start.get(key)
     value = default if value is None else value
     if value is None:

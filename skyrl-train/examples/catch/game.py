@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 MOVES: Final = {"L": -1, "R": 1, "S": 0}
-"""Columns by which each action moves the paddle."""
+"""Number of columns by which each action moves the paddle."""
 
 DEFAULT_GRID_W: Final = 7
 DEFAULT_GRID_H: Final = 6
@@ -61,7 +61,7 @@ class CatchState:
 
 
 def move_paddle(paddle_x: int, action: str, grid_w: int) -> int:
-    """Return the paddle's column after `action`; walls stop it."""
+    """Return the paddle's column after `action`. Walls stop it."""
     return min(max(paddle_x + MOVES[action], 0), grid_w - 1)
 
 

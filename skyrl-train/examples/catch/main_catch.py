@@ -1,4 +1,4 @@
-"""Train on Catch: register the environment, then run the ordinary training command.
+"""Train on Catch: register the environment, then run the standard training command.
 
 python -m examples.catch.main_catch data.train_data=~/data/catch/train.parquet …
 """

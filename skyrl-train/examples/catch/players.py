@@ -1,4 +1,4 @@
-"""Players that bound the results of training: an optimal and a random one.
+"""Players that bound the results of training: an optimal player and a random player.
 
 A player receives the same messages as the model, and replies with text.
 """
@@ -16,11 +16,11 @@ from examples.catch.prompt import parse_state
 from skyrl_gym.envs.base_text_env import ConversationType
 
 Player = Callable[[ConversationType], str]
-"""Returns a reply to the latest messages."""
+"""A function from the messages so far to a reply."""
 
 
 def optimal_player(messages: ConversationType) -> str:
-    """Move towards the ball's column; this catches every ball that can be caught."""
+    """Move towards the ball's column. This catches every ball that can be caught."""
     state = parse_state(messages[-1]["content"])
     if state.ball_x == state.paddle_x:
         return "S"
@@ -28,20 +28,20 @@ def optimal_player(messages: ConversationType) -> str:
 
 
 def random_player(seed: int) -> Player:
-    """Return a player that replies L, R or S with equal probability, deterministic for a seed."""
+    """Return a player that replies L, R or S with equal probability. Deterministic for a seed."""
     rng = random.Random(seed)
     return lambda messages: rng.choice(list(MOVES))
 
 
 def play(row: Mapping[str, Any], player: Player) -> dict[str, Any]:
-    """Play the game of a dataset row and return the metrics of the environment, e.g. ``{"steps": 5, "caught": 1}``."""
+    """Play a dataset row's game. Return the environment's metrics, e.g. ``{"steps": 5, "caught": 1}``."""
     with _make_env(row) as env:
         _play_game(env, row, player)
         return env.get_metrics()
 
 
 def conversation(row: Mapping[str, Any], player: Player) -> ConversationType:
-    """Play the game of a dataset row and return all messages, including the player's replies."""
+    """Play a dataset row's game. Return all messages, including the player's replies."""
     with _make_env(row) as env:
         return _play_game(env, row, player)
 
@@ -58,12 +58,12 @@ def _play_game(env: CatchEnv, row: Mapping[str, Any], player: Player) -> Convers
 
 
 def catch_rate(rows: Iterable[Mapping[str, Any]], player: Player) -> float:
-    """Return the fraction of `rows` whose ball `player` catches, each played once."""
+    """Return the fraction of `rows` whose ball `player` catches. Each row is played once."""
     return _mean(play(row, player)["caught"] for row in rows)
 
 
 def expected_random_catch_rate(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Return the exact expected `catch_rate` of the random player, the baseline of an untrained policy."""
+    """Return the exact expected `catch_rate` of the random player, as a baseline for an untrained policy."""
     return _mean(map(_random_catch_probability, rows))
 
 

@@ -1,4 +1,4 @@
-"""The text for the model: the rules once, then the state of the game every turn."""
+"""Text for the model: the rules once, then the game's state every turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def format_state(state: CatchState) -> str:
 
 
 def parse_state(text: str) -> CatchState:
-    """Parse a state written by `format_state`; raise ValueError if `text` contains none."""
+    """Parse a state written by `format_state`. Raise ValueError if `text` contains none."""
     line = STATE_LINE.search(text)
     if line is None:
         raise ValueError(f"no state line in {text!r}; expected one such as 'State: grid_w=7, grid_h=6, ball=(5,0), …'")
@@ -42,5 +42,5 @@ def state_message(state: CatchState) -> MessageType:
 
 
 def opening(state: CatchState) -> ConversationType:
-    """Return the prompt of a game that starts at `state`: rules, then state."""
+    """Return the prompt of a game that starts at `state`: the rules, then the state."""
     return [{"role": "system", "content": SYSTEM_PROMPT}, state_message(state)]

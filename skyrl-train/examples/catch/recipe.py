@@ -25,7 +25,7 @@ N_STEPS = 80
 
 TINY_MODEL = (
     "trainer.train_batch_size=32",
-    "trainer.policy_mini_batch_size=8",  # four updates a step
+    "trainer.policy_mini_batch_size=8",  # four updates per step
     "generator.n_samples_per_prompt=16",
     "trainer.algorithm.use_kl_loss=true",
     "trainer.algorithm.kl_loss_coef=0.03",  # keeps the probability of all three actions up until every start is solved
@@ -37,7 +37,7 @@ TINY_MODEL = (
     "trainer.policy.optimizer_config.weight_decay=0",
     f"trainer.max_training_steps={N_STEPS}",
 )
-"""Settings for training the tiny model; `run_catch.sh` uses them as well."""
+"""Settings for training the tiny model. `run_catch.sh` uses them too."""
 
 RUN_SETTINGS = (
     "generator.batched=true",
@@ -56,7 +56,7 @@ RUN_SETTINGS = (
 
 @dataclass(frozen=True)
 class Baselines:
-    """Catch rates on the validation set for comparison with the model."""
+    """Validation catch rates to compare the model with."""
 
     optimal: float
     chance: float
@@ -74,7 +74,7 @@ class CatchRun:
     reward_mode: RewardMode
     seed: int
     n_steps: int = N_STEPS
-    label: str = ""  # distinguishes runs with other settings
+    label: str = ""  # distinguishes runs with different settings
     overrides: tuple[str, ...] = ()  # overrides of the recipe, e.g. ("trainer.algorithm.advantage_estimator=rloo",)
     experiment: type[RLExperiment] = RLExperiment
 
@@ -96,7 +96,7 @@ class CatchRun:
         return self.output_dir / "catch" / "models" / f"tiny-qwen3-seed{self.seed}"
 
     def prepare(self) -> None:
-        """Write the dataset and the warm-started model, if missing; rename the folder of an earlier finished run."""
+        """Write the dataset and the warm-started model if missing. Rename the folder of an earlier finished run."""
         if not (self.data_dir / "validation.parquet").is_file():  # the file written last
             dataset = CatchDataset(reward=CatchReward(mode=self.reward_mode))
             print(write_dataset(dataset, self.data_dir))

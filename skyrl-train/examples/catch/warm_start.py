@@ -3,7 +3,7 @@
     python -m examples.catch.warm_start --data_dir ~/data/catch --output_dir ~/models/catch-tiny
 
 Trains a tokenizer and a language model on conversations of *random* play: the model learns to read the board, to reply
-with one letter, and how the board changes. It sees no rewards and no good play; reinforcement learning must teach it to
+with one letter, and how the board changes. It sees no rewards and no good play. Reinforcement learning must teach it to
 catch the ball.
 """
 
@@ -27,7 +27,7 @@ N_STEPS = 150
 
 
 def make_model(train_file: Path, output_dir: Path, seed: int) -> float:
-    """Write tokenizer and model to `output_dir`, which must not exist; return the last loss in nats per token."""
+    """Write tokenizer and model to a new `output_dir`. Return the last loss in nats per token."""
     conversations = play_at_random(read_rows(str(train_file)), N_CONVERSATIONS, seed)
     return make_tiny_model(conversations, output_dir, seed, n_steps=N_STEPS)
 

@@ -1,5 +1,6 @@
-"""Preferences: an answer instead of a refusal. `python -m examples.dpo.counting_pairs FOLDER` writes train.jsonl and
-val.jsonl.
+"""Preference pairs: an answer is better than a refusal.
+
+`python -m examples.dpo.counting_pairs FOLDER` writes train.jsonl and val.jsonl.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An agent that plays Catch with OpenAI's client and knows nothing about training.
 
-Its loop is that of any agent: ask the model, execute its reply, report the outcome.
+The loop is the same as in any agent: ask the model, execute its reply, report the outcome.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from skyrl_train.types import PromptRow
 
 
 async def play_catch(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> AgentResult:
-    """Play the game of a dataset row, with a reward for every turn."""
-    http = DefaultAsyncHttpxClient(verify=False)  # plain HTTP needs no certificates, which take 30 ms to load
+    """Play a dataset row's game, with a reward for every turn."""
+    http = DefaultAsyncHttpxClient(verify=False)  # plain HTTP needs no certificates, and loading them takes 30 ms
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
         game = CatchEnv(env_config={}, extras=row.env_extras)
         messages: list[Any] = list(row.prompt)

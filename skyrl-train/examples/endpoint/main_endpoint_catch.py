@@ -2,8 +2,8 @@
 
     python -m examples.endpoint.main_endpoint_catch --seed 42
 
-Prepares the data and the model of the Catch example, trains through the endpoint, and prints how much better the model
-plays. The exit status is 1 if it did not learn.
+Prepares the data and model of the Catch example, trains through the endpoint, and prints how much better the model
+plays. Exit status 1 means that it did not learn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REQUIRED_RATE = 0.75  # random play catches 14%
 
 SMALLER = (
     "trainer.train_batch_size=16",
-    "trainer.policy_mini_batch_size=4",  # four updates a step
+    "trainer.policy_mini_batch_size=4",  # four updates per step
     "trainer.update_epochs_per_batch=2",  # two passes, because updates are cheaper than games here
     "generator.n_samples_per_prompt=8",
     "trainer.policy.optimizer_config.num_warmup_steps=5",

@@ -1,9 +1,9 @@
-"""Write the GSM8K dataset: grade-school word problems whose answer is a number.
+"""Write the GSM8K dataset: grade-school word problems with a number as the answer.
 
     python -m examples.gsm8k.gsm8k_dataset --output_dir ~/data/gsm8k
 
-reads openai/gsm8k from the Hub. `--source sample` generates 2,000 problems from templates instead, which suffice for
-first runs and tests, but are no benchmark. Raw rows have `question` and `answer`, which ends in ``#### 42``.
+reads openai/gsm8k from the Hub. `--source sample` generates 2,000 problems from templates instead. They are enough for
+first runs and tests, but not a benchmark. Raw rows have a `question`, and an `answer` that ends in ``#### 42``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ WITH_TOOLS = (
     "<solution>#### ANSWER</solution>, where ANSWER is a number, and write #### nowhere else."
 )
 INSTRUCTIONS = {"gsm8k": IN_STEPS, "gsm8k_multi_turn": IN_STEPS, "searchcode": WITH_TOOLS}
-"""Instruction for each environment that can play these rows."""
+"""Instructions per environment that can play these rows."""
 
 
 def dataset_row(raw: Row, split: str, index: int, env_class: str = "gsm8k") -> Row:
-    """Return the row of a word problem; raise DataError if its answer does not end in ``####`` and a number."""
+    """Return a word problem's row. Raise DataError if its answer does not end in ``####`` and a number."""
     question, answer = field(raw, "question", str), field(raw, "answer", str)
     ground_truth = extract_solution(answer)
     if ground_truth is None:

@@ -1,7 +1,6 @@
-"""Word problems of grade-school maths from templates, with worked answers in the format of GSM8K.
+"""Grade-school word problems from templates, with worked answers in GSM8K's format.
 
-They are for first runs and tests: a few kinds of problems with varying numbers. Results on them are not comparable to
-GSM8K.
+They are for first runs and tests: a few kinds of problems with varying numbers. Results are not comparable to GSM8K.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
 
 @dataclass(slots=True)
 class Working:
-    """A worked answer, line by line, with the annotations of GSM8K: ``2*3=<<2*3=6>>6``."""
+    """A worked answer, line by line, with GSM8K's annotations: ``2*3=<<2*3=6>>6``."""
 
     lines: list[str] = field(default_factory=list)
     last: int = 0
@@ -259,7 +258,7 @@ KINDS: tuple[Kind, ...] = (
 
 
 def word_problems(n_problems: int, seed: int) -> dict[str, str]:
-    """Generate different questions with their worked answers, equally many of each kind."""
+    """Generate different questions with their worked answers, the same number of each kind."""
     rng = random.Random(seed)
     answers: dict[str, str] = {}
     kinds = cycle(KINDS)

@@ -2,12 +2,12 @@
 
     python -m examples.livecodebench.lcb_dataset --output_dir ~/data/lcb
 
-reads the part of DeepCoder's training set that comes from LiveCodeBench, from the Hub: several gigabytes, mostly tests.
-`--source sample` has 17 small tasks with tests instead, which suffice for first runs and tests, but are no benchmark.
+reads the part of DeepCoder's training set that comes from LiveCodeBench from the Hub: several gigabytes, mostly tests.
+`--source sample` has 17 small tasks with tests instead. They are enough for first runs and tests, but not a benchmark.
 
 Raw rows have `problem` and `tests`, like DeepCoder, or `question_content`, `public_test_cases` and
-`private_test_cases`, like the files of LiveCodeBench itself; both may have `starter_code` and `metadata`. Such files
-can be read with `--source PATH`. The tests become `reward_spec["ground_truth"]`, a JSON list.
+`private_test_cases`, like LiveCodeBench's own files. Both may have `starter_code` and `metadata`. Read such files with
+`--source PATH`. The tests become `reward_spec["ground_truth"]`, a JSON list.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from skyrl_train.errors import DataError
 
 DEEPCODER = "agentica-org/DeepCoder-Preview-Dataset"
 HUB = (HubSplit(DEEPCODER, "train", "lcbv5"), HubSplit(DEEPCODER, "test", "lcbv5"))
-# All tests together may exceed the 2 GiB that pa.string() can hold.
+# All tests together may exceed pa.string()'s limit of 2 GiB.
 SCHEMA = row_schema({"index": pa.int64(), "title": pa.string()}, ground_truth=pa.large_string())
 
 PROGRAM = (
@@ -45,7 +45,7 @@ FUNCTION = (
 
 
 def dataset_row(raw: Row, split: str, index: int) -> Row:
-    """Return the row of a task."""
+    """Return a task's row."""
     is_raw_lcb = raw.get("question_content") is not None
     problem = field(raw, "question_content" if is_raw_lcb else "problem", str).strip()
     starter_code = (raw.get("starter_code") or "").strip()
@@ -60,7 +60,7 @@ def dataset_row(raw: Row, split: str, index: int) -> Row:
 
 
 def parse_row_tests(raw: Row) -> list[dict[str, Any]]:
-    """Return the tests of a raw row with the name of the tested function; raise DataError if they cannot be run."""
+    """Return a raw row's tests with the name of the tested function. Raise DataError if they cannot be run."""
     if raw.get("tests") is not None:
         tests = _parse_tests(raw["tests"], "tests")
     else:
@@ -76,7 +76,7 @@ def parse_row_tests(raw: Row) -> list[dict[str, Any]]:
 
 
 def sample(seed: int) -> list[Row]:
-    """Return the tasks of this project; the seed is ignored."""
+    """Return this project's tasks. The seed is ignored."""
     return [
         {
             "data_source": "sample_lcb",
@@ -90,7 +90,7 @@ def sample(seed: int) -> list[Row]:
 
 
 class TextUnpickler(pickle.Unpickler):
-    """An unpickler for text, which creates no other objects, so that pickles cannot run code."""
+    """An unpickler for text. It creates no other objects, so pickles cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Raise an error for every class."""

@@ -1,6 +1,6 @@
 """Small programming tasks with tests and solutions, written for this project.
 
-They are for first runs and tests, and are far easier than those of LiveCodeBench.
+They are for first runs and tests, and far easier than LiveCodeBench.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Task:
     problem: the text of the task.
     tests: pairs of input and expected output: texts for a program, arguments and return value for a function.
     solution: a program that passes the tests.
-    starter_code: the signature of the function; empty for a complete program.
+    starter_code: the signature of the function. Empty for a complete program.
     """
 
     title: str
@@ -31,7 +31,7 @@ class Task:
     starter_code: str = ""
 
     def tests_as_json(self) -> str:
-        """Return the tests in the format of LiveCodeBench."""
+        """Return the tests in LiveCodeBench's format."""
         return json.dumps([self._test(given, expected) for given, expected in self.tests])
 
     def _test(self, given: Any, expected: Any) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
     python -m examples.memory_agent.learn --seed 42
 
-Three documents name the contents of three boxes. The agent sees one document at a time, and forgets everything but the
-summary that it writes for itself. At the start the model often acts at random: it writes down
-the digit that it sees, or keeps its summary. To be correct, it must write down the digit of the right box, carry
-it through the other sections, and answer with it. The numbers of the boxes in validation do not occur in training. The
-exit status is 1 if it did not learn.
+Three documents name the contents of three boxes. The agent sees one document at a time, and forgets everything except
+the summary that it writes for itself. At the start, the model often acts at random: it writes down the digit that it
+sees, or keeps its summary. To be correct, it must write down the right box's digit, carry it through the other
+sections, and answer with it. The validation boxes have numbers that do not occur in training. Exit status 1 means that
+the model did not learn.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def row(rng: random.Random) -> dict[str, Any]:
 
 
 def write_data(folder: Path) -> None:
-    """Write training and validation questions; no text of one set is in the other."""
+    """Write training and validation questions. The two sets have no text in common."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     rows: dict[str, dict[str, Any]] = {}
@@ -64,7 +64,7 @@ def write_data(folder: Path) -> None:
 
 
 def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
-    """Return one of the sections with a random summary of the earlier ones, and a random action."""
+    """Return a section with a random summary of the earlier sections, and a random action."""
     reader = Reader(row["prompt"][-1]["content"], row["context"], BoxesTask.max_section_chars)
     messages, memory = reader.messages(), NOTHING
     for _ in range(rng.randrange(N_BOXES)):
@@ -81,7 +81,7 @@ def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
 
 
 class MemoryExp(AgentExp):
-    """The training of the agent in task.yaml."""
+    """Training of the agent in task.yaml."""
 
     def __init__(self, cfg: SkyRLConfig) -> None:
         super().__init__(AGENT, cfg)

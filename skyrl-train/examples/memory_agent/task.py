@@ -1,4 +1,4 @@
-"""The task: remember the content of one of several boxes, each of which is described in its own document."""
+"""The task: remember the content of one of several boxes. Each box is described in its own document."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from skyrl_agent.tasks.memagent import MemAgentTask, get_context
 
 
 class BoxesTask(MemAgentTask):
-    """A memory task whose sections are single documents. The reward is 1 for the right digit, else 0."""
+    """A memory task with one document per section. The reward is 1 for the right digit, else 0."""
 
     max_section_chars = 40
 
     @classmethod
     def evaluate_result(cls, result: Any, instance: Mapping[str, Any], data_source: str) -> float:
-        """Return 1.0 for the right answer."""
+        """Return 1.0 for the right answer, else 0.0."""
         return float(result == instance["answer"])
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The environment under the module name that SkyRL's script registers."""
+"""The environment, under the module name that SkyRL's script registers."""
 
 from skyrl_gym.envs.multiply.env import MultiplyEnv
 

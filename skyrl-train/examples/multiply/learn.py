@@ -2,9 +2,9 @@ r"""A tiny model learns the multiplication table up to six times six.
 
     python -m examples.multiply.learn --seed 42
 
-At the start it knows only the format: it writes ``\boxed{…}`` around some product of the table, for any question. The
-table has 36 questions, which are used for both training and validation: the example shows that rewards teach the table,
-and does not test unseen numbers. The exit status is 1 if it did not learn.
+At the start, it knows only the format: it writes ``\boxed{…}`` around some product of the table, whatever the question.
+The table's 36 questions are used for both training and validation: the example shows that rewards teach the table, and
+does not test unseen numbers. Exit status 1 means that the model did not learn.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def write_data(folder: Path) -> None:
 
 
 def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
-    """Return the question with any product as answer."""
+    """Return the question with an arbitrary product as its answer."""
     return [*row["prompt"], {"role": "assistant", "content": f"\\boxed{{{rng.choice(PRODUCTS)}}}"}]
 
 
@@ -55,7 +55,7 @@ RECIPE = Recipe(
         "trainer.train_batch_size=36",
         "trainer.policy_mini_batch_size=9",
         "generator.n_samples_per_prompt=32",
-        "trainer.algorithm.advantage_estimator=maxrl",  # weights rare correct answers most
+        "trainer.algorithm.advantage_estimator=maxrl",  # gives rare correct answers the most weight
         "trainer.algorithm.kl_loss_coef=0.05",
         "generator.sampling_params.max_generate_length=6",
     ),

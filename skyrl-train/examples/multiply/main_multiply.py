@@ -1,4 +1,4 @@
-"""Train on products as a script for SkyRL does: in a task of Ray, which registers the environment.
+"""Train on products as a SkyRL script does: in a Ray task that registers the environment.
 
 python -m examples.multiply.main_multiply data.train_data="['$HOME/data/multiply/train.parquet']" …
 """

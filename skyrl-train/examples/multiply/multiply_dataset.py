@@ -2,9 +2,9 @@ r"""Write the multiply dataset: products of two random numbers, the task of SkyR
 
     python -m examples.multiply.multiply_dataset --output_dir ~/data/multiply --num_digits 2
 
-Both factors have `num_digits` digits. No two rows have the same factors in any order, so the products in validation do
-not occur in training. The answer is expected in ``\boxed{…}``. All factors are drawn with `--seed`, unless `--source`
-is a file of custom factors in the columns `a` and `b`.
+Both factors have `num_digits` digits. No two rows have the same factors in any order, so the validation products do not
+occur in training. The answer is expected in ``\boxed{…}``. Factors are drawn with `--seed`, unless `--source` is a file
+of custom factors in the columns `a` and `b`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SYSTEM_PROMPT = (
 
 
 def dataset_row(raw: Row, split: str, index: int) -> Row:
-    """Return the dataset row of a product."""
+    """Return a product's dataset row."""
     a, b = field(raw, "a", int), field(raw, "b", int)
     return {
         "data_source": "synthetic_multiply",

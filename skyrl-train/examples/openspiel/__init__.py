@@ -1,1 +1,1 @@
-"""Games of OpenSpiel."""
+"""OpenSpiel games."""

@@ -2,10 +2,10 @@ r"""A tiny model learns to make legal moves in tic-tac-toe and connect four.
 
     python -m examples.openspiel.learn --seed 42
 
-At the start it knows only the format: it writes ``\boxed{…}`` around any move of either game, for either player, in any
-position. A legal move is one of this game, by the player to move, to a free cell; legal moves are also numbered, and
-the model may discover that a number is accepted. The positions in validation do not occur in training. The exit status
-is 1 if it did not learn.
+At the start, it knows only the format: it writes ``\boxed{…}`` around any move of either game, for either player, in
+any position. A move is legal if it belongs to this game and puts the current player's piece on a free cell. Legal moves
+are also numbered, and the model may discover that a number is accepted. The validation positions do not occur in
+training. Exit status 1 means that the model did not learn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOVES += [f"{sign}{column}" for sign in "xo" for column in range(7)]
 
 
 def write_data(folder: Path) -> None:
-    """Write positions after some random moves; no position is in both files."""
+    """Write positions after some random moves. No position is in both files."""
     rows = [row for n_played in N_PLAYED for row in _rows(n_played)]
     held_out = {_position(row): row for i, row in enumerate(rows) if i % N_TASKS < N_HELD_OUT}
     train = [row for row in rows if _position(row) not in held_out]
@@ -50,7 +50,7 @@ def _position(row: dict[str, Any]) -> str:
 
 
 def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
-    """Return the position with any move as answer."""
+    """Return the position with an arbitrary move as its answer."""
     return [*row["prompt"], {"role": "assistant", "content": f"\\boxed{{{rng.choice(MOVES)}}}"}]
 
 

@@ -1,10 +1,10 @@
-"""Train on whole games of OpenSpiel against a frozen copy of the policy.
+"""Train on whole OpenSpiel games against a frozen copy of the policy.
 
     python -m examples.openspiel.main_self_play data.train_data=… trainer.policy.model.path=… generator.max_turns=20
 
 The opponent is the reference, `trainer.ref.model.path`: by default the policy before training. An OpenAI-compatible
 endpoint in this process serves it, and the environment `openspiel_game` requests its moves there. Everything else is an
-ordinary run. The next generation is another run that trains the exported model of this one.
+ordinary run. For the next generation, start a new run from the exported model.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MODEL_NAME = "opponent"
 
 
 class SelfPlayExp(RLExperiment):
-    """A training run with the reference as opponent."""
+    """A training run with the reference as the opponent."""
 
     opponent_url = ""
     """URL of the opponent during the run."""
 
     @asynccontextmanager
     async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, RolloutGenerator]]:
-        """Serve the opponent while engine and generator of the run are open."""
+        """Serve the opponent while the run's engine and generator are open."""
         path, generator = self.cfg.trainer.ref.model.path, self.cfg.generator
         check_same_vocabulary(path, REF_PATH, self.tokenizer)
         async with AsyncExitStack() as stack:
@@ -72,7 +72,7 @@ class SelfPlayEval(SelfPlayExp, EvaluationExperiment):
 
 
 def opponent_config(cfg: SkyRLConfig, base_url: str) -> SkyRLGymConfig:
-    """Return the configuration of environments whose opponent is the model at `base_url`.
+    """Return the environments' configuration, with the model at `base_url` as the opponent.
 
     `environment.skyrl_gym.openspiel_game.policy.sampling_params` overrides the policy's sampling parameters.
     """

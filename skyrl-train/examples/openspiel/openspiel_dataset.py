@@ -1,10 +1,10 @@
-"""Write a dataset of OpenSpiel: positions of games with the task to choose a move.
+"""Write an OpenSpiel dataset: game positions with the task to choose a move.
 
     python -m examples.openspiel.openspiel_dataset --output_dir ~/data/openspiel --cases "hex(board_size=5),othello"
 
 There are no raw rows: positions are generated with `--seed`, by random moves from the start of each game. No position
-is in both files. With `--whole_games` the model plays each game from there to its end. The script needs the package
-open_spiel: ``pip install -c ../constraints.txt -e '../skyrl-gym[openspiel]'`` in `skyrl-train/`.
+is in both files. With `--whole_games`, the model plays each game to its end. The script needs the package open_spiel:
+``pip install -c ../constraints.txt -e '../skyrl-gym[openspiel]'`` in `skyrl-train/`.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ SCHEMA = row_schema(
 
 
 def dataset_row(raw: Row, split: str, index: int) -> Row:
-    """Return a row of `OpenSpielTasks` with its split."""
+    """Return an `OpenSpielTasks` row with its split."""
     facts = field(raw, "extra_info", dict)
     field(facts, "serialized_game_and_state", str)
     return raw | {"prompt": prompt_field(raw), "extra_info": facts | {"split": split}}
 
 
 def position(row: Row) -> str:
-    """Return the identity of a task: its game and position."""
+    """Return a task's identity: its game and position."""
     return str(row["extra_info"]["serialized_game_and_state"])
 
 
 def positions(args: argparse.Namespace, seed: int) -> list[Row]:
-    """Return the rows requested by the flags; raise DataError if there are none."""
+    """Return the rows requested by the flags. Raise DataError if there are none."""
     options = {
         "cases": args.cases,
         "num_tasks_per_case": args.num_tasks_per_case,

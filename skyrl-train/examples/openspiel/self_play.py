@@ -2,11 +2,11 @@
 
     python -m examples.openspiel.self_play --seed 42
 
-At the start it knows only the format: it replies with any number from 0 to 8, while moves are numbered from 0 to the
-number of free cells. First it learns legal moves, which alone are rewarded. Then it is frozen, and the first generation
+At the start, it knows only the format: it replies with any number from 0 to 8, while moves are numbered from 0 to the
+number of free cells. First it learns legal moves: nothing else is rewarded. Then it is frozen, and the first generation
 learns to win whole games against that copy. Then the winner is frozen, and the second generation plays against the new
-copy. An illegal move loses the game. Each step plays every first move, by either player. The exit status is 1 if a
-generation does not beat its copy.
+copy. An illegal move loses the game. Each step plays every first move, by either player. Exit status 1 means that a
+generation did not beat its copy.
 
 Replies of a copy are sampled without a seed, so numbers vary slightly between runs.
 """
@@ -53,7 +53,7 @@ LEGAL_MOVES = (
 """Settings of the first copy."""
 
 WINNING = (
-    "trainer.policy_mini_batch_size=3",  # six updates per step, which cost less than the games
+    "trainer.policy_mini_batch_size=3",  # six updates per step, cheaper than the games
     "trainer.algorithm.use_entropy_loss=true",  # prevents both sides from repeating the same game
     "trainer.algorithm.entropy_loss_coef=0.003",
 )
@@ -61,7 +61,7 @@ WINNING = (
 
 
 def write_data(folder: Path) -> None:
-    """Write every first move, followed by either player, as training and validation data."""
+    """Write every first move, followed by either player's turn, as training and validation data."""
     config = {"cases": ["tic_tac_toe"], "max_random_steps": 1, "num_tasks_per_case": N_TASKS, "reward_mode": "legal"}
     openings = {
         _position(row): row for row in OpenSpielTasks(TaskConfig.from_options(config)).game_rows(range(N_TASKS))
@@ -81,7 +81,7 @@ def _position(row: Row) -> str:
 
 
 def attempt(row: Row, rng: random.Random) -> ConversationType:
-    """Play any numbers against a random player, up to the first illegal move."""
+    """Play arbitrary numbers against a random player, up to the first illegal move."""
     with skyrl_gym.make("openspiel_game", env_config=RULES, extras=row) as env:
         messages, is_over = list(env.init(row["prompt"])[0]), False
         while not is_over:
@@ -116,7 +116,7 @@ RECIPE = Recipe(
 
 @dataclass(frozen=True)
 class Score:
-    """Fractions of games that a model won, drew and lost; an illegal move loses the game."""
+    """Fractions of games that a model won, drew and lost. An illegal move loses the game."""
 
     won: float
     drawn: float
@@ -139,7 +139,7 @@ class Score:
 
 @dataclass(frozen=True)
 class SelfPlay:
-    """All runs of the example: learning legal moves, then the generations, each against the previous one."""
+    """All runs of the example: learning legal moves, then the generations, each against its predecessor."""
 
     output_dir: Path
     seed: int
@@ -164,7 +164,7 @@ class SelfPlay:
         return runs
 
     def play(self) -> list[dict[int, Score]]:
-        """Train all runs; return the scores of each generation against its copy, by step."""
+        """Train all runs. Return each generation's scores against its copy, by step."""
         runs = [self.legal_moves, *self.generations]
         runs[0].check()
         runs[0].prepare()
@@ -177,7 +177,7 @@ class SelfPlay:
         return [{row["step"]: Score.of(row) for row in run.metrics() if WON in row} for run in runs[1:]]
 
     def last_against_first(self) -> Score:
-        """Play the last generation against the first copy, which knows only legal moves."""
+        """Play the last generation against the first copy. That copy only knows legal moves."""
         models = (
             f"trainer.policy.model.path='{self.generations[-1].exported_model}'",
             f"trainer.ref.model.path='{self.legal_moves.exported_model}'",
@@ -226,7 +226,7 @@ def report(games: SelfPlay) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; exit with status 1 if the model did not learn."""
+    """Run the command line. Exit with status 1 if the model did not learn."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--seed", type=int, default=42, help="seed of the model, the data order and sampling")

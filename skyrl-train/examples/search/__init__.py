@@ -1,1 +1,1 @@
-"""Questions to be answered with a search engine, as in Search-R1."""
+"""Question answering with a search engine, as in Search-R1."""

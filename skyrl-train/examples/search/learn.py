@@ -2,11 +2,11 @@
 
     python -m examples.search.learn --seed 42
 
-Each question is about a box in a room, whose content only the search engine knows. At the start the model knows only
-the format: it searches for some box of the room, or for nothing, and answers with a retrieved or an arbitrary digit.
-To be correct, it must always search for the right box and repeat the digit in the document. The rooms in validation
+Each question asks for the content of a box in a room. Only the search engine knows it. At the start, the model knows
+only the format: it searches for some box in the room, or not at all, and answers with a retrieved or an arbitrary
+digit. To be correct, it must always search for the right box and repeat the digit in the document. The validation rooms
 do not occur in training, so nothing can be memorized. A retrieval server (`skyrl_gym.retrieval`) runs during training.
-The exit status is 1 if it did not learn.
+Exit status 1 means that the model did not learn.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from skyrl_gym.envs.base_text_env import ConversationType
 ROOMS, N_TRAIN = range(100, 1000), 850
 COLOURS = ("red", "blue", "green", "grey")
 START_SECONDS = 60.0
-P_SEARCH, P_REPEAT = 0.9, 0.3  # probabilities that an attempt searches, and repeats the result
+P_SEARCH, P_REPEAT = 0.9, 0.3  # probabilities that an attempt searches, and that it repeats the result
 
 
 def contents(room: int, colour: str) -> int:
-    """Return the content of a box: a digit."""
+    """Return a box's content: a digit."""
     return random.Random(f"{room} {colour}").randrange(10)
 
 
 def document(room: int, colour: str) -> str:
-    """Return the document about a box in the search engine."""
+    """Return the search engine's document about a box."""
     return f"room {room} {colour} box: {contents(room, colour)}"
 
 
 def question(room: int, colour: str) -> dict[str, Any]:
-    """Return the dataset row of a box."""
+    """Return a box's dataset row."""
     return {
         "data_source": "boxes",
         "prompt": [{"role": "user", "content": f"What is in the {colour} box of room {room}?"}],
@@ -57,7 +57,7 @@ def question(room: int, colour: str) -> dict[str, Any]:
 
 
 def write_data(folder: Path) -> None:
-    """Write the corpus, training questions about most rooms, and validation questions about the others."""
+    """Write the corpus, training questions about most rooms, and validation questions about the rest."""
     folder.mkdir(parents=True, exist_ok=True)
     rooms = list(ROOMS)
     random.Random(0).shuffle(rooms)
@@ -69,7 +69,7 @@ def write_data(folder: Path) -> None:
 
 
 def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
-    """Return a question, maybe a search for some box of the room, and a retrieved or random answer."""
+    """Return a question, possibly a search for some box in the room, and a retrieved or random answer."""
     room = row["extra_info"]["room"]
     conversation = list(row["prompt"])
     answer = rng.randrange(10)

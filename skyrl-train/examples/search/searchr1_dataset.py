@@ -1,15 +1,15 @@
-"""Write the Search-R1 dataset: open questions to be answered with a search engine.
+"""Write the Search-R1 dataset: open questions to answer with a search engine.
 
     python -m examples.search.searchr1_dataset --output_dir ~/data/searchR1
 
-reads PeterJinGo/nq_hotpotqa_train from the Hub; its questions need a search engine over all of Wikipedia. With
-`--source sample` they are about the 75 short documents in `corpus.jsonl` beside this file, which can be served
-without a download:
+reads PeterJinGo/nq_hotpotqa_train from the Hub. Its questions need a search engine over all of Wikipedia. With
+`--source sample`, they are about the 75 short documents in `corpus.jsonl` next to this file. Serve these without a
+download:
 
     python -m skyrl_gym.retrieval --corpus examples/search/corpus.jsonl
 
-This suffices for first runs and tests, but is no benchmark: large models know most of the answers without searching.
-Raw rows have `question`, and the accepted answers in `golden_answers` or ``reward_model["ground_truth"]["target"]``.
+This is enough for first runs and tests, but not a benchmark: large models know most answers without searching. Raw rows
+have `question`, and the accepted answers in `golden_answers` or ``reward_model["ground_truth"]["target"]``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ INSTRUCTION = (
 
 
 def dataset_row(raw: Row, split: str, index: int) -> Row:
-    """Return the dataset row of a question."""
+    """Return a question's dataset row."""
     question = field(raw, "question", str).strip()
     question = question if question.endswith("?") else f"{question}?"
     return {
@@ -68,7 +68,7 @@ def dataset_row(raw: Row, split: str, index: int) -> Row:
 
 
 def targets(raw: Row) -> list[str]:
-    """Return the accepted answers of a raw row, any of which is correct; raise DataError if there are none."""
+    """Return a raw row's accepted answers. Raise DataError if there are none."""
     spec: Any = raw.get("reward_model") or {"ground_truth": {"target": field(raw, "golden_answers", list)}}
     try:
         return parse_targets(spec["ground_truth"])
@@ -77,7 +77,7 @@ def targets(raw: Row) -> list[str]:
 
 
 def sample(seed: int) -> list[Row]:
-    """Return all questions about the documents in `CORPUS`; the seed is ignored."""
+    """Return all questions about the documents in `CORPUS`. The seed is ignored."""
     return [row | {"data_source": "sample"} for row in read_rows(str(QUESTIONS))]
 
 

@@ -1,4 +1,4 @@
-"""The greedy answers of a model: `python -m examples.sft.answer MODEL ROWS.jsonl` also counts the right ones."""
+"""A model's greedy answers: `python -m examples.sft.answer MODEL ROWS.jsonl` also counts the correct ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.models.loading import load_tokenizer
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print each answer; return the number of right ones."""
+    """Print each answer. Return the number of correct answers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("rows")

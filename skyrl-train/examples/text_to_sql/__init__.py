@@ -1,1 +1,1 @@
-"""Questions to be answered with a SQL query."""
+"""Text to SQL."""

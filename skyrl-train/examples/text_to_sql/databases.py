@@ -1,4 +1,4 @@
-"""Three small made-up SQLite databases, in the folder layout in which the environment `text2sql` expects Spider.
+"""Three small made-up SQLite databases, in the folder layout that the environment `text2sql` expects for Spider.
 
 Their rows are always the same, so the correct answers to questions about them do not depend on a seed.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from skyrl_gym.envs.sql.env import FOLDERS
 
 DATA = "spider"
-"""The database set, of the three that the environment knows, in whose folder these databases are written."""
+"""The environment's database set (one of three) in whose folder these databases are written."""
 
 Tables = Mapping[str, Sequence[tuple[Any, ...]]]
 
@@ -146,7 +146,7 @@ DATABASES: Mapping[str, tuple[str, Callable[[random.Random], Tables]]] = {
 
 
 def make_databases(folder: Path) -> list[Path]:
-    """Write the databases below `folder`, for `environment.skyrl_gym.text2sql.db_path`; return their files."""
+    """Write the databases below `folder`, for `environment.skyrl_gym.text2sql.db_path`. Return their files."""
     files = []
     for db_id, (schema, rows_of) in DATABASES.items():
         file = folder / FOLDERS[DATA] / db_id / f"{db_id}.sqlite"

@@ -1,14 +1,14 @@
-"""Write the text-to-SQL dataset: questions about databases to be answered with one query each.
+"""Write the text-to-SQL dataset: questions about databases, each to answer with one query.
 
     python -m examples.text_to_sql.text_to_sql_dataset --output_dir ~/data/sql --db_path ~/data/sql/databases
 
 reads the questions of Spider from the Hub. Its databases are not there: put them below `--db_path`, as
-``spider/database/<db_id>/<db_id>.sqlite``; the prompts contain their schemas. `--source sample` creates three small
-databases there with 37 questions about them, which suffice for first runs and tests, but are no benchmark. In both
-cases train with ``environment.skyrl_gym.text2sql.db_path`` set to the same folder.
+``spider/database/<db_id>/<db_id>.sqlite``. The prompts contain their schemas. `--source sample` creates three small
+databases there with 37 questions about them. They are enough for first runs and tests, but not a benchmark. In both
+cases, train with ``environment.skyrl_gym.text2sql.db_path`` set to the same folder.
 
 Raw rows have `db_id`, `question` and the reference query, in the column of Spider (`query`), BIRD (`SQL`) or SynSQL
-(`sql`); `--data` names the set of `--source PATH`. Rows with SkyRL's columns keep their prompts.
+(`sql`). `--data` names the set of `--source PATH`. Rows with SkyRL's columns keep their prompts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ order, and no others.
 
 
 def dataset_row(raw: Row, split: str, index: int, db_path: Path, data: str) -> Row:
-    """Return the row of a question; `data` is the default database set."""
+    """Return a question's row. `data` is the default database set."""
     db_id, data = field(raw, "db_id", str), raw.get("data") or data
     if data not in FOLDERS:
         raise DataError(f"data={data!r} is none of {', '.join(FOLDERS)}")
@@ -75,7 +75,7 @@ def question_text(raw: Row, schema: str) -> str:
 
 @functools.cache
 def schema_of(db_path: Path, data: str, db_id: str) -> str:
-    """Return the statements that create the tables of a database; raise DataError if it is missing."""
+    """Return the statements that create a database's tables. Raise DataError if the database is missing."""
     file = db_path / FOLDERS[data] / db_id / f"{db_id}.sqlite"
     try:
         return "\n".join(f"{sql};" for (sql,) in run_query(file, READ_SCHEMA, SECONDS).rows)

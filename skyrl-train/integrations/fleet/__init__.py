@@ -1,1 +1,1 @@
-"""Training on environments that Fleet hosts, played through OpenEnv."""
+"""Training on Fleet's hosted environments, through OpenEnv."""

@@ -1,6 +1,6 @@
 """The command `skyrl` with Fleet's environment: `python -m integrations.fleet doctor KEY=VALUE…`.
 
-Train with `integrations.fleet.entrypoints.main_fleet`, which also logs metrics by environment.
+To train, use `integrations.fleet.entrypoints.main_fleet`. It also logs metrics by environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tools that let the model look at its own context: search earlier messages and results, and drop old turns."""
+"""Tools with which the model manages its own context: search earlier messages and results, and drop old turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_HISTORY_HITS = 10
 MAX_OUTPUT_HITS = 20
 HIT_CHARS = 200
 LINE_CHARS = 200
-"""Maximum length of a line of a tool result; longer lines count as several."""
+"""Maximum length of a line of a tool result. A longer line counts as several."""
 MAX_PAGE_SIZE = 500
 
 _PATTERN = {"type": "string", "description": "text to search for; upper and lower case are the same"}
@@ -61,25 +61,27 @@ CONTEXT_TOOLS = [
         [],
     ),
 ]
-"""The tools, in the format of the OpenAI API."""
+"""The tools, in the OpenAI API's format."""
 
 CONTEXT_TOOL_NAMES = frozenset(tool["function"]["name"] for tool in CONTEXT_TOOLS)
 
 
 class ContextToolError(ValueError):
-    """A call of a context tool with invalid arguments; the message is for the model."""
+    """A call of a context tool has invalid arguments. The message is for the model."""
 
 
 @dataclass(slots=True)
 class Context:
-    """The conversation of an episode, and the full results of its tools.
+    """An episode's conversation, and the full results of its tools.
 
-    prompt: the system message and the task, which are never dropped.
+    prompt: the system message and the task. They are never dropped.
     """
 
     prompt: ConversationType
     max_output_chars: int
-    turns: list[ConversationType] = field(default_factory=list)  # reply and observations, those in the conversation
+    turns: list[ConversationType] = field(
+        default_factory=list
+    )  # replies and observations that are still in the conversation
     dropped: list[ConversationType] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
 
@@ -89,19 +91,19 @@ class Context:
         return [*self.prompt, *(message for turn in self.turns for message in turn)]
 
     def add_output(self, text: str) -> str:
-        """Keep a tool result, and return it, truncated to `max_output_chars` with a notice."""
+        """Store a tool result. Return it truncated to `max_output_chars`, with a notice."""
         self.outputs.append(text)
         return self.truncate(text, f" of tool result {len(self.outputs)}")
 
     def truncate(self, text: str, source: str = "") -> str:
-        """Return a text, truncated to `max_output_chars` with a notice that names its source."""
+        """Truncate a text to `max_output_chars`, with a notice that names its source."""
         limit = self.max_output_chars
         if len(text) <= limit:
             return text
         return f"{text[:limit]}\n[Truncated: {limit} of {len(text)} characters{source}]"
 
     def call(self, call: ToolCall) -> str:
-        """Execute a call of a context tool and return its result.
+        """Execute a context tool call and return its result.
 
         Raises:
             ContextToolError: the arguments are invalid.
@@ -147,10 +149,10 @@ class Context:
         return _format_hits(hits, MAX_HISTORY_HITS)
 
     def _search_output(self, output: int, pattern: str) -> str:
-        """Return the lines of a tool result in which a match of the pattern begins."""
+        """Return the lines of a tool result in which a match of the pattern starts."""
         text, lines = self.outputs[output - 1], self._split_lines(output)
         starts = [line.start() for line in lines]
-        ends: dict[int, int] = {}  # of the last match in a line, by the line's index
+        ends: dict[int, int] = {}  # end of the last match in a line, by line index
         for match in re.finditer(re.escape(pattern), text, re.IGNORECASE):
             ends[bisect_right(starts, match.start()) - 1] = match.end()
         hits = [(i, text[starts[i] : max(lines[i].end(), end)].removesuffix("\n")) for i, end in ends.items()]
@@ -185,7 +187,7 @@ def _split_pages(lines: Sequence[str], max_lines: int, max_chars: int) -> list[l
 
 
 def _excerpt(text: str, pattern: str) -> str:
-    """Return the part of a text around the pattern, which is in lower case."""
+    """Return the part of a text around the pattern. The pattern is in lower case."""
     start = max(0, text.lower().find(pattern) - HIT_CHARS // 4)
     return text[start : start + HIT_CHARS]
 

@@ -3,7 +3,7 @@
     environment.skyrl_gym.fleet_task.tasks_file=~/data/fleet/tasks.json
 
 Rows of `integrations.fleet.prepare_dataset` name their task. OpenEnv provisions the software, lists its tools, calls
-them and runs the task's verifier; the Fleet SDK is never used directly.
+them and runs the task's verifier. The Fleet SDK is never used directly.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ INSTALL = (
     "python -m venv .venv-fleet && .venv-fleet/bin/pip install -e skyrl-gym -r "
     "skyrl-train/integrations/fleet/requirements.txt"
 )
-"""The commands that install OpenEnv, in the root of the repository."""
+"""Commands that install OpenEnv, to run in the repository's root."""
 
 DEFAULT_MAX_TURNS = 50
 MAX_RETRY_WAIT_S = 60.0
@@ -64,27 +64,27 @@ TRANSIENT = (
     "retryable:true",
     "retryable: true",
 )
-"""Parts of messages, in lower case, of provisioning errors that another attempt may not have."""
+"""Lower-case substrings of provisioning errors that may not occur again."""
 
 
 class ProvisioningError(Error):
-    """The software of a task could not be started."""
+    """A task's software could not be started."""
 
 
 class OpenEnvTask(Protocol):
-    """OpenEnv's `FleetTaskEnv`, as far as it is used here."""
+    """The part of OpenEnv's `FleetTaskEnv` that is used here."""
 
     conversation_messages: list[dict[str, Any]] | None
-    """The messages of the episode, for verifiers that grade them."""
+    """The episode's messages, for verifiers that grade them."""
 
     async def reset_async(self) -> dict[str, Any]:
-        """Start the software; return `prompt`, `tools`, and other facts."""
+        """Start the software. Return `prompt`, `tools`, and other metadata."""
         ...
 
     async def step_async(self, action: dict[str, Any]) -> tuple[Any, float | None, bool, dict[str, Any]]:
-        """Play `{"tool", "params", "done"}`; return observation, reward, done and info.
+        """Play `{"tool", "params", "done"}`. Return observation, reward, done and info.
 
-        The verifier runs, and the reward counts, when the episode is done.
+        The verifier runs when the episode is done. Only then does the reward count.
         """
         ...
 
@@ -95,15 +95,15 @@ class OpenEnvTask(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
-    """The section `environment.skyrl_gym.fleet_task`. The API key is read from the variable FLEET_API_KEY alone.
+    """The section `environment.skyrl_gym.fleet_task`. The API key is only read from the variable FLEET_API_KEY.
 
-    tasks_file: the task file that the dataset was prepared from; a row's `tasks_file` overrides it.
-    ttl_seconds: seconds after which Fleet stops the software of an episode; at least the rollout's time limit.
+    tasks_file: the task file that the dataset was prepared from. A row's `tasks_file` overrides it.
+    ttl_seconds: seconds after which Fleet stops an episode's software. At least the rollout's time limit.
     enable_context_tools: True to offer tools that search the context and drop old turns.
     max_output_chars: maximum characters of a tool result that the model sees.
-    n_provisioning_attempts: maximum attempts to start the software; only transient failures are repeated.
-    provisioning_wait_s: seconds before the second attempt; doubled before each further one.
-    partial_reward: True for the fraction of a task's checks that succeed, in place of 0 or 1.
+    n_provisioning_attempts: maximum attempts to start the software. Only transient failures are retried.
+    provisioning_wait_s: seconds before the second attempt. Doubled before each further attempt.
+    partial_reward: True to reward the fraction of a task's checks that succeed, instead of 0 or 1.
     """
 
     tasks_file: str | None = None
@@ -115,7 +115,7 @@ class FleetSettings:
     partial_reward: bool = False
 
     def __post_init__(self) -> None:
-        """Raise InvalidSettings for a value out of its range."""
+        """Raise InvalidSettings for a value out of range."""
         for name in ("ttl_seconds", "max_output_chars", "n_provisioning_attempts"):
             if getattr(self, name) < 1:
                 raise InvalidSettings(
@@ -124,17 +124,17 @@ class FleetSettings:
 
 
 class FleetTaskEnv(AsyncEnv):
-    """One task of Fleet, from provisioning to its verifier.
+    """A Fleet task, from provisioning to its verifier.
 
     The verifier's result is the only reward. It runs however the episode ends: when the model writes `<done>`, at the
-    maximum of turns, and when the conversation is too long. If the result is unknown, the reward is None.
+    maximum number of turns, or when the conversation is too long. If the result is unknown, the reward is None.
     """
 
     validates_rows = True
 
     @classmethod
     def check_packages(cls) -> None:
-        """Raise ImportError, with the command that installs it, if Fleet's OpenEnv cannot be imported."""
+        """Raise ImportError, with the install command, if Fleet's OpenEnv cannot be imported."""
         _openenv_class()
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
@@ -160,7 +160,7 @@ class FleetTaskEnv(AsyncEnv):
         self._parameters: dict[str, Mapping[str, Any]] = {}  # the schemas of the tools' arguments
         self._is_abandoned = False
         self._context = Context([], self.settings.max_output_chars)
-        self._transcript: list[dict[str, Any]] = []  # with the turns that context tools drop
+        self._transcript: list[dict[str, Any]] = []  # including the turns that context tools drop
         self._is_graded = False
         self._is_verified = False
         self._n_calls = 0
@@ -168,7 +168,7 @@ class FleetTaskEnv(AsyncEnv):
         self._n_attempts = 0
 
     async def init_async(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Provision the software; return the system message, with its tools, and the task.
+        """Provision the software. Return the task, and the system message with the software's tools.
 
         Raises:
             ImportError: OpenEnv with its Fleet environment cannot be imported.
@@ -197,10 +197,10 @@ class FleetTaskEnv(AsyncEnv):
         return list(self._context.prompt), facts
 
     async def step_async(self, action: str) -> BaseTextEnvStepOutput:
-        """Execute the tool call in a reply; run the verifier if the reply has `<done>` or is the last one.
+        """Execute the tool call in a reply. Run the verifier if the reply has `<done>` or is the last.
 
         Raises:
-            Exception: OpenEnv fails for another reason than the call. A failed call is shown to the model.
+            Exception: OpenEnv fails, but not because of the call. A failed call is shown to the model.
         """
         if self._env is None or self._is_graded:
             raise RuntimeError("this episode is over" if self._is_graded else "call init before step")
@@ -235,11 +235,11 @@ class FleetTaskEnv(AsyncEnv):
         return BaseTextEnvStepOutput(observations=[observation], reward=0.0, done=False, metadata=metadata)
 
     async def grade_unfinished_async(self) -> float | None:
-        """Run the verifier for an episode that the trainer ended; return None if its result is unknown."""
+        """Run the verifier for an episode that the trainer ended. Return None if its result is unknown."""
         return await self._grade()
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return the numbers of turns, calls and failed calls, and whether the verifier graded the task."""
+        """Return the numbers of turns, calls and failed calls, and 1 if the verifier graded the task."""
         return {
             "env_key": self.task.env_key,
             "turns": self.turns,
@@ -251,7 +251,7 @@ class FleetTaskEnv(AsyncEnv):
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Aggregate the episodes of each Fleet environment, as `github/avg_turns`, and those of all, as `avg_turns`."""
+        """Aggregate the episodes of each Fleet environment, as `github/avg_turns`, and of all, as `avg_turns`."""
         groups: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for episode in metrics:
             groups[episode["env_key"]].append(episode)
@@ -264,7 +264,7 @@ class FleetTaskEnv(AsyncEnv):
         }
 
     async def _provision(self) -> dict[str, Any]:
-        """Start the software and return OpenEnv's first observation. Transient failures are repeated."""
+        """Start the software and return OpenEnv's first observation. Transient failures are retried."""
         kind = _openenv_class()
         settings, wait_s = self.settings, self.settings.provisioning_wait_s
         while True:
@@ -284,7 +284,7 @@ class FleetTaskEnv(AsyncEnv):
             wait_s *= 2
 
     def _create(self, kind: Any) -> OpenEnvTask:
-        """Create OpenEnv's environment, and close it at once if the episode was cancelled meanwhile."""
+        """Create OpenEnv's environment. Close it immediately if the episode was cancelled meanwhile."""
         options = {"partial_reward": True} if self.settings.partial_reward else {}
         self._env = env = kind(
             dict(self.task.config),
@@ -299,7 +299,7 @@ class FleetTaskEnv(AsyncEnv):
         return env
 
     async def _execute(self, calls: list[ToolCall], metadata: dict[str, Any]) -> tuple[str, float | None]:
-        """Execute the first call; return the text for the model, and the reward if the call ended the episode."""
+        """Execute the first call. Return the text for the model, and the reward if the call ended the episode."""
         assert self._env is not None
         call = calls[0]
         self._n_calls += 1
@@ -326,14 +326,14 @@ class FleetTaskEnv(AsyncEnv):
         return text, self._known_reward(reward, info) if self._is_graded else None
 
     def _explain(self, problem: str, metadata: dict[str, Any]) -> str:
-        """Count a failed call; return its error for the model."""
+        """Count a failed call. Return its error for the model."""
         self._n_errors += 1
         problem = problem.removeprefix("Error: ")
         metadata["error"] = problem
         return self._context.truncate(f"Error: {problem}")
 
     async def _grade(self) -> float | None:
-        """Run the verifier and return its result; None if it is unknown."""
+        """Run the verifier and return its result, or None if unknown."""
         assert self._env is not None
         self._is_graded = True
         try:
@@ -367,7 +367,7 @@ class FleetTaskEnv(AsyncEnv):
             try:
                 await close()
                 if inspect.iscoroutinefunction(getattr(handle, "close", None)):
-                    await handle.close()  # OpenEnv 0.1.1 calls it without awaiting it, and the software keeps running
+                    await handle.close()  # OpenEnv 0.1.1 does not await this call, and the software would keep running
                 break
             except Exception as error:  # noqa: BLE001, Fleet stops the software after `ttl_seconds`
                 logger.warning("Stopping the Fleet task %s failed: %s", self.task.key, describe_error(error))
@@ -379,23 +379,23 @@ class FleetTaskEnv(AsyncEnv):
 
 
 def calls_tool(metadata: Mapping[str, Any]) -> bool:
-    """Return True if the observation of a turn is the result of a call, or its error."""
+    """Return True if a turn's observation is the result of a call, or its error."""
     return metadata["tool_call"] is not None or metadata["error"] is not None
 
 
 def _handle(env: Any) -> Any:
-    """Return OpenEnv's handle of the software; None if it has none."""
+    """Return OpenEnv's handle of the software, or None."""
     return getattr(getattr(env, "_orch", None), "_fleet_env", None)
 
 
 def is_transient(error: Exception) -> bool:
-    """Return True for a provisioning error that another attempt may not have."""
+    """Return True for a provisioning error that may not occur again."""
     message = str(error).lower()
     return isinstance(error, TimeoutError | ConnectionError) or any(part in message for part in TRANSIENT)
 
 
 def _openenv_class() -> Any:
-    """Return OpenEnv's class for Fleet tasks; ImportError if Fleet's OpenEnv or a package of it cannot be imported."""
+    """Return OpenEnv's class for Fleet tasks. Raise ImportError if it or a package that it needs is missing."""
     try:
         return importlib.import_module(OPENENV_MODULE).FleetTaskEnv
     except ImportError as error:
@@ -409,7 +409,7 @@ def _openenv_class() -> Any:
 
 
 def _find_task(settings: FleetSettings, extras: Mapping[str, Any]) -> FleetTask:
-    """Return the task of a row; ValueError if the row or the task file does not have it."""
+    """Return a row's task. Raise ValueError if the row or the task file does not have it."""
     path = extras.get("tasks_file") or settings.tasks_file
     if not path:
         raise InvalidSettings("environment.skyrl_gym.fleet_task.tasks_file is missing; set it to the file of the tasks")
@@ -429,7 +429,7 @@ def _find_task(settings: FleetSettings, extras: Mapping[str, Any]) -> FleetTask:
 
 
 def _select_tools(tools: Sequence[Mapping[str, Any]], env_key: str) -> list[Mapping[str, Any]]:
-    """Return all tools except `computer`, which answers with screenshots."""
+    """Return all tools except `computer`: it answers with screenshots."""
     selected = [tool for tool in tools if _tool_name(tool) != COMPUTER_TOOL]
     if not selected:
         names = ", ".join(map(_tool_name, tools)) or "none"

@@ -1,4 +1,4 @@
-"""Metrics of Fleet runs by environment, under the names that both entrypoints log, and alerts on failing tools."""
+"""Metrics of Fleet runs by environment, under the same names in both entrypoints, and alerts on failing tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_TOOL_ERROR_RATE = 0.5
 
 
 def fleet_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
-    """Return `reward/*` and `rollouts/*`, of all trajectories and, as `reward/<environment>/*`, of each environment.
+    """Return `reward/*` and `rollouts/*` over all trajectories and, as `reward/<environment>/*`, per environment.
 
     Invalid trajectories are counted and otherwise ignored.
     """
@@ -45,7 +45,7 @@ def fleet_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[st
 
 
 def _spread(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean variance of the rewards of a prompt, and the fraction of prompts with different rewards.
+    """Return the mean variance of a prompt's rewards, and the fraction of prompts with different rewards.
 
     Prompts with one valid trajectory are ignored. Empty if no trajectory is valid.
     """
@@ -68,7 +68,7 @@ def _rewards_by_prompt(trajectories: Sequence[Trajectory]) -> dict[tuple[int, st
 
 
 def find_tool_errors(metrics: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each environment of a step in which more than half of the calls failed."""
+    """Return a sentence for each environment in which more than half of a step's calls failed."""
     prefixes = (f"environment/{ENV_CLASS}/", f"eval/environment/{ENV_CLASS}/")
     return [
         f"{name} is {value:.0%}, above {MAX_TOOL_ERROR_RATE:.0%}"
@@ -78,7 +78,7 @@ def find_tool_errors(metrics: Mapping[str, float]) -> list[str]:
 
 
 async def send_alert(text: str) -> None:
-    """Post an alert to Slack; a warning in the log if that fails."""
+    """Post an alert to Slack. Log a warning if that fails."""
     try:
         await asyncio.to_thread(post, text)
     except SlackError as error:
@@ -94,7 +94,7 @@ class FleetMetrics(Callback):
 
 
 class ToolErrorAlert(Callback):
-    """A callback that warns, in the log and on Slack, of environments in which most tool calls of a step failed."""
+    """A callback that warns, in the log and on Slack, of environments where most of a step's tool calls failed."""
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         if not (problems := find_tool_errors(report.metrics)):

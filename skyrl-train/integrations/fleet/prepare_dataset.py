@@ -1,10 +1,10 @@
-"""Split the tasks of Fleet into `train.parquet` and `validation.parquet`.
+"""Split Fleet's tasks into `train.parquet` and `validation.parquet`.
 
     python -m integrations.fleet.prepare_dataset --tasks-json all_tool_use.json --output-dir ~/data/fleet
 
-The MD5 hash of its key decides the split of a task, so that every run makes the same one, whichever filters are set.
-The tasks of an environment and modality are split together (a stratum): a stratum with fewer than 5 expected evaluation
-tasks is only trained on, a held-out stratum is only evaluated on.
+The MD5 hash of its key decides a task's split, so every run gives the same split, whichever filters are set. The tasks
+of an environment and modality form a stratum. A stratum with fewer than 5 expected evaluation tasks is only trained on.
+A held-out stratum is only evaluated on.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ SCHEMA = pa.schema(
 class SplitRules:
     """The rules of the split.
 
-    eval_ratio: fraction of the tasks of a stratum that is evaluated on.
+    eval_ratio: fraction of a stratum's tasks that is evaluated on.
     min_eval_samples: a stratum with fewer expected evaluation tasks is only trained on.
     held_out: strata that are only evaluated on.
-    max_eval_per_env: evaluation tasks of a stratum to keep, those with the lowest hashes; the others are left out.
+    max_eval_per_env: evaluation tasks to keep per stratum: the ones with the lowest hashes. The rest is left out.
     max_eval_prompts: evaluation tasks to keep in total, taken from the strata in turn.
-    max_env_ratio: largest fraction of one environment in the training tasks; the rest is left out.
+    max_env_ratio: maximum fraction of one environment in the training tasks. The rest is left out.
     """
 
     eval_ratio: float = 0.02
@@ -65,7 +65,7 @@ class SplitRules:
     max_env_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise DataError for a value out of its range."""
+        """Raise DataError for a value out of range."""
         if not 0 <= self.eval_ratio < 1:
             raise DataError(f"--eval-ratio={self.eval_ratio} must be at least 0 and below 1; the default is 0.02")
         if self.max_env_ratio is not None and not 0 < self.max_env_ratio <= 1:
@@ -88,10 +88,10 @@ def hash_fraction(key: str) -> float:
 def assign_splits(
     tasks: Iterable[FleetTask], rules: SplitRules, previous: Mapping[str, Split] | None = None
 ) -> dict[str, Split]:
-    """Return the split of each task by key. Neither the order of the tasks nor other strata matter.
+    """Return each task's split by key. It does not depend on the order of the tasks or on other strata.
 
-    More tasks in a stratum move none of the old ones, unless they lift the stratum above `min_eval_samples`. With the
-    `previous` splits of keys, they never do.
+    New tasks in a stratum do not move old ones, unless they lift the stratum above `min_eval_samples`. Given the
+    `previous` splits by key, they never do.
     """
     strata: defaultdict[Stratum, list[FleetTask]] = defaultdict(list)
     for task in tasks:
@@ -125,7 +125,7 @@ def take_in_turn(groups: Sequence[Sequence[T]]) -> list[T]:
 
 
 def _limit_shares(tasks: Sequence[FleetTask], max_ratio: float | None) -> Sequence[FleetTask]:
-    """Return tasks of which no environment has more than `max_ratio`; those with the lowest hashes are kept."""
+    """Limit every environment to `max_ratio` of the tasks, keeping the tasks with the lowest hashes."""
     if max_ratio is None or not tasks:
         return tasks
     counts = Counter(task.env_key for task in tasks)
@@ -145,7 +145,7 @@ def _limit_shares(tasks: Sequence[FleetTask], max_ratio: float | None) -> Sequen
 
 
 def dataset_row(task: FleetTask) -> Row:
-    """Return the dataset row of a task."""
+    """Return a task's dataset row."""
     return {
         "data_source": task.env_key,
         "prompt": [{"role": "user", "content": task.prompt}],
@@ -157,7 +157,7 @@ def dataset_row(task: FleetTask) -> Row:
 
 
 def read_previous(folder: Path) -> dict[str, Split]:
-    """Return the splits of the tasks in the files of an earlier dataset."""
+    """Return the tasks' splits in an earlier dataset's files."""
     files = {split: folder.expanduser() / f"{split}.parquet" for split in SPLITS}
     if not any(file.exists() for file in files.values()):
         raise DataError(f"--keep-split={folder} holds neither train.parquet nor validation.parquet")
@@ -169,7 +169,7 @@ def read_previous(folder: Path) -> dict[str, Split]:
 
 
 def format_report(splits: Mapping[Split, Sequence[FleetTask]], tasks: Sequence[FleetTask], rules: SplitRules) -> str:
-    """Format a table with the tasks of each environment and modality, and the reason for strata in one split only."""
+    """Format a table of tasks per environment and modality, with the reason if all are in one split."""
     counts = {split: Counter((task.env_key, task.modality) for task in chosen) for split, chosen in splits.items()}
     rows: list[list[object]] = []
     for stratum, n_tasks in sorted(Counter((task.env_key, task.modality) for task in tasks).items()):
@@ -225,7 +225,7 @@ def parse_held_out(text: str) -> frozenset[Stratum]:
 
 
 def select_tasks(tasks: Iterable[FleetTask], args: argparse.Namespace) -> list[FleetTask]:
-    """Return the tasks that the filters keep; DataError if they keep none."""
+    """Return the tasks that the filters keep. Raise DataError if they keep none."""
     selected = [
         task
         for task in tasks
@@ -271,7 +271,7 @@ def prepare(args: argparse.Namespace) -> str:
     rows = {split: [dataset_row(task) for task in chosen] for split, chosen in splits.items() if chosen}
     lines = write_splits(rows, folder, SCHEMA)
     if not splits["validation"]:
-        (folder / "validation.parquet").unlink(missing_ok=True)  # of an earlier call
+        (folder / "validation.parquet").unlink(missing_ok=True)  # from an earlier call
         lines.append("No task is evaluated on, so there is no validation.parquet: set trainer.eval_interval=-1")
     if n_unusable := sum(task.modality != TOOL_USE for chosen in splits.values() for task in chosen):
         lines.append(f"{n_unusable} tasks cannot be trained on: they have a modality {NEEDS_IMAGES}")

@@ -1,4 +1,4 @@
-"""The upload of checkpoints under the name that Fleet's scripts import; `trainer.remote_ckpt_url` turns it on."""
+"""The upload of checkpoints, under the name that Fleet's scripts import. Enable it with `trainer.remote_ckpt_url`."""
 
 from skyrl_train.checkpoint.remote import RemoteCheckpoints, RemoteFolder, find_credentials_fault, upload_files
 

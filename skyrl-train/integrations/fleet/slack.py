@@ -2,7 +2,7 @@
 
     SLACK_BOT_TOKEN=… python skyrl-train/integrations/fleet/slack.py "Training started"
 
-prints the message's timestamp, which `--thread` of a later call answers to.
+prints the message's timestamp. Pass it to `--thread` in a later call to reply in the thread.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TIMEOUT_S = 10.0
 
 
 class SlackError(RuntimeError):
-    """Slack did not accept a message. The text never holds the token."""
+    """Slack did not accept a message. The text never contains the token."""
 
 
 def post(text: str, thread: str | None = None) -> str | None:
-    """Post a message to `$SLACK_CHANNEL`; return its timestamp, or None without SLACK_BOT_TOKEN.
+    """Post a message to `$SLACK_CHANNEL`. Return its timestamp, or None without SLACK_BOT_TOKEN.
 
     Raises:
-        SlackError: Slack cannot be reached, or refuses the message.
+        SlackError: Slack cannot be reached, or rejects the message.
     """
     token = os.environ.get("SLACK_BOT_TOKEN")
     if not token:
@@ -52,7 +52,7 @@ def post(text: str, thread: str | None = None) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line. A message that is not accepted is a warning: it must not end a workflow."""
+    """Run the command line. If the message is not accepted, only warn: it must not end a workflow."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("text", help="the message")
     parser.add_argument("--thread", help="timestamp of the message to answer to")

@@ -25,8 +25,8 @@ NEEDS_IMAGES = (
 class FleetTask:
     """A task, e.g. of the environment `github` with the modality `tool_use`.
 
-    `config` holds all fields of the file, under the names that OpenEnv reads. Its verifier is code that OpenEnv
-    executes: treat task files as programs.
+    `config` holds all fields of the file, under the names that OpenEnv reads. OpenEnv executes the verifier's code, so
+    treat task files as programs.
     """
 
     key: str
@@ -38,12 +38,12 @@ class FleetTask:
 
 
 def load_tasks(path: str | Path) -> tuple[list[FleetTask], list[str]]:
-    """Return the tasks of a file, the first of each key, and one sentence for each entry that was left out.
+    """Return a file's tasks, the first of each key, and a sentence per entry that was left out.
 
     The file holds a list of tasks, or `{"tasks": [...]}`.
 
     Raises:
-        DataError: the file cannot be read, or holds no task.
+        DataError: the file cannot be read, or contains no task.
     """
     file = Path(os.path.expandvars(path)).expanduser()
     try:
@@ -70,7 +70,7 @@ def load_tasks(path: str | Path) -> tuple[list[FleetTask], list[str]]:
 
 
 def tasks_by_key(path: str) -> Mapping[str, FleetTask]:
-    """Return the tasks of a file by key. The file is read again only if it has changed."""
+    """Return a file's tasks by key. The file is read again only if it has changed."""
     file = Path(os.path.expandvars(path)).expanduser()
     try:
         changed = file.stat().st_mtime_ns

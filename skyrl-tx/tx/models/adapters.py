@@ -1,4 +1,4 @@
-"""Save and load adapters in the layout of peft."""
+"""Save and load adapters in peft's layout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def named_factors(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> It
 
 
 def adapter_of(tensors: Mapping[str, np.ndarray], lora: LoraConfig, config: ModelConfig) -> Adapter:
-    """Assemble an adapter: the inverse of `named_factors`."""
+    """Build an adapter from tensors: the inverse of `named_factors`."""
     arrays: dict[tuple[int | None, str], tuple[np.ndarray, np.ndarray]] = {}
     for name, path, block, where in _matrices(lora, config):
         a, b = arrays.setdefault((block, name), _zeros(name, block, lora, config))
@@ -62,9 +62,7 @@ def adapter_of(tensors: Mapping[str, np.ndarray], lora: LoraConfig, config: Mode
 
 
 def _matrices(lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, str, int | None, tuple[int, ...]]]:
-    """Yield each matrix with an adapter: its name, its path in the model, its block, and its index in the block's
-    array.
-    """
+    """Yield each matrix with an adapter: (name, path in the model, block, index in the block's array)."""
     hf_names = layer_names(config)
     names = covered_names(lora, config)
     layer = 0

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 QUERY_BLOCK = 512
-"""Number of query positions per block in training, so that memory grows linearly with the length, not quadratically."""
+"""Query positions per block in training. With blocks, memory grows linearly with the length, not quadratically."""
 MASKED = -1e30
 
 
@@ -26,7 +26,7 @@ def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Ar
 
 
 def attend_causally(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-    """Attend causally within each row. queries (S, T, K, G, H); keys, values (S, T, K, H)."""
+    """Attend causally within each row. queries (S, T, K, G, H), keys and values (S, T, K, H)."""
     length = queries.shape[1]
     if length <= QUERY_BLOCK:
         return _attend_from(queries, keys, values, 0)
@@ -58,17 +58,19 @@ def attend_to_pages(
     positions: jax.Array,
     n_pages: jax.Array,
 ) -> jax.Array:
-    """Attend to what each row has written up to the position, page by page, with a running maximum and sum.
+    """Attend to each row's cache up to its position, page by page, with a running maximum and sum.
 
-    Pages beyond a row's length leave its result bitwise unchanged, so that it does not depend on the lengths of other
-    rows (Milakov and Gimelshein, 2018, arXiv:1805.02867).
+    This is the online softmax of Milakov and Gimelshein, 2018, arXiv:1805.02867. A row of 70 tokens beside a row of 500
+    reads 8 pages of 64, although 2 would do. On pages 2 to 7 all its scores are -inf: its maximum stays, every new
+    weight is exp(-inf) = 0, and the old sum is rescaled by exp(0) = 1. So the result is bitwise the same as with 2
+    pages, and does not depend on the other rows' lengths.
 
     Args:
         queries: (S, T, K, G, H)
         keys: (layers, pages, K, H, P), of which `layer` is read
         values: (layers, pages, K, P, H)
         tables: (S, max pages of a row): page numbers of each row
-        positions: (S, T); an unused row has -1
+        positions: (S, T), -1 for an unused row
         n_pages: number of pages of the longest row
     """
     page_size = keys.shape[-1]
@@ -94,7 +96,7 @@ def attend_to_pages(
 
 
 def _mix(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Multiply rows (S, K, G, T, I) by matrices (S, K, I, O). For T = 1, a sum is faster than many small products."""
+    """Multiply rows (S, K, G, T, I) by matrices (S, K, I, O). For T = 1, a sum is faster than many small matmuls."""
     if rows.shape[3] == 1:
         return (rows[..., None] * matrices[:, :, None, None]).sum(axis=-2)
     return jnp.einsum("skgti,skio->skgto", rows, matrices)

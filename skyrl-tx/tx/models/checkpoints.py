@@ -1,4 +1,4 @@
-"""Load and save models in Hugging Face folders. Tensors there have the order (out, in), here (in, out)."""
+"""Load and save models in Hugging Face folders. Their matrices are (out, in), ours (in, out)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PlaceWeight = Callable[[str, jax.Array], jax.Array]
 
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
-    """Return the Hugging Face names of a layer's tensors, without the layer; `{expert}` is an expert's number."""
+    """Return the Hugging Face names of a layer's tensors without prefix. `{expert}` is an expert's number."""
     names = ATTENTION | (QK_NORM if config.has_qk_norm else {})
     if config.moe is None:
         return names | {name: f"mlp.{hf_name}.weight" for name, hf_name in MLP.items()}
@@ -44,7 +44,7 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
 
 
 def load_params(folder: Path, config: ModelConfig, dtype: Any, place: PlaceWeight | None = None) -> Params:
-    """Load the weights in a folder as `dtype`; place each before the next is read.
+    """Load the weights in a folder as `dtype`. Each is placed before the next is read.
 
     Raises:
         ModelError: the folder has no safetensors, or a tensor is missing or has the wrong shape.
@@ -57,12 +57,12 @@ def load_params(folder: Path, config: ModelConfig, dtype: Any, place: PlaceWeigh
 def params_of(
     tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any, place: PlaceWeight | None = None
 ) -> Params:
-    """Assemble parameters: the inverse of `named_tensors`."""
+    """Build parameters from tensors: the inverse of `named_tensors`."""
     return _assemble(lambda name: jnp.asarray(tensors[name], dtype=dtype), config, place)
 
 
 def named_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of a model by their Hugging Face names; contiguous, since safetensors writes raw memory."""
+    """Yield a model's tensors by their Hugging Face names. They are contiguous, since safetensors writes raw memory."""
     yield "model.embed_tokens.weight", np.asarray(params.embed)
     yield "model.norm.weight", np.asarray(params.norm)
     if params.head is not None:
@@ -122,7 +122,7 @@ def _split(hf_name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]
 
 
 class _Tensors:
-    """The tensors of a folder, in one file or several with an index; read one by one."""
+    """The tensors in a folder, in one file or several with an index. They are read one by one."""
 
     def __init__(self, folder: Path, files: ExitStack) -> None:
         self._folder = folder
@@ -135,7 +135,7 @@ class _Tensors:
             raise ModelError(f"{folder} holds neither {SINGLE} nor {INDEX}")
 
     def get(self, name: str) -> Any:
-        """Read a tensor; raise ModelError if it is missing."""
+        """Read a tensor. Raise ModelError if it is missing."""
         file = SINGLE if self._index is None else self._index.get(name)
         if file is None or name not in (tensors := self._file(file)).keys():  # noqa: SIM118, not a dict
             raise ModelError(f"{self._folder} has no tensor {name}")

@@ -1,4 +1,4 @@
-"""The architecture of a model, from the `config.json` of its Hugging Face folder."""
+"""A model's architecture, from the `config.json` of its Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class ModelError(ValueError):
-    """A model cannot be used; the message says why."""
+    """The model cannot be used. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """RoPE scaling of Llama 3: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """RoPE scaling of Llama 3: stretches long wavelengths by `factor`, keeps short ones, and blends in between."""
 
     factor: float
     low_freq_factor: float
@@ -36,12 +36,12 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """The mixture of experts that replaces each layer's MLP."""
+    """The mixture of experts that replaces the MLP in each layer."""
 
     n_experts: int
     n_active: int  # per token
-    intermediate_size: int  # of one expert
-    normalizes_weights: bool  # weights of the active experts sum to 1
+    intermediate_size: int  # per expert
+    normalizes_weights: bool  # the active experts' weights sum to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +71,26 @@ class ModelConfig:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The number of layers in each array that is scanned.
+        """Number of layers in each scanned array.
 
-        Blocks of one layer sample more than twice as fast with 28 layers, since a scan copies each layer's weights; but
-        programs grow with the number of blocks.
+        Blocks of one layer sample more than twice as fast with 28 layers, since a scan copies each layer's weights. But
+        program size grows with the number of blocks.
         """
         return (1,) * self.n_layers if self.n_layers <= MAX_UNROLLED else (self.n_layers,)
 
     @property
     def n_groups(self) -> int:
-        """Query heads per key-value head."""
+        """Number of query heads per key-value head."""
         return self.n_heads // self.n_kv_heads
 
     def cache_bytes(self, itemsize: int) -> int:
-        """Return the bytes of keys and values per token, for numbers of `itemsize` bytes."""
+        """Return the KV cache size per token in bytes, for numbers of `itemsize` bytes."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_size * itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """The settings of an adapter, with the client's defaults."""
+    """Settings of an adapter, with the client's defaults."""
 
     rank: int = 32
     seed: int | None = None
@@ -101,16 +101,16 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """The scale of the product."""
+        """Factor on the product A B."""
         return self.alpha / self.rank
 
     def expert_rank(self, n_experts: int) -> int:
-        """Return the rank per expert, at least 1: all experts together have the rank of a single MLP."""
+        """Return the rank per expert, at least 1: all experts together have the rank of one MLP."""
         return max(1, self.rank // n_experts)
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read the configuration of the model in a folder.
+    """Read a model folder's configuration.
 
     Raises:
         ModelError: there is no `config.json`, or the model or one of its features is not supported.
@@ -126,7 +126,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def config_of(settings: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Parse a `config.json`, with the EOS tokens of `generation_config.json`."""
+    """Parse a `config.json`, with the EOS tokens from `generation_config.json`."""
     (architecture,) = settings.get("architectures") or ("none",)
     if architecture not in FAMILIES:
         raise ModelError(f"architecture {architecture} is not supported; use one of: {', '.join(FAMILIES)}")
@@ -160,7 +160,7 @@ def _generation(folder: Path) -> Mapping[str, Any]:
 
 
 def _refuse(settings: Mapping[str, Any], family: Family) -> None:
-    """Raise ModelError for features that would be computed incorrectly."""
+    """Raise ModelError for features that would be computed wrongly."""
     unsupported = {
         "attention_bias": bool(settings.get("attention_bias")),
         "mlp_bias": bool(settings.get("mlp_bias")),
@@ -176,9 +176,7 @@ def _refuse(settings: Mapping[str, Any], family: Family) -> None:
 
 
 def _rope_parameters(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the RoPE settings: newer configurations have `rope_parameters`, older ones `rope_scaling` and
-    `rope_theta`.
-    """
+    """Return the RoPE settings: `rope_parameters`, or in older files `rope_scaling` and `rope_theta`."""
     rope: Mapping[str, Any] = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     return rope
 
@@ -213,7 +211,7 @@ def _ids(settings: Any) -> tuple[int, ...]:
 
 
 def inverse_frequencies(config: ModelConfig) -> list[float]:
-    """Return the angle per position of each pair of a head's dimensions (Su et al., 2021, arXiv:2104.09864)."""
+    """Return the angle per position for each pair of head dimensions (Su et al., 2021, arXiv:2104.09864)."""
     size = config.head_size
     plain = [config.rope_theta ** (-2.0 * i / size) for i in range(size // 2)]
     scaling = config.rope_scaling

@@ -1,6 +1,6 @@
 """The decoder of Qwen3 (Yang et al., 2025, arXiv:2505.09388) and Llama 3 (Dubey et al., 2024, arXiv:2407.21783).
 
-One function serves training and sampling, with different attention.
+Training and sampling share one function, with different attention.
 
 Letters: S rows · T positions · D hidden size · V vocabulary · R targets of a position.
 """
@@ -21,13 +21,13 @@ from tx.models.moe import mix_experts
 Weights = Mapping[str, jax.Array]
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
-"""Maps queries (S, T, K, G, H), keys, values (S, T, K, H), the cache and the layer's number to the attention's output,
-in the shape of the queries, and the new cache.
+"""A function from queries (S, T, K, G, H), keys and values (S, T, K, H), the cache and the layer's number to the
+attention's output, with the shape of the queries, and the new cache.
 """
 
 
 class Params(NamedTuple):
-    """The weights of a model, in the order (in, out)."""
+    """A model's weights. Matrices are (in, out)."""
 
     embed: jax.Array  # (V, D)
     blocks: tuple[dict[str, jax.Array], ...]  # (layers of the block, …)
@@ -36,7 +36,7 @@ class Params(NamedTuple):
 
     @property
     def unembed(self) -> jax.Array:
-        """The output projection (D, V)."""
+        """Output projection (D, V)."""
         return self.embed.T if self.head is None else self.head
 
 
@@ -58,12 +58,12 @@ def hidden_states(
     *,
     remat: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """Return the final hidden states (S, T, D) and the cache.
+    """Run the decoder. Return the final hidden states (S, T, D) and the cache.
 
     Args:
         tokens, positions: (S, T)
         rows: the adapters of the rows, if any
-        attend: the attention of a layer; by default causal over the whole row, without a cache
+        attend: a layer's attention. The default is causal over the whole row, without a cache
         remat: recompute layers in the backward pass instead of keeping their activations
     """
     frequencies = jnp.asarray(inverse_frequencies(config), jnp.float32)

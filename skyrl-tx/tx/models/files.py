@@ -1,4 +1,4 @@
-"""The weight files of a model, and a fingerprint of them that does not need to read all bytes."""
+"""A model's weight files, and a fingerprint that does not need to read all bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ BYTES_OF_TENSOR = 1024
 
 
 def fingerprint(folder: Path) -> str | None:
-    """Return a fingerprint of the model in a folder: of each tensor's name, type, shape and first bytes.
+    """Return a fingerprint of the model in a folder, from each tensor's name, type, shape and first bytes.
 
-    It is independent of the split into files and of other files, and None if the folder has no safetensors.
+    It does not depend on how tensors are split into files, nor on other files. None if the folder has no safetensors.
 
     Raises:
         ModelError: a file is missing or invalid.

@@ -1,7 +1,7 @@
-"""Low-rank adapters (Hu et al., 2021, arXiv:2106.09685), which add scale · A B to a matrix W.
+"""Low-rank adapters (Hu et al., 2021, arXiv:2106.09685). An adapter adds scale · A B to a matrix W.
 
-An adapter is never merged, and never modified in place: training creates a new one, so that holders of the old one,
-such as samplers, keep it. The rows of a batch may have different adapters.
+Adapters are never merged and never modified in place. Training creates new arrays, so samplers that hold the old ones
+are unaffected. The rows of a batch may have different adapters.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import numpy as np
 from tx.models.config import LoraConfig, ModelConfig
 
 RANK_STEP = 8
-"""Ranks are zero-padded to a multiple, so that adapters of similar rank share compiled programs."""
+"""Ranks are zero-padded to a multiple of this, so that adapters of similar rank share compiled programs."""
 ATTENTION, MLP, HEAD = ("q", "k", "v", "o"), ("gate", "up", "down"), "head"
 
 
 class Factors(NamedTuple):
-    """A and B of a matrix in the layers of a block: (layers, in, rank) and (layers, rank, out).
+    """A matrix's A and B in a block of layers: (layers, in, rank) and (layers, rank, out).
 
-    For blocks of rows: (layers, blocks, in, rank). Experts are a dimension before `in`. The head has no layers.
+    Blocks of rows add a dimension: (layers, blocks, in, rank). Experts are a dimension before `in`. The head has no
+    layers.
     """
 
     a: jax.Array
@@ -32,28 +33,28 @@ class Factors(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """Factors by the name of the matrix, e.g. ``q``, for each block of layers, and the head's."""
+    """Factors by matrix name, e.g. ``q``, for each block of layers, and the head's factors."""
 
     blocks: tuple[dict[str, Factors], ...]
     head: Factors | None
 
 
 class Rows(NamedTuple):
-    """The adapters of a batch. Its rows are in blocks of equal size, and a block has one adapter."""
+    """The adapters of a batch. Its rows are in blocks of equal size, each with one adapter."""
 
     adapter: Adapter
     scales: jax.Array  # (blocks,)
 
 
 def covered_names(lora: LoraConfig, config: ModelConfig) -> tuple[str, ...]:
-    """Return the matrices that an adapter covers. A head that is tied to the embeddings is not one of them."""
+    """Return the matrices that an adapter covers. A head tied to the embeddings is excluded."""
     has_head = lora.train_unembed and not config.ties_embeddings
     chosen = ((lora.train_attn, ATTENTION), (lora.train_mlp, MLP), (has_head, (HEAD,)))
     return tuple(name for is_chosen, names in chosen if is_chosen for name in names)
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the dimensions (…, in, out) of the matrices that adapters cover, without the layers."""
+    """Return the dimensions (…, in, out) of the matrices that adapters can cover, without the layers."""
     queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
     hidden, middle = config.hidden_size, config.intermediate_size
     experts: tuple[int, ...] = ()
@@ -72,7 +73,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def rank_of(name: str, lora: LoraConfig, config: ModelConfig) -> int:
-    """Return the rank of a matrix's factors, without padding."""
+    """Return the unpadded rank of a matrix's factors."""
     return lora.rank if config.moe is None or name not in MLP else lora.expert_rank(config.moe.n_experts)
 
 
@@ -100,15 +101,15 @@ def padded_rank(name: str, lora: LoraConfig, config: ModelConfig) -> int:
 
 @jax.jit
 def rows_of(adapters: Sequence[Adapter], scales: jax.Array) -> Rows:
-    """Stack adapters for the blocks of a batch; all cover the same matrices with the same padded rank."""
+    """Stack adapters for the blocks of a batch. All cover the same matrices with the same padded rank."""
     blocks = jax.tree.map(lambda *parts: jnp.stack(parts, 1), *(adapter.blocks for adapter in adapters))
     heads = [adapter.head for adapter in adapters]
     return Rows(Adapter(blocks, jax.tree.map(lambda *parts: jnp.stack(parts), *heads)), scales)
 
 
 def project(x: jax.Array, weight: jax.Array, factors: Factors | None, scales: jax.Array | None) -> jax.Array:
-    """Return x W plus the adapters' products. x (S, T, in), weight (in, out), factors of N blocks (N, in, r) (N, r,
-    out).
+    """Return x W plus the adapters' products. x is (S, T, in), weight (in, out), factors of N blocks (N, in, r) and (N,
+    r, out).
     """
     out = x @ weight
     if factors is None or scales is None:

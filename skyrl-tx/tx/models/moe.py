@@ -1,11 +1,11 @@
-"""Mixtures of experts: the router chooses few experts for each token.
+"""Mixtures of experts: the router chooses a few experts for each token.
 
-For whole sequences, the tokens of each expert are gathered in blocks of fixed size, one expert after the other. So
-shapes are static although the number of tokens per expert is not: blocks are padded with zeros. The cost is that of the
-chosen experts plus less than a block per expert (Gale et al., 2022, arXiv:2211.15841).
+For whole sequences, each expert's tokens are gathered in blocks of fixed size, one expert after the other. Blocks are
+padded with zeros, so shapes are static although the number of tokens per expert is not. The cost is the chosen experts'
+plus less than a block per expert (Gale et al., 2022, arXiv:2211.15841).
 
 When each row has one token, every expert computes every row, and experts that were not chosen have share 0. So a row's
-result is bitwise independent of the other rows, and for few rows the cost is that of reading the weights.
+result is bitwise independent of the other rows. For few rows, the cost is dominated by reading the weights anyway.
 
 Letters: S rows · T positions · D hidden size · E experts · N tokens, S × T · B tokens of a block.
 """
@@ -32,8 +32,8 @@ def mix_experts(
     scales: jax.Array | None,
     x: jax.Array,
 ) -> jax.Array:
-    """Compute the mixture for x (S, T, D), with weights (E, in, out) and adapters of n blocks of rows (n, E, in, r),
-    (n, E, r, out).
+    """Compute the mixture for x (S, T, D), with weights (E, in, out) and the adapters of n blocks of rows, (n, E, in,
+    r) and (n, E, r, out).
     """
     best, chosen = route(moe, x, weights["router"])
     experts = {name: weights[name] for name in MLP}
@@ -45,7 +45,7 @@ def mix_experts(
 
 
 def route(moe: MoeConfig, x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the shares of the chosen experts of each token, and their indices. x (S, T, D), router (D, E)."""
+    """Return the shares of each token's chosen experts, and the experts' indices. x (S, T, D), router (D, E)."""
     odds = jax.nn.softmax((x @ router).astype(jnp.float32), axis=-1)
     best, chosen = jax.lax.top_k(odds, moe.n_active)
     if moe.normalizes_weights:
@@ -65,7 +65,7 @@ def _one_expert(weights: Weights, factors: Mapping[str, Factors], scales: jax.Ar
 def _every_expert(
     weights: Weights, factors: Mapping[str, Factors], scales: jax.Array | None, x: jax.Array, shares: jax.Array
 ) -> jax.Array:
-    """Sum all experts, weighted by shares (S, T, E), which are mostly 0."""
+    """Sum all experts, weighted by shares (S, T, E). Most shares are 0."""
     by_expert = jax.tree.map(lambda factor: jnp.moveaxis(factor, 1, 0), factors)
 
     def add(total: jax.Array, part: tuple[jax.Array, Weights, Mapping[str, Factors]]) -> tuple[jax.Array, None]:
@@ -80,27 +80,31 @@ def _every_expert(
 
 
 class Blocks(NamedTuple):
-    """The assignment of tokens to blocks."""
+    """Assignment of tokens to blocks."""
 
     experts: jax.Array  # (blocks,)
     tokens: jax.Array  # (blocks, B); N: padding
-    slots: jax.Array  # (N, experts of a token): indices of its results in all blocks
+    slots: jax.Array  # (N, experts per token): indices of the token's results in all blocks
 
 
 def blocks_of(chosen: jax.Array, n_experts: int) -> Blocks:
-    """Assign tokens to blocks by their experts (N, experts of a token)."""
+    """Assign tokens to blocks by their experts (N, experts per token).
+
+    Example: 4 tokens, 1 expert per token, 3 experts, blocks of 2 tokens, chosen = [2, 0, 2, 2]. Expert 0 has 1 token
+    and needs 1 block, expert 1 none, expert 2 has 3 tokens and needs 2. The blocks' experts are [0, 2, 2], their tokens
+    [[1, N], [0, 2], [3, N]] with N = 4 for padding, and the slots of tokens 0 to 3 are [2, 0, 3, 4]. The number of
+    blocks must be static: it is the maximum over all possible choices, so some blocks at the end may be padding only.
+    """
     n_tokens, n_active = chosen.shape
     n_pairs = n_tokens * n_active
     size = block_size(n_pairs, n_experts)
-    n_blocks = (
-        n_pairs + n_experts * (size - 1)
-    ) // size  # the maximum: the last block of each expert may have only one token
+    n_blocks = (n_pairs + n_experts * (size - 1)) // size  # the worst case: each expert's last block has only one token
     counts = jnp.bincount(chosen.reshape(-1), length=n_experts)
     n_whole = -(-counts // size)  # blocks per expert
     ends = jnp.cumsum(n_whole)
     order = jnp.argsort(chosen.reshape(-1), stable=True)  # (token, expert) pairs by expert
     expert = chosen.reshape(-1)[order]
-    number = jnp.arange(n_pairs) - (jnp.cumsum(counts) - counts)[expert]  # index among those of the expert
+    number = jnp.arange(n_pairs) - (jnp.cumsum(counts) - counts)[expert]  # index among the expert's own pairs
     slot = (ends - n_whole)[expert] * size + number
     return Blocks(
         experts=jnp.minimum(jnp.searchsorted(ends, jnp.arange(n_blocks), side="right"), n_experts - 1),
@@ -110,7 +114,7 @@ def blocks_of(chosen: jax.Array, n_experts: int) -> Blocks:
 
 
 def block_size(n_pairs: int, n_experts: int) -> int:
-    """Return about half the number of tokens per expert, so that few slots are empty; a power of two."""
+    """Return a block size of about half the tokens per expert, so that few slots are empty. It is a power of two."""
     size = MIN_BLOCK
     while 4 * size * n_experts <= n_pairs and size < MAX_BLOCK:
         size *= 2
@@ -125,7 +129,7 @@ def _chosen_experts(
     best: jax.Array,
     chosen: jax.Array,
 ) -> jax.Array:
-    """Compute the chosen experts. best, chosen (S, T, experts of a token). All rows have the same adapter."""
+    """Compute only the chosen experts. best, chosen (S, T, experts per token). All rows have the same adapter."""
     assert scales is None or len(scales) == 1, "whole sequences are read with one adapter at a time"
     n_experts = weights["gate"].shape[0]
     tokens = x.reshape(-1, x.shape[-1])
@@ -145,8 +149,8 @@ def _by_blocks(
 ) -> jax.Array:
     """Apply the expert of each block to its rows (blocks, B, D).
 
-    The gradient recomputes each block (twice if layers are rematerialized, too), and accumulates in place per expert:
-    JAX's own would allocate an array of the size of all experts for each block.
+    The custom gradient recomputes each block (twice if layers are rematerialized too), and accumulates in place per
+    expert. JAX's gradient would allocate an array of the size of all experts for each block.
     """
     return jax.lax.map(
         lambda part: _one_expert(*_of_expert(part[0], weights, factors), scales, part[1][None])[0], (experts, rows)

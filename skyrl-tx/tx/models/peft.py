@@ -1,4 +1,4 @@
-"""The file layout of peft adapters, which vLLM and Hugging Face read, too."""
+"""File layout of peft adapters. vLLM and Hugging Face read it too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def factor_names(path: str) -> tuple[str, str]:
 def write_config(
     folder: Path, lora: LoraConfig, base_model: str, modules: Sequence[str], expert_ranks: Mapping[str, int]
 ) -> None:
-    """Write the adapter's configuration: it covers `modules`; experts have their own ranks."""
+    """Write the adapter's configuration: it covers `modules`, and experts have their own ranks."""
     settings: dict[str, Any] = {
         "base_model_name_or_path": base_model,
         "bias": "none",
@@ -39,7 +39,7 @@ def write_config(
 
 
 def _fuse_ranks(ranks: Mapping[str, int]) -> Mapping[str, int]:
-    """Add the rank of gate and up fused, which peft has with transformers 5. It takes the first match."""
+    """Add the rank of the fused gate and up matrix (peft with transformers 5). peft takes the first match."""
     if not ranks.keys() >= {"gate_proj", "up_proj"}:
         return ranks
     return {"gate_up_proj": ranks["gate_proj"] + ranks["up_proj"], **ranks}

@@ -1,6 +1,6 @@
-"""The sharding of a model over several devices.
+"""Sharding of a model over several devices.
 
-Axis `tp` splits matrices where heads and hidden units are independent; axis `fsdp` splits their other dimension, and
+Axis `tp` splits matrices where heads and hidden units are independent. Axis `fsdp` splits their other dimension, and
 the rows of a micro-batch. The compiler inserts the communication.
 """
 
@@ -22,7 +22,7 @@ ROWS = ("o", "down", "embed")  # (…, in, out): split by inputs
 
 
 def mesh_of(n_fsdp: int, n_tp: int) -> Mesh:
-    """Return a grid of the first devices; for 1 × 1, a single device.
+    """Return a mesh of the first devices. 1 × 1 is a single device.
 
     Raises:
         ModelError: there are not enough devices.
@@ -48,7 +48,7 @@ def place_weight(mesh: Mesh, name: str, weight: jax.Array) -> jax.Array:
 
 
 def place_rows(mesh: Mesh, rows: np.ndarray) -> jax.Array:
-    """Divide the rows (M, …) of a micro-batch among devices."""
+    """Split a micro-batch's rows (M, …) among devices."""
     return _place(mesh, rows, [FSDP])
 
 
@@ -58,9 +58,9 @@ def place_heads(mesh: Mesh, cache: jax.Array) -> jax.Array:
 
 
 def place_whole(mesh: Mesh, tree: T) -> T:
-    """Replicate arrays, e.g. of an adapter, on each device.
+    """Replicate arrays, e.g. an adapter's, on each device.
 
-    The compiler distinguishes explicitly placed arrays from new ones; without the placement, it would compile programs
+    The compiler distinguishes explicitly placed arrays from new ones. Without the placement, it would compile programs
     twice.
     """
     placed: T = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
@@ -68,7 +68,7 @@ def place_whole(mesh: Mesh, tree: T) -> T:
 
 
 def _place(mesh: Mesh, array: jax.Array | np.ndarray, axes: Sequence[str | None]) -> jax.Array:
-    """Shard an array; axes that do not divide evenly are replicated."""
+    """Shard an array. Axes that do not divide evenly are replicated."""
     even = [
         axis if axis and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(axes, array.shape[: len(axes)], strict=True)

@@ -1,4 +1,4 @@
-"""Convert the rows of a dataset file to training data: tokens and loss weights."""
+"""Convert dataset rows to training data: tokens and loss weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_rows(file: Path) -> list[Mapping[str, Any]]:
     """Read the rows of a `.jsonl`, `.json` or `.parquet` file.
 
     Raises:
-        UserError: the file is missing, malformed or empty, or a row is not an object; the message names the position.
+        UserError: the file is missing, malformed or empty, or a row is not an object. The message names the position.
     """
     if not file.is_file():
         raise UserError(f"--dataset {file}: file not found")
@@ -64,7 +64,7 @@ def _json_rows(file: Path) -> list[Mapping[str, Any]]:
 
 
 class ExampleBuilder:
-    """A converter from rows to data, with the tokenizer and chat template of a model."""
+    """A converter from rows to data, with a model's tokenizer and chat template."""
 
     def __init__(self, folder: Path, max_length: int) -> None:
         """Load the tokenizer in `folder`. Rows are truncated to `max_length` tokens."""
@@ -74,11 +74,10 @@ class ExampleBuilder:
         self._max_length = max_length
 
     def convert(self, number: int, row: Mapping[str, Any]) -> list[Datum]:
-        """Return the data of a row: more than one if the template renders earlier replies differently from the last
-        one.
+        """Return a row's data: more than one datum if the template renders earlier replies differently from the last.
 
         Raises:
-            UserError: the row has an unknown format or no trained token, or the chat template refuses it.
+            UserError: the row has an unknown format or no trained token, or the chat template rejects it.
         """
         present = {name: value for name, value in row.items() if value is not None}  # parquet fills columns with null
         try:

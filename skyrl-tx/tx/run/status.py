@@ -1,4 +1,4 @@
-"""`tx status`: print the state of a server."""
+"""`tx status`: print a server's state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_RUNS = 20
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Query the server and print a report; exit with status 1 if the server or its engine is unavailable."""
+    """Query the server and print a report. Exit with status 1 if the server or its engine is unavailable."""
     parser = argparse.ArgumentParser(prog="tx status", description=__doc__)
     parser.add_argument(
         "--url",
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def report(url: str) -> tuple[str, bool]:
-    """Return the report, and whether the engine is up."""
+    """Return the report, and True if the engine is up."""
     served = json.loads(_get(f"{url}/api/v1/get_server_capabilities"))["supported_models"]
     runs = json.loads(_get(f"{url}/api/v1/training_runs?limit={MAX_RUNS}"))
     metrics = parse_metrics(_get(f"{url}/metrics"))
@@ -58,7 +58,7 @@ def report(url: str) -> tuple[str, bool]:
 
 
 def parse_metrics(text: str) -> dict[str, dict[str, float]]:
-    """Parse `/metrics`: values by metric name, then by the label values joined with spaces."""
+    """Parse `/metrics` to values by metric name, then by the label values joined with spaces."""
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

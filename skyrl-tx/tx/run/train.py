@@ -1,7 +1,7 @@
 """`tx train`: fine-tune an adapter on a file, in this process.
 
 Rerun the command to resume. Checkpoints of the complete state are written to `checkpoints/` in the output folder every
-`--save-steps` steps and on a signal; data order and updates follow from the seed and the step number.
+`--save-steps` steps and on a signal. Data order and updates are determined by the seed and the step number.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 MODEL_ID = "model"
 SETTINGS, METRICS, CHECKPOINTS, ADAPTER = "settings.json", "metrics.jsonl", "checkpoints", "adapter"
 MAY_CHANGE = frozenset({"max_steps", "save_steps", "output_dir"})
-"""Settings that may differ when a run is resumed."""
+"""Settings that may change when a run resumes."""
 
 
 def _parse_optimizer_args(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return AdamW settings as numbers; the learning rate has its own flag."""
+    """Return AdamW settings as numbers. The learning rate has its own flag."""
     known = [name for name in AdamSettings.model_fields if name != "learning_rate"]
     if unknown := sorted(settings.keys() - set(known)):
         raise ValueError(f"{unknown[0]} is unknown; it may have {', '.join(known)}")
@@ -52,7 +52,7 @@ def _parse_optimizer_args(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class TrainConfig(BaseModel):
-    """Settings of a run; each field is a flag."""
+    """Settings of a run. Each field is a flag."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -60,16 +60,16 @@ class TrainConfig(BaseModel):
     """The model: a Hugging Face repository or a folder."""
 
     dataset: Path
-    """A .jsonl, .json or .parquet file; rows have messages, prompt and completion, or text."""
+    """A .jsonl, .json or .parquet file. Rows have messages, prompt and completion, or text."""
 
     output_dir: Path
-    """Folder for the adapter, checkpoints and metrics; if it holds the same run, the run is resumed."""
+    """Folder for the adapter, checkpoints and metrics. If it holds the same run, the run resumes."""
 
     load_checkpoint_path: Path | None = None
-    """A saved folder with the initial weights, whose rank applies."""
+    """A saved folder with the initial weights. Its rank applies."""
 
     lora_rank: Annotated[int, Ge(0)] = 32
-    """Rank of the adapter; 0 trains all parameters."""
+    """Rank of the adapter. 0 trains all parameters."""
 
     learning_rate: Annotated[float, Gt(0)] = 1e-4
     """Learning rate of AdamW."""
@@ -87,7 +87,7 @@ class TrainConfig(BaseModel):
     """Maximum number of steps."""
 
     max_length: Annotated[int, Ge(2)] = 2048
-    """Maximum tokens per row; longer rows are truncated."""
+    """Maximum tokens per row. Longer rows are truncated."""
 
     save_steps: Annotated[int, Ge(1)] = 500
     """Steps between checkpoints."""
@@ -99,7 +99,7 @@ class TrainConfig(BaseModel):
     """The compute backend: jax or torch."""
 
     backend_config: JsonObject = Field(default_factory=dict)
-    """Settings of the backend, as JSON."""
+    """Backend settings, as JSON."""
 
     @model_validator(mode="after")
     def _check_backend(self) -> Self:
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
-    """Parse a command line; exit with a message if a setting is invalid."""
+    """Parse a command line. Exit with a message if a setting is invalid."""
     parser = argparse.ArgumentParser(prog="tx train", allow_abbrev=False, description="Fine-tune an adapter on a file.")
     for name in TrainConfig.model_fields:
         add_flag(parser, TrainConfig, name, *(["--model"] if name == "base_model" else []))
@@ -172,7 +172,7 @@ class TrainCommand:
         self._is_ending = True
 
     def _begin(self) -> int:
-        """Load the last checkpoint or create a model, and record the settings; return the number of finished steps."""
+        """Load the last checkpoint or create a model, and record the settings. Return the number of finished steps."""
         last = max(self._saved_steps(), default=0)
         if last:
             self._backend.load_model(MODEL_ID, self._checkpoints / str(last), with_optimizer=True)
@@ -197,7 +197,7 @@ class TrainCommand:
         """Train on a batch and record its metrics.
 
         Raises:
-            UserError: the loss, or the norm of the gradients, is NaN or infinite.
+            UserError: the loss or the gradient norm is NaN or infinite.
         """
         started = time.perf_counter()
         batch = self._batch(number)
@@ -228,7 +228,7 @@ class TrainCommand:
         logger.info("step %d of %d: loss %.4f, %.0f tokens/s", number, self._n_steps, result.loss, speed)
 
     def _batch(self, number: int) -> list[Datum]:
-        """Return the data of a step; every epoch has its own order."""
+        """Return a step's data. Every epoch has its own order."""
         epoch, step = divmod(number - 1, self._steps_of_epoch)
         order = np.random.default_rng([self._config.seed, epoch]).permutation(len(self._data))
         chosen = order[step * self._config.batch_size : (step + 1) * self._config.batch_size]
@@ -237,7 +237,7 @@ class TrainCommand:
     # -- the output folder
 
     def _check_settings(self) -> dict[str, Any]:
-        """Return the settings to record; refuse to resume a run with different ones."""
+        """Return the settings to record. Refuse to resume a run with different ones."""
         settings = self._config.model_dump(mode="json", exclude=set(MAY_CHANGE)) | {"lora_rank": self._check_rank()}
         settings["dataset_sha256"] = hashlib.sha256(self._config.dataset.read_bytes()).hexdigest()
         file = self._config.output_dir / SETTINGS
@@ -248,10 +248,10 @@ class TrainCommand:
         return settings
 
     def _check_rank(self) -> int:
-        """Return the rank of the adapter, which is that of the initial weights if there are any.
+        """Return the adapter's rank. If there are initial weights, they determine it.
 
         Raises:
-            UserError: `--load-checkpoint-path` is not a saved folder, or has another rank than `--lora-rank`.
+            UserError: `--load-checkpoint-path` is not a saved folder, or its rank differs from `--lora-rank`.
         """
         path, rank = self._config.load_checkpoint_path, self._config.lora_rank
         if path is None:

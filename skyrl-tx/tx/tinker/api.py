@@ -1,7 +1,7 @@
 """The server: `python -m tx.tinker.api --base-model Qwen/Qwen3-0.6B`.
 
-It serves clients and writes their requests to the database. The engine computes them in a separate process, which the
-server starts and supervises.
+It serves clients and writes their requests to the database. The engine, a separate process that the server starts and
+supervises, computes them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Server(uvicorn.Server):
         self._service = service
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to exit. Called ten times per second."""
+        """Return True to exit. Called ten times per second."""
         return await super().on_tick(counter) or self.is_unusable
 
     @property
@@ -91,14 +91,14 @@ class Server(uvicorn.Server):
                 logger.info("serving %s at %s, state in %s", config.model_name, where, config.checkpoints_base)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Release held polls on a signal, so that shutdown does not wait for them; kill the engine on a second one."""
+        """Release held polls on a signal, so that shutdown does not wait for them. Kill the engine on the second."""
         if self.should_exit and self._service.supervisor is not None:
             self._service.supervisor.kill()
         super().handle_exit(sig, frame)
         self._service.promises.release()
 
     def handle_hangup(self, sig: int, frame: FrameType | None) -> None:
-        """Stop when the terminal closes, which may send its signal several times."""
+        """Stop when the terminal closes. It may send its signal several times."""
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self.handle_exit(signal.SIGTERM, frame)
 

@@ -1,4 +1,4 @@
-"""Settings of the server and its engine; each field is a flag of both, `--base-model` for `base_model`.
+"""Settings of the server and its engine. Each field is a flag of both, e.g. `--base-model` for `base_model`.
 
 Secrets come from the environment or a file, never from the command line.
 """
@@ -32,7 +32,7 @@ from tx.tinker.backends.factory import BackendName, settings_of
 
 DATABASE_URL, API_KEYS, EXTERNAL_KEY = "TX_DATABASE_URL", "TX_API_KEYS", "TX_EXTERNAL_INFERENCE_API_KEY"
 NAMED_KEY = re.compile(r"(?!tml-|eyJ)([A-Za-z0-9_.-]{1,64})=(.+)", re.ASCII)
-"""A key with the name of its user. Keys themselves, which may contain "=", begin with tml- or eyJ."""
+"""A key with its user's name. Keys themselves may contain "=", but begin with tml- or eyJ."""
 SECRET_FIELDS = frozenset({"database_url", "api_keys", "external_inference_api_key"})
 
 
@@ -45,7 +45,7 @@ def state_folder() -> Path:
 
 
 def unnamed_user(key: str) -> str:
-    """Return the user of a key without a name."""
+    """Return the user of an unnamed key."""
     return f"key-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
@@ -70,22 +70,22 @@ class TxConfig(BaseModel):
     """The model to train and sample: a Hugging Face repository or a folder."""
 
     served_model_name: Text | None = None
-    """The name of the base model for clients, `base_model` by default. Clients may use `base_model`, too."""
+    """The base model's name for clients. Defaults to `base_model`. Clients may use `base_model` too."""
 
     backend: BackendName = "jax"
-    """The compute backend; torch supports more Hugging Face models and needs the extra skyrl-tx[torch]."""
+    """The compute backend. torch supports more Hugging Face models and needs the extra skyrl-tx[torch]."""
 
     backend_config: JsonObject = Field(default_factory=dict)
-    """Settings of the backend, as JSON, e.g. '{"dtype": "bfloat16"}'."""
+    """Backend settings as JSON, e.g. '{"dtype": "bfloat16"}'."""
 
     checkpoints_base: Folder = Field(default_factory=state_folder)
-    """The folder of checkpoints. The default is in $XDG_DATA_HOME, or ~/.local/share if that is unset."""
+    """Folder of checkpoints. The default is in $XDG_DATA_HOME, or ~/.local/share if that is unset."""
 
     min_free_bytes: Annotated[int, Ge(0)] = 1 << 30
-    """Bytes that stay free on the disk of `checkpoints_base`: writes that would leave less are refused."""
+    """Bytes to keep free on the disk of `checkpoints_base`. Writes that would leave less are refused."""
 
     database_url: str = ""
-    """SQLAlchemy URL of SQLite or PostgreSQL; set TX_DATABASE_URL instead to hide a password. The default is
+    """SQLAlchemy URL of SQLite or PostgreSQL. Set TX_DATABASE_URL instead to hide a password. The default is
     `tinker.db` in `checkpoints_base`, so that checkpoints and their records stay together.
     """
 
@@ -93,64 +93,64 @@ class TxConfig(BaseModel):
     """Maximum rank of an adapter."""
 
     train_all: bool = True
-    """Accept rank 0, which trains all parameters: such a model takes four times the memory of the base model."""
+    """Accept rank 0, which trains all parameters. Such a model takes four times the memory of the base model."""
 
     max_models: Annotated[int, Ge(1)] = 64
-    """Maximum number of models under training; more are refused until one is unloaded or its session ends."""
+    """Maximum number of models under training. More are refused until one is unloaded or its session ends."""
 
     max_models_per_user: Annotated[int, Ge(1)] | None = None
-    """Maximum number of models per user; unlimited by default."""
+    """Maximum number of models per user. Unlimited by default."""
 
     max_sessions_per_user: Annotated[int, Ge(1)] = 1000
-    """Maximum number of active sessions per user; more are refused until one ends."""
+    """Maximum number of active sessions per user. More are refused until one ends."""
 
     host: str = "127.0.0.1"
-    """The address to listen on. Set API keys before you use 0.0.0.0: otherwise anyone may use the server."""
+    """Address to listen on. Set API keys before you use 0.0.0.0: otherwise anyone may use the server."""
 
     port: Annotated[int, Ge(0), Le(65535)] = 8000
-    """The port to listen on; 0 picks a free one."""
+    """Port to listen on. 0 picks a free one."""
 
     root_path: str = ""
-    """The path prefix that a reverse proxy strips, e.g. /tinker; download addresses include it."""
+    """Path prefix that a reverse proxy strips, e.g. /tinker. Download addresses include it."""
 
     start_engine: bool = True
-    """Start and supervise an engine; with --no-start-engine, run `python -m tx.tinker.engine` yourself."""
+    """Start and supervise an engine. With --no-start-engine, run `python -m tx.tinker.engine` yourself."""
 
     engine_stop_sec: Annotated[float, Ge(0)] = 60
-    """Seconds that a stopping server waits for the engine's current step; a second signal ends the wait."""
+    """Seconds that a stopping server waits for the engine's current step. A second signal ends the wait."""
 
     engine_hang_sec: Annotated[float, Ge(-1)] = 1800
-    """Seconds without progress after which the engine is restarted; compiling is progress. -1 disables this."""
+    """Seconds without progress after which the engine is restarted. Compiling counts as progress. -1 disables this."""
 
     api_keys_file: Folder | None = None
-    """A file of accepted API keys, one per line; TX_API_KEYS holds them separated by commas. Without either, no key is
-    needed. A line `alice=tml-...` names the user, who keeps all runs when the key is replaced; a user may have several
+    """File of accepted API keys, one per line. TX_API_KEYS holds keys separated by commas. Without either, no key is
+    needed. A line `alice=tml-...` names the user, who keeps all runs when the key is replaced. A user may have several
     keys. Without a name, the key itself is the user.
     """
 
     api_keys: tuple[SecretStr, ...] = ()
-    """The accepted API keys, from `api_keys_file` and TX_API_KEYS."""
+    """Accepted API keys, from `api_keys_file` and TX_API_KEYS."""
 
     session_timeout_sec: Annotated[float, Ge(-1)] = 300
-    """Seconds without a request or heartbeat until a session ends and its models are unloaded; -1 disables this."""
+    """Seconds without a request or heartbeat until a session ends and its models are unloaded. -1 disables this."""
 
     session_cleanup_interval_sec: Annotated[float, Gt(0)] = 60
     """Seconds between checks for stale sessions and expired checkpoints."""
 
     hold_sec: Annotated[float, Gt(0), Le(40)] = 25
-    """Seconds that a client's poll waits for a result before the client must poll again; clients time out after 45."""
+    """Seconds that a client's poll waits for a result before the client must poll again. Clients time out after 45."""
 
     max_queued_requests: Annotated[int, Ge(1)] = 4096
-    """Maximum number of pending requests per model or sampling session; beyond it, clients are slowed down."""
+    """Maximum number of pending requests per model or sampling session. Beyond it, clients are slowed down."""
 
     max_queued_bytes: Annotated[int, Ge(1)] = 4 << 30
-    """Maximum bytes of those requests together."""
+    """Maximum bytes of these requests together."""
 
     max_queued_requests_per_user: Annotated[int, Ge(1)] = 4 * 4096
-    """Maximum number of pending requests of a user, over all models and sampling sessions."""
+    """Maximum number of pending requests per user, over all models and sampling sessions."""
 
     max_queued_bytes_per_user: Annotated[int, Ge(1)] = 16 << 30
-    """Maximum bytes of those requests together."""
+    """Maximum bytes of these requests together."""
 
     max_body_bytes: Annotated[int, Ge(1024)] = 256 << 20
     """Maximum size of a request body, decompressed."""
@@ -159,13 +159,13 @@ class TxConfig(BaseModel):
     """Ask clients to compress training data: worthwhile if the network is slower than zstd."""
 
     retention_sec: Annotated[float, Gt(0)] = 24 * 3600
-    """Seconds that results can be fetched again; then they are deleted."""
+    """Seconds that results can be fetched again before they are deleted."""
 
     snapshot_retention_sec: Annotated[float, Gt(0)] = 3600
-    """Seconds that unnamed samplers are kept without use; then they are deleted."""
+    """Seconds without use after which unnamed samplers are deleted."""
 
     max_snapshots_per_session: Annotated[int, Ge(1)] = 32
-    """Maximum number of unnamed samplers that a session keeps; beyond it, the least recently used ones are deleted."""
+    """Maximum number of unnamed samplers per session. Beyond it, the least recently used ones are deleted."""
 
     url_lifetime_sec: Annotated[float, Gt(0)] = 3600
     """Seconds that a download address of external weights is valid."""
@@ -174,13 +174,13 @@ class TxConfig(BaseModel):
     """URL of a server with the OpenAI API, e.g. vLLM, that does the sampling."""
 
     external_inference_api_key: SecretStr = SecretStr("EMPTY")
-    """API key of that server; from TX_EXTERNAL_INFERENCE_API_KEY."""
+    """API key of that server, from TX_EXTERNAL_INFERENCE_API_KEY."""
 
     external_inference_answer_sec: Annotated[float, Gt(0)] = 3600
-    """Timeout for a response of that server."""
+    """Timeout for that server's responses, in seconds."""
 
     external_inference_lora_base: Folder | None = None
-    """The folder from which that server loads adapters."""
+    """Folder from which that server loads adapters."""
 
     @field_validator("api_keys")
     @classmethod
@@ -213,17 +213,17 @@ class TxConfig(BaseModel):
 
     @cached_property
     def users_by_key(self) -> dict[str, str]:
-        """The user of each API key."""
+        """User of each API key."""
         return {key: user for user, key in map(_split_key, self.api_keys)}
 
     @property
     def model_name(self) -> str:
-        """The name of the base model for clients."""
+        """The base model's name for clients."""
         return self.served_model_name or self.base_model
 
     @property
     def tokenizer(self) -> str | None:
-        """The tokenizer for clients: the repository, or the folder, which is useful on this machine only."""
+        """Tokenizer for clients: the repository, or a folder that only helps clients on this machine."""
         folder = Path(self.base_model).expanduser()
         where = str(folder.absolute()) if folder.is_dir() else self.base_model
         return None if ":" in where else where  # clients cut the name at a colon
@@ -239,13 +239,13 @@ def _split_key(entry: SecretStr) -> tuple[str, str]:
 def parse_config(
     arguments: Sequence[str] | None = None, *, program: str, environment: Mapping[str, str] | None = None
 ) -> TxConfig:
-    """Parse a command line; exit with a message if a setting is invalid, or after `--help`."""
+    """Parse a command line. Exit with a message if a setting is invalid, or after `--help`."""
     parser = argument_parser(program)
     return config_of(parser, parser.parse_args(arguments), os.environ if environment is None else environment)
 
 
 def config_of(parser: argparse.ArgumentParser, parsed: argparse.Namespace, environment: Mapping[str, str]) -> TxConfig:
-    """Return the settings of a parsed command line, which may have additional arguments."""
+    """Return the settings of a parsed command line. It may have additional arguments."""
     settings = {name: getattr(parsed, name) for name in TxConfig.model_fields if hasattr(parsed, name)}
     try:
         return TxConfig(**_secrets(settings, environment), **settings)
@@ -284,7 +284,7 @@ def _secrets(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dic
 
 
 def arguments_of(config: TxConfig) -> list[str]:
-    """Return a command line with the same settings; those of `environment_of` are left out."""
+    """Return a command line with the same settings, except for the settings in `environment_of`."""
     settings = config.model_dump(mode="json", exclude=set(SECRET_FIELDS) | {"api_keys_file", "start_engine"})
     return [_argument(name, value) for name, value in settings.items() if value is not None]
 

@@ -1,7 +1,7 @@
-"""The tables: the queue between server and engine, and the state that both recover after a restart.
+"""Database tables: the queue between server and engine, and the state that both recover after a restart.
 
-A request is accepted when its row is committed. The engine takes the pending rows of a model in the order of their
-numbers. The server answers from finished rows, as often as clients ask.
+A request is accepted when its row is committed. The engine takes a model's pending rows in the order of their numbers.
+The server answers from finished rows, as often as clients ask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def now() -> datetime:
 
 
 class Kind(StrEnum):
-    """The kind of a request."""
+    """Kind of a request."""
 
     CREATE_MODEL = "create_model"
     LOAD_WEIGHTS = "load_weights"
@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 
 class RequestStatus(StrEnum):
-    """The status of a request."""
+    """Status of a request."""
 
     PENDING = "pending"
     DONE = "done"
@@ -45,7 +45,7 @@ class RequestStatus(StrEnum):
 
 
 class SessionStatus(StrEnum):
-    """The status of a client's session."""
+    """Status of a client's session."""
 
     ACTIVE = "active"
     FINISHED = "finished"
@@ -53,21 +53,21 @@ class SessionStatus(StrEnum):
 
 
 class ModelStatus(StrEnum):
-    """The status of a model, which is ready once its first request is done."""
+    """Status of a model. It is ready once its first request is done."""
 
     PENDING = "pending"
     READY = "ready"
     FAILED = "failed"
-    UNLOADING = "unloading"  # after the requests before it
+    UNLOADING = "unloading"  # after its earlier requests
     UNLOADED = "unloaded"
 
 
 GONE = (ModelStatus.FAILED, ModelStatus.UNLOADED)
-"""Statuses of models that are gone for good."""
+"""Statuses of models that will not come back."""
 
 
 class CheckpointKind(StrEnum):
-    """The kind of a checkpoint, and the second segment of its path."""
+    """Kind of a checkpoint, and the second segment of its path."""
 
     TRAINING = "weights"
     SAMPLER = "sampler_weights"
@@ -110,7 +110,7 @@ class Model(SQLModel, table=True):
     restored_until: int = Field(
         default=0, sa_column=Column(BigNumber, nullable=False)
     )  # the last request that its newest restore point includes
-    lost_because: str | None = None  # why the engine could not restore it; its requests wait for an engine that can
+    lost_because: str | None = None  # why the engine could not restore it. Its requests wait for an engine that can.
 
 
 class Request(SQLModel, table=True):
@@ -144,7 +144,7 @@ class Request(SQLModel, table=True):
 
 
 class SamplingSession(SQLModel, table=True):
-    """Immutable weights that a client samples from: the base model's, a checkpoint's, or a snapshot's."""
+    """Immutable weights that a client samples from: the base model, a checkpoint or a snapshot."""
 
     __tablename__ = "sampling_sessions"
     __table_args__ = (UniqueConstraint("session_id", "seq_id"),)
@@ -159,7 +159,7 @@ class SamplingSession(SQLModel, table=True):
 
 
 class Checkpoint(SQLModel, table=True):
-    """A folder of weights, `tinker://<model>/<kind>/<name>`; the row is written once the folder is complete."""
+    """A folder of weights, `tinker://<model>/<kind>/<name>`. The row is written once the folder is complete."""
 
     __tablename__ = "checkpoints"
 
@@ -181,7 +181,7 @@ class Checkpoint(SQLModel, table=True):
 
 
 class BaseWeights(SQLModel, table=True):
-    """The fingerprint of the weights of a base model."""
+    """Fingerprint of a base model's weights."""
 
     __tablename__ = "base_weights"
 
@@ -190,11 +190,11 @@ class BaseWeights(SQLModel, table=True):
 
 
 STALLED = "seconds without progress"
-"""Key of the engine's status: for how long its loop has been in one computation, other than compiling."""
+"""Key in the engine's status: how long its loop has been in one computation, not counting compilation."""
 
 
 class EngineState(SQLModel, table=True):
-    """The state that the engine reports; one row."""
+    """The state that the engine reports. One row."""
 
     __tablename__ = "engine_state"
 

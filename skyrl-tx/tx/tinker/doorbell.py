@@ -1,6 +1,6 @@
 """A socket on which server and engine wake each other: a byte means "look at the database".
 
-It only saves time. Without it (an engine started separately), both poll every `POLL_SEC`.
+It only saves time. Without it, e.g. if the engine is started separately, both poll every `POLL_SEC`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable
 from typing import Self
 
 UNUSABLE = 78  # EX_CONFIG of sysexits.h
-"""Exit status of an engine that cannot serve with its settings; its last message has the reason."""
+"""Exit status of an engine that cannot serve with its settings. Its last message has the reason."""
 POLL_SEC = 0.05
 N_READ = 4096
 
 
 class Doorbell:
-    """One end of the socket. Any thread may ring; only one may wait or listen."""
+    """One end of the socket. Any thread may ring. Only one may wait or listen."""
 
     def __init__(self, sock: socket.socket | None = None) -> None:
         self._socket = sock
@@ -31,7 +31,7 @@ class Doorbell:
 
     @classmethod
     def pair(cls) -> tuple[Doorbell, Doorbell]:
-        """Create both ends; the `fileno` of one goes to the other process."""
+        """Create both ends. One end's `fileno` goes to the other process."""
         ours, theirs = socket.socketpair()
         return cls(ours), cls(theirs)
 
@@ -46,21 +46,19 @@ class Doorbell:
         return self._is_hung_up
 
     def fileno(self) -> int:
-        """Return the socket's file descriptor; raise ValueError without a socket."""
+        """Return the socket's file descriptor. Raise ValueError if there is no socket."""
         if self._socket is None:
             raise ValueError("this doorbell has no socket")
         return self._socket.fileno()
 
     def ring(self) -> None:
-        """Wake the other process without blocking. Rings are dropped if the buffer is full or the other process is
-        gone.
-        """
+        """Wake the other process without blocking. Does nothing if the buffer is full or the process is gone."""
         if self._socket is not None:
             with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
                 self._socket.send(b"\0", getattr(socket, "MSG_NOSIGNAL", 0))
 
     def wait(self, timeout: float) -> bool:
-        """Wait for a ring or the timeout; return whether to look at the database: always true without a socket."""
+        """Wait for a ring or the timeout. Return True if the database should be read: always without a socket."""
         if self._socket is None or self._is_hung_up:
             time.sleep(min(timeout, POLL_SEC))
             return True
@@ -69,7 +67,7 @@ class Doorbell:
         return bool(poll.poll(math.ceil(timeout * 1000))) and self._answer()
 
     def _answer(self) -> bool:
-        """Consume pending rings; return whether there were any."""
+        """Consume pending rings. Return True if there were any."""
         assert self._socket is not None
         try:
             rings = self._socket.recv(N_READ)

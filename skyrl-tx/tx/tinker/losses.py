@@ -1,7 +1,7 @@
-"""The per-token losses of the Tinker API. Callers sum them over tokens and datums.
+"""Per-token losses of the Tinker API. Callers sum them over tokens and datums.
 
-lp: log-prob of the target under the current weights · q: log-prob when it was sampled · A: advantage · w: weight
-r = exp(lp - q): probability ratio
+lp: log-prob of the target under the current weights · q: log-prob when it was sampled · A: advantage · w: weight r =
+exp(lp - q): probability ratio
 
     cross_entropy         -w lp
     importance_sampling   -r A
@@ -11,9 +11,9 @@ r = exp(lp - q): probability ratio
     gspo                  as ppo, with r = exp of the sequence mean of lp - q,  Zheng et al., 2025, arXiv:2507.18071
                           and the gradient of the token
 
-Tokens with weight 0 are masked, whatever their values are. Tokens with A = 0 are masked in importance_sampling, ppo and
-cispo, however far lp and q are apart. In dro, they count through their distance to q, unless q = 0 as well, which is
-what clients send for prompts. In gspo, they count in the sequence mean where `sequence_ratio_mask` is not 0.
+Tokens with weight 0 are masked, whatever their values. Tokens with A = 0 are masked in importance_sampling, ppo and
+cispo, however far lp and q are apart. In dro, they count through their distance to q, unless q = 0 too: clients send A
+= q = 0 for prompts. In gspo, they count in the sequence mean where `sequence_ratio_mask` is not 0.
 
 The functions serve JAX and PyTorch: `xp` provides `exp`, `clip`, `where`, `sum` and `stop_gradient`.
 """
@@ -30,7 +30,7 @@ from tx.tinker.types import Datum, Pass
 
 Array = Any
 Tensors = Mapping[str, Array]
-"""Tensors by their names in `loss_fn_inputs`, all of the shape of `lp`."""
+"""Tensors by their names in `loss_fn_inputs`, all with the shape of `lp`."""
 
 
 def _has_weight(inputs: Tensors) -> Array:
@@ -54,15 +54,15 @@ class Loss:
     settings: Mapping[str, float] = field(default_factory=dict)
     optional: tuple[str, ...] = ("weights",)
     counts: Callable[[Tensors], Array] = _has_weight
-    """Return the mask of trained tokens; masked values may be anything."""
+    """Return the mask of trained tokens. Masked values may be anything."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of all inputs that the loss reads."""
+        """Names of all inputs that the loss reads."""
         return (*self.needs, *self.optional)
 
     def select_inputs(self, datum: Datum) -> dict[str, np.ndarray]:
-        """Return the inputs of a datum that the loss reads."""
+        """Return the inputs that the loss reads from a datum."""
         return {name: value for name, value in datum.inputs.items() if name in self.inputs}
 
 
@@ -120,8 +120,8 @@ LOSSES: Mapping[str, Loss] = {
 }
 
 IGNORED_INPUTS = frozenset({"mask", *(name for loss in LOSSES.values() for name in loss.inputs)})
-"""Inputs that every loss accepts, although it may not read them: recipes leave inputs of other losses, and their own
-`mask`, in the data. Other names are refused, because they may be misspelled."""
+"""Inputs that every loss accepts without reading them: recipes leave other losses' inputs, and their own `mask`, in the
+data. Any other name is refused, because it may be misspelled."""
 
 
 def token_losses(name: str, xp: Any, lp: Array, inputs: Tensors, settings: Mapping[str, Any]) -> Array:

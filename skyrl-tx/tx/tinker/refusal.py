@@ -10,7 +10,7 @@ BUSY_SEC = 1.0
 
 
 class Refusal(UserError):
-    """A refused request, with an HTTP status that clients handle: 400, 401, 404, 410 and 422 raise, 429 retries.
+    """A request is refused, with an HTTP status that clients handle: 400, 401, 404, 410 and 422 raise, 429 retries.
 
     409 is never used, since clients retry it for minutes.
     """
@@ -27,7 +27,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def not_found(message: str) -> NoReturn:
-    """Refuse a request with status 404: the object does not exist or belongs to another user."""
+    """Refuse a request with status 404: the object does not exist or belongs to a different user."""
     raise Refusal(404, message)
 
 

@@ -20,11 +20,11 @@ class TinkerError(Exception):
 
 
 class UserError(TinkerError):
-    """The user made a mistake; the message names the value and the fix."""
+    """The user made a mistake. The message names the value and the fix."""
 
 
 def error_text(error: Exception) -> str:
-    """Return an error as text for the database, which rejects some characters."""
+    """Return an error as text for the database. The database rejects some characters."""
     text = str(error) if isinstance(error, TinkerError) else f"{type(error).__name__}: {error}"
     return text[:MAX_ERROR_CHARACTERS].replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
 
@@ -50,7 +50,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """The result of a pass per datum; `loss` is the sum."""
+    """A pass's result per datum. `loss` is the sum."""
 
     loss: float
     logprobs: Sequence[np.ndarray]  # (N,) or (N, K) float32
@@ -66,7 +66,7 @@ class AdamParams:
     beta2: float = 0.95
     eps: float = 1e-12
     weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0  # global norm; 0 disables clipping
+    grad_clip_norm: float = 0.0  # global norm. 0 disables clipping.
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from skyrl_train.entrypoints.cli import main as skyrl
 
 
 def main() -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base_model", help="base model; by default the one that the adapter names")
     parser.add_argument("--adapter_model", required=True, help="folder or Hub name of the adapter")

@@ -1,4 +1,4 @@
-"""Positions of OpenSpiel games: `data.custom_cls.name=OpenSpielDataset`, and the cases of growing board size."""
+"""OpenSpiel positions: `data.custom_cls.name=OpenSpielDataset`, and cases of growing board size."""
 
 from skyrl_gym.envs.openspiel.cases import BOARD_SIZE_CASES
 from skyrl_gym.tasks.dataset import OpenSpielDataset
@@ -7,4 +7,4 @@ from skyrl_gym.tasks.openspiel import OpenSpielFamily
 __all__ = ["DEFAULT_CASES_BOARD_SIZES", "OpenSpielDataset", "OpenSpielFamily"]
 
 DEFAULT_CASES_BOARD_SIZES = list(BOARD_SIZE_CASES)
-"""An example of `adapter_config.cases`: hex, go, breakthrough, dots and boxes, clobber, othello, chess, checkers."""
+"""Example for `adapter_config.cases`: hex, go, breakthrough, dots and boxes, clobber, othello, chess, checkers."""

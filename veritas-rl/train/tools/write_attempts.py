@@ -1,4 +1,5 @@
-"""Write tasks with answers to other tasks: `python train/tools/write_attempts.py --env openspiel --output file.jsonl`.
+"""Write tasks with the answers of different tasks: `python train/tools/write_attempts.py --env openspiel --output
+file.jsonl`.
 
 Fine-tuning a tiny model on these rows teaches it the answer format, so that some rollouts earn a reward and GRPO has a
 signal.
@@ -18,7 +19,7 @@ SEED = 0
 
 
 def main() -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", required=True, help="task family")
     parser.add_argument("--adapter-config", type=json.loads, default={}, help="options of the family, as JSON")

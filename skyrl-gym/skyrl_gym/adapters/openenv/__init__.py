@@ -1,4 +1,4 @@
-"""Environments of OpenEnv servers as text environments."""
+"""OpenEnv servers' environments as text environments."""
 
 from skyrl_gym.adapters.openenv.env import OpenEnvEnv
 

@@ -1,4 +1,4 @@
-"""Parsing of a model's reply as actions of an OpenEnv environment: text, a value, JSON, or tool calls."""
+"""Parsing of replies as OpenEnv actions: text, a value, JSON, or tool calls."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ BOOLEANS = {"true": True, "false": False}
 
 
 class ActionFormat(Protocol):
-    """A format of actions in replies."""
+    """Base class for the formats of actions in replies."""
 
     @property
     def instructions(self) -> str:
-        """The instructions for the model; empty if a reply is an action without further format."""
+        """Instructions for the model. Empty if the reply itself is the action."""
         ...
 
     def read(self, reply: str) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ class ActionFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextAction:
-    """A format in which the reply is the value of one field."""
+    """The reply is the value of one text field."""
 
     field: str
 
@@ -51,7 +51,7 @@ class TextAction:
 
 @dataclass(frozen=True, slots=True)
 class ValueAction:
-    """A format in which the reply is the value of one field that is not free text: a number, a boolean or a choice.
+    """The reply is the value of one field that is not free text: a number, a boolean or a choice.
 
     A JSON object is accepted too.
     """
@@ -80,7 +80,7 @@ class ValueAction:
 
 @dataclass(frozen=True, slots=True)
 class JsonAction:
-    """A format in which the reply contains a JSON object, bare, fenced or in `<action>`; the server validates it."""
+    """The reply contains a JSON object: bare, fenced or in `<action>`. The server validates it."""
 
     fields: Sequence[Field]
 
@@ -95,7 +95,7 @@ class JsonAction:
 
 @dataclass(frozen=True, slots=True)
 class ToolAction:
-    """A format in which the reply calls tools, as in `skyrl_gym.tools.calls`. `tools` is the result of `list_tools`."""
+    """The reply calls tools, as in `skyrl_gym.tools.calls`. `tools` is the result of `list_tools`."""
 
     tools: Sequence[Mapping[str, Any]]
 
@@ -104,7 +104,7 @@ class ToolAction:
         return format_tools_prompt([_function(tool) for tool in self.tools])
 
     def read(self, reply: str) -> list[dict[str, Any]]:
-        """Return the calls in a reply, of which there may be none. Raises ActionError for an invalid reply."""
+        """Return the calls in a reply. There may be none. Raises ActionError for an invalid reply."""
         schemas = {tool["name"]: _parameters(tool) for tool in self.tools}
         return [
             {
@@ -117,7 +117,7 @@ class ToolAction:
 
 
 def choose_format(schema: Schema) -> ActionFormat:
-    """Return the simplest format for the actions of a schema that are not tool calls."""
+    """Return the simplest format for a schema's actions, if they are not tool calls."""
     fields = action_fields(schema)
     needed = [field for field in fields if field.is_required] or fields
     if len(needed) != 1:

@@ -1,4 +1,4 @@
-"""A client of OpenEnv's protocol on `/ws`: a connection is a session with one environment.
+"""A client for OpenEnv's `/ws` protocol. A connection is a session with one environment.
 
     async with OpenEnvSession("http://127.0.0.1:8000") as session:
         result = await session.reset(seed=3)
@@ -6,7 +6,7 @@
             result = await session.step({"message": "hello"})
 
 A session never reconnects, because the server would start a new environment in the middle of an episode. After a lost
-connection, a timeout or a cancelled call, the session is over, and every further call raises.
+connection, a timeout or a cancelled call, the session is over and every further call raises.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 FIRST_WAIT_S, MAX_WAIT_S = 0.1, 5.0
 
 T = TypeVar("T")
-_jitter = random.Random()  # separate from the global generator, which must stay reproducible
+_jitter = random.Random()  # separate: the global generator must stay reproducible
 
 
 class OpenEnvError(Error):
-    """Base class of the errors of sessions on OpenEnv servers."""
+    """Base class for errors of sessions on OpenEnv servers."""
 
 
 class ServerUnavailable(OpenEnvError):
@@ -59,7 +59,7 @@ class SessionLost(OpenEnvError):
 
 
 class InvalidMessage(OpenEnvError):
-    """The server refuses the fields of an action or of a reset (`VALIDATION_ERROR`). The session continues."""
+    """The server rejects the fields of an action or a reset (`VALIDATION_ERROR`). The session continues."""
 
 
 class ExecutionFailed(OpenEnvError):
@@ -81,14 +81,14 @@ ERRORS: dict[str, type[OpenEnvError]] = {
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """The options of a connection, and its time limits.
+    """Connection options and time limits.
 
     connect_timeout_s, message_timeout_s, close_timeout_s: for the handshake, for a reply, for the server to disconnect.
     capacity_timeout_s: total time to wait for a slot on a full server.
-    ping_interval_s: time between pings, which keep proxies from closing an idle connection.
-    ping_timeout_s: time limit for the answer to a ping; None has no limit, since a process that trains does not read.
+    ping_interval_s: time between pings. They keep proxies from closing an idle connection.
+    ping_timeout_s: time limit for the answer to a ping. None means no limit, since a busy trainer does not read pongs.
     max_message_bytes: maximum size of a message from the server.
-    max_sessions: maximum number of sessions of this process on that server; None finds the server's capacity by trial.
+    max_sessions: maximum number of sessions of this process on the server. None finds the capacity by trial.
     headers: of the handshake, e.g. ``{"Authorization": "Bearer …"}``.
     """
 
@@ -124,7 +124,7 @@ class StepResult:
 
 
 def websocket_url(url: str) -> str:
-    """Return the URL of sessions, e.g. ``ws://host:8000/ws`` for ``http://host:8000``.
+    """Return the URL for sessions, e.g. ``ws://host:8000/ws`` for ``http://host:8000``.
 
     Raises:
         ValueError: `url` is not the address of a server.
@@ -145,7 +145,7 @@ def http_url(url: str, route: str) -> str:
 
 
 class OpenEnvSession:
-    """A session, from its first `reset` to `close`. It belongs to the event loop of the first `reset`."""
+    """A session, from its first `reset` to `close`. It is bound to the event loop of the first `reset`."""
 
     def __init__(self, url: str, options: SessionOptions | None = None) -> None:
         """Prepare a session without connecting. Raises ValueError for an invalid URL."""
@@ -160,11 +160,11 @@ class OpenEnvSession:
         self._lock = threading.Lock()
 
     async def reset(self, **arguments: Any) -> StepResult:
-        """Start an episode. The first time, connect, and wait for a slot while the server is full.
+        """Start an episode. The first call connects, and waits for a slot while the server is full.
 
         Raises:
             ServerUnavailable, CapacityReached, SessionRefused: the session cannot be opened.
-            InvalidMessage, ExecutionFailed: the environment refuses the reset, or fails.
+            InvalidMessage, ExecutionFailed: the environment rejects the reset, or fails.
             SessionLost, ProtocolError: the session is over.
         """
         if self._connection is None and self._end is None:
@@ -175,18 +175,18 @@ class OpenEnvSession:
         """Send the fields of an action.
 
         Raises:
-            InvalidMessage: the server refuses the fields; the episode continues.
+            InvalidMessage: the server rejects the fields. The episode continues.
             ExecutionFailed: the environment raised.
             SessionLost, ProtocolError: the session is over.
         """
         return await self._ask("step", action, "observation", _step_result)
 
     async def state(self) -> dict[str, Any]:
-        """Return the environment's state, e.g. ``{"episode_id": "…", "step_count": 3}``; raises like `step`."""
+        """Return the environment's state, e.g. ``{"episode_id": "…", "step_count": 3}``. Raises like `step`."""
         return await self._ask("state", None, "state", dict)
 
     async def close(self) -> None:
-        """Close the session with the server, and disconnect after `close_timeout_s` at the latest."""
+        """Close the session on the server, and disconnect after `close_timeout_s` at the latest."""
         if self._loop is not asyncio.get_running_loop():
             return self.abort()
         self._end = self._end or "it was closed"
@@ -198,7 +198,7 @@ class OpenEnvSession:
             self._release_slot()
 
     def abort(self) -> None:
-        """Disconnect without a message, from any thread and even if the event loop is gone."""
+        """Disconnect without a message. Works from any thread, even if the event loop is gone."""
         self._end = self._end or "it was closed"
         connection, self._connection = self._connection, None
         try:
@@ -225,7 +225,7 @@ class OpenEnvSession:
             raise
 
     async def _first_reset(self, arguments: Mapping[str, Any], deadline: float) -> StepResult:
-        """Connect and reset. A full server refuses only the reset, and then disconnects."""
+        """Connect and reset. A full server rejects only the reset, and then disconnects."""
         n_refusals = 0
         while True:
             await self._acquire_slot(deadline)
@@ -291,10 +291,10 @@ class OpenEnvSession:
     async def _ask(
         self, kind: str, content: Mapping[str, Any] | None, answer: str, read: Callable[[dict[str, Any]], T]
     ) -> T:
-        """Send a message, and `read` the `data` of its reply, which must be of the type `answer`.
+        """Send a message, and `read` the `data` of its reply. The reply must have the type `answer`.
 
-        Any other reply, except for an error of the protocol, ends the session, because a late reply would be taken for
-        the reply to the next message.
+        Any other reply, except a protocol error, ends the session: a late reply would be taken for the reply to the
+        next message.
         """
         if self._connection is None:
             raise SessionLost(f"the session on {self.url} is over: {self._end or 'it was never reset'}")
@@ -330,7 +330,7 @@ class OpenEnvSession:
         return f"; raise max_message_bytes={self.options.max_message_bytes}" if is_too_big else ""
 
     async def _send_close(self, connection: ClientConnection) -> None:
-        """Ask the server to close, and wait until it disconnects, so that its capacity is free when this returns."""
+        """Ask the server to close, and wait until it disconnects. Its capacity is then free when this returns."""
         from websockets.exceptions import ConnectionClosed
 
         try:
@@ -361,7 +361,7 @@ def _content(reply: str | bytes, expected: str) -> dict[str, Any]:
     """Return the `data` of a reply.
 
     Raises:
-        OpenEnvError: the reply is an error, or not of the expected type.
+        OpenEnvError: the reply is an error, or has an unexpected type.
     """
     try:
         message = json.loads(reply)
@@ -381,7 +381,7 @@ def _raise(error: Mapping[str, Any]) -> NoReturn:
 
 
 def _format_problem(problem: Any) -> str:
-    """Format a validation error with its field."""
+    """Format a validation error and its field."""
     if not isinstance(problem, Mapping) or "msg" not in problem:
         return str(problem)
     field_name = ".".join(map(str, problem.get("loc") or ()))

@@ -1,8 +1,9 @@
-"""OpenEnv environments, played on a server's `/ws` with our own client.
+"""OpenEnv environments on a server's `/ws`.
 
     environment.env_class=openenv environment.skyrl_gym.openenv.url=http://127.0.0.1:8000
 
-The server's `/schema` determines how a reply becomes an action, e.g. the only text field of an echo environment.
+The server's `/schema` determines how a reply becomes an action. For example, an echo environment has one text field, so
+the whole reply is its value.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ NOT_SHOWN = ("reward", "done", "metadata")
 class OpenEnvSettings(SessionOptions):
     """The section `environment.skyrl_gym.openenv`, with the keys of `SessionOptions`.
 
-    url: the address of the server, ``http://host:port`` or with https, ws or wss.
-    action: the conversion of replies to actions. `text_field` is the field that takes the reply unchanged; without it,
+    url: the server's address, ``http://host:port`` or with https, ws or wss.
+    action: the conversion of replies to actions. `text_field` is the field that takes the reply unchanged. Without it,
         the server's schema decides, or `format`: ``json``, or ``tools`` for environments built on MCP. `fixed` are
         fields that every action has.
-    reset: arguments of `reset`; the `seed` and `reset` of a row, or of its `extra_info`, override them.
-    observation: the field to show, or a text with `{field}` in it; by default, the whole observation.
+    reset: arguments of `reset`. A row's `seed` and `reset`, or its `extra_info`'s, override them.
+    observation: the field to show, or a template with `{field}`. Defaults to the whole observation.
     describe_action: True to describe the format of actions in the prompt, unless it is plain text.
-    missing_reward: the reward of an episode without any reward from the server; None makes its rollout invalid.
-    execution_error: ``raise`` fails the rollout if the environment raises in a step, since the cause is unknown;
+    missing_reward: the reward of an episode if the server gave none. None makes the rollout invalid.
+    execution_error: ``raise`` fails the rollout if the environment raises in a step, since the cause is unknown.
         ``tell`` shows the message to the model, for environments that raise on illegal actions.
     no_tool_call: the rule for a reply without a call where actions are calls: ``retry`` treats it as an invalid action,
         ``end`` ends the episode.
@@ -75,15 +76,15 @@ class OpenEnvSettings(SessionOptions):
 
     @property
     def format(self) -> str:
-        """The format of actions, if no `text_field` is set."""
+        """Format of actions if no `text_field` is set."""
         return self.action.get("format") or "auto"
 
 
 class OpenEnvEnv(AsyncEnv):
     """One episode on an OpenEnv server: one session, from `init` to `close`.
 
-    A step without a reward counts as 0, an episode without any reward as `missing_reward`. The model reads why the
-    server refuses an action, which counts in `invalid_actions`. A lost session raises and is never reopened.
+    A step without a reward counts as 0, an episode without any reward as `missing_reward`. If the server rejects an
+    action, the model reads why, and `invalid_actions` counts it. A lost session raises and is never reopened.
 
     With `environment.skyrl_gym.isolation=process`, the server's pings are not answered while the model writes. Turn
     them off (uvicorn's `--ws-ping-interval`), or keep the default isolation.
@@ -123,10 +124,10 @@ class OpenEnvEnv(AsyncEnv):
             raise
 
     async def step_async(self, action: str) -> BaseTextEnvStepOutput:
-        """Send the actions in a reply, one after the other, until the server is done.
+        """Send the actions in a reply one by one, until the server is done.
 
         Raises:
-            OpenEnvError: the session or the environment fails. A refused action does not raise.
+            OpenEnvError: the session or the environment fails. A rejected action does not raise.
         """
         if self._format is None or self._is_done:
             raise RuntimeError(
@@ -167,7 +168,7 @@ class OpenEnvEnv(AsyncEnv):
         self._session.abort()
 
     async def _choose_format(self) -> ActionFormat | None:
-        """Return the format of actions, or None for tool calls, since the server lists its tools only after `reset`."""
+        """Return the action format, or None for tool calls: the server lists its tools only after `reset`."""
         if text_field := self.settings.action.get("text_field"):
             return TextAction(text_field)
         if self.settings.format == "tools":
@@ -191,7 +192,7 @@ class OpenEnvEnv(AsyncEnv):
         return append_observation(prompt, "\n\n".join(part for part in (text, instructions) if part))
 
     async def _send(self, fields: dict[str, Any], texts: list[str]) -> StepResult | None:
-        """Play one action and append the text for the model to `texts`; return None if the action was refused."""
+        """Play one action and append the text for the model to `texts`. Return None if the action was rejected."""
         fixed = self.settings.action.get("fixed") or {}
         try:
             result = await self._session.step({**fields, **fixed})

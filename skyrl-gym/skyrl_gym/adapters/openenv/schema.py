@@ -1,4 +1,4 @@
-"""The schema of an OpenEnv server's actions: `GET /schema`, fetched once per server."""
+"""An OpenEnv server's action schema: `GET /schema`, fetched once per server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Field:
     """A field of an action, e.g. ``Field("column", "integer", True, "where to drop a disc", ())``.
 
     type: the JSON type, or several, such as ``integer or null``.
-    choices: the allowed values; empty if all are allowed.
+    choices: the allowed values. Empty if all are allowed.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Field:
 
 
 async def fetch_action_schema(url: str, options: SessionOptions) -> Schema:
-    """Return the JSON Schema of the actions of the server at `url`.
+    """Return the JSON Schema of actions on the server at `url`.
 
     Raises:
         ServerUnavailable: the schema cannot be fetched.
@@ -53,7 +53,7 @@ async def fetch_action_schema(url: str, options: SessionOptions) -> Schema:
 
 
 def action_fields(schema: Schema) -> list[Field]:
-    """Return the fields that a model fills in: all except `metadata` and constants."""
+    """Return the fields that the model fills in: all except `metadata` and constants."""
     required = schema.get("required") or []
     return [
         _field(name, resolved, name in required)
@@ -96,7 +96,7 @@ def _field(name: str, schema: Schema, is_required: bool) -> Field:
 
 
 def _fetch_once(schema_url: str, options: SessionOptions) -> None:
-    with _locks.setdefault(schema_url, threading.Lock()):  # episodes that start together send a single request
+    with _locks.setdefault(schema_url, threading.Lock()):  # episodes that start together send one request
         if schema_url not in _schemas:
             _schemas[schema_url] = _fetch(schema_url, options)
 

@@ -1,4 +1,4 @@
-"""A limit on the sessions that this process opens on a server at once: a configured one, or one found by trial."""
+"""A limit on this process's concurrent sessions on a server, either configured or found by trial."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 PROBE_S = 10.0
-"""Time after a refusal at which one more session is tried, since other clients may have left."""
+"""Seconds after a refusal before one more session is tried, since other clients may have left."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,10 +23,14 @@ class _Waiter:
 
 
 class SessionSlots:
-    """The slots on one server, for all threads and event loops of this process. First come, first served.
+    """The slots on one server, for all threads and event loops of this process. Waiters are served in order.
 
-    A full server refuses at once and has no queue. So the queue is here: after a first refusal, no more sessions are
-    opened than have run at the same time before, except for one more now and then.
+    A full server has no queue: it refuses immediately. So we queue here. After the first refusal, this process opens at
+    most as many sessions as have run at the same time before, and every `PROBE_S` one more.
+
+    Example: 64 episodes start and the server has 8 places. 8 sessions run and 56 are refused, so `_max_playing` is 8.
+    The refused ones queue, and each session that ends hands its slot to the next. `PROBE_S` later a ninth is tried: if
+    it is refused, the limit stays 8, and if another client has left meanwhile, the limit becomes 9.
     """
 
     def __init__(self) -> None:
@@ -56,7 +60,7 @@ class SessionSlots:
             raise
 
     def record_accepted(self) -> None:
-        """Record that the server has accepted the session in a slot."""
+        """Record that the server accepted the session in a slot."""
         with self._lock:
             self._n_playing += 1
             self._max_playing = max(self._max_playing, self._n_playing)
@@ -111,6 +115,6 @@ _slots_lock = threading.Lock()
 
 
 def slots_for(url: str) -> SessionSlots:
-    """Return the slots on the server at `url`, which all callers in this process share."""
+    """Return the slots of the server at `url`, shared by all callers in this process."""
     with _slots_lock:
         return _slots.setdefault(url, SessionSlots())

@@ -1,8 +1,8 @@
-"""The agent that plays a v1 environment of verifiers: a chat in this process, whose model is the trainer.
+"""The agent in a v1 environment of verifiers: a chat in this process, with the trainer as its model.
 
 A rollout of verifiers calls its model over HTTP, through an interception server that records every message and applies
-stop conditions, limits and rewrites. This module keeps that server. Behind it is a client that waits for the trainer's
-reply, and in front of it a harness like verifiers' own `null`, which starts no separate program.
+stop conditions, limits and rewrites. This module keeps the server. Behind it, a client waits for the trainer's reply.
+In front of it, a harness like verifiers' own `null` runs the chat in this process.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -34,12 +34,12 @@ from skyrl_gym.tools.calls import END_OF_THOUGHT, START_OF_THOUGHT
 
 MODEL = "policy"
 NEVER_S = 1e9
-"""The time limit of the model, which includes the trainer's other work."""
+"""Time limit of the model. It includes the trainer's other work, so it is practically infinite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A reply in verifiers' format. `problem` is the reason why its calls cannot be parsed, for the model."""
+    """A reply in verifiers' format. `problem` tells the model why its calls cannot be parsed."""
 
     message: vf.AssistantMessage
     problem: str | None = None
@@ -47,26 +47,26 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation that waits for the model's reply."""
+    """A conversation waiting for the model's reply."""
 
     request: vf.Request
     answer: asyncio.Future[Answer]
 
 
 class Exchange:
-    """The connection between an environment, which asks, and the trainer, which answers one question at a time."""
+    """The connection between an environment that asks and the trainer that answers, one question at a time."""
 
     def __init__(self) -> None:
         self._questions: asyncio.Queue[Question] = asyncio.Queue()
         self._is_asking = False
         self.problem: str | None = None
-        """The reason why the calls in the last reply cannot be parsed."""
+        """Reason why the last reply's calls cannot be parsed."""
 
     async def ask(self, request: vf.Request) -> vf.AssistantMessage:
         """Wait for the reply to a conversation.
 
         Raises:
-            RuntimeError: another question is open; the trainer samples one conversation per rollout.
+            RuntimeError: a question is already open. The trainer samples one conversation per rollout.
         """
         if self._is_asking:
             raise RuntimeError(
@@ -88,7 +88,7 @@ class Exchange:
 
 
 class TrainerClient(vf.Client):
-    """A model of verifiers whose replies the trainer samples."""
+    """A verifiers client whose replies are sampled by the trainer."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -117,7 +117,7 @@ class TrainerClient(vf.Client):
 
 
 class TrainerInterception(InterceptionServer):
-    """The interception server of one rollout, which forwards to the trainer."""
+    """The interception server of one rollout. It forwards to the trainer."""
 
     def __init__(self, exchange: Exchange, tools: Mapping[str, SharedToolServer]) -> None:
         secrets = tuple(tool.state_secret for tool in tools.values() if tool.state_secret)
@@ -125,12 +125,12 @@ class TrainerInterception(InterceptionServer):
         self._trainer = TrainerClient(exchange)
 
     def _client(self, config: BaseClientConfig) -> vf.Client:
-        """Return the trainer for every session, since verifiers' default client takes 40 ms and uses the network."""
+        """Return the trainer for every session: verifiers' default client takes 40 ms and uses the network."""
         return self._trainer
 
 
 class ChatHarness(vf.Harness[NullHarnessConfig]):
-    """A chat with the tools of the task and no others."""
+    """A chat with the task's tools and no others."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -138,7 +138,8 @@ class ChatHarness(vf.Harness[NullHarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
     exchange: Exchange
-    """The connection to the trainer; an attribute, since verifiers creates harnesses from their configuration alone."""
+    """Connection to the trainer. A class attribute, since verifiers creates harnesses from their configuration alone.
+    """
 
     async def launch(
         self,
@@ -171,7 +172,7 @@ class ChatHarness(vf.Harness[NullHarnessConfig]):
         return vf.ProgramResult(0, "", "")
 
     async def _execute_calls(self, message: dict[str, Any], dispatch: Any, servers: Any) -> list[dict[str, Any]]:
-        """Execute the calls of a message; return the results, or the problem of calls that cannot be parsed."""
+        """Execute a message's calls. Return the results, or the problem if the calls cannot be parsed."""
         if self.exchange.problem is not None:
             return [{"role": "user", "content": self.exchange.problem}]
         results = []
@@ -185,7 +186,7 @@ class ChatHarness(vf.Harness[NullHarnessConfig]):
 
 
 class TrainedAgent(vf.Agent):
-    """The only agent of an environment, which has one conversation per episode and records it in `traces`."""
+    """The only agent of an environment. It has one conversation per episode and records it in `traces`."""
 
     def __init__(
         self,
@@ -251,14 +252,14 @@ class TrainedAgent(vf.Agent):
 
 
 def initial_messages(system: str | None, prompt: str | vf.Messages | None) -> list[dict[str, Any]]:
-    """Return the first messages of a task in the format of the OpenAI API."""
+    """Return a task's first messages in the format of the OpenAI API."""
     messages: list[Any] = [] if system is None else [vf.SystemMessage(content=system)]
     messages += [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
     return [message_to_wire(message) for message in messages]
 
 
 def to_answer(reply: Reply, n_turns: int) -> Answer:
-    """Convert a reply to verifiers' format: thoughts are separate; calls are separate and also stay in the text."""
+    """Convert a reply to verifiers' format: thoughts and calls are separate. Calls also stay in the text."""
     thoughts, text = split_thoughts(reply.text)
     calls = [
         vf.ToolCall(id=f"call_{n_turns}_{i}", name=call.name, arguments=json.dumps(call.arguments))
@@ -269,7 +270,7 @@ def to_answer(reply: Reply, n_turns: int) -> Answer:
 
 
 def split_thoughts(text: str) -> tuple[str, str]:
-    """Return the thoughts in a reply and the text after them, without the tags."""
+    """Split a reply into its thoughts and the text after them, without the tags."""
     thoughts, found, answer = text.rpartition(END_OF_THOUGHT)
     if found:
         return thoughts.removeprefix(START_OF_THOUGHT).strip(), answer.strip()

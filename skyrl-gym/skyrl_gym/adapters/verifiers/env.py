@@ -1,11 +1,11 @@
-"""Environments of the library verifiers, of both generations: packages with `load_environment`, and tasksets.
+"""Environments of the verifiers library, both generations: packages with `load_environment`, and tasksets.
 
-A script writes their dataset:
+Write the dataset with a script:
 
     from skyrl_gym.adapters.verifiers import rows
     datasets.Dataset.from_list(list(rows("my-env", {"difficulty": "hard"}))).to_parquet("train.parquet")
 
-Training on it needs `environment.env_class=verifiers`, and `generator.max_turns` set to the episodes' maximum.
+Then train with `environment.env_class=verifiers`, and `generator.max_turns` set to the episodes' maximum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.row import read_extra_info, read_max_turns, to_python
 
 COLUMN = "verifiers"
-"""The field of `extra_info` with the environment's arguments, as JSON because parquet would merge the keys of dicts."""
+"""Field of `extra_info` with the environment's arguments. They are JSON, because parquet would merge the keys of dicts.
+"""
 
 
 RECORDED = {"id", "args", "env", "input"}
@@ -36,7 +37,7 @@ class VerifiersSettings:
     """The section `environment.skyrl_gym.verifiers`. Rows of `rows` contain `id`, `args` and `env`.
 
     id: the environment's name in verifiers: the package `my_env` is ``my-env``, ``my_env`` or ``owner/my-env``.
-    args: the arguments of `load_environment`, or the fields of the taskset's config; they override the row's.
+    args: the arguments of `load_environment`, or the fields of the taskset's config. They override the row's.
     env: the other fields of a v1 environment's config, ``--env.<field>`` on verifiers' command line.
     describe_tools: True to list the tools in the system prompt.
     """
@@ -61,8 +62,8 @@ def rows(
     the number of rows.
 
     Raises:
-        ImportError: verifiers or the package is not installed, or is of the other generation.
-        ValueError: the package contains no environment, the environment refuses its arguments, the split is unknown, or
+        ImportError: verifiers or the package is not installed, or their generations differ.
+        ValueError: the package contains no environment, the environment rejects its arguments, the split is unknown, or
             the taskset is infinite and `n_rows` is None.
     """
     package = load_package(env_id, dict(args or {}), dict(env or {}))
@@ -88,13 +89,13 @@ def _row(row: Mapping[str, Any], origin: Mapping[str, Any], name: str) -> dict[s
 
 
 class VerifiersEnv(AsyncEnv):
-    """One rollout of a verifiers environment, for which the trainer samples the replies.
+    """One rollout of a verifiers environment. The trainer samples the replies.
 
-    The reward comes at the end, from the environment's rubric or its task; its parts are `reward_components`, and every
-    score is a metric. The model reads why a tool call cannot be parsed. Failures of the environment raise.
+    The reward comes at the end, from the environment's rubric or its task. Its parts are in `reward_components`, and
+    every score is a metric. If a tool call cannot be parsed, the model reads why. Failures of the environment raise.
 
     The trainer's `max_turns` ends the episode like the environment's own limit, and the episode is scored. The
-    environment's limits on the model's tokens and time do not apply; the trainer has its own.
+    environment's limits on tokens and time do not apply, since the trainer has its own.
     """
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
@@ -128,7 +129,7 @@ class VerifiersEnv(AsyncEnv):
             raise
 
     async def step_async(self, action: str) -> BaseTextEnvStepOutput:
-        """Pass the reply to the environment; return its next messages, or the final score.
+        """Pass the reply to the environment. Return its next messages, or the final score.
 
         Raises:
             VerifiersError: the environment or one of its services failed.
@@ -137,7 +138,7 @@ class VerifiersEnv(AsyncEnv):
             raise RuntimeError(
                 "this episode is over; create a new environment" if self._has_started else "call init before step"
             )
-        turn, self._turn = self._turn, None  # no step is possible after one that fails
+        turn, self._turn = self._turn, None  # no step is possible after a failed one
         self.turns += 1
         reply = parse_reply(action, turn.tools)
         self._n_invalid += reply.problem is not None
@@ -161,7 +162,7 @@ class VerifiersEnv(AsyncEnv):
         await self._episode.close()
 
     def _abandon(self) -> None:
-        """Clean up in the event loop of the episode, if it is still running."""
+        """Clean up in the episode's event loop, if it is still running."""
         self._end()
         if self._loop is not None and self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self._episode.close(), self._loop)
@@ -196,7 +197,7 @@ def _record(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_origin(env_config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with the row's environment; arguments in the section override the row's."""
+    """Return the section with the row's environment. Arguments in the section override the row's."""
     section = to_python(env_config or {})
     if section.get("id") and module_name(section["id"]) != module_name(record["id"]):
         raise ValueError(

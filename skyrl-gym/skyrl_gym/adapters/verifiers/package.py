@@ -1,7 +1,7 @@
-"""Loading of packages with environments of verifiers, by their ids.
+"""Loading of verifiers' environment packages by id.
 
-There are two generations. A package of the first (v0) has a function `load_environment(**args)`, and needs classes that
-verifiers 0.3 removed. A package of the second (v1) has a `Taskset` among the names in its `__all__`.
+There are two generations. A v0 package has a function `load_environment(**args)`, and needs classes that verifiers 0.3
+removed. A v1 package has a `Taskset` among the names in its `__all__`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _loaded: dict[str, Package] = {}
 
 
 class Package(Protocol):
-    """An environment with its arguments, which all rollouts of a process share."""
+    """An environment with its arguments, shared by all rollouts of a process."""
 
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
         """Yield the dataset: the `prompt`, `example_id` and `answer` of each row, the `input` for `episode`, and the
@@ -52,12 +52,12 @@ def load_package(env_id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -
     """Load the environment `env_id`, once for the same arguments. This blocks on disk access only.
 
     Raises:
-        ImportError: verifiers or the package is not installed, or is of the other generation.
-        ValueError: the package contains no environment, or the environment refuses its arguments.
+        ImportError: verifiers or the package is not installed, or their generations differ.
+        ValueError: the package contains no environment, or the environment rejects its arguments.
     """
     require("verifiers", "verifiers", "environments of verifiers")
     key = json.dumps([env_id, args, env], sort_keys=True, default=repr)
-    with _lock:  # imports and datasets are slow, and rollouts come many at once
+    with _lock:  # imports and datasets are slow, and many rollouts come at once
         if key not in _loaded:
             _loaded[key] = _load(env_id, args, env)
         return _loaded[key]
@@ -102,7 +102,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _needs_v0(problem: AttributeError | ImportError, verifiers: ModuleType) -> bool:
-    """Return True if a package failed to import a name of verifiers' first generation."""
+    """Return True if a package failed to import a name that only verifiers' first generation has."""
     if hasattr(verifiers, "Environment"):
         return False
     if isinstance(problem, AttributeError):

@@ -1,4 +1,4 @@
-"""The messages between an environment of verifiers and the model, for both generations of verifiers."""
+"""Messages between a verifiers environment and the model, for both generations of verifiers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USER_ROLES = ("user", "tool", "text")
 
 
 class VerifiersError(Error):
-    """The environment or one of its services has failed, through no fault of the model."""
+    """The environment or one of its services failed, through no fault of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Reply:
     """The model's reply, without lone surrogates.
 
     calls: the tool calls, if there are tools.
-    problem: the reason why the calls cannot be parsed, for the model; `calls` is then empty.
+    problem: the reason why the calls cannot be parsed, for the model. `calls` is then empty.
     """
 
     text: str
@@ -41,7 +41,7 @@ class ChatTurn:
     """The conversation before the model's next reply.
 
     messages: the whole conversation in verifiers' format, each message as a dict.
-    n_read: the number of messages at the start that the model has read or written; 0 if the environment rewrote them.
+    n_read: the number of leading messages that the model has read or written, 0 if the environment rewrote them.
     tools: the tools, as functions of the OpenAI API.
     """
 
@@ -66,7 +66,7 @@ class EpisodeResult:
     """The result of an episode.
 
     reward: the sum of the weighted rewards.
-    components: the weighted rewards by name; empty if they do not add up to `reward`.
+    components: the weighted rewards by name. Empty if they do not add up to `reward`.
     metrics: all scores by name, before weights.
     """
 
@@ -77,7 +77,7 @@ class EpisodeResult:
 
 
 class VerifiersEpisode(Protocol):
-    """One rollout of verifiers, for which the trainer samples the replies."""
+    """One rollout of verifiers. The trainer samples the replies."""
 
     async def start(self, prompt: ConversationType) -> ChatTurn:
         """Set up the environment, and return the first turn."""
@@ -88,12 +88,12 @@ class VerifiersEpisode(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release the environment's resources, at any time. Calling it again does nothing."""
+        """Release the environment's resources, at any time. Idempotent."""
         ...
 
 
 def parse_reply(text: str, tools: Sequence[Mapping[str, Any]]) -> Reply:
-    """Parse a reply and its calls of `tools`, functions of the OpenAI API. Without tools, a reply has no calls."""
+    """Parse a reply and its calls of `tools` (functions of the OpenAI API). Without tools, a reply has no calls."""
     text = clean_text(text)
     if not tools:
         return Reply(text)
@@ -117,12 +117,12 @@ def next_turn(
 
 
 def chat_messages(messages: Sequence[Mapping[str, Any]]) -> ConversationType:
-    """Convert messages of verifiers for any chat template: text only, with tool calls and results in Qwen's format.
+    """Convert verifiers' messages for any chat template: text only, with tool calls and results in Qwen's format.
 
     Tool results and a user message right after them are merged, since many templates refuse two user messages in a row.
 
     Raises:
-        ValueError: a message contains something other than text.
+        ValueError: a message contains anything but text.
     """
     merged: ConversationType = []
     was_result = False

@@ -1,7 +1,7 @@
 """Environments of verifiers' first generation: `load_environment`, rollouts with a dict of state, and rubrics.
 
-An episode does from one reply to the next what `MultiTurnEnv.rollout` does in a loop around the model. It needs
-verifiers before 0.3, which is imported only when an environment is loaded.
+`MultiTurnEnv.rollout` is a loop around the model. An episode does the same, one reply at a time. It needs verifiers
+before 0.3, imported only when an environment is loaded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from skyrl_gym.envs.base_text_env import ConversationType
 
 MODEL = "policy"
 NO_TOOL_CALLED = "no_tools_called"
-"""The stop condition of `ToolEnv` for a reply without calls."""
+"""Stop condition of `ToolEnv` for a reply without calls."""
 
 _failures: ContextVar[list[Exception] | None] = ContextVar("failures of reward functions", default=None)
 
 
 class EnvironmentPackage:
-    """A `Package` with an environment of the first generation. All rollouts share it and keep their own state."""
+    """A `Package` with a first-generation environment. Rollouts share it, but keep their own state."""
 
     is_infinite = False
 
@@ -49,7 +49,7 @@ class EnvironmentPackage:
         return map(self._row, dataset)
 
     def episode(self, row_input: Mapping[str, Any], max_turns: int) -> EnvironmentEpisode:
-        """Create a rollout in the environment, or in the member of its group that the row names."""
+        """Create a rollout in the environment, or in the group member that the row names."""
         env, row_input = _find_member(self._vf, self._env, row_input)
         return EnvironmentEpisode(self._vf, env, row_input, max_turns)
 
@@ -67,7 +67,7 @@ class EnvironmentPackage:
 
 
 class EnvironmentEpisode:
-    """A `VerifiersEpisode` of an environment of the first generation."""
+    """A `VerifiersEpisode` of a first-generation environment."""
 
     def __init__(self, vf: Any, env: Any, row_input: Mapping[str, Any], max_turns: int) -> None:
         _check(vf, env)
@@ -102,7 +102,7 @@ class EnvironmentEpisode:
         return await self._score() if after is None else next_turn(before, after, self._tools())
 
     async def close(self) -> None:
-        """Clean up the state. Calling it again does nothing."""
+        """Clean up the state. Idempotent."""
         if self._state is None or self._is_released:
             return
         try:
@@ -134,7 +134,7 @@ class EnvironmentEpisode:
         return is_over
 
     async def _record_error(self, awaitable: Awaitable[Any]) -> Any:
-        """Await a method of the environment. Errors of verifiers go to the state, as in verifiers."""
+        """Await a method of the environment. As in verifiers, its errors go to the state."""
         try:
             return await awaitable
         except self._vf.OverlongPromptError:
@@ -167,7 +167,7 @@ class EnvironmentEpisode:
         return [{"type": "function", "function": function} for function in functions]
 
     async def _score(self) -> EpisodeResult:
-        """Clean up and score the rollout, in the order of verifiers."""
+        """Clean up and score the rollout, in verifiers' order."""
         state = self._state
         try:
             await self._release()
@@ -208,7 +208,7 @@ class EnvironmentEpisode:
 
 
 def _check(vf: Any, env: Any) -> None:
-    """Raise ValueError for an environment that cannot be played reply by reply, or whose rewards compare rollouts."""
+    """Raise ValueError if an environment cannot be played reply by reply, or its rewards compare rollouts."""
     name = f"{env.env_id or 'the environment'} ({type(env).__name__})"
     if not isinstance(env, vf.MultiTurnEnv):
         raise ValueError(f"{name} is not a MultiTurnEnv, so it cannot be played turn by turn")
@@ -244,7 +244,7 @@ def _info(row_input: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rubrics(env: Any) -> Iterator[Any]:
-    """Yield all rubrics of an environment, including nested ones and those of the members of a group."""
+    """Yield all rubrics of an environment, including nested rubrics and group members' rubrics."""
     pending = [env.rubric]
     while pending:
         rubric = pending.pop(0)
@@ -255,7 +255,7 @@ def _rubrics(env: Any) -> Iterator[Any]:
 
 
 def _normalize(messages: Any, name: str) -> Any:
-    """Convert messages of environments and datasets, which may be dicts, to verifiers' format."""
+    """Convert the messages of environments and datasets to verifiers' format. They may be dicts."""
     module: Any = importlib.import_module("verifiers.utils.message_utils")
     return module.normalize_messages(messages, field_name=name)
 
@@ -265,14 +265,14 @@ def _dicts(messages: Any) -> list[dict[str, Any]]:
 
 
 def _without_none(prompt: Any) -> Any:
-    """Remove the fields that a dataset set to None because another row has them."""
+    """Remove the fields that a dataset set to None because a different row has them."""
     if isinstance(prompt, list):
         return [{name: value for name, value in message.items() if value is not None} for message in prompt]
     return prompt
 
 
 def _is_models_fault(vf: Any, error: Exception) -> bool:
-    """Return True for an error of a wrong tool call, in an environment that stops at such errors."""
+    """Return True for a wrong tool call's error, in an environment that stops at such errors."""
     return isinstance(error, vf.ToolError) and not _is_infrastructure_error(vf, error)
 
 
@@ -290,7 +290,7 @@ def _is_infrastructure_error(vf: Any, error: BaseException | None) -> bool:
 
 
 def _record_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a reward function to record its errors, all of which verifiers turns into a reward of 0."""
+    """Wrap a reward function to record its errors, since verifiers turns them all into a reward of 0."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -328,7 +328,7 @@ def _collect_failures() -> Iterator[list[Exception]]:
 
 @contextmanager
 def _ignored_signals() -> Iterator[None]:
-    """Prevent verifiers from handling SIGINT and SIGTERM, which the trainer does and only the main thread may do."""
+    """Keep verifiers from handling SIGINT and SIGTERM: the trainer handles them, and only the main thread may."""
     module: Any = importlib.import_module("verifiers.envs.environment")
     signal = module.signal
     module.signal = SimpleNamespace(**{**vars(signal), "signal": lambda *_: None})
@@ -339,7 +339,7 @@ def _ignored_signals() -> Iterator[None]:
 
 
 def _no_client(vf: Any) -> Any:
-    """Return a client for states, which require one. It refuses calls, since the trainer replies only between turns."""
+    """Return a client for states, since they require one. It refuses calls: the trainer replies only between turns."""
     client_type: Any = importlib.import_module("verifiers.clients").Client
 
     async def refuse(*_: Any, **__: Any) -> Any:

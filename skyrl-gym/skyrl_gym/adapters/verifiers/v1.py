@@ -1,6 +1,6 @@
 """Environments of verifiers' second generation: tasksets, tasks with rewards, and environments with one agent.
 
-An episode runs as in verifiers, by the hooks of `Env`, in a task of the event loop that is suspended while the trainer
+An episode runs as in verifiers, through the hooks of `Env`, in an event loop task that is suspended while the trainer
 samples. Environments that need a container are refused.
 """
 
@@ -33,11 +33,11 @@ from skyrl_gym.adapters.verifiers.turn import ChatTurn, EpisodeResult, Reply, Ve
 from skyrl_gym.envs.base_text_env import ConversationType
 
 NO_CLIENT = vf.EvalClientConfig(base_url="http://trainer.invalid", api_key_var="NO_API_KEY")
-"""An unreachable endpoint, since verifiers requires one and the trainer is not behind an endpoint."""
+"""An unreachable endpoint: verifiers requires one, but the trainer is not behind an endpoint."""
 
 
 class TasksetPackage:
-    """A `Package` with a taskset of the second generation."""
+    """A `Package` with a second-generation taskset."""
 
     def __init__(self, name: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> None:
         self._name = name
@@ -53,7 +53,7 @@ class TasksetPackage:
         return not self._env.taskset.bounded
 
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
-        """Yield the rows of the taskset. Raises ValueError for a split other than ``train``."""
+        """Yield the taskset's rows. Raises ValueError for any split except ``train``."""
         if split != "train":
             raise ValueError(f"split={split!r} is unknown: tasksets have no splits; use the arguments of {self._name}")
         return map(self._row, self._env.taskset)
@@ -93,7 +93,7 @@ class TasksetEpisode:
         self._n_turns = 0
 
     async def start(self, prompt: ConversationType) -> ChatTurn:
-        """Start the environment with the prompt of its task; `prompt` is ignored."""
+        """Start the environment with its task's prompt. `prompt` is ignored."""
         self._playing = asyncio.create_task(self._play())
         turn = await self._next()
         if isinstance(turn, EpisodeResult):
@@ -112,7 +112,7 @@ class TasksetEpisode:
         return await self._next()
 
     async def close(self) -> None:
-        """Cancel the episode, if it is running. Calling it again does nothing."""
+        """Cancel the episode if it is running. Idempotent."""
         playing, self._playing = self._playing, None
         if playing is None:
             return

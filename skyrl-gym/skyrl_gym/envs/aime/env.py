@@ -1,4 +1,4 @@
-"""AIME and DAPO's training set, one reply: +1 for the right answer, else -1."""
+"""AIME and DAPO's training set: one reply, +1 if correct, else -1."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from skyrl_gym.envs.single_turn_env import SingleTurnEnv
 class AIMEEnv(SingleTurnEnv):
     r"""One competition problem, one reply.
 
-    `extras` is a row of DAPO's dataset: ``reward_model["ground_truth"]`` is the answer; rows without `reward_model` may
-    have `reward_spec` instead. `env_config` may choose a `grader`: ``minerva`` (the default) reads the last
-    ``Answer: …``, ``strict_box`` the last ``\boxed{…}`` verbatim, ``math_verify`` the marked answer of the reply, in
-    any notation. `metadata` has `acc`, `pred` and `undecided`, the reason if math-verify cannot decide on an answer.
-    Such an answer counts as wrong, and the metric `undecided` counts it.
+    `extras` is a row of DAPO's dataset: ``reward_model["ground_truth"]`` is the answer. Rows may use `reward_spec`
+    instead of `reward_model`. `env_config` may choose a `grader`: ``minerva`` (the default) reads the last ``Answer:
+    …``, ``strict_box`` the last ``\boxed{…}`` verbatim, ``math_verify`` the marked answer of the reply, in any
+    notation. `metadata` has `acc`, `pred` and `undecided`. If math-verify cannot decide on an answer, `undecided` gives
+    the reason. The answer then counts as wrong, and the metric `undecided` counts it.
 
     Raises:
         AssertionError: the row has no ground truth.

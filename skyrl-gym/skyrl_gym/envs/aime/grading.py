@@ -15,7 +15,7 @@ BOX_END_CHARS = 100
 INVALID = "[INVALID]"
 
 _ANSWER = re.compile(r"Answer\s*:\s*((?:(?!<(?:[|/｜]|[A-Za-z_]+>))[^\n])+)", re.IGNORECASE)
-"""An answer ends at the end of its line, or before a special token or a tag. A plain `<`, as in ``x < 5``, is kept."""
+"""The text of an answer, up to the end of the line, a special token or a tag. A plain `<`, as in ``x < 5``, is kept."""
 _DELIMITER = re.compile(r"\\[()\[\]]")  # \(…\) and \[…\] are $…$
 _FORMULA = re.compile(r"([^$]*)\$([^$]*)\$([^$]*)")
 _WORDS = re.compile(
@@ -24,7 +24,7 @@ _WORDS = re.compile(
     r"|factorial|pi|base|modulo|mod)\b)[^\W\d_]|[\s.,:;'()])*",
     re.IGNORECASE,
 )
-"""The words around a formula or a number that do not change its value."""
+"""Words around a formula or number that do not change its value."""
 _SENTENCE = re.compile(rf"({_WORDS.pattern})(?<![^\s(])(-?\d[\d,]*(?:\.\d+)?)(?![^\s.,;:)])({_WORDS.pattern})", re.I)
 _VERB = re.compile(r"\b(?:is|are|equals?)\b:?|:", re.IGNORECASE)
 _MARKDOWN = re.compile(r"^[\s*_]+|[\s*_.]+$")
@@ -34,8 +34,8 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|\\,|,\\!|\\ | )\d{3})+
 _DIGITS = re.compile(r"\d+", re.ASCII)
 _PADDED = re.compile(r"0+\d+", re.ASCII)
 
-# The normalization of Lewkowycz et al. 2022 (Minerva), appendix D, with two differences: it deletes words, not letters
-# inside of others, so that `ft` in `\left` and the variable of `a - b` remain; and it never joins numbers.
+# The normalization of Lewkowycz et al. 2022 (Minerva), appendix D, with two differences. It deletes whole words, never
+# letters inside other words, so `ft` in `\left` and the variable of `a - b` survive. And it never joins numbers.
 _UNITS = (
     r"(?:square|ways|integers|dollars|mph|inches|ft|hours|km|units|sue|points|feet|minutes|digits|cents|degrees|cm|gm"
     r"|pounds|meters|meals|edges|students|children\s*tickets|multiples)(?![A-Za-z])"
@@ -54,7 +54,7 @@ _WRITTEN = (
     (re.compile(r"\\(?:[lc]?dots[cbm]?)(?![A-Za-z])|\.\.\.|…"), r"\\dots "),
     (re.compile(rf"^({_TEXT}\{{)?\s*an?\s+(?=[A-Za-z]{{3,}}(?:[\s-]+[A-Za-z]{{2,}})*\s*\}}?$)"), r"\1"),
 )
-"""Replacements of notation, for every kind of answer."""
+"""Notation replaced in every kind of answer."""
 _DELETED = (
     re.compile(rf"\s*{_TEXT}\{{\s*(?:(?:(?:{_UNITS}|m|s|th)\s*)*\.?)\s*\}}(?:\^\{{?[23]\}}?)?"),
     re.compile(rf"(?<![A-Za-z0-9\\^_{{(]){_UNITS}"),
@@ -65,7 +65,7 @@ _DELETED = (
 _GLUED_UNIT = re.compile(rf"(?<=\d){_UNITS}\s*\.?$")
 _UNWRAPPED = (
     *((re.compile(rf"{_TEXT}\{{([^{{}}]*)\}}"), r"\1"),) * 2,  # \text{\textbf{7}}
-    (re.compile(r"(?<![\d.])\\overline\{(.*?)\}"), r"\1"),  # 0.\overline{3} is another number than 0.3
+    (re.compile(r"(?<![\d.])\\overline\{(.*?)\}"), r"\1"),  # 0.\overline{3} is not 0.3
     (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
     (re.compile(r'(?<!\\)["\s]+(?!\d)|(?<!\d)["\s]+'), ""),
 )
@@ -80,16 +80,23 @@ class Score(TypedDict):
 
 
 def normalize_answer(answer: str, *, keeps_units: bool = False) -> str:
-    r"""Remove units, ``$``, boxes, a leading ``x =`` and the commas of a number from an answer, and unify its LaTeX.
+    r"""Strip units, ``$``, boxes, a leading ``x =`` and thousands commas from an answer, and unify its LaTeX.
 
-    Units are separate words or ``\text{…}``: ``3 km`` is 3, but ``3km`` may be a product of 3, k and m.
+    Units must be separate words or ``\text{…}``: ``3 km`` is 3, but ``3km`` may be the product of 3, k and m.
+
+    >>> normalize_answer(r"$x = \frac12$")
+    '\\frac{1}{2}'
+    >>> normalize_answer("1,234 dollars")
+    '1234'
+    >>> normalize_answer("3km")
+    '3km'
     """
     answer = _last_side(_MARKDOWN.sub("", _DELIMITER.sub("$", answer.translate(MINUS_SIGNS))))
     answer = _THOUSANDS.sub(lambda number: "".join(_DIGITS.findall(number[0])), answer)
     numbers = _DIGITS.findall(answer)
     formula = _FORMULA.fullmatch(answer)
     if formula is not None and _WORDS.fullmatch(formula[1] + " " + formula[3]):
-        answer = formula[2]  # without the words around it
+        answer = formula[2]  # drop the words around it
     answer = answer.replace(".$", "$").replace(r"\$", "")
     for pattern, template in _WRITTEN:
         answer = pattern.sub(template, answer)
@@ -103,7 +110,7 @@ def normalize_answer(answer: str, *, keeps_units: bool = False) -> str:
 
 
 def _last_side(answer: str) -> str:
-    """Return the last side of an equation; the whole answer if its sides are different numbers or alternatives."""
+    """Return the last side of an equation, or the whole answer if the sides are different numbers or alternatives."""
     *sides, last = _EQUALS.split(answer)
     numbers = {side.strip(" $.") for side in (*sides, last) if _DIGITS.fullmatch(side.strip(" $."))}
     return answer if len(numbers) > 1 or _OR.search("=".join(sides)) else last
@@ -112,7 +119,10 @@ def _last_side(answer: str) -> str:
 def find_result(sentence: str) -> str:
     """Return the result that a sentence states: its only number, or the text after its only "is", "are" or colon.
 
-    So the result of "So there are 42 ways." is 42. A sentence of another form is its own result.
+    A sentence of any other form is returned unchanged.
+
+    >>> find_result("So there are 42 ways.")
+    '42'
     """
     if number := _SENTENCE.fullmatch(_MARKDOWN.sub("", sentence.translate(MINUS_SIGNS))):
         return number[2]
@@ -121,10 +131,13 @@ def find_result(sentence: str) -> str:
 
 
 def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> Score:
-    r"""Return score 1 for the right answer, -1 for a wrong one or none.
+    r"""Return score 1 for a correct answer, -1 for a wrong or missing one.
 
     By default the answer is the last ``Answer: …`` in the last 300 characters, compared after `normalize_answer`. With
     `strict_box_verify` it is the last ``\boxed{…}`` in the last 100 characters, compared verbatim.
+
+    >>> compute_score("Six times seven.\nAnswer: $42$", "42")
+    {'score': 1.0, 'acc': True, 'pred': '42'}
     """
     grader = grade_strict_box if strict_box_verify else grade_minerva
     grade = grader(solution_str, str(ground_truth))
@@ -137,9 +150,9 @@ def to_reward(grade: Grade) -> float:
 
 
 def grade_minerva(reply: str, ground_truth: str) -> Grade:
-    """Compare the last ``Answer: …`` of the last 300 characters, normalized; ``[INVALID]`` without one.
+    """Compare the last ``Answer: …`` in the last 300 characters, normalized. Without one, the answer is ``[INVALID]``.
 
-    Thoughts have no answer. A ground truth with leading zeros, as in some copies of AIME, is a number: 073 is 73.
+    Thoughts are ignored. A ground truth with leading zeros, as in some copies of AIME, is a number: 073 is 73.
     """
     answers = _ANSWER.findall(strip_thoughts(reply)[-END_CHARS:])
     if not answers:
@@ -152,7 +165,7 @@ def grade_minerva(reply: str, ground_truth: str) -> Grade:
 
 
 def grade_strict_box(reply: str, ground_truth: str) -> Grade:
-    r"""Compare the last ``\boxed{…}`` of the last 100 characters, verbatim."""
+    r"""Compare the last ``\boxed{…}`` in the last 100 characters verbatim."""
     answer = last_boxed(strip_thoughts(reply)[-BOX_END_CHARS:])
     return Grade(answer, answer is not None and answer == ground_truth)
 

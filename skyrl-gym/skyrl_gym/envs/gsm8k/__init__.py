@@ -1,1 +1,1 @@
-"""Grade-school maths: word problems whose answer is a number."""
+"""Grade-school maths: word problems with a number as the answer."""

@@ -1,4 +1,4 @@
-"""GSM8K, one reply: 1 for the right answer, else 0."""
+"""GSM8K: one reply, 1 if correct, else 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GSM8kEnv(SingleTurnEnv):
 
     `extras` is the row: ``reward_spec["ground_truth"]`` is the number. `env_config` may choose a `grader`: ``strict``
     (the default) reads ``#### 42``, ``flexible`` the last number of the reply, ``math_verify`` the marked answer of the
-    reply, in any notation. An answer that math-verify cannot decide on counts as wrong; `undecided` in the metadata
+    reply, in any notation. An answer that math-verify cannot decide on counts as wrong. The metadata's `undecided`
     gives the reason, and the metric `undecided` counts such answers.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Grading of word problems, whose solutions in GSM8K end with a number: ``#### 42``."""
+"""Grading of word problems. GSM8K's solutions end with a number: ``#### 42``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTINUED = re.compile(
     r"|\s*(?:hundred|thousand|million|billion|trillion|dozen)\b",
     re.IGNORECASE,
 )
-"""Text after a number that makes it another number or one of several: ``42/1``, ``42e3``, ``42 000``, ``42 or 43``."""
+"""Text after a number that changes it or adds a second one: ``42/1``, ``42e3``, ``42 000``, ``42 or 43``."""
 _OPERATOR = (
     r"[ \t]*(?:[/^×÷·_]|\*(?!\*)|\*\*(?=[0-9])|:(?=[0-9])|\\(?:times|cdot|div)|x(?=[ \t]*[0-9])|times|mod)[ \t]*\{?"
 )
@@ -37,17 +37,24 @@ _SIGN = re.compile(
 )
 """The sign of a number, with currencies and markup: ``-$5``, ``$-5``, ``-**5**``, ``= - 5``, ``minus 5``.
 
-A minus after a number is a subtraction. A minus at the beginning of a line with a space after it marks an item.
+A minus directly after a number is a subtraction. A minus and a space at the start of a line mark a list item.
 """
 _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 
 
 def extract_solution(solution_str: str, method: Method = "strict") -> str | None:
-    """Return the answer of a reply as written but without commas between thousands, or None without an answer.
+    """Return the answer as written but without thousands commas, or None if there is no answer.
 
-    strict: the number after the first ``#### ``, exactly: ``#### 42.`` gives ``42.``, and ``#### $42`` nothing. If more
-    follows that changes the number, as in ``#### 42/7`` or ``#### 42 or 43``, it belongs to the answer.
+    strict: the number after the first ``#### ``, exactly: ``#### 42.`` gives ``42.``, and ``#### $42`` gives None. If
+        text follows that changes the number, as in ``#### 42/7`` or ``#### 42 or 43``, it is part of the answer.
     flexible: the last token with a digit that looks like a number, with its sign: ``-$5.`` is -5.
+
+    >>> extract_solution("6 boxes of 7 make #### 1,042")
+    '1042'
+    >>> extract_solution("#### 42 or 43")
+    '42 or 43'
+    >>> extract_solution("The loss is -$5.", method="flexible")
+    '-5'
     """
     solution_str = solution_str.translate(MINUS_SIGNS)
     if method == "strict":
@@ -65,9 +72,16 @@ def extract_solution(solution_str: str, method: Method = "strict") -> str | None
 def compute_score(
     solution_str: str, ground_truth: str, method: Method = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """Return `score` for the right answer, `format_score` for a wrong one, and 0 for none.
+    """Return `score` for a correct answer, `format_score` for a wrong one, and 0 if there is no answer.
 
-    Answers are compared as text, ignoring thoughts and the commas between thousands: ``42.0`` is not ``42``.
+    Answers are compared as text, without thoughts and thousands commas: ``42.0`` is not ``42``.
+
+    >>> compute_score("#### 42", "42")
+    1.0
+    >>> compute_score("#### 42.0", "42", format_score=0.1)
+    0.1
+    >>> compute_score("It is 42.", "42")
+    0.0
     """
     grade = _grade(solution_str, str(ground_truth), method)
     if grade.answer is None:
@@ -81,7 +95,7 @@ def _grade(reply: str, ground_truth: str, method: Method) -> Grade:
 
 
 def _without_commas(number: str) -> str:
-    """Remove the commas between thousands and at the end: ``1,234`` is 1234, but ``4,2`` is not 42."""
+    """Remove thousands commas and a final comma: ``1,234`` is 1234, but ``4,2`` is not 42."""
     number = number.rstrip(",")
     return number.replace(",", "") if _THOUSANDS.match(number) else number
 

@@ -1,4 +1,4 @@
-"""GSM8K, several replies: the model may try until its answer is right or its turns run out."""
+"""GSM8K with retries: the model tries until its answer is right or it runs out of turns."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ANSWER_NOW = "This is your last turn. Give nothing but your final answer, in the
 class GSM8kMultiTurnEnv(BaseTextEnv):
     """One word problem, up to `max_turns` replies: ``extras["max_turns"]``, else the row's ``extra_info``, else 5.
 
-    A right answer has reward 1 and ends the episode, a wrong answer on the last turn has 0.2, and everything else 0. So
-    wrong tries before the right one earn nothing. The row and `env_config` are those of `GSM8kEnv`. A subclass may
+    A right answer earns 1 and ends the episode. A wrong answer on the last turn earns 0.2. All other turns earn 0,
+    including wrong attempts before the right one. The row and `env_config` are as in `GSM8kEnv`. A subclass may
     override `_parse_action`, `_is_done` and `_get_reward`.
 
     Raises the errors of `GSM8kEnv`, and ValueError if `max_turns` is not a positive whole number.
@@ -43,7 +43,7 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         self._has_ended = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Grade the reply, and ask for another one unless it is right or the last."""
+        """Grade the reply, and ask for a new attempt unless it is right or the last."""
         if self._has_ended:
             raise RuntimeError(
                 f"this episode ended after turn {self.turns}; create a new GSM8kMultiTurnEnv for the next episode"
@@ -62,13 +62,13 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         )
 
     def _parse_action(self, action: str) -> str | None:
-        """Grade the reply and return its answer, or None without one."""
+        """Grade the reply and return its answer, or None if it has none."""
         self._grade = self._grader(action, self.ground_truth)
         self._n_undecided += self._grade.undecided is not None
         return self._grade.answer
 
     def _is_done(self, action: str) -> bool:
-        """Return True if the answer is right, or the turns have run out."""
+        """Return True if the answer is right, or no turns are left."""
         return self._grade.is_correct or self.turns >= self.max_turns
 
     def _get_reward(self, action: str, done: bool) -> float:
@@ -78,7 +78,7 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         return FORMAT_REWARD if done and self._grade.answer is not None else 0.0
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return the number of turns and, with ``math_verify``, of answers that it could not decide on."""
+        """Return the number of turns and, with ``math_verify``, of answers it could not decide on."""
         undecided = {"undecided": self._n_undecided} if self._grader is maths.grade else {}
         return {"steps": self.turns} | undecided
 

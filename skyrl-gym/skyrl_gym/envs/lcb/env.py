@@ -1,4 +1,4 @@
-"""Programming tasks with one reply, whose last code block must pass all tests."""
+"""Programming tasks: one reply, whose last code block must pass all tests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class LCBEnvConfig:
     """`environment.skyrl_gym.lcb`."""
 
     timeout: float = 6.0
-    """Seconds of CPU time of a program per test. The limit in wall time is four times as long."""
+    """CPU seconds allowed per test. The wall time limit is four times as long."""
     total_timeout: float = 120.0
-    """Seconds of CPU time of a program for all tests of a task; a slower program counts as wrong."""
+    """CPU seconds allowed for all tests of a task together. A slower program counts as wrong."""
     memory_mb: int = 1024
     isolation: Isolation = "best"
-    """Isolation of programs. `best` raises where the machine cannot keep them from the user's files and processes,
-    `namespaces` where it has no namespaces; `limits` runs them anyway, within limits on time and memory."""
+    """Isolation of programs. `best` raises where the machine cannot keep programs from the user's files and processes,
+    `namespaces` where it has no namespaces. `limits` runs programs anyway, within limits on time and memory."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "total_timeout", "memory_mb"):
@@ -37,7 +37,7 @@ class LCBEnvConfig:
 class LCBEnv(BaseTextEnv):
     """The reward is 1 if the program in the reply passes all tests in `reward_spec["ground_truth"]`, else 0.
 
-    `skyrl_gym.isolation` isolates programs. `metadata` has `parsed_code` and `failure`, the way the program failed.
+    Programs run in `skyrl_gym.isolation`. `metadata` has `parsed_code` and `failure`, the kind of failure.
     """
 
     validates_rows = True
@@ -65,7 +65,7 @@ class LCBEnv(BaseTextEnv):
         return float(self._verdict.is_correct)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return the fraction of passed tests, and flags for a reply with code and for a program that hit a limit."""
+        """Return the fraction of passed tests, and flags for replies with code and for programs that hit a limit."""
         failure = self._verdict.failure
         return {
             "passed_tests": self._verdict.n_passed / self._verdict.n_tests,

@@ -1,4 +1,4 @@
-"""Grading of a program on the tests of its task.
+"""Grading of programs on their tests.
 
 Source of the test format and of the comparison: LiveCodeBench (Jain et al., 2024, arXiv:2403.07974).
 """
@@ -45,12 +45,13 @@ import bisect, collections, copy, datetime, functools, heapq, io, itertools, jso
 import statistics, string, sys, typing
 sys.setrecursionlimit(50000)
 """
-"""The names that solutions expect on the sites where such tasks come from, as SkyRL and LiveCodeBench provide them.
+"""Imports that solutions on contest sites rely on, as SkyRL and LiveCodeBench provide them.
 
-Builtins come after the modules with equal names (`math.pow`, `operator.abs`), and modules after their functions.
+The order matters: builtins come after modules with equal names (`math.pow`, `operator.abs`), and modules after their
+functions.
 """
 LIBRARIES = {"np": "numpy", "pd": "pandas"}
-"""Libraries that a solution may use under these names without an import. They are slow to import, so only on demand."""
+"""Libraries that a solution may use under these names without importing them. Slow, so imported on demand."""
 OUTPUT_BYTES, OUTPUT_FACTOR = 1 << 20, 4  # a program may print more than expected: spaces, digits, escapes
 
 
@@ -62,7 +63,7 @@ class Test:
     output: Any  # text for a `Stdin`, a value for a `FunctionCall`
 
     def is_passed(self, result: ProgramResult) -> bool:
-        """Return True if the program gave the expected output."""
+        """Return True if the program produced the expected output."""
         if not result.is_success:
             return False
         if isinstance(self.run, Stdin):
@@ -75,7 +76,7 @@ class Test:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The number of tests that a program passed before its first failure, and the kind of failure."""
+    """The number of tests passed before the first failure, and the kind of failure."""
 
     n_passed: int
     n_tests: int
@@ -88,11 +89,14 @@ class Verdict:
 
 
 def extract_code(reply: str) -> str | None:
-    """Return the last closed fenced block of a reply, or None without one. Thoughts have none.
+    r"""Return the last closed fenced block of a reply, or None if there is none. Thoughts are ignored.
 
-    As in CommonMark, the closing fence stands alone on a line, is at least as long as the opening one, and is indented
-    by at most three spaces more. So fences in a docstring belong to the program. A fence at the end of a line without
-    other backticks closes the block too. The indentation of a block in a list is removed.
+    As in CommonMark, the closing fence stands alone on a line, is at least as long as the opening one, and is at most
+    three spaces deeper, so fences in a docstring are part of the program. A fence at the end of a line without other
+    backticks closes the block too. A block in a list is dedented.
+
+    >>> extract_code("Here it is:\n```python\nprint(42)\n```\nIt prints 42.")
+    'print(42)\n'
     """
     reply = strip_thoughts(reply)
     code, position = None, 0
@@ -113,6 +117,9 @@ def parse_tests(ground_truth: Any) -> list[Test]:
 
     Raises:
         ValueError: the tests cannot be parsed, or there are none.
+
+    >>> parse_tests([{"input": "3 4", "output": "7", "testtype": "stdin"}])
+    [Test(run=Stdin(text='3 4', ignores_exit_status=True), output='7')]
     """
     try:
         records = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
@@ -125,10 +132,10 @@ def parse_tests(ground_truth: Any) -> list[Test]:
 
 
 def limits_per_test(cpu_seconds: float, memory_bytes: int, tests: Sequence[Test]) -> Limits:
-    """Return the limits of each of the tests.
+    """Return the limits for a single test.
 
-    CPU time counts, so a verdict does not depend on the load of the machine. Wall time only ends programs that sleep.
-    The limit on output is a multiple of the longest expected output.
+    The limit that matters is CPU time, so a verdict does not depend on the machine's load. The wall time limit only
+    ends programs that sleep. The output limit is a multiple of the longest expected output.
     """
     max_output = max(len(test.output if isinstance(test.run, Stdin) else json.dumps(test.output)) for test in tests)
     return Limits(
@@ -142,7 +149,7 @@ def limits_per_test(cpu_seconds: float, memory_bytes: int, tests: Sequence[Test]
 def grade(
     code: str, tests: Sequence[Test], limits: Limits, total_seconds: float, level: Level | None = None
 ) -> Verdict:
-    """Run a program on the tests until it fails one, with `total_seconds` of CPU time for all of them."""
+    """Run a program on the tests until one fails, with `total_seconds` of CPU time for all of them."""
     n_passed, seconds = 0, 0.0
     prelude = PRELUDE + "".join(
         f"import {module} as {name}\n" for name, module in LIBRARIES.items() if _uses_library(code, name, module)
@@ -163,7 +170,13 @@ def _uses_library(code: str, name: str, module: str) -> bool:
 
 
 def is_same_output(actual: str, expected: str) -> bool:
-    """Return True if two outputs are equal line by line, ignoring space around lines and the notation of numbers."""
+    r"""Return True if two outputs are equal line by line, ignoring space around lines and notation of numbers.
+
+    >>> is_same_output("1.50  \n", "1.5")
+    True
+    >>> is_same_output("1 2", "1\n2")
+    False
+    """
     lines, expected_lines = actual.strip().split("\n"), expected.strip().split("\n")
     return len(lines) == len(expected_lines) and all(
         line.strip() == other.strip() or _are_same_numbers(line.split(), other.split())

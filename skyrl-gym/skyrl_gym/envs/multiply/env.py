@@ -1,4 +1,4 @@
-r"""Multiplication of two numbers with an answer in ``\boxed{…}``: the example of SkyRL's tutorial."""
+r"""Multiplication with the answer in ``\boxed{…}``: the example of SkyRL's tutorial."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from skyrl_gym.tools.calls import strip_thoughts
 MAX_TURNS = 5
 FORMAT_REWARD = 0.5
 
-# One scan finds the first box that is not empty. Matching unclosed boxes too keeps a long row of them linear.
+# One scan finds the first non-empty box. It matches unclosed boxes too, to stay linear on a long run of them.
 _FIRST_BOX = re.compile(r"\\boxed\{([^}]+)(\})?")
 
 
 class MultiplyEnv(BaseTextEnv):
-    r"""One product, up to `max_turns` replies; the first ``\boxed{…}`` of each, after its thoughts, counts.
+    r"""One product, up to `max_turns` replies; the first ``\boxed{…}`` after the thoughts of each counts.
 
     `extras` is the row: ``reward_spec["ground_truth"]`` is the product, compared as text. With one turn, the default of
-    `generator.max_turns`, the reward is 1 for a right reply and 0 for a wrong one. With several, the model gets
-    feedback and tries again: a right answer has reward 1 and ends the episode, a wrong boxed answer on the last turn
-    has 0.5, and everything else 0. An environment made without `max_turns` allows 5 turns. A subclass may override
-    `_parse_action`, `_is_done` and `_get_reward`.
+    `generator.max_turns`, the reward is 1 if correct, else 0. With several turns, the model gets feedback and tries
+    again: a correct answer earns 1 and ends the episode, a wrong boxed answer on the last turn earns 0.5, and all other
+    turns earn 0. Without `max_turns`, there are 5 turns. A subclass may override `_parse_action`, `_is_done` and
+    `_get_reward`.
 
     Raises:
         AssertionError: the row has no ground truth.
@@ -42,7 +42,7 @@ class MultiplyEnv(BaseTextEnv):
         self._has_ended = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Grade the reply, and return feedback unless it is the last."""
+        """Grade the reply, and return feedback unless it is the last turn."""
         if self._has_ended:
             raise RuntimeError(
                 f"this episode ended after turn {self.turns}; create a new MultiplyEnv for the next episode"
@@ -59,16 +59,16 @@ class MultiplyEnv(BaseTextEnv):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return the number of turns, and 1 if the answer was found."""
+        """Return the number of turns, and 1 if the answer was found, else 0."""
         return {"steps": self.turns, "correct": int(self._is_correct)}
 
     def _parse_action(self, action: str) -> str | None:
-        """Return the answer of a reply, or None without one."""
+        """Return the answer in a reply, or None if there is none."""
         box = _FIRST_BOX.search(strip_thoughts(action))
         return box[1] if box and box[2] else None
 
     def _is_done(self, action: str) -> bool:
-        """Return True if the answer is right, or the turns have run out."""
+        """Return True if the answer is right, or no turns are left."""
         return self._is_correct or self.turns >= self.max_turns
 
     def _get_reward(self, action: str, done: bool) -> float:

@@ -1,11 +1,11 @@
 r"""Parsing of replies: find the legal move that a reply names, if any.
 
 The answer is the content of the last ``\boxed{}`` or ``<action></action>``, or else the last line that is not empty.
-Thoughts are not answers: text before ``</think>``, or after a ``<think>`` that is never closed, is dropped. An answer
-names a move by its whole text, by its number in the prompt, or by mentioning it as a separate word. The last mention
-that the reply declares as its move counts, as in "my move is c3, to stop d4"; without one, the last mention. Negated
-mentions do not count, as in "do not call". Illegal moves are mentions too: a reply that settles on one names no move,
-however many legal moves it discusses. Neither does a reply that lists several moves, as in "c3 or d4".
+Thoughts are dropped: text before ``</think>``, or after a ``<think>`` that is never closed. An answer names a move by
+its whole text, by its number in the prompt, or by mentioning it as a separate word. The last mention that the reply
+declares as its move counts, as in "my move is c3, to stop d4". If there is no declaration, the last mention counts.
+Negated mentions do not count, as in "do not call". Illegal moves are mentions too: a reply that settles on one names no
+move, however many legal moves it discusses. A reply that lists several moves, as in "c3 or d4", names no move either.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NEGATION = re.compile(
     r"|action|option))*(?: \S+,? (?:or|nor))*[^\w\s]* ?[^\w\s]*$",
     re.IGNORECASE,
 )
-"""The words before a mention that negate it."""
+"""Words before a mention that negate it."""
 MAX_NEGATION = 80
 """Number of characters before a mention that are searched for a negation or a declaration."""
 _DECLARATION = re.compile(
@@ -55,17 +55,17 @@ _DECLARATION = re.compile(
     r"(?:\s*\b(?:to|the|a|at|on|in|my|stone|piece|cell|square|play|choose|move|action)\b)*[\W_]*$",
     re.IGNORECASE,
 )
-"""The words before a mention that declare it as the move of the reply."""
+"""Words before a mention that declare it as the reply's move."""
 _CONDITION = re.compile(r"\b(?:if|when|after|once|suppose|unless|would|could|might|may)\b[^.!?;]*$", re.IGNORECASE)
 """Words that make a declaration a hypothesis, as in "if I play c3"."""
 _REASON = re.compile(
     r"\W*\b(?:because|since|as|to|which|it|block\w*|stop\w*|threat\w*|connect\w*|prevent\w*)\b", re.IGNORECASE
 )
-"""The words after a mention at the beginning of an answer that give the reason for it."""
+"""Words after a mention at the start of an answer that give the reason for it."""
 _LIST = re.compile(r"[\W_]*(?:\b(?:or|and|either|maybe|perhaps|possibly)\b[\W_]*)*", re.IGNORECASE)
-"""The text between two moves of a list."""
+"""Text between two moves of a list."""
 _WORD_MOVES = frozenset(("bet", "call", "check", "fold", "hit", "pass", "raise", "stand"))
-"""Moves of card games. If some of them are legal, the others are illegal moves."""
+"""Moves of card games. If some are legal, all other words here are illegal moves."""
 _AROUND_NUMBER = "()[]{}<>\"'`*_~$|\\"
 
 Way = Literal["text", "number", "mention", "none"]
@@ -77,7 +77,7 @@ class ParsedAnswer:
 
     answer: the part of the reply that holds the answer.
     move: the legal move that it names, or None.
-    way: the way in which the move was found.
+    way: how the move was found.
     """
 
     answer: str
@@ -101,7 +101,7 @@ def parse_answer(reply: str, legal: LegalMoves) -> ParsedAnswer:
 
 
 def final_answer(reply: str) -> str:
-    """Return the part of a reply that holds the answer; empty if there is none."""
+    """Return the part of a reply that holds the answer. Empty if there is none."""
     visible = strip_thoughts(reply)[-MAX_REPLY_TAIL:]
     marked = max(_last_box(visible), _last_action(visible))
     if marked[0] >= 0:
@@ -110,7 +110,7 @@ def final_answer(reply: str) -> str:
 
 
 def _last_box(text: str) -> tuple[int, str]:
-    """Return the start and the content of the last closed ``\\boxed{}``, the inner of nested ones; -1 without one."""
+    """Return the start and content of the last closed ``\boxed{}``, the inner one if nested. -1 if there is none."""
     opened: list[re.Match[str]] = []
     last = (-1, "")
     for brace in _BRACES.finditer(text):
@@ -122,7 +122,7 @@ def _last_box(text: str) -> tuple[int, str]:
 
 
 def _last_action(text: str) -> tuple[int, str]:
-    """Return the start and the content of the last closed ``<action>``; -1 without one."""
+    """Return the start and content of the last closed ``<action>``. The start is -1 if there is none."""
     end = text.rfind("</action>")
     start = text.rfind("<action>", 0, max(end, 0))
     return (start, text[start + len("<action>") : end]) if start >= 0 else (-1, "")
@@ -145,14 +145,14 @@ def _find_by_name(text: str, legal: LegalMoves) -> Move | None:
 
 
 def _find_by_number(text: str, legal: LegalMoves) -> Move | None:
-    """Return the move if `text` is nothing but its number, as in ``3``, ``(3).`` or ``Index 3``."""
+    """Return the move if `text` is only its number, as in ``3``, ``(3).`` or ``Index 3``."""
     bare = text.rstrip(".,;:!? " + _AROUND_NUMBER).lstrip(_AROUND_NUMBER)
     number = _NUMBER.fullmatch(bare) if len(bare) <= 80 else None
     return legal.by_number.get(int(number[1])) if number else None
 
 
 class _Mention(NamedTuple):
-    """A move in an answer; `move` is None for an illegal one."""
+    """A move in an answer. `move` is None for an illegal move."""
 
     start: int
     end: int
@@ -160,7 +160,12 @@ class _Mention(NamedTuple):
 
 
 def _find_mention(text: str, legal: LegalMoves) -> Move | None:
-    """Return the move of the mention that counts, or None if it is illegal or one of a list."""
+    """Return the move of the mention that counts, or None if it is illegal or part of a list.
+
+    In "b2 looks good, but my move is c3, to stop d4", all three moves are mentions. "my move is" declares c3, so c3
+    counts although d4 is last. In "not b2. c3", b2 is negated and no mention. In "c3 or d4", the last mention is part
+    of a list, so the reply does not choose.
+    """
     mentions = [mention for mention in _mentions(text, legal) if not _matches_before(_NEGATION, text, mention.start)]
     declared = [index for index, mention in enumerate(mentions) if _is_declared(text, mention)]
     chosen = declared[-1] if declared else len(mentions) - 1
@@ -171,7 +176,7 @@ def _find_mention(text: str, legal: LegalMoves) -> Move | None:
 
 
 def _mentions(text: str, legal: LegalMoves) -> list[_Mention]:
-    """Return the moves in `text` that are separate words, in order; of overlapping ones, the longest."""
+    """Return the moves in `text` that are separate words, in order. If they overlap, the longest wins."""
     folded = text if legal.is_case_sensitive else lower_ascii(text)
     found = [
         _Mention(start, start + len(name), move)
@@ -197,7 +202,7 @@ def _find_words(text: str, name: str) -> Iterator[int]:
 
 
 def _illegal_moves(legal: LegalMoves) -> re.Pattern[str]:
-    """Return a pattern of the words that look like moves: of the form of a legal move with a digit, as b2 and c3."""
+    """Return a pattern for words that look like moves: the form of a legal move with a digit, such as b2 and c3."""
     names = legal.by_name if legal.is_case_sensitive else {lower_ascii(name) for name in legal.by_name}
     forms = {
         "".join(r"\d" if char.isdigit() else _letters(char) for char in name)

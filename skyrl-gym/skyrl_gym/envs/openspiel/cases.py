@@ -35,7 +35,7 @@ BOARD_SIZE_CASES = (
     "chess",
     "checkers",
 )
-"""Board games of growing size, as a template for your own `cases`."""
+"""Board games of growing size, as a template for custom `cases`."""
 
 FOCUS_CASES = (
     "clobber(columns=5,rows=5)",
@@ -56,7 +56,7 @@ FOCUS_CASES = (
     "liars_dice",
     "othello",
 )
-"""The first cases of `AVAILABLE_CASES`: those with the clearest learning signal."""
+"""The first cases of `AVAILABLE_CASES`, with the clearest learning signal."""
 
 AVAILABLE_CASES = (
     *FOCUS_CASES,
@@ -78,7 +78,7 @@ AVAILABLE_CASES = (
     "dots_and_boxes(num_cols=4,num_rows=4)",
     "dots_and_boxes(num_cols=5,num_rows=5)",
 )
-"""The default cases."""
+"""Default cases."""
 
 DEFAULT_GAME_LIST = (
     "leduc_poker",
@@ -102,7 +102,7 @@ DEFAULT_GAME_LIST = (
     "dots_and_boxes",
     "clobber",
 )
-"""The default `game_list` for `game_configs`."""
+"""Default `game_list` for `game_configs`."""
 
 GAME_ALIASES = {"latent_tic_tac_toe": "latent_ttt", "phantom_tic_tac_toe": "phantom_ttt"}
 PARAMETER_ALIASES = {("go", "go_board_size"): "board_size"}
@@ -123,7 +123,7 @@ def canonical(case: str) -> str:
     """Rewrite `case` with OpenSpiel's names and sorted parameters: ``go(go_board_size=9)`` is ``go(board_size=9)``.
 
     Raises:
-        ValueError: OpenSpiel has no such game, or the game no such parameter; the message names the closest one.
+        ValueError: OpenSpiel has no such game, or the game no such parameter. The message names the closest match.
     """
     name, parameters = _parse(case)
     return _text(name, parameters)
@@ -131,7 +131,7 @@ def canonical(case: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def load_game(case: str) -> Game:
-    """Load the game of a case. Games are immutable and cached.
+    """Load a case's game. Games are immutable and cached.
 
     Raises:
         ValueError: OpenSpiel cannot load the game, or its tasks cannot be reproduced from a seed or shown as text.
@@ -155,9 +155,9 @@ def resolve_cases(
 ) -> tuple[str, ...]:
     """Return the cases of a configuration, in order.
 
-    The cases are `cases`; without it, one case for each parameter set of each game of `game_list` (``{"hex":
-    [{"board_size": 5}]}`` in `game_configs`; a game without parameter sets has its defaults); without either,
-    `AVAILABLE_CASES`. `game_types` then selects some by game (``hex``) or by case (``hex(board_size=5)``).
+    Uses `cases` if given. Otherwise uses `game_list`, with one case per parameter set of each game: ``{"hex":
+    [{"board_size": 5}]}`` in `game_configs`, or the game's defaults. Without either, uses `AVAILABLE_CASES`.
+    `game_types` then selects by game (``hex``) or by case (``hex(board_size=5)``).
 
     Raises:
         ValueError: a name is unknown, or no case is selected.
@@ -174,7 +174,7 @@ def resolve_cases(
 
 
 def _find_obstacle(spiel: Any, game: Game) -> str:
-    """Return the reason why tasks cannot be made from `game`; empty if they can."""
+    """Return why no tasks can be made from `game`, or "" if they can."""
     kind = game.get_type()
     if kind.dynamics == spiel.GameType.Dynamics.MEAN_FIELD:
         return "it is a mean-field game, which has no single player's move"
@@ -203,7 +203,7 @@ def _is_of_type(case: str, game_type: str) -> bool:
 
 
 def _names(value: Sequence[str] | str | None) -> list[str]:
-    """Return names as a list. A single string separates them by commas, except for commas inside parentheses."""
+    """Return names as a list. A string is split at commas outside of parentheses."""
     parts = _split(value) if isinstance(value, str) else list(value or ())
     return [part.strip() for part in parts if part.strip()]
 
@@ -241,12 +241,12 @@ def _parse(case: str) -> tuple[str, dict[str, Any]]:
 
 @functools.cache
 def _games() -> dict[str, list[str]]:
-    """Return the parameters of each of OpenSpiel's games."""
+    """Return the parameters of each OpenSpiel game."""
     return {kind.short_name: sorted(kind.parameter_specification) for kind in open_spiel().registered_games()}
 
 
 def _check_known(kind: str, name: str, known: Iterable[str], case: str) -> None:
-    """Raise for an unknown name before OpenSpiel does, which would also write to the terminal."""
+    """Raise for an unknown name before OpenSpiel does: it would also write to the terminal."""
     if name in (known := list(known)):
         return
     nearest = difflib.get_close_matches(name, known, n=1)
@@ -261,7 +261,7 @@ def _text(name: str, parameters: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """Format a parameter as OpenSpiel does; a nested game is a dict with its name."""
+    """Format a parameter as OpenSpiel does. A nested game is a dict with its name."""
     if isinstance(value, Mapping):
         inner = {key: value[key] for key in value if key != "name"}
         return f"{value['name']}({','.join(f'{key}={_value(inner[key])}' for key in sorted(inner))})"

@@ -23,16 +23,16 @@ _MAX_REPLY_BYTES = 32 * 1024 * 1024
 
 
 class EndpointError(error.Error):
-    """An endpoint does not reply, or its reply is invalid."""
+    """The endpoint does not reply, or its reply is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointConfig:
-    """The address of a model, and the parameters of requests.
+    """A model's address and request parameters.
 
     base_url: the URL before ``/chat/completions``, e.g. ``http://127.0.0.1:8000/v1``.
     model: the model's name at the endpoint.
-    api_key_env: the environment variable that holds the key; empty for none.
+    api_key_env: the environment variable that holds the key. Empty for none.
     sampling_params: further fields of the request, e.g. ``{"temperature": 1.0, "max_tokens": 1024}``.
     timeout_seconds: of one request, from connecting to the last byte.
     n_attempts: maximum number of requests, with pauses between them.
@@ -72,16 +72,16 @@ class EndpointConfig:
 
 
 class ChatEndpoint:
-    """A model that replies to a conversation: ``reply = endpoint(messages)``. The call blocks until the reply.
+    """A model behind a URL: ``reply = endpoint(messages)``. The call blocks until the reply.
 
     Raises:
-        EndpointError: there was no reply in `n_attempts` requests, or it was not a chat completion.
+        EndpointError: no reply after `n_attempts` requests, or the reply is not a chat completion.
     """
 
     def __init__(self, config: EndpointConfig) -> None:
         self.config = config
         self._pool = urllib3.PoolManager(num_pools=1, maxsize=1)
-        self._jitter = random.Random()  # separate, because a resumed run restores the global generator
+        self._jitter = random.Random()  # separate, because resuming a run restores the global generator
 
     def __call__(self, messages: ConversationType) -> str:
         problem = ""
@@ -102,7 +102,7 @@ class ChatEndpoint:
         raise EndpointError(f"{self._name} gave no reply in {self.config.n_attempts} attempts; the last: {problem}")
 
     def close(self) -> None:
-        """Close the connection; calling it again does nothing."""
+        """Close the connection. Idempotent."""
         self._pool.clear()
 
     @property
@@ -110,7 +110,7 @@ class ChatEndpoint:
         return f"the model {self.config.model!r} at {self.config.base_url}"
 
     def _post(self, messages: ConversationType) -> tuple[int, Mapping[str, str], bytes]:
-        """Send one request; return status, headers and body."""
+        """Send one request. Return status, headers and body."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.config.api_key_env:
             headers["Authorization"] = f"Bearer {os.environ[self.config.api_key_env]}"
@@ -137,11 +137,11 @@ class ChatEndpoint:
             raise EndpointError(f"{self._name} sent no chat completion ({problem!r}): {body[:500]!r}") from problem
         if content is not None and not isinstance(content, str):
             raise EndpointError(f"{self._name} sent a message that is not text: {content!r}")
-        return content or ""  # null if the model wrote nothing but thoughts
+        return content or ""  # null if the model wrote only thoughts
 
 
 def _body(response: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
-    """Read the whole body until the deadline and up to a maximum size; a timeout of urllib3 limits only each read."""
+    """Read the body until the deadline and up to a maximum size. urllib3's timeout only limits each read."""
     body = bytearray()
     while chunk := response.read1(65536):
         body += chunk
@@ -153,7 +153,7 @@ def _body(response: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the delay in seconds that the endpoint asks for; 0 if it does not give a number."""
+    """Return the delay in seconds that the endpoint asks for, or 0 if it gives no number."""
     try:
         pause = float(headers.get("Retry-After", "0"))
     except ValueError:

@@ -17,10 +17,10 @@ MAX_LOGGED_ANSWER = 200
 
 
 class OpenSpielEnv(BaseTextEnv):
-    """One turn, in which the model names a move and gets a reward from 0 to 1.
+    """One turn: the model names a move and gets a reward from 0 to 1.
 
-    `extras` is a row of `OpenSpielTasks.rows`: `extra_info` has the position, as `serialized_game_and_state` or as the
-    `task_id` of the configured tasks; `reward_spec.method` may name the reward mode. `env_config` has the fields of
+    `extras` is a row of `OpenSpielTasks.rows`: `extra_info` has the position, as `serialized_game_and_state` or as a
+    `task_id` of the configured tasks. `reward_spec.method` may name the reward mode. `env_config` has the fields of
     `TaskConfig` and takes precedence over the row.
 
     An answer without a legal move has reward 0. In mode ``outcome`` the reward of a legal move is the mean result of
@@ -28,7 +28,7 @@ class OpenSpielEnv(BaseTextEnv):
 
     Raises:
         ImportError: OpenSpiel is not installed.
-        ValueError: the row or the configuration is invalid; the message names the value.
+        ValueError: the row or the configuration is invalid. The message names the value.
     """
 
     validates_rows = True
@@ -42,7 +42,7 @@ class OpenSpielEnv(BaseTextEnv):
         self.value: float | None = None
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Score the move that the model's reply names."""
+        """Score the move that the reply names."""
         if self.parsed is not None:
             raise RuntimeError("this task has been answered; create a new OpenSpielEnv for the next episode")
         self.turns += 1
@@ -64,7 +64,7 @@ class OpenSpielEnv(BaseTextEnv):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return 1 if the answer was a legal move, and its outcome; nothing before the answer."""
+        """Return 1 if the answer was a legal move, and its outcome. Empty before the answer."""
         if self.parsed is None:
             return {}
         metrics: dict[str, Any] = {"legal": int(self.parsed.move is not None)}
@@ -79,7 +79,7 @@ class OpenSpielEnv(BaseTextEnv):
 
 
 def describe(parsed: ParsedAnswer) -> dict[str, Any]:
-    """Describe a parsed answer for `metadata`: the move and its id, or None, and the way it was found."""
+    """Describe a parsed answer for `metadata`: the move and its id, or None, and how it was found."""
     return {
         "action": parsed.move and parsed.move.action,
         "move": parsed.move and parsed.move.text,
@@ -89,7 +89,7 @@ def describe(parsed: ParsedAnswer) -> dict[str, Any]:
 
 
 def _row_options(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a row. SkyRL's method ``rule`` leaves the reward mode to the configuration."""
+    """Return the options in a row. SkyRL's method ``rule`` leaves the reward mode to the configuration."""
     method = (extras.get("reward_spec") or {}).get("method")
     mode = {} if method in (None, "", "rule") else {"reward_mode": method}
     return mode | row_options(extras, TASK_OPTIONS)

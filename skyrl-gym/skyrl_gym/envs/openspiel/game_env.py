@@ -1,4 +1,4 @@
-"""Whole OpenSpiel games against opponents, turn by turn."""
+"""Whole OpenSpiel games against opponents."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from skyrl_gym.envs.row import read_extra_info, whole_number
 OPPONENTS = ("random", "mcts", "policy")
 ILLEGAL_RULES = ("retry", "lose", "random")
 MAX_DEALS = 10
-"""Maximum number of starts of a game that ends before the seat's first turn."""
+"""Maximum number of restarts of a game that ends before the seat's first turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class GameConfig:
-    """The rules and the reward of a game; `tasks` configures its starting position.
+    """Rules and reward of a game. `tasks` configures the starting position.
 
     opponent: ``random``, ``mcts`` (options in `mcts`), or ``policy``, a language model (options in `policy`).
-    seat: the player of the model; by default, it alternates from task to task.
-    illegal: the rule for answers without a legal move. ``retry``: the model may answer again, up to `n_retries` times
-        in a row, and then loses. One slip does not lose a game, but the format is still learned, because retries use
-        up turns. ``lose``: the model loses immediately. ``random``: a random move replaces the answer.
+    seat: the model's player. By default, it alternates from task to task.
+    illegal: the rule for answers without a legal move. ``retry``: the model may try again up to `n_retries` times in a
+        row, and then loses. One slip does not lose a game, but the format is still learned, because retries use up
+        turns. ``lose``: the model loses immediately. ``random``: a random move replaces the answer.
     legal_move_reward: added to the reward of a turn with a legal move.
-    max_turns: the game is scored in its current state after this many turns of the model; the trainer's limit also
+    max_turns: the game is scored in its current state after this many turns of the model. The trainer's limit also
         applies.
     """
 
@@ -83,11 +83,11 @@ _GAME_OPTIONS = frozenset(option.name for option in fields(GameConfig)) - {"task
 
 
 class OpenSpielGameEnv(BaseTextEnv):
-    """A game in which the model plays one seat to the end.
+    """A whole game, with the model in one seat.
 
     `extras` is a row of `OpenSpielTasks.game_rows`: `extra_info` has the starting position and may have any option of
-    `GameConfig`; `env_config` has such options too and takes precedence over the row. `init` adds the position to the
-    row's prompt. Each observation shows the others' moves, the new position and its legal moves.
+    `GameConfig`. `env_config` has the same options and takes precedence over the row. `init` adds the position to the
+    row's prompt. Each observation shows the opponents' moves, the new position and its legal moves.
 
     The reward of the last turn is the seat's scaled return: 0 for the worst outcome of the game and for a game lost by
     illegal answers, 1 for the best. A game that is not over after the last turn gets the mean result of `n_playouts`
@@ -98,7 +98,7 @@ class OpenSpielGameEnv(BaseTextEnv):
 
     Raises:
         ImportError: OpenSpiel is not installed.
-        ValueError: the row or the configuration is invalid; the message names the value.
+        ValueError: the row or the configuration is invalid. The message names the value.
         EndpointError: the opponent cannot be reached during `init` or `step`, so the game has no result.
     """
 
@@ -126,7 +126,7 @@ class OpenSpielGameEnv(BaseTextEnv):
         self._turn: MatchTurn | None = None
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Start the game; append the seat's first decision to the prompt."""
+        """Start the game. Append the seat's first decision to the prompt."""
         self._start()
         decision = self._decision()
         *before, last = prompt or [{"role": "user", "content": prompts.format_introduction(self.task.game)}]
@@ -137,7 +137,7 @@ class OpenSpielGameEnv(BaseTextEnv):
         return messages, {"seat": self.seat, "case": self.task.case, "task_id": self.task.task_id}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Play the move that the model's reply names, and the others' moves up to its next turn."""
+        """Play the move that the reply names, then the opponents' moves up to the seat's next turn."""
         if self._turn is None:
             raise RuntimeError("call init before step, because another player may have to move first")
         if self.outcome is not None:
@@ -160,7 +160,7 @@ class OpenSpielGameEnv(BaseTextEnv):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return the number of turns, the fraction of legal answers, and the result; nothing before the first turn."""
+        """Return the number of turns, the fraction of legal answers, and the result. Empty before the first turn."""
         if not self.turns:
             return {}
         metrics: dict[str, Any] = {
@@ -181,7 +181,7 @@ class OpenSpielGameEnv(BaseTextEnv):
             self._endpoint.close()
 
     def _start(self) -> None:
-        """Play up to the seat's first decision; restart the game if it ends before."""
+        """Play up to the seat's first decision. Restart the game if it ends before."""
         if self._turn is not None:
             raise RuntimeError("this game has started; create a new OpenSpielGameEnv for the next episode")
         for _ in range(MAX_DEALS):
@@ -246,7 +246,7 @@ class OpenSpielGameEnv(BaseTextEnv):
         return playout_value(self._match.state, self.seat, self.config.tasks.n_playouts, self._rng)
 
     def _has_won(self) -> bool:
-        """Return True if the game has ended with the best return, not shared by all; alone, with more than half."""
+        """Return True if the game ended with the best return, not shared by all, or alone with more than half."""
         if not self._match.is_over:
             return False
         returns = self._match.state.returns()
@@ -265,7 +265,7 @@ class OpenSpielGameEnv(BaseTextEnv):
 
 
 def _endpoint(config: GameConfig) -> ChatEndpoint | None:
-    """Create the endpoint of a language model if the configuration has one as opponent."""
+    """Create a language model's endpoint if the opponent is one."""
     if config.opponent != "policy":
         return None
     if config.policy is None:
@@ -277,7 +277,7 @@ def _endpoint(config: GameConfig) -> ChatEndpoint | None:
 
 
 def _seat(config: GameConfig, task_id: int, game: Game) -> int:
-    """Return the model's seat: the configured one, or one that alternates from task to task."""
+    """Return the model's seat: the configured seat, or one that alternates from task to task."""
     seat = config.seat if config.seat is not None else task_id % game.num_players()
     if seat >= game.num_players():
         raise ValueError(f"seat={seat}, but {game} has {game.num_players()} players, counted from 0")

@@ -17,8 +17,8 @@ class MatchTurn:
     """A decision of one player.
 
     legal: the player's legal moves.
-    events: the moves of others since this player's last turn, e.g. ``("Player 1 played b3.",)``; empty in games with
-        hidden information, where they may be secret.
+    events: the other players' moves since this player's last turn, e.g. ``("Player 1 played b3.",)``. Empty in games
+        with hidden information, since moves may be secret.
     """
 
     state: State
@@ -28,14 +28,14 @@ class MatchTurn:
 
 
 class Opponent(Protocol):
-    """A player of one seat of a match."""
+    """Base class for players of one seat in a match."""
 
     def choose(self, turn: MatchTurn, rng: random.Random) -> int:
         """Return the id of a legal action. All randomness comes from `rng`, so that matches are reproducible."""
 
 
 class Match:
-    """A game in which `play` plays one seat, and opponents play the others.
+    """A game where `play` moves one seat, and opponents play the rest.
 
     All randomness comes from `rng`, in the order of play: with the same moves, cards, dice and random opponents are the
     same.
@@ -86,7 +86,7 @@ class Match:
         return int(self.state.current_player()) == self.seat
 
     def _play_together(self, actions: Mapping[int, int]) -> None:
-        """Play a move of every player at once; no player sees another's move before choosing."""
+        """Play a move of every player at once. No player sees another's move before choosing."""
         others = {
             player: self._choice(player)
             for player in self._opponents

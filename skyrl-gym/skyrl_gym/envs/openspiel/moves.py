@@ -9,7 +9,7 @@ from functools import cached_property
 from skyrl_gym.envs.openspiel.cases import State
 from skyrl_gym.envs.openspiel.states import legal_actions
 
-# OpenSpiel's prefix of some moves: the player, or the number of the action.
+# OpenSpiel's prefix on some moves: the player, or the action's number.
 _PREFIX = re.compile(r"^(Player: \d+ Action: |\[P\d+\]|Pl\d+: |player=\d+ move=|Player \d+ (?=bid)|p\d+:|\d+ - (?=\S))")
 _STONE = re.compile(r"^[BW] ")
 _STONE_GAMES = frozenset({"go", "phantom_go"})
@@ -24,7 +24,7 @@ class Move:
     """A legal action, e.g. ``Move(action=52, text="Draw upcard", number=0, raw="Player: 0 Action: Draw upcard")``.
 
     action: OpenSpiel's id.
-    text: the move as the prompt shows it; unique among the legal moves.
+    text: the move as the prompt shows it. Unique among the legal moves.
     number: the number of the move in the prompt.
     raw: OpenSpiel's own text.
     """
@@ -37,19 +37,19 @@ class Move:
 
 @dataclass(frozen=True)
 class LegalMoves:
-    """The legal moves of one player at one decision, in OpenSpiel's order."""
+    """A player's legal moves at one decision, in OpenSpiel's order."""
 
     moves: tuple[Move, ...]
     is_case_sensitive: bool = False
 
     @cached_property
     def by_number(self) -> dict[int, Move]:
-        """The moves by their numbers in the prompt."""
+        """Moves by their numbers in the prompt."""
         return {move.number: move for move in self.moves}
 
     @cached_property
     def by_name(self) -> dict[str, Move]:
-        """The moves by their text or OpenSpiel's, exactly or, if that is unambiguous, in lower case."""
+        """Moves by their text or OpenSpiel's, exact or, if unambiguous, in lower case."""
         names = {_one_line(move.raw): move for move in self.moves} | {move.text: move for move in self.moves}
         if self.is_case_sensitive:
             return names
@@ -72,7 +72,7 @@ def legal_moves(state: State, player: int) -> LegalMoves:
 
 
 def lower_ascii(text: str) -> str:
-    """Lowercase A-Z and keep every other character, which preserves the length."""
+    """Lowercase A-Z only. This preserves the length."""
     return text.translate(_LOWER)
 
 
@@ -101,8 +101,8 @@ def _make_distinct(texts: list[str], actions: list[int]) -> list[str]:
 def _numbers(texts: list[str]) -> list[int]:
     """Return a number for each move, from 0 up.
 
-    If each text contains exactly one number and these differ, as in bids, they are the moves' numbers, so that "3" is
-    unambiguous. A number that is the whole text of a move is never assigned to another move.
+    If each text contains exactly one number and all differ, as in bids, these are the moves' numbers, so "3" is
+    unambiguous. A number that is the whole text of a move is never assigned to a different move.
     """
     own = [_WHOLE_NUMBER.findall(text) for text in texts]
     if all(len(numbers) == 1 for numbers in own) and len({numbers[0] for numbers in own}) == len(texts):

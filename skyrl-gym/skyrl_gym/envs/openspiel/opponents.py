@@ -1,4 +1,4 @@
-"""Opponents, which play the seats that the model does not."""
+"""Opponents for the seats that the model does not play."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from skyrl_gym.envs.options import finite_number, reject_unknown, set_options
 from skyrl_gym.envs.row import whole_number
 
 _CAN_SAMPLE_HIDDEN = frozenset({"euchre", "gin_rummy", "kuhn_poker", "leduc_poker", "oh_hell", "universal_poker"})
-"""Games whose hidden information OpenSpiel can sample. It refuses most others; in hearts it samples impossible
-positions, on which its search crashes the process.
+"""Games whose hidden information OpenSpiel can sample. It refuses most other games. In hearts it samples impossible
+positions, and its search then crashes the process.
 """
 
 
 class LanguageModel(Protocol):
-    """A function that maps the messages of a conversation to the reply, and raises if it has none.
+    """A function from the messages of a conversation to the reply. It raises if there is no reply.
 
-    It is not a coroutine function; it may block, because environments are called in threads.
+    Not a coroutine function. It may block, because environments are called in threads.
     """
 
     def __call__(self, messages: ConversationType, /) -> str: ...
@@ -71,8 +71,8 @@ class RandomOpponent:
 class MctsOpponent:
     """An opponent that plays by Monte-Carlo tree search.
 
-    It does not use hidden information: it samples `n_worlds` states that agree with its player's knowledge, searches
-    each of them, and plays the move that is found most often.
+    It does not cheat: it samples `n_worlds` states that agree with its player's knowledge, searches each of them, and
+    plays the move found most often.
 
     Raises:
         ValueError: the game has simultaneous moves, intermediate rewards, or hidden information that OpenSpiel cannot
@@ -97,7 +97,7 @@ class MctsOpponent:
         self._is_open = is_open
 
     def choose(self, turn: MatchTurn, rng: random.Random) -> int:
-        """Choose the move that most searches find."""
+        """Choose the move that most searches agree on."""
         if self._is_open:
             return self._search(turn.state, rng)
         worlds = [self._sample_world(turn, rng) for _ in range(self._config.n_worlds)]
@@ -129,8 +129,8 @@ class MctsOpponent:
 class PolicyOpponent:
     """A language model as opponent. It reads the same prompts as the trained model would in this seat.
 
-    It keeps its own conversation. After `n_retries` retries, a random move replaces another illegal answer, so that no
-    game is won by the opponent's bad formatting. `n_illegal` counts illegal answers.
+    It keeps its own conversation. After `n_retries` retries, a random move replaces an illegal answer, so the
+    opponent's bad formatting never wins a game. `n_illegal` counts illegal answers.
 
     Errors of the model are propagated, because a game without an opponent has no result.
     """
@@ -144,7 +144,7 @@ class PolicyOpponent:
         self._pending_events: tuple[str, ...] = ()
 
     def choose(self, turn: MatchTurn, rng: random.Random) -> int:
-        """Choose the move that the model names, or a random one."""
+        """Choose the move that the model names, or a random move."""
         self._add_message(self._format_decision(turn))
         for n_left in range(self._n_retries, -1, -1):
             reply = self._model([dict(message) for message in self._messages])

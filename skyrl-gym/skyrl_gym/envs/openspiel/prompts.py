@@ -1,4 +1,4 @@
-"""Prompts that describe a decision, for the trained model and for language models that it plays against."""
+"""Prompts that describe a decision, for the trained model and for language models as opponents."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ RULES = {
     ),
     "tic_tac_toe": "Player 0 has x, player 1 has o; (row, column). Three in a row win.",
 }
-"""Rules that the position does not show, by game. Other games are shown without rules."""
+"""Rules that the position does not show, by game. All other games are shown without rules."""
 
 _OBSERVED = frozenset({"battleship", "blackjack"})
 """Games with hidden information whose observation string is complete and more readable than the information state."""
 
 
 def format_introduction(game: Game) -> str:
-    """Format the name of a game and a summary of its rules, which are the same for every player."""
+    """Format a game's name and a summary of its rules. They are the same for every player."""
     rules = RULES.get(game.get_type().short_name)
     return f"Game: {str(game).removesuffix('()')}" + (f"\n{rules}" if rules else "")
 
@@ -107,7 +107,7 @@ def format_introduction(game: Game) -> str:
 def format_decision(
     state: State, player: int, legal: LegalMoves, max_listed_moves: int, events: Sequence[str] = ()
 ) -> str:
-    """Format a decision of `player`: events since the last one, observation, legal moves, and answer format."""
+    """Format a decision of `player`: events since the last decision, observation, legal moves, and answer format."""
     event_lines = ["\n".join(events)] if events else []
     position = f"You are player {player}.\nCurrent state (your turn):\n{format_observation(state, player)}"
     return "\n\n".join([*event_lines, position, format_moves(legal, max_listed_moves), ANSWER_FORMAT])
@@ -120,7 +120,7 @@ def format_illegal_answer(n_left: int) -> str:
 
 
 def format_random_move(move: str) -> str:
-    """Format the feedback after a random move replaced an illegal answer."""
+    """Format the feedback after a random move replaces an illegal answer."""
     return f"Your answer was not a legal action; a random one was played for you: {move}."
 
 

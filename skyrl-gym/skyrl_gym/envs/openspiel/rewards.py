@@ -1,4 +1,4 @@
-"""Rewards of moves, by their outcome in random games, and of finished games; from 0, the worst, to 1."""
+"""Rewards from 0 (worst) to 1: for single moves, by their outcome in random games, and for finished games."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from skyrl_gym.envs.openspiel.states import apply_move, random_step
 REWARD_MODES = ("outcome", "legal")
 
 PRACTICAL_UTILITIES = {"gin_rummy": (-50.0, 50.0), "hearts": (0.0, 26.0)}
-"""Realistic bounds of the utility where OpenSpiel's are far from usual results, by game without parameters.
+"""Realistic utility bounds by game, where OpenSpiel's bounds are far from usual results.
 
-gin_rummy: the bounds, ±123, need a hand of court cards against a gin; a gin against an average hand gives about 50.
-hearts: the bound 36 includes the jack of diamonds, which counts only with the parameter `jd_bonus`.
+gin_rummy: the bounds, ±123, need a hand of court cards against a gin. A gin against an average hand gives about 50.
+hearts: the bound 36 includes the jack of diamonds, but it only counts with the parameter `jd_bonus`.
 """
 
 
@@ -44,8 +44,8 @@ def playout_value(state: State, player: int, n_playouts: int, rng: random.Random
 def move_value(state: State, player: int, action: int, n_playouts: int, seed: str) -> float:
     """Return the mean scaled return of `player` after a legal `action`, from 0 to 1.
 
-    The playouts are seeded with `seed` and the action, so the value of a move is deterministic. In a simultaneous game,
-    each playout draws the others' moves.
+    Playouts are seeded with `seed` and the action, so a move's value is deterministic. In a simultaneous game, each
+    playout draws the opponents' moves.
     """
     rng = random.Random(f"{seed}/{action}")
     total = 0.0

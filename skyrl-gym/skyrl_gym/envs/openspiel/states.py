@@ -1,6 +1,6 @@
 """Game states and their transitions, with all randomness from a seeded generator.
 
-The states shown to a model are decisions: of the player to move or, in simultaneous games, of a seat.
+A model is only shown decisions: the player to move decides or, in simultaneous games, a seat.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def opening(game: Game, seed: int, n_random_steps: int) -> State:
     If these moves end the game, return the first decision of the game.
 
     Raises:
-        ValueError: the game has no decision at all.
+        ValueError: the game has no decision.
     """
     rng = random.Random(seed)
     state = game.new_initial_state()
@@ -51,7 +51,7 @@ def random_step(state: State, rng: random.Random) -> None:
 
 
 def apply_move(state: State, player: int, action: int, rng: random.Random) -> None:
-    """Play a legal `action` of `player`; in a simultaneous game, the others move at random."""
+    """Play a legal `action` of `player`. In a simultaneous game, all other players move at random."""
     if is_simultaneous(state):
         apply_jointly(state, {player: action}, rng)
     else:
@@ -59,7 +59,7 @@ def apply_move(state: State, player: int, action: int, rng: random.Random) -> No
 
 
 def apply_jointly(state: State, actions: Mapping[int, int], rng: random.Random) -> None:
-    """Play one action of every player at once; players missing in `actions` move at random."""
+    """Play one action of every player at once. Players missing in `actions` move at random."""
     joint = [
         actions[player] if player in actions else _random_action(state, player, rng)
         for player in range(state.num_players())
@@ -73,12 +73,12 @@ def is_simultaneous(state: State) -> bool:
 
 
 def player_to_move(state: State, seat: int) -> int:
-    """Return the player to move, which is `seat` if all players move at once."""
+    """Return the player to move, or `seat` if all players move at once."""
     return seat if is_simultaneous(state) else int(state.current_player())
 
 
 def legal_actions(state: State, player: int) -> list[int]:
-    """Return the ids of the legal actions of `player`; empty if it is not their turn."""
+    """Return the ids of `player`'s legal actions. Empty if it is not their turn."""
     return list(state.legal_actions(player))
 
 
@@ -88,7 +88,7 @@ def serialize(game: Game, state: State) -> str:
 
 
 def deserialize(text: str) -> tuple[Game, State]:
-    """Return the game and the state that `serialize` wrote. Raises `ValueError` for anything else."""
+    """Return the game and state that `serialize` wrote. Raises `ValueError` for anything else."""
     spiel = open_spiel()
     try:
         game, state = spiel.deserialize_game_and_state(text)
@@ -105,5 +105,5 @@ def _chance_event(state: State, rng: random.Random) -> int:
 
 
 def _random_action(state: State, player: int, rng: random.Random) -> int:
-    """Return a random action; a player without a choice at this node passes with action 0, as OpenSpiel requires."""
+    """Return a random action. A player without a choice at this node passes with action 0, as OpenSpiel requires."""
     return rng.choice(legal_actions(state, player) or [0])

@@ -1,4 +1,4 @@
-"""Tasks: numbered positions. The same configuration and task id always give the same position."""
+"""Numbered positions as tasks. The same configuration and task id always give the same position."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _OPTION_ALIASES = {"num_tasks_per_game": "num_tasks_per_case"}
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
-    """The set of positions, their prompts and the reward of a move.
+    """Configuration of the positions, their prompts and a move's reward.
 
-    cases: load strings of games; `resolve_cases` describes the alternatives.
+    cases: load strings of games. `resolve_cases` describes the alternatives.
     num_tasks_per_case: number of positions of each case.
     max_random_steps: random moves from the start of a game to its position, including dealt cards and dice. With 0, all
         positions of a game without chance are the same.
     seed: task k of every case is drawn with ``seed + k``.
-    reward_mode: ``outcome``, the mean result of `n_playouts` random games after the move; or ``legal``, 1 for a legal
+    reward_mode: ``outcome``, the mean result of `n_playouts` random games after the move, or ``legal``, 1 for a legal
         move.
-    n_playouts: number of random games; one costs 0.1 to 3 ms.
-    max_listed_moves: maximum number of legal moves in a prompt; the model may also play others by their text.
-    seat: the model's player where all players move at once; by default, it alternates from task to task.
+    n_playouts: number of random games. Each costs 0.1 to 3 ms.
+    max_listed_moves: maximum number of legal moves in a prompt. The model may also play unlisted moves by their text.
+    seat: the model's player where all players move at once. By default, it alternates from task to task.
     """
 
     cases: tuple[str, ...] = field(default_factory=resolve_cases)
@@ -80,7 +80,7 @@ TASK_OPTIONS = frozenset({*(option.name for option in fields(TaskConfig)), *_CAS
 class OpenSpielTask:
     """One position and the player to move.
 
-    task_id: the id, from 0 to the number of tasks - 1.
+    task_id: from 0 to the number of tasks - 1.
     case: e.g. ``hex(board_size=5)``.
     player: the player to move, or the seat where all players move at once.
     """
@@ -101,7 +101,7 @@ class OpenSpielTask:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The JSON values from which `read_task` restores the position; `legal_actions` are pairs of id and text."""
+        """JSON values from which `read_task` restores the position. `legal_actions` are pairs of id and text."""
         return {
             "serialized_game_and_state": serialize(self.game, self.state),
             "game_short_name": self.game.get_type().short_name,
@@ -115,7 +115,7 @@ class OpenSpielTask:
 
 
 class OpenSpielTasks:
-    """All tasks of a configuration: `num_tasks_per_case` of the first case, then of the second, and so on.
+    """The tasks of a configuration: `num_tasks_per_case` of the first case, then of the second, and so on.
 
     Raises:
         ValueError: a case cannot be loaded, or an option has an invalid value.
@@ -128,7 +128,7 @@ class OpenSpielTasks:
 
     @property
     def total(self) -> int:
-        """The number of tasks."""
+        """Number of tasks."""
         return len(self.config.cases) * self.config.num_tasks_per_case
 
     def __len__(self) -> int:
@@ -148,7 +148,7 @@ class OpenSpielTasks:
         return [self._row(self.generate(task_id)) for task_id in task_ids]
 
     def game_rows(self, task_ids: Iterable[int]) -> list[dict[str, Any]]:
-        """Return dataset rows for whole games from their positions, which the environment adds to the prompt.
+        """Return dataset rows for whole games from their positions. The environment adds the position to the prompt.
 
         With ``max_random_steps=0`` games are played from the start.
         """
@@ -187,7 +187,7 @@ class OpenSpielTasks:
 
 
 def read_task(facts: Mapping[str, Any], config: TaskConfig) -> OpenSpielTask:
-    """Return the task of a row's `extra_info`, from its serialized state or else from its `task_id` under `config`.
+    """Return the task in a row's `extra_info`, from its serialized state or else its `task_id` under `config`.
 
     Raises:
         ValueError: the row has neither, or its state contradicts its player or its legal actions.
@@ -217,7 +217,7 @@ def _cached_tasks(config: TaskConfig) -> OpenSpielTasks:
 def _task(
     task_id: int, case: str, game: Game, state: State, config: TaskConfig, seat: int | None = None
 ) -> OpenSpielTask:
-    """Create the task of a decision. `seat` is the player if all move at once; it alternates by default."""
+    """Create the task for a decision. `seat` is the player if all move at once. It alternates by default."""
     if seat is None:
         seat = config.seat if config.seat is not None else task_id % game.num_players()
     player = player_to_move(state, seat)
@@ -241,7 +241,7 @@ def _row_player(facts: Mapping[str, Any], game: Game, state: State) -> int | Non
 
 
 def _check_legal(task: OpenSpielTask, recorded: Any) -> None:
-    """Raise if the row's legal actions are not those of its state, because another version of the game wrote it."""
+    """Raise if the row's legal actions differ from its state's: a different version of the game wrote it."""
     if recorded is None:
         return
     ids = [entry["id"] if isinstance(entry, Mapping) else entry[0] for entry in recorded]

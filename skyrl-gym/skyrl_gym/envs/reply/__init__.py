@@ -1,1 +1,1 @@
-"""One reply without a reward of its own."""
+"""A single-reply environment without its own reward."""

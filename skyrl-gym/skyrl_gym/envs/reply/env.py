@@ -1,4 +1,4 @@
-"""One reply without a reward of its own, for rewards that are computed elsewhere."""
+"""A single reply without an environment reward, for rewards computed elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skyrl_gym.envs.row import NO_ROW
 
 
 class ReplyEnv(BaseTextEnv):
-    """One reply to the prompt. Its reward is 0; reward functions and reward models of the trainer add theirs."""
+    """One reply to the prompt, with reward 0. The trainer's reward functions and reward models add theirs."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Questions to answer with a search engine."""
+"""Question answering with a search engine."""

@@ -1,4 +1,4 @@
-"""Questions to answer with a search engine."""
+"""Question answering with a search engine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class SearchEnvConfig:
     search_url: str = "http://127.0.0.1:8000/retrieve"
     topk: int = 3
     timeout: float = 30
-    """Time limit of a request to the search engine, in seconds."""
+    """Time limit per request to the search engine, in seconds."""
     tell_failures: bool = False
-    """Show failures of the search engine to the model as a result. Otherwise a failure makes the rollout invalid."""
+    """Return search engine failures to the model as a result. Otherwise, a failure makes the rollout invalid."""
 
     def tool_group(self) -> SearchToolGroup:
         """Create the search tool with these settings."""
@@ -43,8 +43,8 @@ class SearchEnvConfig:
 class SearchEnv(QueryEnv):
     """The model writes `<search>…</search>`, reads `<information>…</information>`, and writes `<answer>…</answer>`.
 
-    The reward is 1 for an answer that is one of `reward_spec["ground_truth"]["target"]`, else 0. Only the model's own
-    text is read, so an answer in a retrieved document does not count. The row may set `max_turns`; the default is 2.
+    The reward is 1 if the answer is in `reward_spec["ground_truth"]["target"]`, else 0. Only the model's own text is
+    graded: an answer in a retrieved document does not count. The row may set `max_turns` (default 2).
 
     Raises:
         ToolFailure: the search engine fails during `step`, unless `tell_failures` is set.
@@ -64,7 +64,7 @@ class SearchEnv(QueryEnv):
         self._n_searches = 0
 
     def execute(self, action: str) -> tuple[str, dict[str, Any]]:
-        """Search for the query in a reply."""
+        """Run the query in a reply."""
         tool_input = self._parse_action(action)
         self._n_searches += tool_input != [None]
         found = self._execute_tool(self.tool_group.get_name(), "search", tool_input)
@@ -72,7 +72,7 @@ class SearchEnv(QueryEnv):
         return f"\n<information>{found}</information>\n", metadata
 
     def _parse_action(self, action: str) -> list[str | None]:
-        """Return the arguments of the tool: the query of a reply, or None without one."""
+        """Return the tool's arguments: the query in a reply, or None if there is none."""
         return [first_between(action, "<search>", "</search>")]
 
     def score(self, replies: list[str]) -> float:

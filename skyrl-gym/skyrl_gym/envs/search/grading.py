@@ -1,4 +1,4 @@
-"""The reward of Search-R1 (Jin et al., 2025, arXiv:2503.09516): exact match of the last answer."""
+"""The reward of Search-R1 (Jin et al., 2025, arXiv:2503.09516): exact match on the last answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_gym.tools.calls import strip_thoughts
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """Return the last `<answer>…</answer>` of a text, or None without one."""
+    """Return the last `<answer>…</answer>` in a text, or None if there is none."""
     answer = last_between(solution_str, "<answer>", "</answer>")
     return None if answer is None else answer.strip()
 
@@ -19,9 +19,15 @@ def extract_solution(solution_str: str) -> str | None:
 def compute_score(
     solution_str: str, ground_truth: Mapping[str, Any], format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """Return `score` if the answer is one of `ground_truth["target"]`, else `format_score`; 0 without an answer.
+    """Return `score` if the answer is one of `ground_truth["target"]`, else `format_score`, or 0 without an answer.
 
-    Thoughts have no answer.
+    Thoughts are ignored.
+
+    >>> truth = {"target": ["Mount Fuji", "Fuji"]}
+    >>> compute_score("<answer>mount Fuji.</answer>", truth)
+    1.0
+    >>> compute_score("Mount Fuji", truth)
+    0.0
     """
     answer = extract_solution(strip_thoughts(solution_str))
     if answer is None:

@@ -1,1 +1,1 @@
-"""Questions to answer with a search engine and Python."""
+"""Question answering with a search engine and Python."""

@@ -1,4 +1,4 @@
-"""Questions with a numeric answer, to answer with a search engine and Python."""
+"""Numeric question answering with a search engine and Python."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class SearchCodeEnvConfig(SearchEnvConfig):
     """`environment.skyrl_gym.searchcode`."""
 
     python_timeout: float = 10
-    """Time limit of a program, in seconds."""
+    """Time limit per program, in seconds."""
     isolation: Isolation = "best"
-    """Isolation of programs. `best` raises where the machine cannot keep them from the user's files and processes,
-    `namespaces` where it has no namespaces; `limits` runs them anyway, within limits on time and memory."""
+    """Isolation of programs. `best` raises where the machine cannot keep programs from the user's files and processes,
+    `namespaces` where it has no namespaces. `limits` runs programs anyway, within limits on time and memory."""
 
 
 class SearchCodeEnv(QueryEnv):
@@ -51,7 +51,7 @@ class SearchCodeEnv(QueryEnv):
         self.init_tool_groups([settings.tool_group(), python])
 
     def execute(self, action: str) -> tuple[str, dict[str, Any]]:
-        """Call the tool that a reply asks for."""
+        """Run the tool call in a reply."""
         metadata: dict[str, Any] = {"tools": [group.get_tool_names() for group in self.tool_groups]}
         try:
             group, name, tool_input = self._parse_action(action)
@@ -71,7 +71,7 @@ class SearchCodeEnv(QueryEnv):
         """Return the group, the name and the arguments of the called tool.
 
         Raises:
-            ValueError: the reply has no valid call; the message is for the model.
+            ValueError: the reply has no valid call. The message is for the model.
         """
         call = first_between(action, "<tool>", "</tool>")
         if call is None:

@@ -1,1 +1,1 @@
-"""Questions to answer with a SQL query."""
+"""Text to SQL."""

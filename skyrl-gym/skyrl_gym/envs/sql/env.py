@@ -1,4 +1,4 @@
-"""Questions to a database: the model explores it with queries, then gives the query that answers the question."""
+"""Text to SQL: the model explores a database with queries, then submits the query that answers the question."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Text2SQLEnvConfig:
     """`environment.skyrl_gym.text2sql`."""
 
     db_path: str = "/home/ray/default/sql_data"
-    """The folder of all databases: `SynSQL-2.5M/databases`, `spider/database` and `bird/train/train_databases`."""
+    """Folder with all databases: `SynSQL-2.5M/databases`, `spider/database` and `bird/train/train_databases`."""
     match: Match = "set"
-    """`set`: the same rows as the ground truth, ignoring order and repetitions, as the benchmarks Spider and BIRD do.
-    `exact`: the same rows, equally often and, if the ground truth has an order, in that order."""
+    """`set`: the same rows as the ground truth, ignoring order and duplicates, as in Spider and BIRD. `exact`: the same
+    rows with the same counts and, if the ground truth orders its rows, in that order."""
 
 
 class SQLEnv(QueryEnv):
     """The model queries with `<sql>…</sql>`, thinks in `<think>…</think>`, and ends with `<solution>…</solution>`.
 
-    The reward is -1 for a wrong format, 1 for a query with the result of `reward_spec["ground_truth"]`, else 0. The
-    query must read a table that the ground truth reads: a constant is not an answer. The row names the database by
+    The reward is -1 for a wrong format, 1 if the query's result matches `reward_spec["ground_truth"]`, else 0. The
+    query must read a table that the ground truth reads: a constant is not an answer. The row selects the database with
     `data` (synsql, spider or bird) and `db_id`. Databases are opened read-only.
 
     Raises:
@@ -71,7 +71,7 @@ class SQLEnv(QueryEnv):
         return result, {"tool_group": group, "tool_name": name, "tool_input": tool_input}
 
     def _parse_action(self, action: str) -> tuple[str, str, tuple[Any, ...]]:
-        """Return the group, the name and the arguments of the tool; the query is None if the reply has none."""
+        """Return the tool's group, name and arguments. The query is None if the reply has none."""
         return self.tool_group.get_name(), "sql", (self.db_id, extract_query(action), self.max_turns - self.turns)
 
     def score(self, replies: list[str]) -> float:

@@ -1,4 +1,4 @@
-"""Grading of the format and the result of a solution in SQL.
+"""Grading of SQL solutions: format and result.
 
 Source: the format of SkyRL-SQL (Liu et al., 2025): think, query the database, think again, …, and give the solution.
 """
@@ -29,10 +29,15 @@ ORDER_BY = re.compile(r"\border\s+by\b", re.IGNORECASE)
 
 
 def verify_format_and_extract(output: str) -> tuple[bool, list[str] | None, str | None, None]:
-    """Return whether the format of a conversation is valid, its thoughts, its solution, and None.
+    """Return (is_valid, thoughts, solution, None) for a conversation.
 
-    The format: one `<solution>`, followed by one `</solution>` with no other tags in between; at least one thought; and
-    a thought directly after every observation. The last value is for SkyRL users who unpack four.
+    A valid conversation has exactly one `<solution>…</solution>` without tags inside, at least one thought, and a
+    thought directly after every observation. The fourth value is there for SkyRL users who unpack four.
+
+    >>> verify_format_and_extract("<think>All of them.</think><solution>SELECT 1</solution>")
+    (True, ['All of them.'], 'SELECT 1', None)
+    >>> verify_format_and_extract("<solution>SELECT 1</solution>")
+    (False, None, None, None)
     """
     invalid = (False, None, None, None)
     before, _, rest = output.partition(SOLUTION)
@@ -49,18 +54,18 @@ def verify_format_and_extract(output: str) -> tuple[bool, list[str] | None, str 
 
 
 def join_replies(replies: Sequence[str]) -> str:
-    """Join the model's replies with empty observations, because the database's output is not graded."""
+    """Join the model's replies with empty observations, since the database's output is not graded."""
     return "<observation></observation>".join(replies)
 
 
 def compute_score(output: str, ground_truth: str, db_file: Path, match: Match = "set") -> float:
     """Return -1 for a wrong format, 1 if the solution has the result of `ground_truth`, else 0.
 
-    A solution that reads none of the tables of `ground_truth` scores 0, whatever its result, and so does one whose
-    result does not follow the data (`follows_data`).
+    A solution scores 0, whatever its result, if it reads none of the tables of `ground_truth` or its result does not
+    depend on the data (`follows_data`).
 
     Raises:
-        ValueError: the query of the ground truth fails, so the solution cannot be graded.
+        ValueError: the ground truth's query fails, so the solution cannot be graded.
     """
     is_valid, _, solution, _ = verify_format_and_extract(output)
     if not is_valid or solution is None:
@@ -82,10 +87,15 @@ def compute_score(output: str, ground_truth: str, db_file: Path, match: Match = 
 
 
 def follows_data(db_file: Path, solution: tuple[str, Table], ground_truth: tuple[str, Table]) -> bool:
-    """Return False for a constant, such as `SELECT 4 FROM goods LIMIT 1`: on parts of the database, the result of the
-    ground truth changes, and never that of the solution.
+    """Return False for a constant such as `SELECT 9 FROM goods LIMIT 1`.
 
-    Both are pairs of a query and its result on the whole database. True if a part cannot be made or queried.
+    Both queries run on parts of the database. `solution` and `ground_truth` are pairs of a query and its result on the
+    whole database. Return True if a part cannot be made or queried.
+
+    Example: the prices are 2, 9, 4 and 7, the ground truth is `SELECT max(price) FROM goods`, and a model that guesses
+    well answers `SELECT 9 FROM goods LIMIT 1`. On the whole database, both return 9. On the part with the prices 2 and
+    4, the ground truth returns 4, and the guess still returns 9. If the ground truth returns 9 on both parts, nothing
+    can be said, and the solution counts.
     """
 
     def changes(query: str, result: Table, part: Path) -> bool:
@@ -107,7 +117,7 @@ def follows_data(db_file: Path, solution: tuple[str, Table], ground_truth: tuple
 
 
 def find_tables(db_file: Path, query: str) -> set[str]:
-    """Return the tables that SQLite opens for a query. A name is not enough: `WITH goods AS (SELECT 4)` reads no table.
+    """Return the tables that SQLite opens for a query. Names would not do: `WITH goods AS (SELECT 4)` reads no table.
 
     Raises:
         QueryError: the query fails.
@@ -120,10 +130,10 @@ def find_tables(db_file: Path, query: str) -> set[str]:
 
 
 def is_same(actual: Table, expected: Table, match: Match, *, is_ordered: bool) -> bool:
-    """Return True if two results have equal rows: in the same order if that counts, else equally often.
+    """Return True if two results have the same rows with the same counts and, if `is_ordered`, in the same order.
 
-    `set`: ignore order and repetitions, as the benchmarks Spider and BIRD do. Floats have a `FLOAT_TOLERANCE`, because
-    the order in which SQLite adds them up depends on the query.
+    `set` ignores order and duplicates, as Spider and BIRD do. Floats are compared with `FLOAT_TOLERANCE`, because
+    SQLite's summation order depends on the query.
     """
     rows, expected_rows = _with_equal_floats(actual.rows, expected.rows)
     if match == "set":
@@ -134,13 +144,15 @@ def is_same(actual: Table, expected: Table, match: Match, *, is_ordered: bool) -
 
 
 def _with_equal_floats(*tables: Sequence[Row]) -> list[list[Row]]:
-    """Return rows in which each number is the first of those that are equal to it within the tolerance.
+    """Replace numbers that are equal within the tolerance by the first of them.
 
-    Whole numbers have no tolerance: 10,000,000,000 is not 10,000,000,001.
+    Each number is compared with the first of its group, not with its neighbor, so a group cannot drift: 1 + 0.9e-9
+    joins the group of 1, but 1 + 1.8e-9 starts a new one. Integers are compared exactly: 10,000,000,000 is not
+    10,000,000,001.
     """
     first: dict[float, float] = {}
     numbers = {value for rows in tables for row in rows for value in row if isinstance(value, int | float)}
-    previous: float = math.nan  # close to no number
+    previous: float = math.nan  # equal to no number
     for number in sorted(numbers):
         is_close = math.isclose(number, previous, rel_tol=FLOAT_TOLERANCE)
         previous = previous if is_close and (isinstance(number, float) or isinstance(previous, float)) else number
@@ -152,12 +164,18 @@ def _with_equal_floats(*tables: Sequence[Row]) -> list[list[Row]]:
 
 
 def has_order(query: str) -> bool:
-    """Return True if a query orders its result; an ORDER BY in parentheses, a text or a comment does not count."""
+    """Return True if a query orders its result. An ORDER BY in parentheses, a string or a comment does not count.
+
+    >>> has_order("SELECT a FROM t ORDER BY a")
+    True
+    >>> has_order("SELECT * FROM (SELECT a FROM t ORDER BY a)")
+    False
+    """
     return ORDER_BY.search(_top_level(query)) is not None
 
 
 def _top_level(query: str) -> str:
-    """Return the text outside of parentheses, quotes and comments."""
+    """Return the text outside parentheses, quotes and comments."""
     kept: list[str] = []
     depth = 0
     position = 0
@@ -180,6 +198,10 @@ _CLOSING = {"'": "'", '"': '"', "`": "`", "[": "]", "--": "\n", "/*": "*/"}
 
 
 def extract_query(reply: str) -> str | None:
-    """Return the query of a reply, its first `<sql>…</sql>`, or None without one."""
+    """Return the first `<sql>…</sql>` of a reply, or None if there is none.
+
+    >>> extract_query("<think>Count them.</think><sql>SELECT count(*) FROM t</sql>")
+    'SELECT count(*) FROM t'
+    """
     query = first_between(reply, "<sql>", "</sql>")
     return None if query is None else query.strip()

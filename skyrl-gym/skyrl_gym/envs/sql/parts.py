@@ -1,4 +1,4 @@
-"""Parts of a database, on which a query that follows the data has another result."""
+"""Parts of a database: a query that reads the data gives a different result on each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAX_ROWS = 1000
 
 
 def write_part(db_file: Path, part: int, target: Path) -> None:
-    """Write a database with the tables and views of `db_file` and every second row of each table, from row `part` on.
+    """Write a copy of `db_file` with its tables and views, but only every second row, starting at row `part`.
 
     Raises:
-        sqlite3.Error: the database has tables that cannot be copied, such as those of a missing extension.
+        sqlite3.Error: a table cannot be copied, e.g. because its extension is missing.
     """
     with closing(sqlite3.connect(target.as_uri(), uri=True)) as connection, connection:
         connection.execute("PRAGMA synchronous=OFF")
@@ -33,7 +33,7 @@ def write_part(db_file: Path, part: int, target: Path) -> None:
 
 def _copy_rows(connection: sqlite3.Connection, table: str, part: int) -> None:
     info = connection.execute("SELECT name FROM pragma_table_xinfo(?, 'source') WHERE hidden = 0", (table,))
-    names = [name for (name,) in info.fetchall()]  # of the columns that are not computed
+    names = [name for (name,) in info.fetchall()]  # of the stored columns, without generated ones
     columns, number = ", ".join(map(_quote, names)), _quote("".join(names) + "#")
     first = f"SELECT {columns} FROM source.{_quote(table)} LIMIT ?"
     numbered = f"SELECT *, row_number() OVER () AS {number} FROM ({first})"

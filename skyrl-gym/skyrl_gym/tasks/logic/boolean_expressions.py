@@ -31,7 +31,7 @@ _LETTERS = re.compile(r"[A-Z](?:,[A-Z])*")
 
 
 def create(rng: Random) -> Puzzle:
-    """Create three to six options, of which at least one is true."""
+    """Create three to six options. At least one is true."""
     while True:
         options = [_expression(rng, depth=rng.randint(1, 2)) for _ in range(rng.randint(3, 6))]
         if any(is_true for _, is_true in options):
@@ -47,13 +47,13 @@ def create(rng: Random) -> Puzzle:
 
 
 def is_correct(answer: str, truth: str, facts: Mapping[str, Any]) -> bool:
-    """Return True if the last box holds these letters, in any order and case, and nothing else."""
+    """Return True if the last box holds exactly these letters, in any order and case."""
     letters = re.sub(r"\s|\\text\b|[{}]", "", last_boxed(answer) or "").upper()
     return bool(_LETTERS.fullmatch(letters)) and set(letters.split(",")) == set(truth.split(","))
 
 
 def _expression(rng: Random, depth: int) -> tuple[str, bool]:
-    """Return a statement and its truth."""
+    """Return a statement and its truth value."""
     if depth == 0:
         return _fact(rng)
     kind = rng.choice(("and", "or", "not"))
@@ -65,7 +65,7 @@ def _expression(rng: Random, depth: int) -> tuple[str, bool]:
 
 
 def _fact(rng: Random) -> tuple[str, bool]:
-    """Return a simple statement and its truth, which is random."""
+    """Return a simple statement with a random truth value."""
     kind = rng.randrange(6)
     if kind == 0:
         country, city = rng.choice(list(CAPITALS)), rng.choice(list(CAPITALS.values()))

@@ -1,4 +1,4 @@
-"""Sequences of brackets: complete them at their end, at their start, or find the errors in a reading of one."""
+"""Bracket sequences: complete the end, complete the start, or find the errors in a step-by-step reading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EMPTY = "empty"
 
 
 def create_completion(rng: Random) -> Puzzle:
-    """Create a sequence of 40 to 60 brackets whose last 20 to 50%, all closing, are missing."""
+    """Create a sequence of 40 to 60 brackets without its last 20 to 50%, which are all closing brackets."""
     length = rng.randrange(40, 61, 2)
     n_missing = rng.randint(length // 5, length // 2)
     n_opening = length // 2
@@ -35,7 +35,7 @@ def create_completion(rng: Random) -> Puzzle:
 
 
 def create_prefix(rng: Random) -> Puzzle:
-    """Create a sequence of 6 to 60 brackets that lacks some of the opening brackets at its start."""
+    """Create a sequence of 6 to 60 brackets without some of the opening brackets at its start."""
     n_pairs = rng.randint(3, 30)
     n_first = rng.randint(1, min(6, n_pairs))
     kinds = rng.sample(KINDS, rng.randint(3, 8))
@@ -43,7 +43,7 @@ def create_prefix(rng: Random) -> Puzzle:
     body = random_sequence(rng, kinds, n_pairs - n_first, n_pairs - n_first)
     answer = start
     stack = list(start)
-    while body or stack:  # insert the closing brackets of the start at random positions of balanced text
+    while body or stack:  # insert the missing closing brackets at random positions of balanced text
         if stack and (not body or rng.random() < 0.3):
             answer += CLOSING_OF[stack.pop()]
         else:
@@ -59,7 +59,7 @@ def create_prefix(rng: Random) -> Puzzle:
 
 
 def create_reasoning_errors(rng: Random) -> Puzzle:
-    """Create a numbered reading of a sequence in which 2 to 5 of the stacks are wrong."""
+    """Create a numbered reading of a sequence with 2 to 5 wrong stacks."""
     n_pairs = rng.randint(5, 15)
     sequence = random_sequence(rng, rng.sample(KINDS, rng.randint(2, 4)), n_pairs, n_pairs)
     stacks = ["".join(stack_after(sequence[: n + 1])) for n in range(len(sequence))]
@@ -81,7 +81,7 @@ def create_reasoning_errors(rng: Random) -> Puzzle:
 
 
 def is_whole_sequence(answer: str, truth: str, facts: Mapping[str, Any]) -> bool:
-    """Return True if the last line, without a label and spaces, is the sequence."""
+    """Return True if the last line, without label and spaces, is the sequence."""
     return "".join(last_line(answer).rpartition(":")[2].split()) == truth
 
 
@@ -93,13 +93,13 @@ def is_quoted_sequence(answer: str, truth: str, facts: Mapping[str, Any]) -> boo
 
 
 def are_steps(answer: str, truth: str, facts: Mapping[str, Any]) -> bool:
-    """Return True if the last line holds the numbers, in any order, and nothing else."""
+    """Return True if the last line holds exactly these numbers, in any order."""
     line = last_line(answer).rpartition(":")[2].strip()
     return len(line) <= 1000 and bool(_STEPS.fullmatch(line)) and _numbers(line) == _numbers(truth)
 
 
 def stack_after(text: str) -> list[str]:
-    """Return the opening brackets without a partner; ValueError if a closing one has none."""
+    """Return the unmatched opening brackets. Raises ValueError if a closing bracket is unmatched."""
     stack: list[str] = []
     for bracket in text:
         if bracket in CLOSING_OF:
@@ -110,7 +110,7 @@ def stack_after(text: str) -> list[str]:
 
 
 def random_sequence(rng: Random, kinds: Sequence[str], n_opening: int, n_closing: int) -> str:
-    """Return a sequence of brackets in which every closing one has its partner."""
+    """Return a bracket sequence in which every closing bracket is matched."""
     text = ""
     stack: list[str] = []
     while n_opening or n_closing:
@@ -128,7 +128,7 @@ def _balanced_prefix(text: str) -> int:
 
 
 def _corrupt(rng: Random, stack: str, sequence: str) -> str:
-    """Return another stack: without its top, with one more bracket, or with one replaced."""
+    """Return a wrong stack: without its top, with an extra bracket, or with one replaced."""
     openings = sorted({bracket for bracket in sequence if bracket in CLOSING_OF})
     choices = [stack + opening for opening in openings]
     if stack:

@@ -1,4 +1,4 @@
-"""The task family `lgc-v2`: a task id is the number of the task type times 100,000,000, plus a seed."""
+"""The task family `lgc-v2`. A task id is the task type's number times 100,000,000, plus a seed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIRST_NUMBER = {
     "game_of_24": 1,
     "operation": 2,
     "cryptarithm": 3,
-    "dyck_language2": 4,  # and 5: it has twice as many seeds
+    "dyck_language2": 4,  # also covers 5: it has twice as many seeds
     "boolean_expressions": 6,
     "sudoku": 7,
     "dyck_language_reasoning_errors": 8,
@@ -42,7 +42,7 @@ _TYPE_OF = {number: name for name, number in FIRST_NUMBER.items()} | {5: "dyck_l
 class LGCV2Tasks(TaskFamily):
     """Eight types of logic puzzles.
 
-    Options: `task_types`, a list of types; by default all.
+    Options: `task_types`, a list of types. The default is all.
     """
 
     env: ClassVar[str] = "lgc-v2"
@@ -62,7 +62,7 @@ class LGCV2Tasks(TaskFamily):
 
     @property
     def n_blocks(self) -> int:
-        """The blocks of all task types, as many of each."""
+        """The blocks of all task types, the same number for each."""
         return len(self.task_types) * (SEEDS_PER_TYPE // BLOCK_SIZE)
 
     def block(self, index: int) -> Sequence[int]:
@@ -87,7 +87,7 @@ class LGCV2Tasks(TaskFamily):
 
 @lru_cache(maxsize=1000)
 def _puzzle(task_id: int) -> tuple[str, Puzzle]:
-    """Return the task type of an id, and its puzzle."""
+    """Return an id's task type and puzzle."""
     number, seed = divmod(task_id, SEEDS_PER_TYPE)
     name = _TYPE_OF.get(number)
     if name is None:

@@ -1,4 +1,4 @@
-"""Reach a target with every number once, or say that it is impossible."""
+"""Reach a target using every number once, or say that it is impossible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NODES = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 def create(rng: Random) -> Puzzle:
-    """Create a puzzle of four to six numbers. Those with four may have no solution."""
+    """Create a puzzle of four to six numbers. Puzzles with four may have no solution."""
     n_numbers = rng.choice((4, 4, 4, 4, 5, 6))
     if n_numbers == 4:
         keeps_unsolvable = rng.random() < UNSOLVABLE_SHARE
@@ -52,7 +52,7 @@ def create(rng: Random) -> Puzzle:
 
 
 def is_correct(answer: str, truth: str, facts: Mapping[str, Any]) -> bool:
-    """Return True if the last code block holds an expression with the target's value, or None if there is none."""
+    """Return True if the last code block holds an expression with the target's value, or None if unsolvable."""
     expression = (extract_code(answer) or "").strip()
     if expression == UNSOLVABLE:
         return not facts["is_solvable"]
@@ -69,7 +69,7 @@ def is_correct(answer: str, truth: str, facts: Mapping[str, Any]) -> bool:
 
 
 def _value(node: ast.expr, operators: str) -> Fraction:
-    """Return the value of a parsed expression; ValueError for anything but the allowed operators."""
+    """Return the value of a parsed expression. Raises ValueError for anything but the allowed operators."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
     if not isinstance(node, ast.BinOp) or _NODES.get(type(node.op), "none") not in operators:
@@ -83,7 +83,7 @@ def _apply(operator: str, left: Fraction, right: Fraction) -> Fraction:
 
 @lru_cache(maxsize=4096)
 def _search(numbers: tuple[int, ...], target: int, operators: str) -> str | None:
-    """Return the first expression with the target's value, of all; None if there is none."""
+    """Search all expressions. Return the first with the target's value, or None if there is none."""
     start = [(Fraction(number), str(number)) for number in numbers]
     return next(_expressions(start, Fraction(target), operators), None)
 
@@ -106,7 +106,7 @@ def _expressions(items: Sequence[tuple[Fraction, str]], target: Fraction, operat
 
 
 def _construct(rng: Random, n_numbers: int, target: int, operators: str) -> tuple[list[int], str]:
-    """Return numbers and an expression with the target's value, made by undoing operations from the target."""
+    """Return numbers and an expression with the target's value, built backwards from the target."""
     while True:
         value, numbers, steps = target, [], []
         for _ in range(n_numbers - 1):

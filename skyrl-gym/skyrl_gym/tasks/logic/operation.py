@@ -1,4 +1,4 @@
-"""Calculate an expression with newly defined operators."""
+"""Evaluate an expression with newly defined operators."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CONDITIONS: dict[str, Callable[[int, int], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """An operator with one formula, or with two and a condition for the first."""
+    """An operator with one formula, or with two formulas and a condition for the first."""
 
     formula: Formula
     condition: str | None
@@ -66,7 +66,7 @@ class Definition:
 
 
 def create(rng: Random) -> Puzzle:
-    """Create an expression of three to five numbers with one to three new operators."""
+    """Create an expression of three to five numbers and one to three new operators."""
     while True:
         symbols = rng.sample(SYMBOLS, rng.randint(1, 3))
         definitions = {symbol: _define(rng) for symbol in symbols}
@@ -90,7 +90,7 @@ def create(rng: Random) -> Puzzle:
 def evaluate(
     numbers: list[int], operators: list[str], symbols: list[str], definitions: Mapping[str, Definition]
 ) -> int:
-    """Return the value of numbers with operators between them: the symbols in order, then + and -."""
+    """Evaluate numbers with operators between them: the symbols in order, then + and -."""
     numbers, operators = list(numbers), list(operators)
     for rank in (*((symbol,) for symbol in symbols), ("+", "-")):
         i = 0

@@ -24,7 +24,7 @@ class Puzzle:
 
 @dataclass(frozen=True, slots=True)
 class PuzzleType:
-    """The generator of a task type, and its verifier: (answer of a reply, ground truth, facts) → bool."""
+    """A task type's generator and its verifier: (answer in the reply, ground truth, facts) → bool."""
 
     create: Callable[[Random], Puzzle]
     is_correct: Callable[[str, str, Mapping[str, Any]], bool]

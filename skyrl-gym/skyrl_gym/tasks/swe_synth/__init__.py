@@ -1,1 +1,1 @@
-"""Synthetic bugs in a small Python library, to be repaired by a unified diff."""
+"""Synthetic bugs in a small Python library, to be fixed with a unified diff."""

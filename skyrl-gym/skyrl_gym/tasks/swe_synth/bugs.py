@@ -1,6 +1,6 @@
-"""The mutants of each function that fail a test without hanging, by their index in `mutants`.
+"""Mutants of each function that fail a test without hanging, by their index in `mutants`.
 
-`family.find_bugs` finds them, which takes a minute for all functions.
+`family.find_bugs` finds them. It takes a minute for all functions.
 """
 
 BUGS: dict[str, tuple[int, ...]] = {

@@ -1,7 +1,7 @@
-"""The task family `swe-synth`: a library of three functions, one of them with a bug, is repaired by a unified diff.
+"""The task family `swe-synth`: fix the bug in one of a library's three functions with a unified diff.
 
-Hidden tests run in `skyrl_gym.isolation`. They call the functions with JSON arguments and compare the results outside,
-so a patched file cannot see or change what is expected of it.
+Hidden tests run in `skyrl_gym.isolation`. They call the functions with JSON arguments and compare the results outside
+the sandbox, so a patched file can neither see nor change the expected values.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from skyrl_gym.tasks.swe_synth.patch import PatchError, apply_patch
 PATH = "toolbox.py"
 HEADER = "from typing import Any\n"
 LIMITS = Limits(seconds=20, cpu_seconds=5, memory_bytes=256 << 20)
-BUG_LIMITS = Limits(seconds=4, cpu_seconds=0.5, memory_bytes=256 << 20)  # a right function takes milliseconds
+BUG_LIMITS = Limits(seconds=4, cpu_seconds=0.5, memory_bytes=256 << 20)  # a correct function takes milliseconds
 N_FUNCTIONS = 3
 N_TESTS = 12
-"""Number of tests of each function."""
+"""Number of tests per function."""
 
 
 class SweSynthTasks(TaskFamily):
-    """Repairs of a library with one bug.
+    """Bug fixes in a small library.
 
-    Options: `task_ids`, a list of ids, or `task_id_range`, the first and the last id; by default, ids have no end.
+    Options: `task_ids`, a list of ids, or `task_id_range`, the first and last id. By default, ids are unlimited.
     """
 
     env: ClassVar[str] = "swe-synth"
@@ -62,7 +62,7 @@ class SweSynthTasks(TaskFamily):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The ids, if they are limited."""
+        """The configured ids, if any."""
         return {} if self._ids is None else {"task_ids": self._ids}
 
     @property
@@ -112,20 +112,20 @@ class SweSynthTasks(TaskFamily):
 
 
 def _draw_bug(rng: Random) -> tuple[str, str]:
-    """Return the name of a function, and its source with a bug that fails a test."""
+    """Return a function's name, and its source with a bug that fails a test."""
     name = rng.choice(sorted(SUBJECTS))
     return name, rng.choice(_bugs(name))
 
 
 @lru_cache(maxsize=len(SUBJECTS))
 def _bugs(name: str) -> list[str]:
-    """Return the sources of a function with a bug."""
+    """Return a function's sources with a bug."""
     sources = mutants(_source(name))
     return [sources[index] for index in BUGS[name]]
 
 
 def find_bugs(name: str) -> list[int]:
-    """Return the indices of the mutants that end a test with a wrong value or an error: an entry of `BUGS`."""
+    """Return the indices of mutants that fail a test with a wrong value or an error: an entry of `BUGS`."""
     tests = [[name, arguments] for arguments in _arguments(name)]
     failures = (_find_failure(_file({name: mutant}), tests, BUG_LIMITS) for mutant in mutants(_source(name)))
     return [index for index, failure in enumerate(failures) if failure is not None and failure[1] is not None]
@@ -133,7 +133,7 @@ def find_bugs(name: str) -> list[int]:
 
 @lru_cache(maxsize=1000)
 def _first_failure(name: str, bug: str) -> tuple[list[Any], Any, str]:
-    """Return the arguments of the first test that a bug fails, what is expected, and what happens instead."""
+    """Return the arguments of the first failing test, the expected value, and the actual outcome."""
     failure = _find_failure(_file({name: bug}), [[name, arguments] for arguments in _arguments(name)])
     assert failure is not None
     index, found = failure
@@ -145,7 +145,7 @@ def _first_failure(name: str, bug: str) -> tuple[list[Any], Any, str]:
 def _find_failure(
     program: str, tests: Sequence[Sequence[Any]], limits: Limits = LIMITS
 ) -> tuple[int, str | None] | None:
-    """Return the first failing test and what happens in it, or None if all pass; "what" is None at a limit."""
+    """Return the index and outcome of the first failing test, or None if all pass. The outcome is None at a limit."""
     calls = [FunctionCall(name, arguments) for name, arguments in tests]
     with closing(run_program(program, calls, limits, level_for("best"))) as results:
         for index, ((name, arguments), result) in enumerate(zip(tests, results, strict=True)):
@@ -173,14 +173,14 @@ def _copy(arguments: Sequence[Any]) -> list[Any]:
 
 @lru_cache(maxsize=len(SUBJECTS))
 def _arguments(name: str) -> list[list[Any]]:
-    """Return the arguments of the tests of a function."""
+    """Return a function's test arguments."""
     rng = Random(f"swe-synth/{name}")
     return [SUBJECTS[name].arguments(rng) for _ in range(N_TESTS)]
 
 
 @lru_cache(maxsize=len(SUBJECTS))
 def _source(name: str) -> str:
-    """Return the source of a function as `ast.unparse` writes it, with which sources of bugs agree."""
+    """Return a function's source as `ast.unparse` writes it, to match the mutants."""
     return ast.unparse(ast.parse(inspect.getsource(SUBJECTS[name].function)))
 
 

@@ -1,6 +1,6 @@
-"""The functions that bugs are written into. Each is pure, and takes and returns JSON values.
+"""Functions to inject bugs into. Each is pure, and takes and returns JSON values.
 
-Their sources are part of the tasks: a change of a function changes its tasks.
+Their sources are part of the tasks: changing a function changes its tasks.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def longest_increasing_run(values: list[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A function, and the arguments that it is tested with."""
+    """A function and its test arguments."""
 
     function: Callable[..., Any]
     arguments: Callable[[Random], list[Any]]

@@ -1,4 +1,4 @@
-"""Small bugs: copies of a function's source in which one operator or number is another."""
+"""Small bugs: copies of a function's source with one operator or number changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 
 def mutants(source: str) -> list[str]:
-    """Return all sources that differ from `source`, as `ast.unparse` writes it, by one small bug."""
+    """Return every source that differs from `source`, as `ast.unparse` writes it, by one small bug."""
     tree = ast.parse(source)
     original = ast.unparse(tree)
     sources = []
@@ -38,7 +38,7 @@ def mutants(source: str) -> list[str]:
 
 
 def _mutate(node: ast.AST, variant: int) -> bool:
-    """Change a node in place; return False if it has no such variant."""
+    """Change a node in place. Return False if it has no such variant."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         node.value += (1, -1)[variant]
         return True

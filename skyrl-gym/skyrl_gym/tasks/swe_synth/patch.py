@@ -1,4 +1,4 @@
-"""Unified diffs of one file, as models write them: line numbers may be wrong, but every line of context must match."""
+"""Unified diffs of one file, as models write them: line numbers may be wrong, but every context line must match."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ class PatchError(ValueError):
 
 @dataclass(slots=True)
 class _Hunk:
-    line: int  # of the first old line, from 1
+    line: int  # number of the first old line, from 1
     old: list[str]
     new: list[str]
 
 
 def apply_patch(reply: str, path: str, text: str) -> str:
-    """Return the file `text` after the diff in a reply: in its last code block, or from its first `---` line on.
+    r"""Apply a reply's diff to the file `text`. It is in the last code block, or starts at the first `---` line.
 
     Raises:
-        PatchError: there is no diff, it changes another file or nothing, or it does not apply at exactly one position.
+        PatchError: there is no diff, it changes nothing or a different file, or it does not apply at one position only.
+
+    >>> diff = "--- a/sums.py\n+++ b/sums.py\n@@ -1 +1 @@\n-total = a - b\n+total = a + b\n"
+    >>> apply_patch(diff, "sums.py", "total = a - b\n")
+    'total = a + b\n'
     """
     hunks = _parse(_find_diff(reply), path)
     lines = text.splitlines()
@@ -76,7 +80,7 @@ def _check_files(lines: list[str], path: str) -> None:
 
 
 def _add_line(hunk: _Hunk, line: str) -> None:
-    """Add a line of context, a removed or an added line to a hunk; models write an empty line for empty context."""
+    """Add a context, removed or added line to a hunk. Models write an empty line for empty context."""
     sign = line[:1] or " "
     if sign not in " -+":
         raise PatchError(f"{line!r} starts with none of ' ', '-', '+'")
@@ -87,7 +91,7 @@ def _add_line(hunk: _Hunk, line: str) -> None:
 
 
 def _find(lines: list[str], hunk: _Hunk, shift: int) -> int:
-    """Return the index of the old lines: that of the header if they match there, or else their only position."""
+    """Return the index of the old lines: the header's index if they match there, else their only match."""
     n_old = len(hunk.old)
     if not n_old:
         raise PatchError("a hunk has no old line; keep a line of context")

@@ -55,8 +55,8 @@ THOUGHT_TAGS = {
     "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
 }
-"""Tags around thoughts: of most models, of Seed-OSS, Mistral's and Command A."""
-_THOUGHTS = {**THOUGHT_TAGS, "<|channel|>analysis<|message|>": "<|end|>"}  # and of gpt-oss
+"""Tags around thoughts: of most models, Seed-OSS, Mistral and Command A."""
+_THOUGHTS = {**THOUGHT_TAGS, "<|channel|>analysis<|message|>": "<|end|>"}  # and gpt-oss
 
 _FORMATS = {
     "tagged": TAGGED,
@@ -79,7 +79,7 @@ CUT_OFF = "Your reply was cut off at the maximum number of tokens, and no call w
 
 @dataclass(slots=True)
 class _Scan:
-    """Result of a scan: the text outside of thoughts, the calls, the first error, and facts of the last call."""
+    """Result of a scan: text outside thoughts, calls, the first error, and the form of the last call."""
 
     visible: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -89,7 +89,13 @@ class _Scan:
 
 
 def strip_thoughts(text: str) -> str:
-    """Return the text after the last thought, and before one that is cut off. The prompt may have begun a thought."""
+    """Return the text after the last thought, without a final unfinished one. The prompt may have opened a thought.
+
+    >>> strip_thoughts("<think>Six times seven.</think>It is 42.")
+    'It is 42.'
+    >>> strip_thoughts("Let me see. <think>Six times")
+    'Let me see. '
+    """
     return "".join(_scan(text).visible)
 
 
@@ -97,10 +103,15 @@ def parse_tool_calls(text: str, *, is_truncated: bool = False) -> list[ToolCall]
     """Return the calls in a reply, in order.
 
     Args:
-        is_truncated: the reply ended at the maximum number of tokens. Then a last call that is not closed is an error.
+        is_truncated: the reply ended at the maximum number of tokens. An unclosed last call is then an error.
 
     Raises:
-        ToolCallError: a call cannot be parsed, or there are too many; then no call should be executed.
+        ToolCallError: a call cannot be parsed, or there are too many. Execute none of them.
+
+    >>> parse_tool_calls('<tool_call>{"name": "search", "arguments": {"query": "Mount Fuji"}}</tool_call>')
+    [ToolCall(name='search', arguments={'query': 'Mount Fuji'})]
+    >>> parse_tool_calls("<function=add><parameter=a>2</parameter><parameter=b>3</parameter></function>")
+    [ToolCall(name='add', arguments={'a': '2', 'b': '3'})]
     """
     scan = _scan(text)
     if is_truncated and (scan.error is not None or not scan.is_closed):
@@ -113,9 +124,19 @@ def parse_tool_calls(text: str, *, is_truncated: bool = False) -> list[ToolCall]
 
 
 def _scan(text: str) -> _Scan:
-    """Find thoughts and calls.
+    """Find thoughts and calls in one pass from left to right.
 
-    After a malformed call, only thoughts are looked for: the call may be a mention in a thought that the prompt began.
+    The prompt may have opened a thought, so the scan learns only at an end tag that everything before it was a thought.
+    It then drops the text, calls and errors so far and starts over. For example, in the reply
+
+        I could <function=search> first.</think>Let me look.<tool_call>{"name": "search", …}</tool_call>
+
+    `<function=search>` opens a call that cannot be parsed, so the scan records an error. At `</think>` it forgets the
+    error, and one call remains. Without the `</think>`, the error would count.
+
+    After a malformed call, the scan only looks for thoughts: its arguments may contain anything. A well-formed call is
+    consumed as a whole, so a tag inside an argument is never mistaken for a call. The position only moves forward, and
+    the time is linear in the length of the reply.
     """
     scan, start, position = _Scan(), 0, 0
     while token := _TOKEN.search(text, position):
@@ -128,7 +149,7 @@ def _scan(text: str) -> _Scan:
                 return scan
             scan, start = _Scan(), end + len(closing)
             position = start
-        elif kind == "end_of_thought":  # the prompt began the thought
+        elif kind == "end_of_thought":  # the prompt opened the thought
             scan, start = _Scan(), position
         elif kind == "header":
             scan.visible.append(text[start : token.start()])
@@ -140,7 +161,7 @@ def _scan(text: str) -> _Scan:
 
 
 def _parse_at(text: str, token: re.Match[str], scan: _Scan) -> int:
-    """Parse the calls at an opening, and return the position after them."""
+    """Parse the calls at an opening tag, and return the position after them."""
     kind = token.lastgroup or ""
     if kind == "stray":
         if scan.is_plain:
@@ -159,10 +180,10 @@ def _parse_at(text: str, token: re.Match[str], scan: _Scan) -> int:
 
 
 def parse_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a chat message whose tool calls have their arguments as objects, as chat templates expect them.
+    """Return a copy of a chat message with its tool calls' arguments as objects, as chat templates expect them.
 
-    APIs and data sets often hold arguments as JSON text, and no arguments as an empty text or as null. Other text that
-    is not a JSON object is left as it is.
+    APIs and data sets often hold arguments as JSON text, and no arguments as an empty string or null. Any other text
+    that is not a JSON object is left alone.
     """
     copy = dict(message)
     if isinstance(calls := copy.get("tool_calls"), list):

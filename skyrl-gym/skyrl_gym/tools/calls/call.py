@@ -1,4 +1,4 @@
-"""A tool call, and the parts that its formats have in common."""
+"""A tool call, and the code that its formats share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call, e.g. `ToolCall("search", {"query": "Mount Fuji"})`. Arguments of the plain-text formats are all text."""
+    """A call, e.g. `ToolCall("search", {"query": "Mount Fuji"})`. Plain-text formats give every argument as text."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
 class ToolCallError(ValueError):
-    """A call that cannot be parsed; the message is for the model."""
+    """A call that cannot be parsed. The message is for the model."""
 
 
 class MalformedCall(ToolCallError):
@@ -49,7 +49,7 @@ class Parsed(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A format of calls: the regular expression of its opening, and the parser of what follows.
+    """A call format: the regular expression of its opening tag, and the parser for the rest.
 
     The parser takes the reply and the positions of the start and the end of the opening. It raises MalformedCall.
     """
@@ -59,7 +59,7 @@ class Format(NamedTuple):
 
 
 def skip_space(text: str, position: int) -> int:
-    """Return the position of the next character that is no white space."""
+    """Return the position of the next character that is not white space."""
     space = _SPACE.match(text, position)
     assert space is not None  # it may be empty
     return space.end()
@@ -76,7 +76,7 @@ def parse_json_in(text: str, start: int) -> tuple[Any, int]:
 
 
 def _bad_length(error: BadJSON, body: str) -> int:
-    """Return the length of malformed JSON; an unterminated string takes the rest of the reply."""
+    """Return the length of malformed JSON. An unterminated string takes the rest of the reply."""
     cause = error.__cause__
     if not isinstance(cause, JSONDecodeError):
         return 0
@@ -84,7 +84,7 @@ def _bad_length(error: BadJSON, body: str) -> int:
 
 
 def parse_closing(text: str, start: int, closing: str) -> Parsed:
-    """Return the position after the closing tag that must follow JSON; only the end of the reply may replace it."""
+    """Return the position after the closing tag that must follow JSON. Only the end of the reply may replace it."""
     position = skip_space(text, start)
     if text.startswith(closing, position):
         return Parsed([], position + len(closing))
@@ -105,7 +105,7 @@ def to_call(value: Any, end: int) -> ToolCall:
 
 
 def named_call(name: str, arguments: Any, end: int) -> ToolCall:
-    """Return a call with arguments that were read as JSON; null is no arguments."""
+    """Return a call with arguments that were parsed from JSON. Null means no arguments."""
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):

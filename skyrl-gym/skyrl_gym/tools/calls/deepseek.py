@@ -1,9 +1,6 @@
-"""Calls of DeepSeek V3, and of V3.1, which has no fence.
+"""Calls of DeepSeek V3 (fenced) and V3.1 (bare JSON).
 
-<｜tool▁call▁begin｜>function<｜tool▁sep｜>search
-```json
-{"query": "Mount Fuji"}
-```<｜tool▁call▁end｜>
+<｜tool▁call▁begin｜>function<｜tool▁sep｜>search ```json {"query": "Mount Fuji"} ```<｜tool▁call▁end｜>
 
 <｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "Mount Fuji"}<｜tool▁call▁end｜>
 """

@@ -2,7 +2,7 @@
 
     <|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "Mount Fuji"}<|call|>
 
-The recipient may also stand before the channel: `<|start|>assistant to=functions.search<|channel|>commentary …`. The
+The recipient may also come before the channel: `<|start|>assistant to=functions.search<|channel|>commentary …`. The
 prompt ends with `<|start|>assistant`, so a reply may begin with the recipient.
 """
 
@@ -20,7 +20,7 @@ _FORMAT = r"\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
 
 def _parse(text: str, start: int, end: int) -> Parsed:
     name = _NAME.search(text, start, end)
-    assert name is not None  # of the opening
+    assert name is not None  # of the opening tag
     is_empty = text.startswith(_END, skip_space(text, end))
     arguments, position = ({}, end) if is_empty else parse_json_in(text, end)
     call = named_call(name[1], arguments, position)
@@ -32,4 +32,4 @@ HARMONY = Format(
     _parse,
 )
 HEADER = r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)<\|message\|>|<\|return\|>"
-"""The tokens around text that is no call."""
+"""Tokens around text that is not a call."""

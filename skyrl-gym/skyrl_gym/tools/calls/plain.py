@@ -50,7 +50,7 @@ class _Tags(NamedTuple):
 
 
 def _tags(opening: str, newline: str, closing: str, end: str) -> _Tags:
-    """Return the tags of a format that writes `newline` after an opening and before a closing."""
+    """Return the tags of a format that writes `newline` after an opening and before a closing tag."""
     return _Tags(
         re.compile(rf"\s*{opening}{newline}"),
         re.compile(rf"(?<!['\"`]){opening}"),
@@ -74,11 +74,22 @@ def parse_function(text: str, start: int, end: int) -> Parsed:
 
 
 def parse_glm(text: str, start: int, name: str) -> Parsed:
-    """Parse the arguments of a call of GLM."""
+    """Parse the arguments of a GLM call."""
     return _parse_parameters(text, start, name, _GLM)
 
 
 def _parse_parameters(text: str, position: int, name: str, tags: _Tags) -> Parsed:
+    """Parse parameters up to the end of the call.
+
+    Nothing is escaped in these formats, so a value may contain its own closing tag. A closing tag ends the value only
+    if the next parameter, the end of the call or the end of the reply follows. In
+
+        <parameter=text>use </parameter> to close</parameter></function>
+
+    " to close" follows the first `</parameter>`, so the value is "use </parameter> to close". A value that contains the
+    start of a parameter is an error: the model may have forgotten a closing tag, or may quote one, and a wrong guess
+    would execute a call that it did not write.
+    """
     arguments: dict[str, str] = {}
     while opening := tags.opening.match(text, position):
         key, start = opening["key"].strip(), opening.end()
@@ -110,4 +121,4 @@ def _parse_parameters(text: str, position: int, name: str, tags: _Tags) -> Parse
 
 FUNCTION = Format(r"<function=[^<>\s]+>", parse_function)
 STRAY = r"</(?:parameter|function|arg_value|arg_key)>"
-"""Tags that are left over if a value contained the end of a call."""
+"""Tags left over when a value contained the end tag of a call."""

@@ -1,8 +1,8 @@
-"""Calls between `<tool_call>` tags: JSON as Hermes and Qwen write it, the format of Qwen3-Coder, or of GLM.
+"""Calls between `<tool_call>` tags: JSON (Hermes, Qwen), or the formats of Qwen3-Coder and GLM.
 
     <tool_call>{"name": "search", "arguments": {"query": "Mount Fuji"}}</tool_call>
 
-`<function_call>` is an alias of `<tool_call>`, `tool` of `name`, and `parameters` and `params` of `arguments`.
+Aliases: `<function_call>` for `<tool_call>`, `tool` for `name`, `parameters` and `params` for `arguments`.
 """
 
 from __future__ import annotations

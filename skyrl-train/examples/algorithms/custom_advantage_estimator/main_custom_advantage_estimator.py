@@ -17,9 +17,10 @@ from skyrl_train.algorithms import register_advantage_estimator
 def median_baseline(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A = S - median_group(S), where S is the sum of a trajectory's rewards; unlike a mean, a median ignores outliers.
+    """Return A = S - median_group(S), where S is the sum of a trajectory's rewards. Unlike a mean, a median ignores
+    outliers.
 
-    Rewards and mask are (B, R), `index` [B] names the prompt of each row; returns advantages and returns (B, R).
+    Rewards and mask are (B, R), `index` [B] names each row's prompt. Returns advantages and returns (B, R).
     """
     scores = token_level_rewards.sum(dim=-1)  # (B,)
     groups = {uid: scores[torch.tensor([i == uid for i in index])] for uid in set(index)}

@@ -22,7 +22,7 @@ def soft_clip(
     loss_mask: torch.Tensor,
     rollout_logprobs: torch.Tensor | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-(1 + w tanh((ρ - 1) / w)) A with ρ = π / π_old: the ratio saturates at 1 ± w instead of being clipped there.
+    """Return -(1 + w tanh((ρ - 1) / w)) A with ρ = π / π_old: the ratio saturates at 1 ± w instead of being clipped.
 
     All tensors (B, R), w = `custom.width`. Metric `ratio_distance`: |ρ - 1|.
     """

@@ -1,6 +1,6 @@
 """Train on Fleet tasks: `python -m integrations.fleet.entrypoints.main_fleet data.train_data=… generator.max_turns=50`.
 
-The same as `skyrl train`, with the environment `fleet_task`, metrics by environment and alerts. Without
+Works like `skyrl train`, with the environment `fleet_task`, metrics by environment and alerts. Without
 `trainer.project_name`, the project is `fleet-task-grpo`. Without `generator.trajectory_timeout_seconds`, a rollout ends
 when Fleet stops its software.
 """
@@ -38,7 +38,7 @@ class FleetExp(RLExperiment):
     def get_callbacks(
         self, eval_dataset: PromptDataset | None, generator: RolloutGenerator, tracker: Tracking
     ) -> list[Callback]:
-        """Return the callbacks of a step, with metrics by environment before the logging, and alerts after it."""
+        """Return the callbacks, with metrics by environment before the logging and alerts after it."""
         return [FleetMetrics(), *super().get_callbacks(eval_dataset, generator, tracker), ToolErrorAlert()]
 
 
@@ -49,7 +49,7 @@ def register_fleet() -> None:
 
 
 def with_project(arguments: Sequence[str]) -> list[str]:
-    """Return overrides with `trainer.project_name`, unless they or WANDB_PROJECT name the project."""
+    """Add `trainer.project_name` to the overrides, unless they or WANDB_PROJECT name the project."""
     names_project = any(argument.lstrip("+").startswith("trainer.project_name=") for argument in arguments)
     if names_project or os.environ.get("WANDB_PROJECT"):
         return list(arguments)
@@ -57,7 +57,7 @@ def with_project(arguments: Sequence[str]) -> list[str]:
 
 
 def read_config(arguments: Sequence[str], file: Path | None = None, *rules: Rule) -> SkyRLConfig:
-    """Return what `parse_cli` returns for these arguments, with a time limit within which software lives.
+    """Parse overrides to a configuration in which no rollout outlives its software.
 
     Raises:
         ConfigError: a setting is invalid, or rollouts may take longer than `ttl_seconds`.

@@ -1,9 +1,9 @@
-"""Train on Fleet tasks with a Tinker service, which holds the model:
+"""Train on Fleet tasks, with the model on a Tinker service:
 
     python -m integrations.fleet.entrypoints.main_fleet_tinker --train_data train.parquet --tasks_file tasks.json
 
-Reads TINKER_API_KEY and TINKER_BASE_URL. Rollouts, context limits, rewards and metrics are those of `main_fleet`. Rerun
-the command with the same `--run_name` to resume.
+Reads TINKER_API_KEY and TINKER_BASE_URL. Rollouts, context limits, rewards and metrics are the same as in `main_fleet`.
+Rerun the command with the same `--run_name` to resume.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FleetTinkerOptions(TinkerOptions):
     """The command line.
 
     ttl_seconds: seconds after which Fleet stops the software of an episode, and a rollout ends.
-    env_python: interpreter of the environments, with OpenEnv; that of this program by default.
+    env_python: interpreter for the environments, with OpenEnv installed. Defaults to this program's interpreter.
     """
 
     tasks_file: str
@@ -41,7 +41,7 @@ class FleetTinkerOptions(TinkerOptions):
     run_name: str = "fleet_tinker"
 
     def settings(self) -> dict[str, Any]:
-        """Return the keys of the configuration, with the environment and the end of a tool call."""
+        """Return the configuration keys, including the environment and the end of a tool call."""
         settings = super().settings()
         for name in ("sampling_params", "eval_sampling_params"):
             settings["generator"][name]["stop"] = ["</tool_call>"]
@@ -56,11 +56,11 @@ class FleetTinkerRun(TinkerRun):
     """A run on Fleet tasks, with metrics by environment and alerts on failing tools."""
 
     def step_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Return the metrics of the rollouts of a step, by environment too."""
+        """Return a step's rollout metrics, overall and by environment."""
         return super().step_metrics(trajectories) | fleet_metrics(trajectories, self.options.n_samples_per_prompt)
 
     async def alert(self, step: int, metrics: dict[str, float]) -> None:
-        """Report failing tools in the log and to Slack."""
+        """Report failing tools in the log and on Slack."""
         if problems := find_tool_errors(metrics):
             logger.warning("Step %d: %s", step, "; ".join(problems))
             await send_alert(f"{self.options.run_name}, step {step}: {'; '.join(problems)}")

@@ -14,7 +14,7 @@ G = TypeVar("G")
 
 
 class PassAccumulator(Generic[G]):
-    """An accumulator of results per datum and of gradients."""
+    """Accumulator of a pass's gradients and its results per datum."""
 
     def __init__(self, data: Sequence[Datum], add: Callable[[G, G], G]) -> None:
         """Collect results of `data`. `add` may modify its first argument."""
@@ -27,19 +27,19 @@ class PassAccumulator(Generic[G]):
     def add_rows(
         self, indices: Sequence[int], logprobs: np.ndarray, token_losses: np.ndarray, gradients: G | None
     ) -> None:
-        """Add the rows (M, L, …) of a micro-batch. `indices` maps rows to data; further rows are padding."""
+        """Add a micro-batch's rows (M, L, …). `indices` maps rows to data. Extra rows are padding."""
         for row, index in enumerate(indices):
             n = len(self._data[index].tokens)
             self._logprobs[index], self._token_losses[index] = logprobs[row, :n], token_losses[row, :n]
         self._gradients = self._sum(self._gradients, gradients)
 
     def add_to(self, gradients: G | None) -> G | None:
-        """Add the gradients of this pass to those of earlier passes."""
+        """Add this pass's gradients to earlier passes' gradients."""
         return self._sum(gradients, self._gradients)
 
     @property
     def result(self) -> PassResult:
-        """The result of the whole pass."""
+        """Result of the whole pass."""
         loss = float(sum(np.sum(losses, dtype=np.float64) for losses in self._token_losses))
         return PassResult(loss, self._logprobs, self._token_losses)
 

@@ -1,4 +1,4 @@
-"""The protocol of backends. A backend owns the base model, the models under training, and the samplers."""
+"""The backend protocol. A backend owns the base model, the models under training, and the samplers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Done = Callable[[SampleResult | Exception], None]
 class BaseModel:
     """The served base model."""
 
-    name: str  # as clients call it
+    name: str  # the name that clients use
     folder: Path
     vocab_size: int
     max_context: int  # positions
@@ -26,7 +26,7 @@ class BaseModel:
 
 
 Weights = Any
-"""Frozen weights to sample from, of a backend's own type: later training does not change them."""
+"""Frozen weights to sample from, in a backend's own type. Later training does not change them."""
 
 
 Save = Callable[[Path], None]
@@ -43,16 +43,14 @@ class Sampler(Protocol):
         """Return the weights of the base model."""
 
     def sample(self, request: SampleRequest, weights: Weights, done: Done) -> Callable[[], None]:
-        """Queue a request and return a function that cancels it. `done` gets the result during a later `step`."""
+        """Queue a request. Return a function that cancels it. `done` gets the result during a later `step`."""
 
     def step(self) -> bool:
-        """Do a slice of the sampling; return whether there was any."""
+        """Do a slice of the sampling. Return True if there was any."""
 
 
 class Backend(Sampler, Protocol):
-    """Trains and samples. A process has one, called from one thread. A call that raises `UserError` has changed
-    nothing.
-    """
+    """Trains and samples, one per process, called from one thread. A call that raises `UserError` changes nothing."""
 
     @property
     def base_model(self) -> BaseModel:
@@ -60,7 +58,7 @@ class Backend(Sampler, Protocol):
 
     @property
     def is_compiling(self) -> bool:
-        """True while a program is compiled, which may take minutes. Any thread may read this."""
+        """True while a program compiles. This may take minutes. Any thread may read it."""
 
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
         """Create a model that starts from the base model."""
@@ -72,35 +70,33 @@ class Backend(Sampler, Protocol):
         """Return the models under training."""
 
     def counts(self) -> Mapping[str, int]:
-        """Return counters for operators by name, e.g. the number of running samples."""
+        """Return counters for operators, e.g. the number of running samples, by name."""
 
     def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
-        """Compute a pass in slices: yield None after each slice but the last, then the result.
+        """Compute a pass in slices: yield None after each slice except the last, then the result.
 
         Passes of different models may interleave. A model's gradients accumulate over passes until `optim_step`. A pass
         that raises adds none.
         """
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """Step with the accumulated gradients and reset them; return metrics.
+        """Step with the accumulated gradients, then reset them. Return metrics.
 
         Raises:
-            UserError: the norm of the gradients is NaN or infinite; weights and optimizer are unchanged.
+            UserError: the gradient norm is NaN or infinite. Weights and optimizer are unchanged.
         """
 
     def drop_gradients(self, model_id: str) -> None:
         """Reset the accumulated gradients without a step. Does nothing if there is no such model."""
 
     def weights_of(self, model_id: str) -> Weights:
-        """Freeze the current weights of a model, to sample from."""
+        """Freeze a model's current weights, to sample from."""
 
     def n_bytes(self, model_id: str, *, with_optimizer: bool) -> int:
-        """Return the size of what `save_model`, or `save_weights`, would write."""
+        """Return the size that `save_model`, or `save_weights` without the optimizer, would write."""
 
     def freeze(self, model_id: str, *, with_optimizer: bool) -> Save:
-        """Return a function that writes the current state like `save_model`, or `save_weights`, at any time and from
-        any thread.
-        """
+        """Return a function that writes the current state as `save_model` or `save_weights` does, from any thread."""
 
     def save_model(self, model_id: str, folder: Path) -> None:
         """Write weights, optimizer and settings into an empty folder."""
@@ -109,4 +105,4 @@ class Backend(Sampler, Protocol):
         """Create a model from what `save_model` wrote."""
 
     def save_weights(self, model_id: str, folder: Path) -> None:
-        """Write the weights alone, in a format that other programs read."""
+        """Write only the weights, in a format that other programs read."""

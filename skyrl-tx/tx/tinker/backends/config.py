@@ -1,4 +1,4 @@
-"""The settings common to all backends, `--backend-config '{"dtype": "bfloat16"}'`."""
+"""Settings common to all backends, `--backend-config '{"dtype": "bfloat16"}'`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class BackendConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the base model and of computations; adapters are float32."""
+    """Dtype of the base model and of computations. Adapters are float32."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
     micro_batch_tokens: int = Field(2048, ge=1)
-    """Maximum tokens per micro-batch, with padding; a longer sequence gets its own. Increase it on accelerators."""
+    """Maximum tokens per micro-batch, with padding. A longer sequence gets its own. Increase it on accelerators."""
     sample_groups: int = Field(8, ge=1)
-    """Maximum number of concurrent batches of samples; more samples wait."""
+    """Maximum number of concurrent batches of samples. More samples wait."""
     cache_gib: float = Field(2.0, gt=0)
-    """Memory for the KV cache of samples."""
+    """KV cache memory for samples, in GiB."""
 
     def cache_tokens(self, bytes_per_token: int) -> int:
         """Return how many tokens fit into the cache."""

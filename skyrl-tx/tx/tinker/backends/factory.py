@@ -1,4 +1,4 @@
-"""Create a backend by name. The packages of other backends need not be installed."""
+"""Create a backend by name. Other backends' packages need not be installed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TORCH_PACKAGES = ("skyrl_train", "torch", "transformers")  # of the extra
 
 
 def settings_of(backend: BackendName, settings: Mapping[str, Any]) -> JaxConfig | TorchConfig:
-    """Return the settings of a backend.
+    """Parse a backend's settings.
 
     Raises:
-        ValueError: a setting is invalid, or the packages of the backend are not installed.
+        ValueError: a setting is invalid, or the backend's packages are not installed.
     """
     missing = [name for name in TORCH_PACKAGES if backend == "torch" and find_spec(name) is None]
     if missing:
@@ -39,7 +39,7 @@ def settings_of(backend: BackendName, settings: Mapping[str, Any]) -> JaxConfig 
 
 
 def new_backend(backend: BackendName, folder: Path, settings: Mapping[str, Any], name: str) -> Backend:
-    """Create a backend with the model in a folder, which clients call `name`."""
+    """Create a backend with the model in a folder. Clients call the model `name`."""
     backend_config = settings_of(backend, settings)
     if isinstance(backend_config, TorchConfig):
         from tx.tinker.backends.torch.backend import TorchBackend
@@ -51,7 +51,7 @@ def new_backend(backend: BackendName, folder: Path, settings: Mapping[str, Any],
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder of a model: a local one, or a download of a Hugging Face repository.
+    """Return a model's folder: a local folder, or a downloaded Hugging Face repository.
 
     Raises:
         ModelError: neither exists.

@@ -1,4 +1,4 @@
-"""Files of a saved model beside its weights. All backends share the format, so that each reads the others' folders."""
+"""Files of a saved model other than its weights. All backends share the format and read each other's folders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_settings(folder: Path) -> LoraConfig:
 
 
 def optimizer_file(folder: Path) -> Path:
-    """Return the file of the optimizer state.
+    """Return the optimizer state's file.
 
     Raises:
         UserError: there is none.
@@ -50,7 +50,7 @@ def named_moments(
 
 
 def moments_of(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T], T, dict[str, T] | None]:
-    """Split a mapping as `named_moments` made it."""
+    """Split a mapping created by `named_moments`."""
     first, second, wide = (
         {path.removeprefix(prefix): tensor for path, tensor in tensors.items() if path.startswith(prefix)}
         for prefix in ("first.", "second.", "wide.")

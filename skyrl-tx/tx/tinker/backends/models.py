@@ -1,4 +1,4 @@
-"""The models under training of a backend."""
+"""A backend's models under training."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Models(dict[str, M]):
         raise UserError(f"there is no model {model_id}; it was unloaded, or never created")
 
     def check_new(self, model_id: str) -> None:
-        """Check that an id is unused.
+        """Check that a model id is unused.
 
         Raises:
-            UserError: a model has it.
+            UserError: a model already has it.
         """
         if model_id in self:
             raise UserError(f"model {model_id} already exists")
 
 
 def check_grad_norm(norm: float) -> None:
-    """Check the norm of a model's gradients before a step changes the model.
+    """Check a model's gradient norm before a step changes the model.
 
     Raises:
         UserError: the norm is NaN or infinite.
@@ -42,10 +42,10 @@ def check_grad_norm(norm: float) -> None:
 
 
 def check_covers_any(matrices: Sized, lora: LoraConfig, model: str) -> None:
-    """Check that an adapter covers anything in a model.
+    """Check that an adapter covers at least one matrix of a model.
 
     Raises:
-        UserError: it covers nothing.
+        UserError: it covers none.
     """
     if not matrices:
         parts = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}

@@ -1,4 +1,4 @@
-"""The state of sample requests, and their scheduling."""
+"""State and scheduling of sample requests."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import numpy as np
 from tx.tinker.types import Sample, SampleRequest, SampleResult, TopLogprobs
 
 SAMPLES_PER_TURN = 4
-"""Samples of a request that begin in one turn: they share their prompt, and on JAX a block of lanes."""
+"""Samples of a request that begin in one turn. They share their prompt and, on JAX, a block of lanes."""
 MAX_OVERTAKING = 64
-"""Maximum number of samples that may overtake one that does not fit."""
+"""Maximum number of samples that may overtake a sample that does not fit."""
 MAX_ATTEMPTS = 16
-"""Maximum number of requests that are tried at a time."""
+"""Maximum number of requests that are tried at once."""
 
 MIN_TEMPERATURE = 1e-4
-"""Minimum temperature of samples that are not greedy: logits divided by less leave the range of float32."""
+"""Minimum temperature of samples that are not greedy. Dividing logits by less would leave the range of float32."""
 
 W = TypeVar("W")
-"""Weights of a backend's own type."""
+"""Weights in a backend's own type."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +37,7 @@ class RequestState(Generic[W]):
     seed: int = field(init=False)
     n_begun: int = 0
     round: int = 0  # of its turn: each owner has one turn per round
-    n_overtaken: int = 0  # samples that overtook its next one
+    n_overtaken: int = 0  # samples that overtook its next sample
     is_cancelled: bool = False
     _samples: dict[int, Sample] = field(default_factory=dict)  # finished samples by their numbers
     _prompt_logprobs: np.ndarray | None = None
@@ -49,32 +49,32 @@ class RequestState(Generic[W]):
 
     @property
     def temperature(self) -> float:
-        """The temperature of its samples; 0: greedy."""
+        """Temperature of its samples. 0 is greedy."""
         temperature = self.spec.params.temperature
         return max(temperature, MIN_TEMPERATURE) if temperature > 0 else 0.0
 
     @property
     def n_prefilled(self) -> int:
-        """Tokens of the prompt that are prefilled: all but the last."""
+        """Number of prefilled prompt tokens: all but the last."""
         return len(self.spec.prompt) - 1
 
     @property
     def n_left(self) -> int:
-        """The number of samples that have not begun."""
+        """Number of samples that have not begun."""
         return self.spec.n_samples - self.n_begun
 
     @property
     def n_running(self) -> int:
-        """The number of running samples."""
+        """Number of running samples."""
         return self.n_begun - len(self._samples)
 
     @property
     def needs_logprobs(self) -> bool:
-        """True if log-probs of the prompt were requested and are not known yet."""
+        """True if prompt log-probs were requested and are not known yet."""
         return self.n_begun == 0 and (self.spec.wants_prompt_logprobs or self.spec.n_top_prompt > 0)
 
     def record_prompt(self, found: Sequence[tuple[np.ndarray, ...]]) -> None:
-        """Record log-probs (n,) of the prompt after its first token, and the most likely tokens with theirs (n, k)."""
+        """Record the log-probs (n,) of the prompt after its first token, and the top tokens with log-probs (n, k)."""
         n_prompt, k = len(self.spec.prompt), self.spec.n_top_prompt
         logprobs = np.full(n_prompt, np.nan, np.float32)
         top_tokens, top = np.zeros((n_prompt, k), np.int32), np.full((n_prompt, k), np.nan, np.float32)
@@ -86,7 +86,7 @@ class RequestState(Generic[W]):
         self._top_prompt = TopLogprobs(top_tokens, top) if k else None
 
     def end(self, number: int, sample: Sample) -> None:
-        """Record a finished sample; with the last one, complete the request."""
+        """Record a finished sample. The last one completes the request."""
         self._samples[number] = sample
         if len(self._samples) == self.spec.n_samples and not self.is_cancelled:
             samples = [self._samples[i] for i in range(self.spec.n_samples)]
@@ -97,11 +97,15 @@ R = TypeVar("R", bound=RequestState[Any])
 
 
 class TurnQueue(Generic[R]):
-    """A round-robin queue of the samples to begin, so that one request need not wait for thousands of others.
+    """A round-robin queue of samples to begin, so that no request waits behind thousands of samples of another.
 
-    Owners take turns, and so do the requests of an owner: every owner has one turn per round. Samples of other requests
-    may overtake one that does not fit, but at most `MAX_OVERTAKING` of them: then all wait, so that every sample gets
-    its turn.
+    Owners take turns, and so do an owner's requests: every owner has one turn per round, and a turn begins up to
+    `SAMPLES_PER_TURN` samples. A sample that does not fit into the cache may be overtaken by samples that do, but at
+    most `MAX_OVERTAKING` times. Then everything waits until it fits, so a long sample is never starved by short ones.
+
+    Example: alice queues a1 (10 samples) and a2 (2 samples), then bob queues b1 (4 samples). Rounds: a1 is in round 0,
+    a2 in round 1, b1 in round 0. The order of begins is 4 of a1, 4 of b1, 2 of a2, 4 of a1, 2 of a1: bob did not wait
+    for all of alice's 12 samples.
     """
 
     def __init__(self) -> None:
@@ -117,7 +121,7 @@ class TurnQueue(Generic[R]):
         return reversed(self._requests)
 
     def add(self, request: R) -> Callable[[], None]:
-        """Queue a request after its owner's others; return a function that cancels it."""
+        """Queue a request after its owner's other requests. Return a function that cancels it."""
         self._put(request)
         return lambda: setattr(request, "is_cancelled", True)
 
@@ -130,7 +134,7 @@ class TurnQueue(Generic[R]):
         return cancelled
 
     def begin(self, begin: Callable[[R], bool]) -> None:
-        """Begin as many samples as fit; `begin` tries the next sample of a request."""
+        """Begin as many samples as fit. `begin` tries a request's next sample."""
         n_refused = 0
         while n_refused < min(len(self._requests), MAX_ATTEMPTS):
             if any(waiting.n_overtaken >= MAX_OVERTAKING for waiting in self._requests[:n_refused]):

@@ -1,4 +1,4 @@
-"""Detect stop strings in tokens. Only this part of the server decodes text."""
+"""Detect stop strings in sampled tokens. Only this part of the server decodes text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tx.tinker.types import UserError
 MAX_STOP_CHARACTERS = 64
 """Maximum length of a stop string."""
 CHARACTER_BYTES = 4
-"""Maximum bytes of a character in UTF-8."""
+"""Maximum bytes of a UTF-8 character."""
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""The decoding of bytes that are not a character."""
+"""Decoding of bytes that are not a character."""
 
 
 class StopStringMatcher:
-    """The tokenizer in a model's folder, loaded on first use."""
+    """Matcher of stop strings, with the tokenizer in a model's folder. The tokenizer is loaded on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "tokenizer.json"
@@ -35,11 +35,12 @@ class StopStringMatcher:
             )
 
     def contains_any(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:
-        """Return whether the decoded end of the tokens contains one of the strings.
+        """Return True if the decoded end of the tokens contains one of the strings.
 
-        A string that the last token completes spans at most as many tokens as it has bytes. One more token is decoded,
-        since some tokenizers drop a leading space. If these tokens begin inside a character, some tokenizers cannot
-        decode what follows, either: then the rest of the character is decoded, too.
+        A string that the last token completes spans at most as many tokens as it has bytes: the 4 bytes of "stop" are
+        in the last 4 tokens. One more token is decoded, since some tokenizers drop a leading space. If these tokens
+        begin inside a multi-byte character, some tokenizers cannot decode the text after it either. Then the tokens
+        before are decoded too, back to the start of the character.
         """
         n_bytes = max(len(string.encode()) for string in strings)
         for n_more in range(1, 1 + CHARACTER_BYTES):

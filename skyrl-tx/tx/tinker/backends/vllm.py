@@ -1,8 +1,8 @@
-"""Sampling on a vLLM server, which loads adapters from folders, while a backend here trains.
+"""Sampling on a vLLM server, while a backend here trains. The server loads adapters from folders.
 
 Start the server with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank 32`. Its
-log-probs are those at temperature 1, unless you add `--logprobs-mode processed_logprobs`. With adapters, vLLM 0.32 on a
-CPU crashes on prompt log-probs beside another request.
+log-probs are at temperature 1, unless you add `--logprobs-mode processed_logprobs`. With adapters, vLLM 0.32 on a CPU
+crashes if prompt log-probs are requested while a second request runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HINT = "start it with --enable-lora, a sufficient --max-lora-rank and VLLM_ALLOW
 
 @dataclass(eq=False)
 class VllmWeights:
-    """An adapter by its name on the server, which loads it on first use."""
+    """An adapter by its name on the server. The server loads it on first use."""
 
     name: str
     folder: Path
@@ -61,7 +61,7 @@ class _PendingSample:
     is_wanted: bool = True
 
     def cancel(self) -> None:
-        """Cancel the request, also on the server."""
+        """Cancel the request, on the server too."""
         self.is_wanted = False
         self.future.cancel()
 
@@ -76,7 +76,7 @@ class VllmSampler:
     """A `Sampler` that sends requests from an event loop in its own thread."""
 
     def __init__(self, url: str, api_key: str, folder: Path, answer_sec: float) -> None:
-        """Connect to a server. `folder` must be visible to it; adapters of previous engines in there are deleted.
+        """Connect to a server. `folder` must be visible to it. Previous engines' adapters in it are deleted.
 
         Responses that take longer than `answer_sec` are errors.
         """
@@ -181,7 +181,7 @@ class VllmSampler:
         return result_of(request, response)
 
     async def _load(self, weights: VllmWeights) -> object:
-        """Load an adapter once for all waiting requests, even if one is cancelled; return the load's identity."""
+        """Load an adapter once for all waiting requests, even if one is cancelled. Return the load's identity."""
         if not weights.is_available:
             body = {"lora_name": weights.name, "lora_path": str(weights.folder)}
             weights.loading = asyncio.create_task(self._post("/v1/load_lora_adapter", body))
@@ -292,7 +292,7 @@ def _sample(choice: Mapping[str, Any], n_top: int) -> Sample:
 
 
 def _top(rows: Sequence[Mapping[int, float]], k: int) -> TopLogprobs:
-    """Convert rows with the `k` most likely tokens and the chosen one. Empty rows stay empty."""
+    """Convert rows that hold the `k` most likely tokens and the chosen one. Empty rows stay empty."""
     tokens = np.zeros((len(rows), k), np.int32)
     logprobs = np.full((len(rows), k), np.nan, np.float32)
     for i, row in enumerate(rows):

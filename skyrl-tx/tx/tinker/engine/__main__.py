@@ -21,7 +21,7 @@ from tx.tinker.store.state_lock import StateLock, StateTakenError
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_SEC = 300.0
-"""Time for the engine of a killed server to exit, which it does after its current step."""
+"""Time for a killed server's engine to exit. It exits after its current step."""
 POLL_TIMEOUT_SEC = 0.2
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     if arguments[:1] == ["--doorbell-fd"]:
         fd, arguments = int(arguments[1]), arguments[2:]
     config = parse_config(arguments, program="python -m tx.tinker.engine")
-    faulthandler.enable()  # a hung engine is aborted, and shows where it hangs
+    faulthandler.enable()  # a hung engine is aborted and shows where it hangs
     with Doorbell.from_fd(fd) as doorbell, StateLock(config, "engine") as lock, Watcher() as watcher:
 
         def is_over() -> bool:

@@ -1,4 +1,4 @@
-"""Bind the name of a base model to its weights: adapters and checkpoints fit no others."""
+"""Bind a base model's name to its weights: adapters and checkpoints fit no other weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tx.tinker.store.database import writing
 
 
 def check_weights(database: Database, name: str, folder: Path) -> None:
-    """Record the fingerprint of a base model's weights.
+    """Record and check the fingerprint of a base model's weights.
 
     Raises:
-        ModelError: models were trained on different weights of this name.
+        ModelError: models were trained on different weights with this name.
     """
     found = fingerprint(folder)
     if found is None:
@@ -34,7 +34,7 @@ def check_weights(database: Database, name: str, folder: Path) -> None:
 
 
 def _is_used(session: Session, name: str) -> bool:
-    """Return whether a checkpoint, a living model or a snapshot uses the base model."""
+    """Return True if a checkpoint, a living model or a snapshot uses the base model."""
     is_there = col(Model.status).not_in(GONE) | (col(ClientSession.status) == SessionStatus.ACTIVE)
     models = select(Model).join(ClientSession).where(Model.base_model == name, is_there)
     checkpoints = select(Checkpoint).where(Checkpoint.base_model == name)

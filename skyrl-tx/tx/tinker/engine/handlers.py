@@ -1,4 +1,4 @@
-"""Handlers for the requests of a model, except passes and samples, which the loop runs."""
+"""Handlers for a model's requests, except passes and samples: the loop runs these."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ from tx.tinker.wire.responses import (
 )
 
 Write = Callable[[], Outcome]
-"""The rest of a request that saves: it only writes files, from any thread, and the model's next request waits for it.
-"""
+"""The rest of a saving request. It only writes files, in any thread. The model's next request waits for it."""
 CREATING = (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)
 """Kinds of requests that create a model."""
 
@@ -77,8 +76,9 @@ class Handlers:
         }
 
     def handle(self, request: Request) -> Outcome | Write:
-        """Run a request and return its outcome, or what remains to be written. If it fails, the model is unchanged,
-        except that a failed step drops the gradients.
+        """Run a request. Return its outcome, or the rest of the work if files remain to be written.
+
+        If it fails, the model is unchanged, except that a failed step drops the gradients.
         """
         try:
             handled = self._by_kind[request.kind](request)
@@ -116,7 +116,7 @@ class Handlers:
         folder = checkpoint_folder(self._config, body.path)
         if not folder.is_dir():
             raise UserError(f"there is no checkpoint {body.path}; it was deleted or has expired")
-        before = self._backend.models().get(model_id)  # created by the previous request and otherwise unused
+        before = self._backend.models().get(model_id)  # created by the previous request and not used since
         with self._rollback(model_id, before):
             self._backend.delete_model(model_id)
             self._backend.load_model(model_id, folder, with_optimizer=body.optimizer)
@@ -128,7 +128,7 @@ class Handlers:
 
     @contextmanager
     def _rollback(self, model_id: str, before: LoraConfig | None) -> Iterator[None]:
-        """Restore the previous state of a model if its creation fails: untrained or absent."""
+        """Restore a model's previous state if its creation fails: untrained or absent."""
         try:
             yield
         except BaseException:
@@ -149,8 +149,10 @@ class Handlers:
         return _done_outcome(request, OptimStepDone(metrics=metrics).to_bytes())
 
     def _check_passes(self, step: Request) -> None:
-        """Raise if a pass with gradients failed since the previous step: the client may have sent this step before it
-        knew, and one call of the client may be several passes.
+        """Raise if a pass with gradients failed since the previous step.
+
+        The client may have sent this step before it knew about the failure, and one call of the client may be several
+        passes.
         """
         with reading(self._database) as session:
             failed = failed_passes(session, step)
@@ -200,7 +202,7 @@ class Handlers:
                 )
         folder = snapshot_folder(self._config, body.sampling_session_id)
         save = freeze(self._config, self._backend, body.model_id, with_optimizer=False)
-        is_external = self._config.external_inference_url is not None  # that server samples, from the folder
+        is_external = self._config.external_inference_url is not None  # that server samples from the folder
         weights = None if is_external else self._backend.weights_of(body.model_id)
         new = SamplingSession(
             sampling_session_id=body.sampling_session_id,
@@ -237,9 +239,7 @@ class Handlers:
     def _save_checkpoint(
         self, request: Request, new: Checkpoint, response: WeightsSaved, *, overwrite: bool = False
     ) -> Write:
-        """Freeze the model; return the function that writes the checkpoint's files. Its row and name are added with the
-        outcome.
-        """
+        """Freeze the model. Return the function that writes the checkpoint's files. The outcome adds row and name."""
         with reading(self._database) as session:
             is_there = session.get(Checkpoint, (new.model_id, new.kind, new.name)) is not None
         if is_there and not overwrite:

@@ -1,4 +1,4 @@
-"""The engine's loop: it interleaves all work in small slices, so that no request blocks the others."""
+"""The engine's loop: it interleaves all work in small slices, so that no request blocks all other work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,18 @@ class _RunningSave(NamedTuple):
 
 
 class Engine:
-    """The engine. It computes in one thread, and writes files in another."""
+    """The engine. It computes in one thread, and writes files in another.
+
+    One turn of `work` begins requests, computes one slice of one pass, samples a few tokens for every running sample,
+    and writes the outcomes. A forward-backward of 100 micro-batches therefore takes 100 turns, and a sample that
+    arrives in the middle starts after one micro-batch instead of 100. Requests of one model never overlap: the next one
+    begins when the previous outcome is in the database. So the order in which a client submits is the order in which
+    its model changes, whatever other models do in between.
+
+    A crash loses nothing that was accepted. A request counts as unfinished until its outcome is committed, and
+    `restore` repeats the finished passes and steps of each model. If the same request is running each time the engine
+    dies, it becomes a suspect: it runs alone and is finally given up, so that one bad request cannot stop everybody.
+    """
 
     def __init__(self, config: TxConfig, database: Database, backend: Backend, doorbell: Doorbell) -> None:
         self._config = config
@@ -58,7 +69,7 @@ class Engine:
         self._passes = Passes(backend, self._state, lambda model_id: self._stepped.pop(model_id, None))
         self._sampling = Sampling(backend, self._samplers, self._state)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
-        self._saves: dict[str, _RunningSave] = {}  # by model, which waits for it
+        self._saves: dict[str, _RunningSave] = {}  # by model. The model waits for its save.
         self._outcomes: list[Outcome] = []
         self._stepped: dict[str, tuple[int, float]] = {}  # models without gradients: their last step and its time
         self._alone: int | None = None  # the running suspect: nothing else begins until it ends
@@ -98,13 +109,13 @@ class Engine:
         self._writer.shutdown()
 
     def prepare_stop(self) -> None:
-        """Release the running requests, which may be cut short by a kill. Any thread may call this."""
+        """Release running requests, since a kill may cut them short. Any thread may call this."""
         self._queue.prepare_stop()
 
     def beat(self) -> None:
         """Report that the engine is alive while the loop is in a long computation. Any thread may call this.
 
-        Compiling is progress; so is restoring models, before the loop begins.
+        Compiling counts as progress, and so does restoring models before the loop begins.
         """
         now_at = time.monotonic()
         if self._backend.is_compiling or not self._is_serving:
@@ -114,7 +125,7 @@ class Engine:
             report_alive(self._database, self._state.base_model, status=status)
 
     def work(self) -> bool:
-        """Do one slice of each kind of work; return whether there was any."""
+        """Do one slice of each kind of work. Return True if there was any."""
         self._drop_cancelled()
         has_worked = self._begin()
         has_worked |= self._compute()
@@ -133,7 +144,7 @@ class Engine:
     # -- begin
 
     def _begin(self) -> bool:
-        """Begin the next request of each model, and samples; or a single suspect request alone."""
+        """Begin each model's next request, and samples. If there is a suspect, begin it alone."""
         if self._alone in self._queue.begun:
             return False
         busy = self._passes.busy | self._saves.keys()
@@ -176,9 +187,7 @@ class Engine:
             self._run_now(request)
 
     def _run_now(self, request: Request) -> None:
-        """Run a request that takes one slice, or write its files in the background. Its outcome is written before the
-        model continues.
-        """
+        """Run a request of one slice, or start writing its files. Its outcome is written before the model continues."""
         handled = self._handlers.handle(request)
         if isinstance(handled, Outcome):
             self._complete(request, handled)
@@ -186,7 +195,7 @@ class Engine:
             self._saves[request.model_id or ""] = _RunningSave(request, self._writer.submit(handled))
 
     def _collect_saves(self) -> bool:
-        """Complete the saves whose files are written; return whether there were any."""
+        """Complete the saves whose files are written. Return True if there were any."""
         written = [model_id for model_id, save in self._saves.items() if save.outcome.done()]
         for model_id in written:
             save = self._saves.pop(model_id)

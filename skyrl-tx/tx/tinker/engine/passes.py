@@ -1,4 +1,4 @@
-"""Running passes, one per model. Users take turns, and so do the models of a user."""
+"""Running passes, one per model. Users take turns, and so do a user's models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Passes:
     """All running passes."""
 
     def __init__(self, backend: Backend, limits: EngineState, on_gradients: Callable[[str], object]) -> None:
-        """Create it for a backend. `on_gradients` is called with each model that gets gradients."""
+        """Create the loop for a backend. `on_gradients` is called with each model that gets gradients."""
         self._backend = backend
         self._limits = limits
         self._on_gradients = on_gradients
@@ -37,13 +37,13 @@ class Passes:
         self.busy: set[str] = set()
         """Models with a running pass."""
         self.n_tokens = 0
-        """Tokens trained on so far."""
+        """Number of tokens trained on so far."""
 
     def __len__(self) -> int:
         return len(self.busy)
 
     def begin(self, request: Request) -> Outcome | None:
-        """Begin a pass; return its outcome if it fails at once."""
+        """Begin a pass. Return its outcome if it fails immediately."""
         assert request.model_id is not None
         try:
             pass_ = codec.pass_of(codec.message_from_bytes(request.payload))
@@ -58,7 +58,7 @@ class Passes:
         return None
 
     def step(self) -> Outcome | None:
-        """Compute one slice of the next pass; return its outcome if that was the last one."""
+        """Compute one slice of the next pass. Return its outcome if that was the last slice."""
         if not self._running:
             return None
         owner, waiting = pop_next(self._running)
@@ -85,7 +85,7 @@ class Passes:
 
 
 def failed_outcome(request: Request, error: Exception) -> Outcome:
-    """Return the outcome of a failed request; log errors that are not the user's."""
+    """Return the outcome of a failed request. Log errors that are not the user's fault."""
     if not isinstance(error, UserError):
         logger.error("request %s (%s) failed", request.request_id, request.kind, exc_info=error)
     return Outcome(request.request_id or 0, error=error)

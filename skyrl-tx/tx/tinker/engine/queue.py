@@ -1,7 +1,7 @@
-"""The pending requests in the database: those of each model in order, and samples.
+"""The pending requests in the database: each model's in order, and samples.
 
-Payloads are read when a request begins, so that a long queue takes no memory. The number of attempts is recorded: a
-request that was running each time an engine died is suspect, runs alone, and is given up in the end.
+Payloads are read when a request begins, so a long queue takes no memory. The number of tries is recorded: a request
+that was running each time an engine died is suspect, runs alone, and is finally given up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tx.tinker.store.database import reading, writing
 from tx.tinker.types import TinkerError, UserError, error_text
 
 CHECK_INTERVAL_SEC = 0.25  # between checks for cancelled requests
-MAX_SHARED_TRIES, MAX_TRIES = 2, 3  # beside other requests; in total
+MAX_SHARED_TRIES, MAX_TRIES = 2, 3  # beside other requests, and in total
 
 T = TypeVar("T")
 Also = Callable[[Session], object]
@@ -53,21 +53,21 @@ class Outcome:
     result: bytes | None = None
     is_protobuf: bool = False
     error: Exception | None = None
-    also: Also | None = None  # further changes to commit with it
+    also: Also | None = None  # further changes to commit together with it
 
 
 @dataclass(slots=True)
 class Queue:
     """Requests from the database, until their outcomes are written back.
 
-    Requests wait if this engine does not have their model: it has another base model, or could not be restored.
+    Requests wait if this engine does not have their model: because its base model differs, or it could not be restored.
     """
 
     database: Database
     base_model: str
     kinds: Collection[Kind] = tuple(Kind)
     counts_tries: bool = True
-    """True if the death of this process counts against the requests that it was running."""
+    """True if this process's death counts against the requests that it was running."""
     by_model: dict[str, deque[PendingRequest]] = field(default_factory=dict)
     samples: dict[str, dict[str, deque[PendingRequest]]] = field(default_factory=dict)  # by user, then by session
     suspects: deque[PendingRequest] = field(default_factory=deque)  # samples
@@ -77,7 +77,7 @@ class Queue:
     _checked_at: float = 0.0
 
     def fetch(self) -> int:
-        """Fetch new requests; return how many. Numbers become visible in ascending order."""
+        """Fetch new requests and return their number. Request numbers become visible in ascending order."""
         self._has_news = True
         columns = tuple(getattr(Request, name) for name in PendingRequest._fields)
         is_elsewhere = (col(Model.base_model) != self.base_model) | col(Model.lost_because).is_not(None)
@@ -110,15 +110,16 @@ class Queue:
         return [waiting[0] for model_id, waiting in self.by_model.items() if model_id not in busy]
 
     def next_suspect(self, busy: Collection[str]) -> PendingRequest | None:
-        """Return a request that must begin alone, if there is one."""
+        """Return a request that must begin alone, or None."""
         suspects = [head for head in self.heads(busy) if head.is_suspect]
         return suspects[0] if suspects else self.suspects[0] if self.suspects else None
 
     def next_samples(self, n_free: int, running_by_owner: Mapping[str, int]) -> list[PendingRequest]:
-        """Return samples to begin: users take turns, and so do the sessions of a user.
+        """Return samples to begin: users take turns, and so do a user's sessions.
 
-        No user gets more running samples than the free capacity that remains, so that later users need not wait: a
-        single user takes half the capacity, two users a third each.
+        No user may run more samples than slots remain free, so that there is room for later users. With 512 slots, a
+        single user stops at 256: 256 running, 256 free. A second user then gets 128, half of the rest. As the first
+        user's samples end, both settle at 170 or 171, a third of the slots each.
         """
         chosen: list[PendingRequest] = []
         running = Counter(running_by_owner)
@@ -136,7 +137,7 @@ class Queue:
                 self.samples[owner] = sessions
 
     def begin(self, chosen: Sequence[PendingRequest]) -> list[Request]:
-        """Mark requests as running and return them with payloads, without those that were cancelled while pending."""
+        """Mark requests as running. Return them with payloads, except those that were cancelled while pending."""
         if not chosen:
             return []
         for pending in chosen:
@@ -201,7 +202,7 @@ class Queue:
         self._forget_tries()
 
     def release_running(self) -> None:
-        """Release running requests on a regular shutdown: they are not suspect."""
+        """Release running requests on a regular shutdown, so that they do not become suspect."""
         self._forget_tries()
         self.begun.clear()
 
@@ -211,13 +212,13 @@ class Queue:
 
 
 def pop_next(turns: dict[str, T]) -> tuple[str, T]:
-    """Pop the first entry of whoever is next, and return both."""
+    """Pop the first entry of whoever is next. Return (owner, entry)."""
     key = next(iter(turns))
     return key, turns.pop(key)
 
 
 def give_up(pending: PendingRequest) -> Outcome | None:
-    """Return the failed outcome of a request that was running whenever an engine died; None for all others."""
+    """Return the failed outcome of a request that was running each time an engine died, or None for all others."""
     if pending.n_tries < MAX_TRIES:
         return None
     message = f"the engine died {pending.n_tries} times during this request, the last time while it ran alone"

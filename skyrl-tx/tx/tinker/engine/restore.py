@@ -1,8 +1,13 @@
 """Restore models after the engine was killed.
 
-The database holds every request and its result. Repeating a model's finished passes and steps in order, from its
-creation or last restore point, restores it: backends are deterministic to the last bit. A failed step is repeated by
-dropping the gradients before it. Restore points are folders of `save_model`, and bound the work to repeat.
+The database holds every request and its result. A model is restored by repeating its finished passes and steps in
+order, from its creation or last restore point: backends are deterministic to the last bit. A failed step is repeated by
+dropping the gradients before it. Restore points are folders written by `save_model`. They bound the work to repeat.
+
+Example: a model was created, then trained for 40 steps of two passes each, with a restore point after step 30. After a
+crash in step 41, the new engine loads the point and repeats 20 passes and 10 steps. A pass of step 41 that had finished
+is repeated too, because its gradients were only in memory. A pass that was still running is pending again, and the
+client notices nothing but a delay.
 """
 
 from __future__ import annotations
@@ -37,8 +42,8 @@ from tx.tinker.wire.requests import OptimStepRequest
 logger = logging.getLogger(__name__)
 
 POINT_INTERVAL_SEC, INTERVALS_PER_WRITE = 30.0, 20
-"""Minimum time between two restore points of a model, and its minimum ratio to the time that writing one takes."""
-RESTORABLE = (ModelStatus.READY, ModelStatus.UNLOADING)  # the latter may still have checkpoints to save
+"""Minimum seconds between two restore points of a model, and the minimum ratio of this time to the writing time."""
+RESTORABLE = (ModelStatus.READY, ModelStatus.UNLOADING)  # a model that is unloading may still have checkpoints to save
 BATCH_SIZE = 16  # requests per query while repeating them
 
 
@@ -58,22 +63,23 @@ class RestorePoints:
         return self._model_folder(model_id) / str(request_id)
 
     def is_due(self, model_id: str) -> bool:
-        """Return whether a model needs a new restore point, also after a failed write."""
+        """Return True if a model needs a new restore point. This includes retries after a failed write."""
         now = time.monotonic()
         written_at, seconds = self._written.setdefault(model_id, (now, 0.0))
         return now - written_at > max(POINT_INTERVAL_SEC, INTERVALS_PER_WRITE * seconds)
 
     def is_writing(self, model_id: str) -> bool:
-        """Return whether a restore point of a model is being written in the background."""
+        """Return True if a restore point of a model is being written in the background."""
         return model_id in self._writes and not self._writes[model_id].done()
 
     def write(self, model_id: str, request_id: int) -> None:
-        """Write a restore point of a model without gradients, whose requests up to this one are done."""
+        """Write a restore point of a model without gradients. All its requests up to `request_id` are done."""
         self._save(model_id, request_id, self._freeze(model_id))
 
     def begin_write(self, model_id: str, request_id: int, writer: Executor) -> None:
-        """Write a restore point like `write`, but in the background. Log errors: a restart then has more to repeat, but
-        nothing is lost.
+        """Write a restore point like `write`, but in the background.
+
+        Errors are only logged: a restart then has more to repeat, but nothing is lost.
         """
         self._writes[model_id] = writer.submit(self._try_save, model_id, request_id, self._freeze(model_id))
 
@@ -130,7 +136,7 @@ class RestorePoints:
             logger.info("restored model %s: repeated %d requests in %.1f s", model.model_id, n_requests, seconds)
 
     def _models_to_restore(self) -> Sequence[Model]:
-        """Return the models to restore: all but those that only wait to be unloaded."""
+        """Return the models to restore: all except those that only wait to be unloaded."""
         served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(RESTORABLE))
         with writing(self._database) as session:
             session.exec(update(Model).where(_is_only_unloading()).values(lost_because=None))
@@ -147,7 +153,7 @@ class RestorePoints:
     def _mark_lost(self, model: Model, reason: str) -> None:
         """Mark a model as lost until the next engine.
 
-        If it only waits to be unloaded, or was lost before while unloading, fail its pending requests instead.
+        If it only waits to be unloaded, or was already lost while unloading, fail its pending requests instead.
         """
         self._backend.delete_model(model.model_id)
         with writing(self._database) as session:
@@ -165,7 +171,7 @@ class RestorePoints:
             if model.restored_until:
                 point = self.folder(model.model_id, model.restored_until)
                 self._backend.load_model(model.model_id, point, with_optimizer=True)
-            else:  # not loaded from a checkpoint: a load writes a restore point at once
+            else:  # not loaded from a checkpoint: a load writes a restore point immediately
                 self._backend.create_model(model.model_id, LoraConfig(**model.lora))
             is_step, is_done = Request.kind == Kind.OPTIM_STEP, Request.status == RequestStatus.DONE
             repeated = select(Request).where(
@@ -200,9 +206,9 @@ class RestorePoints:
 
 
 def freeze(config: TxConfig, backend: Backend, model_id: str, *, with_optimizer: bool) -> Save:
-    """Freeze a model's state like `Backend.freeze`; the function to write it raises TinkerError if it does not fit.
+    """Freeze a model's state like `Backend.freeze`. The returned function raises TinkerError if the state does not fit.
 
-    Space is checked when it is needed, because other writes may be waiting.
+    Space is checked at the time of writing, because other writes may be waiting.
     """
     n_bytes = backend.n_bytes(model_id, with_optimizer=with_optimizer)
     save = backend.freeze(model_id, with_optimizer=with_optimizer)

@@ -1,4 +1,4 @@
-"""Frozen weights to sample from, by the names that clients use. Folders hold all of them, memory the recently used."""
+"""Frozen weights to sample from, by the names that clients use. Folders hold all, memory the recently used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tx.tinker.types import UserError
 from tx.tinker.wire.sample_job import SampleWeights
 
 MAX_IN_MEMORY, MAX_BYTES = 64, 4 << 30
-"""Limits of weights in memory: their number, and their bytes on disk."""
+"""Limits on weights in memory: their number, and their bytes on disk."""
 TOUCH_INTERVAL_SEC = 60.0
 
 
@@ -23,7 +23,7 @@ TOUCH_INTERVAL_SEC = 60.0
 class _CachedWeights:
     """Weights in memory."""
 
-    stamp: int  # of the folder: it changes with the weights
+    stamp: int  # of the folder. It changes with the weights.
     n_bytes: int
     weights: Weights
 
@@ -37,7 +37,7 @@ class Samplers:
         self._in_memory: OrderedDict[Path, _CachedWeights] = OrderedDict()
 
     def add(self, sampling_session_id: str, weights: Weights) -> None:
-        """Add weights whose snapshot was just written, which saves reading it."""
+        """Add weights whose snapshot was just written. This saves reading it."""
         self._cache(snapshot_folder(self._config, sampling_session_id), 0, weights)
 
     def find(self, weights: SampleWeights) -> Weights:
@@ -76,12 +76,12 @@ class Samplers:
         return weights
 
     def evict_deleted(self) -> None:
-        """Evict weights whose folders are gone: their sessions ended, or they were deleted."""
+        """Evict weights whose folders are gone, because they were deleted or their sessions ended."""
         for folder in [folder for folder in self._in_memory if not folder.is_dir()]:
             del self._in_memory[folder]
 
     def _cache(self, folder: Path, stamp: int, weights: Weights) -> None:
-        """Cache weights and evict the least recently used beyond the limits; the newest always stay."""
+        """Cache weights, and evict the least recently used beyond the limits. The newest always stay."""
         n_bytes = sum(file.stat().st_size for file in folder.iterdir())
         self._in_memory[folder] = _CachedWeights(stamp, n_bytes, weights)
         self._in_memory.move_to_end(folder)

@@ -17,7 +17,7 @@ from tx.tinker.wire import codec
 from tx.tinker.wire.sample_job import SampleJob
 
 MAX_RUNNING = 512
-"""Maximum number of requests in the sampler. A single user gets half of them; `Queue.next_samples` explains why."""
+"""Maximum number of requests in the sampler. A single user gets half of them: see `Queue.next_samples`."""
 
 
 class _Running(NamedTuple):
@@ -40,19 +40,19 @@ class Sampling:
         self._running: dict[int, _Running] = {}
         self._outcomes: list[Outcome] = []
         self.n_tokens = 0
-        """Tokens sampled so far."""
+        """Number of tokens sampled so far."""
 
     def __len__(self) -> int:
         return len(self._running)
 
     @property
     def n_free(self) -> int:
-        """The number of requests that may begin."""
+        """Number of requests that may begin."""
         return self._max_running - len(self._running)
 
     @property
     def running_by_owner(self) -> Counter[str]:
-        """The number of running requests by user."""
+        """Number of running requests by user."""
         return Counter(running.owner for running in self._running.values())
 
     def begin(self, request: Request) -> None:
@@ -92,14 +92,14 @@ class Sampling:
         return Outcome(request.request_id or 0, payload, is_protobuf=True)
 
     def cancel(self, request_id: int) -> bool:
-        """Cancel a request; return whether it was running."""
+        """Cancel a request. Return True if it was running."""
         running = self._running.pop(request_id, None)
         if running is not None:
             running.cancel()
         return running is not None
 
     def step(self) -> bool:
-        """Sample a few tokens of every running request; return whether there was any."""
+        """Sample a few tokens for every running request. Return True if there was any."""
         return self._sampler.step()
 
     def take_outcomes(self) -> list[Outcome]:

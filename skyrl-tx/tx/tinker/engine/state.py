@@ -1,4 +1,4 @@
-"""Report the engine's state to the server, which validates requests with it, and to the status page."""
+"""Report the engine's state to the server, for validating requests and for the status page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def describe(backend: Backend) -> EngineState:
 
 
 def report_alive(database: Database, base_model: str, **columns: object) -> None:
-    """Report that the engine of a base model is alive, whatever its loop is doing, and change other columns."""
+    """Report that a base model's engine is alive, whatever its loop is doing, and change other columns."""
     values = {"last_seen_at": now(), **columns}
     with writing(database) as session:
         session.exec(update(EngineState).where(col(EngineState.base_model) == base_model).values(values))

@@ -1,4 +1,4 @@
-"""A thread beside the engine's loop, which may be in one computation for minutes."""
+"""A thread beside the engine's loop, since the loop may be in one computation for minutes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Watcher:
-    """Calls `on_beat` every second and `on_stop` on a stop signal, from its own thread.
+    """A thread that calls `on_beat` every second and `on_stop` on a stop signal.
 
-    Python runs signal handlers between two instructions of the main thread, and so not during a long computation. The
-    bytes that the interpreter writes to its wake-up socket arrive at once.
+    Python runs signal handlers between two instructions of the main thread, so not during a long computation. The bytes
+    that the interpreter writes to its wake-up socket arrive immediately.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Watcher:
     def _call(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception:  # e.g. the database is busy; without this thread, stop signals would have no effect
+        except Exception:  # e.g. the database is busy. Without this thread, stop signals would have no effect.
             logger.exception("the engine's watcher failed; it continues")
 
 

@@ -62,7 +62,7 @@ async def external_weights_urls(call: Caller, run_id: str, checkpoint_id: str) -
 
 @router.get(CHECKPOINT + "/archive")
 async def archive(call: Caller, run_id: str, checkpoint_id: str) -> Response:
-    """Redirect to a tar archive of all files; older clients read `Location` and `Expires`."""
+    """Redirect to a tar archive of all files. Older clients read `Location` and `Expires`."""
     path = path_of(run_id, checkpoint_id)
     await _folder(call, path)
     expires = _expiry(call.service)

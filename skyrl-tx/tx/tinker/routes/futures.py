@@ -42,7 +42,7 @@ async def retrieve_future(call: Caller, body: wire.RetrieveFutureRequest) -> Res
 
 
 async def _wait(service: Service, request_id: int, deadline: float) -> Request | None:
-    """Wait for a finished request; return None if the client should poll again."""
+    """Wait for a request to finish. Return None if the client should poll again."""
     while True:
         left = deadline - time.monotonic()
         if left <= 0 or service.promises.is_released or service.failure is not None:

@@ -46,7 +46,7 @@ def _template() -> Template:
 
 @router.get("/")
 async def status_page(call: Caller) -> Response:
-    """Show the status page, which refreshes itself. If the server has API keys, users see only their own objects."""
+    """Show the status page. It refreshes itself. If the server has API keys, users see only their own objects."""
     service = call.service
     owner = call.owner if service.config.api_keys else None
     seen = await service.read(partial(query_status, base_model=service.config.model_name, owner=owner))

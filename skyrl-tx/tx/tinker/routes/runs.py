@@ -92,7 +92,7 @@ async def weights_info(call: Caller, body: wire.WeightsInfoRequest) -> Response:
 
 
 def path_of(run_id: str, checkpoint_id: str) -> str:
-    """Return the path of the checkpoint that a URL names."""
+    """Return the path of the checkpoint in a URL."""
     if "/" not in checkpoint_id:
         refuse(
             f"{checkpoint_id[:300]!r} lacks the kind of the checkpoint; "
@@ -135,7 +135,7 @@ async def set_ttl(call: Caller, run_id: str, checkpoint_id: str, body: wire.SetT
 
 @router.delete(CHECKPOINT)
 async def delete_checkpoint(call: Caller, run_id: str, checkpoint_id: str) -> Response:
-    """Delete a checkpoint. Its name is free at once."""
+    """Delete a checkpoint. Its name is free immediately."""
     path = path_of(run_id, checkpoint_id)
 
     def change(db: Session, owner: str) -> Path | None:

@@ -40,7 +40,7 @@ async def get_sampler(call: Caller, sampler_id: str) -> Response:
 
 @router.post("/asample")
 async def asample(call: Caller, body: wire.AsampleRequest) -> Response:
-    """Queue a sample request; return a promise and an id for each sample."""
+    """Queue a sample request. Return a promise and an id for each sample."""
     if call.service.failure is not None:
         raise Refusal(503, call.service.failure, retry_after=10)
     request = await call.prepare(lambda to: sample_submission.sample_request(to, body))

@@ -50,7 +50,7 @@ async def telemetry(call: Caller, body: wire.TelemetryRequest) -> Response:
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(call: Caller) -> Response:
-    """Describe the served model; its context length is known once the engine is up."""
+    """Describe the served model. Its context length is known once the engine is up."""
     state = await call.service.read(call.service.engine_state)
     name = call.service.config.model_name
     model = responses.SupportedModel(model_name=name, max_context_length=None if state is None else state.max_context)
@@ -73,7 +73,7 @@ async def create_session(call: Caller, body: wire.CreateSessionRequest) -> Respo
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(call: Caller, body: wire.SessionHeartbeatRequest) -> Response:
-    """Record that the client is alive; return 410 if its session has ended."""
+    """Record that the client is alive. Return 410 if its session has ended."""
     call.add_notes(session=body.session_id)
 
     def hear(db: Session, owner: str) -> None:
@@ -112,7 +112,7 @@ async def finish_session(call: Caller, session_id: str, body: wire.FinishSession
 
 @router.put("/sessions/{session_id}/project")
 async def assign_project(call: Caller, session_id: str, body: wire.AssignProjectRequest) -> Response:
-    """Assign a session to a project, which is only a label."""
+    """Assign a session to a project. A project is only a label."""
 
     def assign(db: Session, owner: str) -> None:
         queries.find_session(db, session_id, owner).project_id = body.project_id

@@ -1,4 +1,4 @@
-"""Models under training. All endpoints but `get_info` queue a request for the engine and return a promise."""
+"""Models under training. All endpoints except `get_info` queue a request for the engine and return a promise."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def create_model(call: Caller, body: wire.CreateModelRequest) -> Response:
 
 @router.post("/load_weights")
 async def load_weights(call: Caller, body: wire.LoadWeightsRequest) -> Response:
-    """Load a checkpoint into a new model, or into one that was just created."""
+    """Load a checkpoint into a new model, or into a model that was just created."""
     model_id = body.model_id
     if body.session_id is not None and body.model_seq_id is not None:
         model_id = queries.model_id_of(body.session_id, body.model_seq_id)
@@ -89,13 +89,13 @@ async def save_weights_external(call: Caller, body: wire.SaveWeightsExternalRequ
 
 @router.post("/forward_backward", openapi_extra=PASS_BODY)
 async def forward_backward(call: Caller, request: Request) -> Response:
-    """Run a pass, in protobuf or in the JSON of older clients."""
+    """Run a pass, in protobuf or in older clients' JSON."""
     return await _pass(call, request, is_forward_only=False)
 
 
 @router.post("/forward", openapi_extra=PASS_BODY)
 async def forward(call: Caller, request: Request) -> Response:
-    """Run a pass of older clients without gradients."""
+    """Run a pass without gradients, for older clients."""
     return await _pass(call, request, is_forward_only=True)
 
 
@@ -137,7 +137,7 @@ def _format_error(error: ValidationError) -> str:
 def _read_pass(
     read: Callable[[bytes], ForwardBackwardMessage], body: bytes, is_forward_only: bool, state: EngineState | None
 ) -> tuple[submission.PassHead, Pass | UserError]:
-    """Parse a pass; return its head, and the pass or what is wrong with its data."""
+    """Parse a pass. Return its head, and either the pass or the error in its data."""
     try:
         message = read(body)
     except Refusal:

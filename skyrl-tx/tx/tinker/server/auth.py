@@ -19,7 +19,7 @@ LOCAL_USER = "local"
 
 
 def owner_of(headers: Mapping[str, str], config: TxConfig) -> str:
-    """Return the user of a request; raise `Refusal` 401 if a key is required and missing or unknown."""
+    """Return a request's user. Raise `Refusal` 401 if a key is required and missing or unknown."""
     if not config.api_keys:
         return LOCAL_USER
     key_given = _read_key(headers)
@@ -34,7 +34,7 @@ def owner_of(headers: Mapping[str, str], config: TxConfig) -> str:
 class KeyCheck:
     """ASGI middleware that checks the API key of every request with a body before the body is read.
 
-    Routes check the keys of requests without a body: some need none.
+    Routes check the keys of requests without a body, since some need none.
     """
 
     def __init__(self, app: ASGIApp, config: TxConfig) -> None:

@@ -13,13 +13,13 @@ from tx.tinker.refusal import Refusal
 from tx.tinker.server.replies import refusal_reply
 
 MAX_WINDOW = 1 << 27
-"""Maximum zstd window in bytes: the memory that a small body can make the server allocate."""
+"""Maximum zstd window in bytes. A small body could otherwise make the server allocate much more."""
 READ_SIZE = 1 << 20
 BODILESS_METHODS = ("GET", "HEAD")
 
 
 def has_body(headers: Headers) -> bool:
-    """Return whether the headers announce a body, as HTTP/1.1 requires of a request that has one."""
+    """Return True if the headers announce a body. HTTP/1.1 requires it of every request with a body."""
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
@@ -52,7 +52,7 @@ class BodyLimit:
         await self._app(scope, _Replay(body, receive), send)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """Read the whole body; return None if the client disconnects, since a partial message may look complete."""
+        """Read the whole body. Return None if the client disconnects, since a partial message may look complete."""
         content_length = headers.get("content-length", "")
         if content_length.isdecimal() and int(content_length) > self._max_bytes:
             self._refuse_size()
@@ -92,9 +92,7 @@ class BodyLimit:
 
 
 class _Replay:
-    """A receive channel that replays the buffered body as one message, then forwards later messages: the client's
-    disconnect.
-    """
+    """A receive channel that replays the buffered body as one message, then forwards the disconnect."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body

@@ -36,7 +36,7 @@ K = TypeVar("K")
 
 
 class Ages(Generic[K]):
-    """Seconds since values last changed, measured by a monotonic clock: the wall clock may jump by hours.
+    """Seconds since values last changed, by a monotonic clock, since the wall clock may jump by hours.
 
     A value counts as new when it is first seen, so that nothing expires while no server runs.
     """
@@ -46,7 +46,7 @@ class Ages(Generic[K]):
         self._changes: dict[K, tuple[object, float]] = {}
 
     def find_older(self, values: Mapping[K, object], seconds: float) -> list[K]:
-        """Return the keys whose values have not changed for `seconds`. Keys without a value are forgotten."""
+        """Return the keys whose values have not changed for `seconds`. Forget keys that are no longer present."""
         now = self._clock()
         known = self._changes
         self._changes = {
@@ -111,9 +111,7 @@ class Cleaner:
         self._service.promises.ring()
 
     async def _delete_snapshots(self) -> None:
-        """Delete the snapshots of ended sessions, since the engine may have written one at that moment, and unused
-        snapshots.
-        """
+        """Delete unused snapshots, and snapshots of ended sessions: the engine may have just written one."""
         service = self._service
         base = service.config.checkpoints_base / SNAPSHOTS
         await service.compute(partial(self._delete_unused, base))
@@ -141,7 +139,7 @@ class Cleaner:
 
 
 def _find_surplus(used: Mapping[Path, int], max_snapshots: int) -> list[Path]:
-    """Return the least recently used snapshots of sessions with more than `max_snapshots`, by their times of use."""
+    """Return the least recently used snapshots of sessions with more than `max_snapshots`, by time of last use."""
     surplus: list[Path] = []
     for _, of_session in groupby(sorted(used), key=lambda folder: folder.parent):
         surplus += sorted(of_session, key=lambda folder: used[folder])[:-max_snapshots]

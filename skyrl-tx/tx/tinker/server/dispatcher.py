@@ -1,4 +1,4 @@
-"""Samples of an external server. A thread beside the API sends them, so that training never delays them."""
+"""Sampling on an external server. A thread beside the API sends the samples, so that training never delays them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tx.tinker.store.state_lock import StateLock, StateTakenError
 logger = logging.getLogger(__name__)
 
 POLL_SEC = 0.5
-"""Time between fetches without a ring: other servers on the database do not ring."""
+"""Seconds between fetches without a ring: other servers on the database do not ring."""
 RETRY_SEC = 2.0
 
 
 class Dispatcher:
-    """Takes samples from the database, sends them to the external server, and writes the results back.
+    """The link to the external server: takes samples from the database, sends them, and writes the results back.
 
-    Of several servers on one database, one dispatches. The state of the base model comes from the engine.
+    If several servers share a database, only one dispatches. The base model's state comes from the engine.
     """
 
     def __init__(self, config: TxConfig, url: str, database: Database, on_results: Callable[[], None]) -> None:
@@ -73,7 +73,7 @@ class Dispatcher:
                     lock.take()
                     self._dispatch(lock)
             except StateTakenError:
-                self._wait(RETRY_SEC)  # another server dispatches
+                self._wait(RETRY_SEC)  # a different server dispatches
             except Exception:
                 logger.exception("samples cannot be dispatched; retrying")
                 self._wait(RETRY_SEC)
@@ -102,7 +102,7 @@ class Dispatcher:
                     self._wait(POLL_SEC)
 
     def _work(self, queue: Queue, sampling: Sampling) -> bool:
-        """Begin new samples and write results; return whether there were any."""
+        """Begin new samples and write results. Return True if there were any."""
         for request_id in queue.find_cancelled():
             if sampling.cancel(request_id):
                 queue.drop(request_id)

@@ -1,4 +1,4 @@
-"""Signed download addresses for files of checkpoints. The address and its expiry are the only access control."""
+"""Signed download addresses for checkpoint files. The address and its expiry are the only access control."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY_FILE, KEY_SIZE = "download_key", 32
 
 
 def signing_key(folder: Path) -> bytes:
-    """Return the signing key in a folder; create it if missing. Addresses stay valid across restarts."""
+    """Return the signing key in a folder, creating it if missing. Addresses stay valid across restarts."""
     file = folder / KEY_FILE
     if file.exists() and file.stat().st_size != KEY_SIZE:
         logger.warning(
@@ -59,13 +59,13 @@ class Download(NamedTuple):
 
 
 def sign(download: Download, key: bytes) -> str:
-    """Return the signed token of an address."""
+    """Return the signed token of a download address."""
     payload = urlsafe_b64encode(json.dumps(download).encode()).decode().rstrip("=")
     return f"{payload}.{_signature(payload, key)}"
 
 
 def verify(token: str, key: bytes) -> Download:
-    """Return the download that a token permits; raise `Refusal` 403 if the signature is invalid or expired."""
+    """Return the download that a token permits. Raise `Refusal` 403 if the signature is invalid or expired."""
     payload, _, signature = token.partition(".")
     if not hmac.compare_digest(_signature(payload, key).encode(), signature.encode()):
         raise Refusal(403, "this address is not signed by this server; request a new one")
@@ -76,7 +76,7 @@ def verify(token: str, key: bytes) -> Download:
 
 
 def hide_token(path: str) -> str:
-    """Return the path of an address for the log, without the token: whoever has it may download the file."""
+    """Return an address's path for the log, without the token: anyone with the token may download the file."""
     return TOKEN.sub(r"\1[hidden]", path)
 
 
@@ -90,7 +90,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def tar_parts(folder: Path) -> Iterator[bytes]:
-    """Yield the files of a folder as a tar archive in chunks, without loading a whole file."""
+    """Yield a folder's files as a tar archive in chunks, without loading a whole file."""
     for file in files_of(folder):
         with file.open("rb") as opened:
             info = tarfile.TarInfo(file.relative_to(folder).as_posix())

@@ -16,7 +16,7 @@ MAX_REMEMBERED = 1 << 16
 
 
 class ServerMetrics:
-    """The metrics of a server."""
+    """A server's metrics."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -79,9 +79,7 @@ class ServerMetrics:
         *,
         is_engine_up: bool,
     ) -> bytes:
-        """Render the metrics in the format of Prometheus. Integer entries of `counts`, an `EngineState.status`, are
-        included.
-        """
+        """Render the metrics in Prometheus format, including the integers in `counts`, an `EngineState.status`."""
         self.models.set(n_models)
         for kind in Kind:
             self.pending.labels(kind).set(pending.get(kind, 0))

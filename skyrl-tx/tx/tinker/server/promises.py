@@ -1,6 +1,6 @@
 """Clients that wait for results. One task queries the database for all of them when the engine rings.
 
-It queries recently finished requests, so that its cost does not depend on the number of pending ones. Every
+It only queries recently finished requests, so its cost does not depend on the number of pending requests. Every
 `BACKUP_SEC` it queries all pending requests, since rings may get lost and clocks may be wrong.
 """
 
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 Ids = set[int]
 PAUSE_SEC = 0.005
-"""Minimum time between two queries, so that a thousand rings do not cause a thousand queries."""
+"""Minimum seconds between two queries, so that a thousand rings do not cause a thousand queries."""
 
 BACKUP_SEC = 1.0
 """Seconds between queries without a ring: an engine may die between its commit and its ring."""
 
 
 class Promises:
-    """The waiting requests of clients, in one event loop."""
+    """Requests that clients are waiting for, in one event loop."""
 
     def __init__(self, pending_ids: Callable[[], Awaitable[Ids]], recent_ids: Callable[[], Awaitable[Ids]]) -> None:
         self._pending_ids = pending_ids
@@ -44,7 +44,7 @@ class Promises:
         self._rung.set()
 
     def release(self) -> None:
-        """Wake all clients and make later waits return at once: the server is stopping or has no engine."""
+        """Wake all clients and make later waits return immediately: the server is stopping or has no engine."""
         self.is_released = True
         for waiting in self._waiting.values():
             _wake(waiting)
@@ -91,7 +91,7 @@ class Promises:
             _wake(self._waiting[request_id])
 
     async def _done(self) -> Ids:
-        """Return finished requests: those that are waited for, and possibly others."""
+        """Return finished requests: all that clients wait for, and possibly more."""
         if time.monotonic() - self._all_checked_at < BACKUP_SEC:
             return await self._recent_ids()
         waiting = set(self._waiting)

@@ -40,7 +40,7 @@ def protobuf_reply(body: bytes) -> Response:
 
 
 def refusal_reply(refusal: UserError) -> Response:
-    """Return the reply for a refused request. It always has a body: clients treat an empty one as a proxy error."""
+    """Return the reply for a refused request. It always has a body: clients treat an empty body as a proxy error."""
     status = refusal.status if isinstance(refusal, Refusal) else 400
     headers = {}
     if isinstance(refusal, Refusal) and refusal.retry_after is not None:
@@ -56,7 +56,7 @@ def _message_reply(status: int, message: str, headers: dict[str, str] | None = N
 
 
 def add_error_replies(app: FastAPI) -> None:
-    """Register handlers, so that every error has a reply with a message."""
+    """Register handlers that give every error a reply with a message."""
     app.add_exception_handler(UserError, _on_user_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
@@ -70,7 +70,7 @@ async def _on_user_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
-    """Summarize validation errors without the body, which may be large or binary."""
+    """Summarize validation errors without the body, since it may be large or binary."""
     assert isinstance(error, RequestValidationError)
     problems = [f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in error.errors()]
     more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 LOGGED_NOTES = ("session", "model", "request")
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
-"""Methods with their own metrics. Clients may invent others without limit."""
+"""Methods with their own metrics. Clients could invent any number of further methods."""
 
 
 STOPPING = Refusal(503, "the server is stopping; send the request again", retry_after=10)
@@ -28,7 +28,7 @@ STOPPING = Refusal(503, "the server is stopping; send the request again", retry_
 class RequestLog:
     """ASGI middleware that logs requests, with the notes that `Call.note` adds to the scope.
 
-    A request that is cancelled, as uvicorn does some seconds after a stop signal, is answered with 503.
+    A cancelled request is answered with 503. uvicorn cancels requests some seconds after a stop signal.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
@@ -74,5 +74,5 @@ class RequestLog:
 
 
 def _escape(notes_text: str) -> str:
-    """Escape and truncate text of a client, so that it can neither break nor fill a log line."""
+    """Escape and truncate a client's text, so that it can neither break nor fill a log line."""
     return notes_text[:200].encode("unicode_escape").decode()

@@ -40,7 +40,7 @@ MIN_HANG_CHECK_SEC, HANG_CHECK_SEC = 0.5, 5.0
 
 
 class Service:
-    """The shared state of a server. Its background tasks run within `async with service.running()`."""
+    """Shared state of a server. Its background tasks run inside `async with service.running()`."""
 
     def __init__(self, config: TxConfig, supervisor: Supervisor | None = None) -> None:
         self.config = config
@@ -62,12 +62,12 @@ class Service:
             self.dispatcher = Dispatcher(config, url, self.database, self._ring_from_thread)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers = ThreadPoolExecutor(N_READERS, thread_name_prefix="tx-read")
-        # one thread, so that writers never wait for the database lock
+        # a single thread, so that writers never wait for the database lock
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tx-write")
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the background tasks within the block; then stop them and close the database."""
+        """Run the background tasks within the block, then stop them and close the database."""
         loops = (partial(self.promises.watch, self._poll_sec), self._record_throughput)
         tasks = [asyncio.create_task(run_forever(loop)) for loop in loops]
         if self.supervisor is not None:
@@ -119,7 +119,7 @@ class Service:
             await asyncio.sleep(RECORD_INTERVAL_SEC)
 
     def engine_state(self, db: Session) -> EngineState | None:
-        """Return the last report of the engine for the served base model."""
+        """Return the engine's last report for the served base model."""
         return queries.engine_state(db, self.config.model_name)
 
     def _poll_sec(self) -> float:
@@ -139,7 +139,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._readers, in_thread)
 
     async def write(self, change: Callable[[Session], T], *, is_durable: bool = False) -> T:
-        """Run a transaction in the writer thread; return once it is committed, durably if required."""
+        """Run a transaction in the writer thread. Return once it is committed (to disk, if `is_durable`)."""
 
         def in_thread() -> T:
             with writing(self.database, is_durable=is_durable) as db:
@@ -159,18 +159,18 @@ class Service:
             self.dispatcher.ring()
 
     def counts(self, state: EngineState | None) -> dict[str, object]:
-        """Return the counters of the engine and of the dispatcher, if any."""
+        """Return the counters of the engine and, if there is one, the dispatcher."""
         counts: dict[str, object] = {} if state is None else dict(state.status)
         return counts if self.dispatcher is None else {**counts, **self.dispatcher.counts}
 
     @property
     def failure(self) -> str | None:
-        """The reason why no engine will run any more, if so."""
+        """Reason why no engine will run any more, or None."""
         return None if self.supervisor is None else self.supervisor.failure
 
 
 async def run_forever(work: Callable[[], Awaitable[None]]) -> None:
-    """Run `work` forever; log exceptions and restart it."""
+    """Run `work` forever. Log exceptions and restart it."""
     while True:
         try:
             await work()
@@ -198,11 +198,11 @@ class Call:
         self._notes.update({key: str(value) for key, value in notes.items() if value is not None})
 
     async def prepare(self, query: Callable[[Submission], T]) -> T:
-        """Read what a request needs before it is queued."""
+        """Read the data that a request needs before it is queued."""
         return await self.service.read(lambda db: query(self._submission(db)))
 
     async def submit(self, accept: Callable[[Submission], T], *, is_durable: bool) -> T:
-        """Queue a request and wake the engine. A power loss does not undo what was accepted durably, or before it."""
+        """Queue a request and wake the engine. If durable, a power loss undoes neither it nor earlier requests."""
         accepted = await self.service.write(lambda db: accept(self._submission(db)), is_durable=is_durable)
         self.service.ring()
         return accepted

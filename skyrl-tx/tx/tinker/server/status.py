@@ -31,10 +31,10 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A snapshot of the server; models, sessions and errors belong to one user or to all."""
+    """A snapshot of the server. Models, sessions and errors belong to one user or to all."""
 
     engine: EngineState | None
-    n_models: int  # that count towards the limit
+    n_models: int  # models that count towards the limit
     n_sessions: int  # active sessions
     by_kind: dict[Kind, RequestCounts]
     by_model: dict[str, RequestCounts]
@@ -50,7 +50,7 @@ def pending_by_kind(db: Session) -> dict[Kind, int]:
 
 
 def query_status(db: Session, base_model: str, owner: str | None) -> Status:
-    """Query the current status. Models, sessions and errors are those of `owner`, or of all users if None."""
+    """Query the current status. Models, sessions and errors are `owner`'s, or all users' if None."""
     session_is_theirs = true() if owner is None else col(ClientSession.owner) == owner
     request_is_theirs = true() if owner is None else col(Request.owner) == owner
     is_active = col(ClientSession.status) == SessionStatus.ACTIVE

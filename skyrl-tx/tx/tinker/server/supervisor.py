@@ -19,17 +19,17 @@ logger = logging.getLogger(__name__)
 
 ENGINE = (sys.executable, "-m", "tx.tinker.engine")
 ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Compiled programs map their working memory anew in each call: huge pages avoid most page faults."""
+"""Compiled programs map their working memory anew in each call. Huge pages avoid most page faults."""
 MAX_FAST_DEATHS = 5
 STABLE_SEC = 60.0
 MAX_PAUSE_SEC = 30.0
 QUIET_SEC, KILL_SEC = 2.0, 10.0
-"""Time that an engine may take to stop without a message, and to end after it was aborted or killed."""
+"""Seconds an engine may take to stop without a message, and to end after it was aborted or killed."""
 N_LAST_LINES = 30
 
 
 class Supervisor:
-    """A supervisor that runs one engine at a time, in the event loop of the server."""
+    """Supervisor of one engine at a time, in the server's event loop."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class Supervisor:
         self._code: int | None = None
         self.n_starts = 0
         self.failure: str | None = None
-        """The reason why no engine will be started any more."""
+        """Reason why no engine will be started any more, or None."""
         self.unusable: str | None = None
-        """The reason why the first engine could not serve with its settings: the server should exit."""
+        """Reason why the first engine could not serve with its settings, or None. If set, the server should exit."""
 
     @property
     def is_running(self) -> bool:
@@ -70,7 +70,7 @@ class Supervisor:
             self._process.kill()
 
     async def abort(self, reason: str) -> None:
-        """End a hung engine, which shows where it hangs. It counts as dead, and is restarted."""
+        """End a hung engine. It shows where it hangs, counts as dead, and is restarted."""
         if self._process is not None:
             logger.error("the engine is aborted: %s", reason)
             await _end(self._process, signal.SIGABRT, KILL_SEC)
@@ -104,7 +104,7 @@ class Supervisor:
         self._on_ring()
 
     async def _run_once(self) -> str:
-        """Run an engine until it ends; return the reason."""
+        """Run an engine until it ends. Return the reason."""
         server_end, engine_end = Doorbell.pair()
         with server_end:
             with engine_end:
@@ -145,7 +145,7 @@ class Supervisor:
             env={**ENVIRONMENT, **os.environ, **environment_of(self._config)},
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # ctrl-C must reach only the server, which then stops the engine
+            start_new_session=True,  # ctrl-C must reach only the server. The server then stops the engine.
         )
 
     async def _relay(self, process: asyncio.subprocess.Process) -> None:
@@ -159,7 +159,7 @@ class Supervisor:
 
 
 async def _stop(process: asyncio.subprocess.Process, seconds: float) -> None:
-    """Terminate a process; kill it after `seconds`."""
+    """Terminate a process. Kill it after `seconds`."""
     if await _end(process, signal.SIGTERM, min(QUIET_SEC, seconds)):
         return
     if seconds > QUIET_SEC:
@@ -170,7 +170,7 @@ async def _stop(process: asyncio.subprocess.Process, seconds: float) -> None:
 
 
 async def _end(process: asyncio.subprocess.Process, number: signal.Signals | None, seconds: float) -> bool:
-    """Send a signal, if any, and wait; return whether the process has ended."""
+    """Send a signal, if any, and wait. Return True if the process has ended."""
     if process.returncode is not None:
         return True
     if number is not None:

@@ -39,7 +39,7 @@ class Throughput:
         return self._points[-1].at - self._points[0].at if self._points else 0.0
 
     def rates(self, name: str) -> list[float]:
-        """Return the rates per second between consecutive points. Counters of a restarted engine begin at 0."""
+        """Return the rates per second between consecutive points. A restarted engine's counters begin at 0."""
         return [
             max(0, later.counts.get(name, 0) - earlier.counts.get(name, 0)) / max(later.at - earlier.at, 1e-9)
             for earlier, later in pairwise(self._points)
@@ -47,7 +47,7 @@ class Throughput:
 
 
 def polyline(values: Sequence[float], width: float, height: float) -> str:
-    """Return the points of an SVG line: newest value right, maximum at the top, 0 at the bottom."""
+    """Return the points of an SVG line: newest value on the right, maximum at the top, 0 at the bottom."""
     maximum = max(values, default=0.0) or 1.0
     step = width / max(1, len(values) - 1)
     return " ".join(f"{i * step:.1f},{height - value / maximum * height:.1f}" for i, value in enumerate(values))

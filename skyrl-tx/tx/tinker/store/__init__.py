@@ -1,1 +1,1 @@
-"""The state of a server: the database, checkpoint folders, retention and locks."""
+"""Server state: the database, checkpoint folders, retention and locks."""

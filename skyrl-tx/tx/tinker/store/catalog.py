@@ -21,7 +21,7 @@ T = TypeVar("T")
 MAX_SCANNED = 10_000
 """Maximum number of sessions that a metadata search scans."""
 MAX_WORDS = 64
-"""Maximum number of words in a searched display name."""
+"""Maximum number of words in a display name search."""
 
 TYPES = {
     CheckpointKind.TRAINING: "training",
@@ -31,7 +31,7 @@ TYPES = {
 
 
 def as_text(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Convert metadata to text values: clients may write any JSON but read only text."""
+    """Convert metadata to text values: clients may write any JSON, but read only text."""
     if metadata is None:
         return None
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
@@ -85,7 +85,7 @@ def _count(db: Session, found: SelectOfScalar[T] | Select[T]) -> int:
 
 
 def training_run(model: Model, owner: str, checkpoints: Iterable[Checkpoint]) -> listings.TrainingRun:
-    """Describe a training run. `checkpoints` are its own, newest first."""
+    """Describe a training run. `checkpoints` are the run's, newest first."""
     newest: dict[CheckpointKind, listings.CheckpointInfo] = {}
     for checkpoint in checkpoints:
         newest.setdefault(checkpoint.kind, checkpoint_info(checkpoint))
@@ -129,7 +129,7 @@ def list_sessions(db: Session, owner: str, *, limit: int, offset: int) -> listin
 
 
 def session_info(db: Session, session: ClientSession) -> listings.SessionInfo:
-    """Describe a session with its runs and samplers, in the order of creation."""
+    """Describe a session with its runs and samplers, in order of creation."""
     models = select(Model.model_id).where(Model.session_id == session.session_id).order_by(col(Model.model_seq_id))
     samplers = select(SamplingSession.sampling_session_id).where(SamplingSession.session_id == session.session_id)
     return listings.SessionInfo(
@@ -180,7 +180,7 @@ def _matches(owner: str, query: SearchSessionsRequest) -> list[ColumnElement[boo
 
 
 def _to_utc(time: datetime) -> datetime:
-    """Convert a time to UTC. Times without a zone are UTC, since all times that clients receive are."""
+    """Convert a time to UTC. Times without a zone are UTC, like all times that clients receive."""
     try:
         return time.replace(tzinfo=time.tzinfo or UTC).astimezone(UTC)
     except OverflowError:

@@ -1,6 +1,6 @@
 """Checkpoint files: `tinker://<model>/<kind>/<name>` is a folder under `checkpoints_base`.
 
-A folder is filled under a temporary name and then renamed, so that it is complete or absent even after a kill.
+A folder is filled under a temporary name and then renamed. So it is complete or absent, even after a kill.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODEL_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,10}", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}", re.ASCII)
 GIB = 1 << 30
 ABANDONED_SEC = 3600
-"""Age after which no process can still be writing to a temporary folder."""
+"""Seconds after which no process can still be writing to a temporary folder."""
 SNAPSHOTS = "snapshots"
 UNFINISHED, REPLACED, DELETED = ".unfinished-", ".replaced-", ".deleted-"
 """Prefixes of temporary folders: not yet complete, replaced by a new version, and about to be deleted."""
@@ -67,7 +67,7 @@ def _invalid_path(path: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return a valid checkpoint name, which is also the name of its folder.
+    """Validate a checkpoint name and return it. It is also the name of the checkpoint's folder.
 
     Raises:
         UserError: the name has invalid characters, begins with a dot, or is too long.
@@ -126,7 +126,7 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def fill_folder(folder: Path, write: Callable[[Path], object]) -> Path:
-    """Fill a temporary folder, sync it, and return it for `rename_into_place`."""
+    """Fill and sync a temporary folder. Return it for `rename_into_place`."""
     unfinished = folder.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
     _make_durable(folder.parent)
     unfinished.mkdir()
@@ -198,7 +198,7 @@ def delete_folder(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Rename a folder away, for `delete_aside` to delete; return None if it does not exist."""
+    """Rename a folder away, so that `delete_aside` can delete it. Return None if it does not exist."""
     aside = folder.with_name(f"{DELETED}{secrets.token_hex(8)}")
     try:
         return folder.rename(aside)
@@ -213,7 +213,7 @@ def delete_aside(aside: Path | None) -> None:
 
 
 def leftovers(base: Path) -> list[Path]:
-    """Return temporary folders that a process writes or deletes, or left behind when it was killed."""
+    """Return temporary folders that a process is writing or deleting, or left behind when it was killed."""
     return _temporary_folders(base, UNFINISHED, DELETED)
 
 
@@ -223,7 +223,7 @@ def _temporary_folders(base: Path, *prefixes: str) -> list[Path]:
 
 
 def write_times(folders: Iterable[Path]) -> dict[Path, int]:
-    """Return the time of the last write to each folder, in nanoseconds, without folders that are gone."""
+    """Return the time of the last write to each folder, in nanoseconds. Missing folders are left out."""
     times = {}
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):

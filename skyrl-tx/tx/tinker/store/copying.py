@@ -1,4 +1,4 @@
-"""Copy a checkpoint into a run of its own, which is never trained."""
+"""Copy a checkpoint into a separate run. This run is never trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tx.tinker.wire.requests import CopyWeightsRequest
 
 
 def copy_files(config: TxConfig, source: str, target: str) -> Path:
-    """Copy the files of a checkpoint to a temporary folder for `record_copy`; hard-link them where possible.
+    """Copy a checkpoint's files to a temporary folder for `record_copy`. Hard-link them where possible.
 
     Raises:
         Refusal: the files were deleted meanwhile.
@@ -59,7 +59,7 @@ def target_path(owner: str, body: CopyWeightsRequest, idempotency_key: str | Non
 
 
 def check_copy(db: Session, owner: str, body: CopyWeightsRequest, target: str) -> bool:
-    """Return whether there is anything to copy: False if the request is a repetition."""
+    """Return True if there is anything to copy, False if the request is a repetition."""
     queries.find_checkpoint(db, body.source_path, owner)
     if body.session_id is not None:
         queries.active_session(db, body.session_id, owner)
@@ -74,7 +74,7 @@ def check_copy(db: Session, owner: str, body: CopyWeightsRequest, target: str) -
 def record_copy(
     db: Session, owner: str, config: TxConfig, body: CopyWeightsRequest, target: str, complete: Path
 ) -> None:
-    """Add the rows of a copy and rename its folder into place, both or neither. Do nothing if the copy exists."""
+    """Add the rows of a copy and rename its folder into place: both or neither. Do nothing if the copy exists."""
     source = queries.find_checkpoint(db, body.source_path, owner)
     path = parse_path(target)
     if db.get(Checkpoint, path) is not None:

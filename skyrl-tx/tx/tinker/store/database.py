@@ -1,9 +1,9 @@
 """The database: SQLite in a file, or PostgreSQL. Opening it applies missing migrations.
 
 SQLite uses a write-ahead log: readers and the writer do not block each other, and commits survive the death of a
-process. Writers take the lock at BEGIN: two transactions that read first and both wanted to write would fail, whereas
-two declared writers wait for each other. On PostgreSQL, an advisory lock serializes writers likewise, so that no
-decision is based on rows that another writer is changing, and request numbers become visible in order.
+process. Writers take the lock at BEGIN. If two transactions read first and then both want to write, one of them fails.
+Two declared writers wait for each other instead. On PostgreSQL, an advisory lock serializes writers in the same way. So
+no decision is based on rows that a concurrent writer is changing, and request numbers become visible in order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOCK = 7_246_331_001
 
 
 def open_database(url: str) -> Engine:
-    """Open the database at a URL; create its file, folder and tables if missing. Close it with `dispose()`."""
+    """Open the database at a URL, creating its file, folder and tables if missing. Close it with `dispose()`."""
     parsed = make_url(url)
     database = _open_sqlite(parsed) if parsed.get_backend_name() == "sqlite" else _open_postgresql(parsed)
     _migrate(database)
@@ -59,7 +59,7 @@ def _open_postgresql(url: URL) -> Engine:
 
 @contextmanager
 def reading(database: Engine) -> Iterator[Session]:
-    """Open a read-only session on a consistent snapshot. Loaded objects stay readable after it."""
+    """Open a read-only session on a consistent snapshot. Loaded objects stay readable afterwards."""
     with Session(database, expire_on_commit=False) as session:
         yield session
 
@@ -77,7 +77,7 @@ def writing(database: Engine, *, is_durable: bool = False) -> Iterator[Session]:
 def _for_writing(database: Engine, is_durable: bool = False) -> Engine:
     if database.dialect.name == "sqlite":
         return database.execution_options(**{WRITES: True, DURABLE: is_durable})
-    # the transaction must see rows committed while it waited for the lock
+    # the transaction must see rows that were committed while it waited for the lock
     return database.execution_options(**{WRITES: True}, isolation_level="READ COMMITTED")
 
 
@@ -104,7 +104,7 @@ def _begin_postgresql(connection: Connection) -> None:
 
 
 def _migrate(database: Engine) -> None:
-    """Apply missing migrations. Concurrent processes wait until one of them has done it."""
+    """Apply missing migrations. Concurrent processes wait until one of them is done."""
     config = AlembicConfig()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     with _for_writing(database).begin() as connection:

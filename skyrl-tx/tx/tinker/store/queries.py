@@ -38,12 +38,12 @@ SEEN_INTERVAL = timedelta(seconds=2)
 
 
 def model_id_of(session_id: str, model_seq_id: int) -> str:
-    """Return the id of a model. Clients construct it, too."""
+    """Return a model's id. Clients construct it too."""
     return f"{session_id}:train:{model_seq_id}"
 
 
 def sampling_session_id_of(session_id: str, seq_id: int) -> str:
-    """Return the id of a sampling session or snapshot; both share one numbering per client session."""
+    """Return the id of a sampling session or snapshot. Both share one numbering per client session."""
     return f"{session_id}:sample:{seq_id}"
 
 
@@ -56,14 +56,14 @@ def hash_of(payload: bytes) -> str:
 
 
 def _key(key: str) -> str:
-    """Return a usable key; raise `Refusal` 404 for a NUL character, which PostgreSQL rejects."""
+    """Return a usable key. Raise `Refusal` 404 for a NUL character, since PostgreSQL rejects it."""
     if "\0" in key:
         not_found(f"there is no {key[:100]!r}")
     return key
 
 
 def find_session(db: Session, session_id: str, owner: str) -> ClientSession:
-    """Return a session; raise `Refusal` 404 if it does not exist or belongs to another user."""
+    """Return a session. Raise `Refusal` 404 if it does not exist or belongs to a different user."""
     found = db.get(ClientSession, _key(session_id))
     if found is None or found.owner != owner:
         not_found(f"there is no session {session_id!r}; create it with create_session")
@@ -71,7 +71,7 @@ def find_session(db: Session, session_id: str, owner: str) -> ClientSession:
 
 
 def active_session(db: Session, session_id: str, owner: str) -> ClientSession:
-    """Return an active session and record that it was seen; raise `Refusal` 400 if it has ended."""
+    """Return an active session and record that it was seen. Raise `Refusal` 400 if it has ended."""
     session = find_session(db, session_id, owner)
     if session.status is not SessionStatus.ACTIVE:
         refuse(f"session {session_id} is {session.status}; create a new one")
@@ -86,7 +86,7 @@ def touch(session: ClientSession) -> None:
 
 
 def create_session(db: Session, session: ClientSession, max_sessions: int) -> None:
-    """Add a session; raise `Refusal` 400 if its user has too many active ones."""
+    """Add a session. Raise `Refusal` 400 if its user has too many active sessions."""
     of_user = (ClientSession.owner == session.owner, ClientSession.status == SessionStatus.ACTIVE)
     n_sessions = db.exec(select(func.count()).select_from(ClientSession).where(*of_user)).one()
     if n_sessions >= max_sessions:
@@ -98,7 +98,7 @@ def create_session(db: Session, session: ClientSession, max_sessions: int) -> No
 
 
 def name_users(db: Session, users_by_key: Mapping[str, str]) -> None:
-    """Assign named users the sessions and requests that they created while their keys had no names."""
+    """Assign to named users the sessions and requests that they created while their keys had no names."""
     for key, user in users_by_key.items():
         unnamed = unnamed_user(key)
         if user != unnamed:
@@ -107,7 +107,7 @@ def name_users(db: Session, users_by_key: Mapping[str, str]) -> None:
 
 
 def find_model(db: Session, model_id: str, owner: str) -> Model:
-    """Return a model in any status; raise `Refusal` 404 if there is none."""
+    """Return a model in any status. Raise `Refusal` 404 if there is none."""
     model = db.get(Model, _key(model_id))
     if model is None or not owns(db, model, owner):
         not_found(f"there is no model {model_id!r}; create it with create_model")
@@ -115,7 +115,7 @@ def find_model(db: Session, model_id: str, owner: str) -> Model:
 
 
 def owns(db: Session, model: Model, owner: str) -> bool:
-    """Return whether the model belongs to this user."""
+    """Return True if the model belongs to this user."""
     session = db.get(ClientSession, model.session_id)
     return session is not None and session.owner == owner
 
@@ -138,7 +138,7 @@ def _failure_reason(db: Session, model_id: str) -> str:
 
 
 def find_sampling_session(db: Session, sampling_session_id: str, owner: str) -> SamplingSession:
-    """Return a sampling session; raise `Refusal` 404 if there is none."""
+    """Return a sampling session. Raise `Refusal` 404 if there is none."""
     of_owner = select(SamplingSession).join(ClientSession).where(ClientSession.owner == owner)
     found = db.exec(of_owner.where(SamplingSession.sampling_session_id == _key(sampling_session_id))).first()
     if found is None:
@@ -147,7 +147,7 @@ def find_sampling_session(db: Session, sampling_session_id: str, owner: str) -> 
 
 
 def find_checkpoint(db: Session, path: str, owner: str) -> Checkpoint:
-    """Return a checkpoint that a user may read: their own or a public one; else raise `Refusal` 400 or 404."""
+    """Return a checkpoint of the user, or a public one. Raise `Refusal` 400 or 404 if there is none."""
     parts = parse_path(path)
     checkpoint = db.get(Checkpoint, (parts.model_id, parts.kind, parts.name))
     if checkpoint is None or not (checkpoint.is_public or _owns_checkpoint(db, checkpoint, owner)):
@@ -171,7 +171,7 @@ def _owns_checkpoint(db: Session, checkpoint: Checkpoint, owner: str) -> bool:
 
 
 def engine_state(db: Session, base_model: str) -> EngineState | None:
-    """Return the engine's last report; None before an engine with this base model was up."""
+    """Return the engine's last report, or None if no engine with this base model has been up yet."""
     state = db.get(EngineState, 1)
     return state if state is not None and state.base_model == base_model else None
 
@@ -180,7 +180,7 @@ def engine_state(db: Session, base_model: str) -> EngineState | None:
 
 
 def earlier_request(db: Session, request: Request) -> Request | None:
-    """Return the request that this one repeats, if any; raise `Refusal` 400 if its number has another request."""
+    """Return the request that this one repeats, or None. Raise `Refusal` 400 if its number is already taken."""
     earlier = db.exec(select(Request).where(*same_number)).first() if (same_number := _same_number(request)) else None
     if earlier is None:
         return None
@@ -203,7 +203,7 @@ def _same_number(request: Request) -> list[ColumnElement[bool]]:
 
 
 def has_requests(db: Session, model_id: str) -> bool:
-    """Return whether a model has had requests since its creation, other than failed attempts to load weights."""
+    """Return True if a model has had requests since its creation, other than failed attempts to load weights."""
     others = select(Request.request_id).where(
         Request.model_id == model_id,
         col(Request.seq_id).is_distinct_from(0),
@@ -213,7 +213,7 @@ def has_requests(db: Session, model_id: str) -> bool:
 
 
 def n_models(db: Session, base_model: str, owner: str | None = None) -> int:
-    """Count the models of a base model that occupy memory or will, of one user or of all."""
+    """Count the models of a base model that occupy memory or will, for one user or for all."""
     living = (col(Model.status).in_(ACCEPTING), col(Model.base_model) == base_model)
     counted = select(func.count()).select_from(Model).where(*living)
     if owner is not None:
@@ -222,7 +222,7 @@ def n_models(db: Session, base_model: str, owner: str | None = None) -> int:
 
 
 def fail_waiting(db: Session, model: Model, reason: str) -> None:
-    """Fail the pending requests of a model that could not be restored, except unloading, which then succeeds."""
+    """Fail the pending requests of a model that could not be restored, except for unloading: it then succeeds."""
     waiting = (
         col(Request.model_id) == model.model_id,
         col(Request.status) == RequestStatus.PENDING,
@@ -244,7 +244,7 @@ def failed_passes(db: Session, step: Request) -> Sequence[Request]:
 
 
 def unload_request(db: Session, model_id: str) -> int | None:
-    """Return the number of the request to unload a model, if there is one."""
+    """Return the number of the request to unload a model, or None."""
     of_model = (col(Request.model_id) == model_id, col(Request.kind) == Kind.UNLOAD_MODEL)
     return db.exec(select(Request.request_id).where(*of_model)).first()
 
@@ -268,9 +268,7 @@ def queue_unload(db: Session, model: Model, owner: str) -> None:
 
 
 def end_session(db: Session, session: ClientSession, status: SessionStatus, reason: str) -> None:
-    """End a session and unload its models. Pending requests up to each model's last save still run; the rest is
-    cancelled.
-    """
+    """End a session and unload its models. Requests up to a model's last save still run, the rest is cancelled."""
     session.status, session.end_reason = status, reason
     _cancel(db, col(Request.session_id) == session.session_id, col(Request.kind) == Kind.SAMPLE)
     for model in db.exec(select(Model).where(Model.session_id == session.session_id)):
@@ -280,7 +278,7 @@ def end_session(db: Session, session: ClientSession, status: SessionStatus, reas
 
 
 def _last_save(db: Session, model: Model) -> int:
-    """Return the last pending request of a model that saves a named checkpoint; 0 if there is none."""
+    """Return the last pending request of a model that saves a named checkpoint, or 0 if there is none."""
     saves = select(Request).where(
         Request.model_id == model.model_id,
         Request.status == RequestStatus.PENDING,
@@ -304,14 +302,14 @@ REQUEST_ID = re.compile(r"[0-9]{1,18}", re.ASCII)
 
 
 def request_number(request_id: str) -> int:
-    """Parse the id that clients use; raise `Refusal` 404 if it is invalid."""
+    """Parse the id that clients use. Raise `Refusal` 404 if it is invalid."""
     if not REQUEST_ID.fullmatch(request_id):
         not_found(f"there is no request {request_id[:100]!r}")
     return int(request_id)
 
 
 def find_request(db: Session, request_id: int, owner: str) -> Request:
-    """Return a request without its payload and result; raise `Refusal` 404 if there is none."""
+    """Return a request without its payload and result. Raise `Refusal` 404 if there is none."""
     light = (defer(col(Request.payload)), defer(col(Request.result)))  # type: ignore[arg-type]
     request = db.get(Request, request_id, options=light)
     if request is None or request.owner != owner:
@@ -320,9 +318,7 @@ def find_request(db: Session, request_id: int, owner: str) -> Request:
 
 
 def finished_request(db: Session, request_id: int) -> Request | None:
-    """Return a finished request without its payload; None while it is pending. Raise `Refusal` 410 if its result was
-    deleted.
-    """
+    """Return a finished request without payload, or None if pending. Raise `Refusal` 410 if its result was deleted."""
     request = db.get(Request, request_id, options=[defer(col(Request.payload))])  # type: ignore[arg-type]
     if request is None:
         not_found(f"there is no request {request_id}")
@@ -334,7 +330,7 @@ def finished_request(db: Session, request_id: int) -> Request | None:
 
 
 def waiting_reason(db: Session, model_id: str | None, base_model: str) -> str | None:
-    """Return why a model's requests wait although an engine with `base_model` runs; None if they do not."""
+    """Return why a model's requests wait although an engine with `base_model` runs, or None if they do not."""
     model = None if model_id is None else db.get(Model, model_id)
     if model is None:
         return None
@@ -365,12 +361,12 @@ def cancel_sample(db: Session, request_id: int) -> None:
 
 
 def drop_checkpoint(db: Session, checkpoint: Checkpoint, config: TxConfig) -> Path | None:
-    """Delete a checkpoint's row and rename its folder away; return the folder for `delete_aside`."""
+    """Delete a checkpoint's row and rename its folder away. Return the folder for `delete_aside`."""
     db.delete(checkpoint)
     db.flush()
     return set_aside(checkpoint_folder(config, checkpoint.path))
 
 
 def expiry(ttl_seconds: int | None) -> datetime | None:
-    """Return the time at which a checkpoint expires, if it does."""
+    """Return the time at which a checkpoint expires, or None if never."""
     return None if ttl_seconds is None else now() + timedelta(seconds=ttl_seconds)

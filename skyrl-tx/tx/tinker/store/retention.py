@@ -14,7 +14,7 @@ from tx.tinker.db_models import GONE, Checkpoint, Model, Request, RequestStatus,
 from tx.tinker.db_models import Session as ClientSession
 
 MAX_ROWS = 1000
-"""Maximum number of rows per transaction, which blocks other writers."""
+"""Maximum number of rows per transaction, since a transaction blocks other writers."""
 
 
 def active_sessions(db: Session) -> dict[str, datetime]:
@@ -24,7 +24,7 @@ def active_sessions(db: Session) -> dict[str, datetime]:
 
 
 def ended_sessions(db: Session, session_ids: Collection[str]) -> list[str]:
-    """Return those of the sessions that are not active."""
+    """Return the sessions in `session_ids` that are not active."""
     is_active = (col(ClientSession.session_id).in_(session_ids), ClientSession.status == SessionStatus.ACTIVE)
     active = set(db.exec(select(ClientSession.session_id).where(*is_active)))
     return sorted(set(session_ids) - active)
@@ -36,9 +36,9 @@ def expired_checkpoints(db: Session) -> list[Checkpoint]:
 
 
 def delete_payloads(db: Session) -> int:
-    """Delete payloads of finished requests that no restore needs; return how many.
+    """Delete payloads of finished requests that no restore needs. Return the number of rows.
 
-    Deletes at most `MAX_ROWS` at a time; call it again for the rest.
+    Deletes at most `MAX_ROWS` at a time. Call it again for the rest.
     """
     is_restored = select(Model.model_id).where(
         Model.model_id == Request.model_id,
@@ -53,20 +53,20 @@ def delete_payloads(db: Session) -> int:
 
 
 def delete_results(db: Session, retention: float) -> int:
-    """Delete results older than `retention` seconds; return how many, like `delete_payloads`."""
+    """Delete results older than `retention` seconds. Return the number of rows, at most `MAX_ROWS`."""
     old = _done_before(now() - timedelta(seconds=retention))
     return _clear(db, select(Request.request_id).where(*old, col(Request.result).is_not(None)), result=None)
 
 
 def _clear(db: Session, request_ids: SelectOfScalar[Any], **values: object) -> int:
-    """Set columns of at most `MAX_ROWS` requests; return how many there were."""
+    """Set columns of at most `MAX_ROWS` requests. Return the number of rows."""
     rows = col(Request.request_id).in_(request_ids.limit(MAX_ROWS))
     done: Any = db.exec(update(Request).where(rows).values(values))
     return int(done.rowcount)
 
 
 def delete_requests(db: Session, retention: float) -> int:
-    """Delete old requests without an active session or living model, at most `MAX_ROWS` at a time; return how many."""
+    """Delete old requests without an active session or living model. Return the number of rows, at most `MAX_ROWS`."""
     limit = now() - timedelta(seconds=retention)
     is_active = select(ClientSession.session_id).where(
         ClientSession.session_id == Request.session_id, ClientSession.status == SessionStatus.ACTIVE

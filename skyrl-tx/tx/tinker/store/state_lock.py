@@ -1,7 +1,7 @@
-"""Locks on the state: one server that starts engines, one engine, and one server that dispatches samples at a time.
+"""Locks on the state: at any time, one server starts engines, one engine runs, and one server dispatches samples.
 
-Two engines would take the same requests, and an old one could finish a step after a new one has restored its model. The
-locks are kernel locks on files in the folder and beside the database, or locks of PostgreSQL: they vanish with the
+Two engines would take the same requests, and an old engine could finish a step after a new one has restored its model.
+The locks are kernel locks on files in the folder and beside the database, or PostgreSQL locks. They vanish with the
 process that holds them, however it ends.
 """
 
@@ -38,7 +38,7 @@ HOLDER = text(
 
 
 class StateTakenError(Exception):
-    """Another process holds the lock; the message says which."""
+    """A different process holds the lock. The message says which."""
 
 
 class StateLock:
@@ -55,7 +55,7 @@ class StateLock:
         """Take the lock.
 
         Raises:
-            StateTakenError: another process holds it.
+            StateTakenError: a different process holds it.
         """
         with ExitStack() as taken:
             for file in self._files():
@@ -65,9 +65,7 @@ class StateLock:
             self._held = taken.pop_all()
 
     def wait(self, seconds: float, should_end: Callable[[], bool]) -> None:
-        """Take the lock, and wait up to `seconds` for its holder to exit. `should_end` runs between attempts and may
-        block.
-        """
+        """Take the lock. Wait up to `seconds` for its holder to exit, calling `should_end`, which may block."""
         deadline = time.monotonic() + seconds
         has_logged = False
         while True:
@@ -81,7 +79,7 @@ class StateLock:
                     has_logged = True
 
     def is_held(self) -> bool:
-        """Return whether the lock is still held: PostgreSQL's ends with the connection."""
+        """Return True if the lock is still held. PostgreSQL's ends with the connection."""
         if self._connection is None or time.monotonic() - self._checked_at < CHECK_INTERVAL_SEC:
             return True
         self._checked_at = time.monotonic()

@@ -1,1 +1,1 @@
-"""Acceptance of requests: validation, limits, and the database rows that the engine works off."""
+"""Acceptance of requests: validation, limits, and the database rows for the engine."""

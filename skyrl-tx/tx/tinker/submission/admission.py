@@ -1,4 +1,4 @@
-"""Limits on pending requests. Counts are cached: between two database counts, accepted requests are added to them."""
+"""Limits on pending requests. Counts are cached: accepted requests are added to the last database count."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Limits(NamedTuple):
 
 
 class QueueKey(NamedTuple):
-    """A queue of requests: of a model, of a sampling session, of a user's requests without either, or of a user."""
+    """A queue of requests: a model's, a sampling session's, a user's requests without either, or all of a user's."""
 
     owner: str
     model_id: str | None = None
@@ -65,7 +65,7 @@ class Admission:
         )
 
     def admit(self, db: Session, request: Request) -> None:
-        """Count a request that is about to be accepted; raise `Refusal` 429 if its queue or its user's is full."""
+        """Count a request that is about to be accepted. Raise `Refusal` 429 if its queue or its user's is full."""
         n_bytes = len(request.payload)
         queues = (
             (QueueKey(request.owner, request.model_id, request.sampling_session_id), self._queue),
@@ -77,7 +77,7 @@ class Admission:
             backlog.n_bytes += n_bytes
 
     def _backlog(self, db: Session, key: QueueKey, limits: Limits, n_bytes: int) -> _Backlog:
-        """Return the backlog of a queue with room for a request; raise `Refusal` 429 if it is full.
+        """Return the backlog of a queue with room for a request. Raise `Refusal` 429 if it is full.
 
         Recounts before a refusal, but at most every `RECOUNT_SEC`.
         """
@@ -94,7 +94,7 @@ class Admission:
 
 
 def _refusal(key: QueueKey, backlog: _Backlog, limits: Limits, n_bytes: int) -> str | None:
-    """Return why another request of `n_bytes` is refused; None if it is admitted."""
+    """Return why one more request of `n_bytes` is refused, or None if it is admitted."""
     if backlog.n_requests >= limits.n_requests:
         return f"{backlog.n_requests} requests of {key} are pending, which is the limit; wait for some of them"
     if backlog.n_requests and backlog.n_bytes + n_bytes > limits.n_bytes:

@@ -1,4 +1,4 @@
-"""Convert a client's sample request to a job for the engine; raise `UserError` if it is invalid."""
+"""Convert a client's sample request to a job for the engine. Raise `UserError` if it is invalid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tx.tinker.wire.tensors import chunk_tokens
 
 
 def sample_job(body: AsampleRequest, weights: SampleWeights, state: EngineState | None) -> SampleJob:
-    """Return the job of a request. `state` is None until an engine has reported."""
+    """Return a request's job. `state` is None until an engine has reported."""
     _refuse_unsupported(body)
     prompt = [token for chunk in body.prompt.chunks for token in chunk_tokens(chunk.model_dump(), "prompt")]
     if not prompt:
@@ -66,7 +66,7 @@ def _refuse_unsupported(body: AsampleRequest) -> None:
 def _stops(params: SamplingSettings) -> tuple[list[int] | None, list[str]]:
     """Return the tokens and strings that end a sample.
 
-    Explicit tokens, even an empty list, replace the EOS tokens; strings are added to them.
+    Explicit tokens, even an empty list, replace the EOS tokens. Strings are added to them.
     """
     stop = params.stop
     if stop is None:

@@ -1,4 +1,4 @@
-"""Accept sampling sessions, which pin immutable weights, and sample requests."""
+"""Accept sampling sessions (with immutable weights) and sample requests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from tx.tinker.wire.sample_job import SampleWeights
 
 
 def create_sampling_session(to: Submission, body: CreateSamplingSessionRequest) -> str:
-    """Return the id of a session for the base model, or for a checkpoint if `model_path` is set. A repeated number is
-    the same session.
-    """
+    """Return the id of a session for the base model or for `model_path`. A repeated number is the same session."""
     session = queries.active_session(to.db, body.session_id, to.owner)
     if body.base_model is None and body.model_path is None:
         refuse("create_sampling_session lacks both base_model and model_path; set one of them")
@@ -41,7 +39,7 @@ def create_sampling_session(to: Submission, body: CreateSamplingSessionRequest) 
 
 
 def sample_request(to: Submission, body: AsampleRequest) -> Request:
-    """Return the row of a sample request without writing it."""
+    """Return a sample request's row without writing it."""
     body_bytes = body.model_dump_json(exclude_none=True).encode()
     request = Request(kind=Kind.SAMPLE, payload=b"", payload_hash=queries.hash_of(body_bytes))
     if body.sampling_session_id is not None:
@@ -68,7 +66,7 @@ def sample_request(to: Submission, body: AsampleRequest) -> Request:
 
 
 def accept_sample(to: Submission, request: Request) -> int:
-    """Queue a sample request; return its number."""
+    """Queue a sample request. Return its number."""
 
     def check() -> None:
         if request.session_id is not None:

@@ -33,12 +33,12 @@ from tx.tinker.wire import requests as wire
 
 A = TypeVar("A", bound=wire.RequestBody)
 FIRST_SEQ_ID = 0
-"""The number of the request that creates a model; clients count the others from 1."""
+"""Number of the request that creates a model. Clients count all further requests from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassHead:
-    """A pass without its data, and the canonical bytes of the whole, by which repetitions are recognized."""
+    """A pass without its data, and the canonical bytes of the whole, to recognize repetitions."""
 
     model_id: str
     seq_id: int | None
@@ -57,11 +57,11 @@ class Submission:
 
     @property
     def engine_state(self) -> EngineState | None:
-        """The engine's report for the base model."""
+        """The engine's report on the base model."""
         return queries.engine_state(self.db, self.config.model_name)
 
     def add(self, request: Request, check: Callable[[], None]) -> int:
-        """Queue a request that passes `check`, and return its id; return the earlier id if it is a repetition."""
+        """Queue a request that passes `check`, and return its id. If it is a repetition, return the earlier id."""
         request.owner = self.owner
         earlier = queries.earlier_request(self.db, request)
         if earlier is not None:
@@ -150,7 +150,7 @@ def _check_optimizer(optimizer: wire.OptimizerSettings | None) -> None:
 
 
 def load_weights(to: Submission, body: wire.LoadWeightsRequest) -> int:
-    """Load a checkpoint into a new model, or into one that was just created."""
+    """Load a checkpoint into a new model, or into a model that was just created."""
     if body.session_id is not None and body.model_seq_id is not None and body.model_id is None:
         return _load_as_new(to, body, body.session_id, body.model_seq_id)
     if body.model_id is None or body.session_id is not None:
@@ -217,16 +217,17 @@ def check_no_token(weights_access_token: str | None) -> None:
 
 
 def forward_backward(to: Submission, body: Pass, seq_id: int | None, payload: bytes) -> int:
-    """Queue a pass. Its data were validated before, since that is slow."""
+    """Queue a pass. Its data was validated before, since that is slow."""
     model = queries.find_model(to.db, body.model_id, to.owner)
     request = _request(Kind.FORWARD_BACKWARD, model, seq_id, payload)
     return to.add(request, lambda: _check_active(to, body.model_id))
 
 
 def add_failed_pass(to: Submission, head: PassHead, error: UserError) -> int:
-    """Record a pass with invalid data as failed; return its number, like that of an accepted pass.
+    """Record a pass with invalid data as failed. Return its number, as for an accepted pass.
 
-    The following step then fails, too. If the client had split a larger pass, the others would be applied without it.
+    The following step then fails too. Otherwise, if the client had split a larger pass, the step would apply the other
+    parts without this one.
     """
     model = queries.find_model(to.db, head.model_id, to.owner)
     request = _request(Kind.FORWARD_BACKWARD, model, head.seq_id, head.payload, original=head.original)
@@ -332,7 +333,7 @@ def unload_model(to: Submission, body: wire.ModelRequest) -> int:
         if model.lost_because is not None:  # it accepts no other request
             queries.fail_waiting(to.db, model, model.lost_because)
         _check_active(to, body.model_id)
-        model.status = ModelStatus.UNLOADING  # makes room for another model at once
+        model.status = ModelStatus.UNLOADING  # makes room for a new model immediately
 
     return to.add(_request(Kind.UNLOAD_MODEL, model, None, _json(body)), check)
 

@@ -1,6 +1,6 @@
-"""Validate requests before the engine sees them; raise `UserError` if they are invalid.
+"""Validate requests before the engine sees them. Raise `UserError` if they are invalid.
 
-The limits of the base model are known once the engine is up; before that, the engine checks them.
+The base model's limits are known once the engine is up. Before that, the engine checks them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MULTI_TARGET = "cross_entropy"
 
 
 def check_base_model(name: str, config: TxConfig) -> None:
-    """Check that this server has the base model of this name or folder."""
+    """Check that this server has the base model with this name or folder."""
     if name not in (config.model_name, config.base_model) and not _is_same_folder(name, config.base_model):
         raise UserError(f"base_model={name!r} is not served here; this server has {config.model_name!r}")
 
@@ -98,7 +98,7 @@ def _check_shapes(datum: Datum, name: str, loss_name: str) -> None:
 
 
 def _trained_mask(datum: Datum) -> np.ndarray:
-    """Return the mask of targets with non-zero weight; other values may be anything."""
+    """Return the mask of targets with non-zero weight. Masked values may be anything."""
     weights = datum.inputs.get("weights")
     return np.ones(datum.inputs["target_tokens"].shape, bool) if weights is None else weights != 0
 

@@ -1,4 +1,4 @@
-"""Convert passes and samples to and from the protobuf messages of clients, and the JSON of clients before 0.25.
+"""Convert passes and samples to and from clients' protobuf messages, and the JSON of clients before 0.25.
 
 The codec checks sizes, layouts and dtypes. `validation` checks whether a model can be trained on the data.
 """
@@ -30,7 +30,7 @@ __all__ = [
 OUTPUT_TYPE = "scalar"
 LOSS_SUM = "loss:sum"
 NO_LOGPROB = -99999.0
-"""The log-prob of an empty cell, whose token is 0."""
+"""Log-prob of an empty cell. The cell's token is 0."""
 
 
 def message_from_bytes(payload: bytes) -> pb.ForwardBackwardRequest:
@@ -118,7 +118,7 @@ def _chunk(chunk: pb.Chunk, name: str) -> np.ndarray:
 
 
 def _loss_input(key: str, values: np.ndarray, name: str) -> np.ndarray:
-    """Cast an input: targets to token ids, all others to floats, whatever dtype they were sent in."""
+    """Cast an input: targets to token ids, everything else to floats, whatever dtype was sent."""
     if key != "target_tokens":
         return values.astype(np.float32, copy=False)
     if values.dtype.kind != "i":

@@ -21,7 +21,7 @@ class Cursor(ResponseBody):
 
 
 class CheckpointInfo(ResponseBody):
-    """A checkpoint; its id includes the kind, e.g. `weights/0001`."""
+    """A checkpoint. Its id includes the kind, e.g. `weights/0001`."""
 
     checkpoint_id: str
     checkpoint_type: Literal["training", "sampler", "external"]
@@ -78,13 +78,13 @@ class SessionInfo(ResponseBody):
 
 
 class FinishInfo(ResponseBody):
-    """The reason that a client gave for finishing."""
+    """The client's reason for finishing."""
 
     type: Literal["success", "errored", "interrupted"]
 
 
 class StatusInfo(ResponseBody):
-    """The status of a session; `failed` and its fields are never used here."""
+    """Status of a session. `failed` and its fields are never used here."""
 
     type: Literal["active", "client_finished", "cancelled"]
     reason: FinishInfo | None = None

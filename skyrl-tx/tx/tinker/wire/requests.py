@@ -1,4 +1,4 @@
-"""JSON request bodies. Unknown keys are ignored, since newer clients send more of them."""
+"""JSON request bodies. Unknown keys are ignored, since newer clients send more."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class CreateSessionRequest(RequestBody):
 
 
 class SessionHeartbeatRequest(RequestBody):
-    """A sign of life, every ten seconds."""
+    """A heartbeat, sent every ten seconds."""
 
     session_id: Id
 
@@ -108,7 +108,7 @@ class OptimizerSettings(RequestBody):
 
 
 class CreateModelRequest(RequestBody):
-    """A request to create a model. Payload of `CREATE_MODEL`, with its id and the chosen seed."""
+    """A request to create a model. Payload of `CREATE_MODEL`, with the model's id and the chosen seed."""
 
     session_id: Id
     model_seq_id: Number
@@ -120,7 +120,7 @@ class CreateModelRequest(RequestBody):
 
 
 class LoadWeightsRequest(RequestBody):
-    """A request to load weights into a new or just created model. Payload of `LOAD_WEIGHTS`, with the id."""
+    """A request to load weights into a new or just created model. Payload of `LOAD_WEIGHTS`, with the model's id."""
 
     path: Text
     optimizer: bool
@@ -210,7 +210,7 @@ class CreateSamplingSessionRequest(RequestBody):
 
 
 class Chunk(RequestBody):
-    """A part of an input; older clients omit its type."""
+    """A part of an input. Older clients omit its type."""
 
     type: Text | None = None
     tokens: list[Token] | None = None
@@ -234,7 +234,7 @@ class SamplingSettings(RequestBody):
 
 
 class AsampleRequest(RequestBody):
-    """Requests samples after a prompt."""
+    """A request for samples after a prompt."""
 
     prompt: ModelInput
     sampling_params: SamplingSettings
@@ -309,7 +309,7 @@ class WeightsInfoRequest(RequestBody):
 
 
 class SetTtlRequest(RequestBody):
-    """A request to set the lifetime of a checkpoint; null removes the limit."""
+    """A request to set a checkpoint's lifetime. null removes the limit."""
 
     ttl_seconds: Ttl | None
 
@@ -332,6 +332,6 @@ class AssignProjectRequest(RequestBody):
 
 
 class TelemetryRequest(RequestBody):
-    """Telemetry of a client; it is discarded."""
+    """A client's telemetry. It is discarded."""
 
     events: list[Any] = []

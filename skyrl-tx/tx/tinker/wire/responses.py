@@ -96,7 +96,7 @@ class ModelUnloaded(ResponseBody):
 
 
 class ClientConfig(ResponseBody):
-    """Settings that the server chooses for clients; other settings keep the client's defaults."""
+    """Settings that the server chooses for clients. All other settings keep the client's defaults."""
 
     pjwt_auth_enabled: bool = False
     parallel_fwdbwd_chunks: bool = True

@@ -1,4 +1,4 @@
-"""The payload of a `SAMPLE` request: the validated request and its weights."""
+"""Payload of a `SAMPLE` request: the validated request and its weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SampleWeights(BaseModel):
     base_model: str
     model_path: str | None = None
     snapshot: str | None = None
-    """The id of the sampling session that holds the snapshot."""
+    """Id of the sampling session that holds the snapshot."""
 
 
 class SampleJob(BaseModel):
@@ -29,13 +29,13 @@ class SampleJob(BaseModel):
     prompt: list[int]
     n_samples: int
     max_tokens: int | None
-    """None: fill the context."""
+    """None fills the context."""
     temperature: float
     top_k: int
     top_p: float
     seed: int | None
     stop_tokens: list[int] | None
-    """None: the model's EOS tokens."""
+    """None means the model's EOS tokens."""
     stop_strings: list[str]
     wants_prompt_logprobs: bool
     n_top_prompt: int

@@ -1,4 +1,4 @@
-"""Decode arrays as clients send them: packed or listed, dense or as compressed sparse rows (CSR)."""
+"""Decode clients' arrays: packed or listed, dense or compressed sparse rows (CSR)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tx.tinker.wire import tinker_pb2 as pb
 
 INT32_RANGE = (-(1 << 31), (1 << 31) - 1)
 MAX_ELEMENTS = 1 << 24
-"""Maximum elements of all sparse tensors in a message: few bytes can declare a large shape."""
+"""Maximum elements of all sparse tensors in a message. A few bytes can declare a large shape."""
 
 PACKED: Mapping[int, str] = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
 LISTED: Mapping[str, tuple[pb.DType, str]] = {
@@ -23,10 +23,10 @@ LISTED: Mapping[str, tuple[pb.DType, str]] = {
 
 
 def dense_array(tensor: pb.Tensor, name: str) -> np.ndarray:
-    """Decode a tensor to its shape, or flat if it has none; sparse tensors are filled with zeros.
+    """Decode a tensor to its shape, or flat if it has none. Sparse tensors are filled with zeros.
 
     Raises:
-        UserError: the dtype is not supported, or the size does not fit the shape; the message includes `name`.
+        UserError: the dtype is not supported, or the size does not fit the shape. The message includes `name`.
     """
     packed = PACKED.get(tensor.dtype)
     if packed is None:
@@ -131,7 +131,7 @@ def json_array(values: np.ndarray) -> dict[str, Any]:
 
 
 def chunk_tokens(chunk: Mapping[str, Any], name: str) -> list[int]:
-    """Return the tokens of a JSON chunk; older clients omit its `type`.
+    """Return a JSON chunk's tokens. Older clients omit its `type`.
 
     Raises:
         UserError: the chunk is not text or has no tokens, or a token is not an int32.

@@ -1,7 +1,7 @@
 """AdamW for one model, equivalent to `torch.optim.AdamW`.
 
 Everything is computed in float32. Most updates are too small to change a bfloat16 number, so bfloat16 models also keep
-their weights in float32 (Micikevicius et al., 2018, arXiv:1710.03740), and compute with the rounded ones.
+their weights in float32 (Micikevicius et al., 2018, arXiv:1710.03740) and compute with rounded copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tree = Any
 
 
 class JaxMoments(NamedTuple):
-    """The state of the optimizer."""
+    """Optimizer state."""
 
     first: Tree
     second: Tree
@@ -28,12 +28,12 @@ class JaxMoments(NamedTuple):
 
 
 class AdamStep(NamedTuple):
-    """The settings of a step as arrays, so that new values need no compilation."""
+    """Settings of a step as arrays, so that new values need no compilation."""
 
     learning_rate: jax.Array
     beta1: jax.Array
     beta2: jax.Array
-    rest1: jax.Array  # 1 - beta1, which may be nonzero even if beta1 rounds to 1
+    rest1: jax.Array  # 1 - beta1: may be nonzero even if beta1 rounds to 1
     rest2: jax.Array
     log_beta1: jax.Array
     log_beta2: jax.Array
@@ -49,7 +49,7 @@ def new_moments(params: Tree) -> JaxMoments:
 
 
 def float32_params(params: Tree) -> Tree | None:
-    """Return the parameters in float32; None if they already are."""
+    """Return the parameters in float32, or None if they already are."""
     if all(array.dtype == jnp.float32 for array in jax.tree.leaves(params)):
         return None
     return jax.tree.map(lambda array: array.astype(jnp.float32), params)
@@ -68,7 +68,7 @@ def step_of(params: AdamParams) -> AdamStep:
 
 @jax.jit
 def adam_step(params: Tree, moments: JaxMoments, gradients: Tree, step: AdamStep) -> tuple[Tree, JaxMoments, jax.Array]:
-    """Return the new parameters and state, and the norm of the gradients before clipping.
+    """Return the new parameters and state, and the gradient norm before clipping.
 
     Discard the parameters and the state if the norm is NaN or infinite.
     """
@@ -84,7 +84,7 @@ def adam_step(params: Tree, moments: JaxMoments, gradients: Tree, step: AdamStep
         size = step.learning_rate / correction1
         ratio = first / (jnp.sqrt(second) / correction2 + step.eps)
         kept = param * (1.0 - step.learning_rate * step.weight_decay)
-        return kept - size * jnp.where(first == 0, 0.0, ratio)  # without any gradient, eps may be 0, too
+        return kept - size * jnp.where(first == 0, 0.0, ratio)  # without any gradient, eps may be 0 too
 
     clipped = jax.tree.map(lambda array: array * shrink, gradients)
     first = jax.tree.map(lambda m, g: step.beta1 * m + step.rest1 * g, moments.first, clipped)

@@ -221,7 +221,7 @@ class JaxBackend:
         self._models[model_id] = self._model(lora, weights, moments)
 
     def _model(self, lora: LoraConfig, weights: Adapter | Params, moments: JaxMoments) -> JaxModel:
-        """Place the arrays where a step leaves them: otherwise programs are compiled again after the first step."""
+        """Place the arrays where a step leaves them. Otherwise, programs would compile again after the first step."""
         if isinstance(weights, Adapter):
             weights, moments = place_whole(self._mesh, (weights, moments))
         else:

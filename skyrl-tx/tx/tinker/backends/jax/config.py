@@ -1,4 +1,4 @@
-"""The settings of the JAX backend, `--backend-config '{"dtype": "bfloat16"}'`."""
+"""Settings of the JAX backend, `--backend-config '{"dtype": "bfloat16"}'`."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ UNNEEDED = frozenset(
         "train_micro_batch_size",
     }
 )
-"""Settings of SkyRL's backend that this one does not need."""
+"""Settings of SkyRL's backend that this backend does not need."""
 
 
 class JaxConfig(BackendConfig):
-    """The common settings and those of JAX."""
+    """Common settings and JAX's own."""
 
     fully_sharded_data_parallel_size: int = Field(1, ge=1)
-    """Number of devices that weights, and rows in training, are divided among."""
+    """Number of devices that share the weights, and rows in training."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """Number of devices that heads and hidden units are divided among."""
+    """Number of devices that share the heads and hidden units."""
     sample_lanes: int = Field(16, ge=1)
-    """Number of samples in a batch, which has a fixed size."""
+    """Number of samples in a batch. The batch size is fixed."""
     compile_cache: Path | None = Field(default_factory=user_cache)
-    """Folder of compiled programs for later starts; null disables it."""
+    """Folder of compiled programs for later starts. null disables it."""
 
     @model_validator(mode="before")
     @classmethod

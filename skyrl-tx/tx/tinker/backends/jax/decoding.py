@@ -1,4 +1,4 @@
-"""The programs of the sampler: prefill a prompt, and choose the next tokens.
+"""The sampler's programs: prefill a prompt, and choose the next tokens.
 
 Letters: S lanes, each with one sequence · C tokens of a prompt chunk · V vocabulary · K heads of keys and values · H
 size of a head · P positions on a page of the cache.
@@ -27,7 +27,7 @@ Vector = Any  # a numpy array when created, a JAX array in a program
 
 
 class Cache(NamedTuple):
-    """The KV cache. Writes to the last page are never read."""
+    """The KV cache. The last page is scratch space: writes to it are never read."""
 
     keys: jax.Array  # (layers, pages, K, H, P)
     values: jax.Array  # (layers, pages, K, P, H)
@@ -36,20 +36,20 @@ class Cache(NamedTuple):
 class Lanes(NamedTuple):
     """The positions of the lanes in a call, and their sampling settings."""
 
-    tokens: Vector  # (S,) the last token, which is not in the cache yet
+    tokens: Vector  # (S,) the last token, not in the cache yet
     positions: Vector  # (S,) its position; -1: unused lane
-    n_left: Vector  # (S,) tokens left to choose
+    n_left: Vector  # (S,) number of tokens left to choose
     tables: Vector  # (S, max pages)
     stops: Vector  # (S, MAX_STOP_TOKENS), -1: none
     temperatures: Vector  # (S,)
     top_k: Vector  # (S,) V or more: no limit
     top_p: Vector  # (S,)
-    seeds: Vector  # (S,) uint32, by request
-    numbers: Vector  # (S,) number of the sample in its request
+    seeds: Vector  # (S,) uint32, one per request
+    numbers: Vector  # (S,) the sample's number in its request
 
 
 class SampledTokens(NamedTuple):
-    """The tokens of a call by step; -1 if a lane was done."""
+    """The sampled tokens of a call by step, -1 where a lane was done."""
 
     tokens: jax.Array  # (MAX_STEPS, S)
     logprobs: jax.Array  # (MAX_STEPS, S)
@@ -67,7 +67,7 @@ def new_cache(config: ModelConfig, n_pages: int, page_size: int, dtype: jnp.dtyp
 
 
 def paged_attention(tables: jax.Array, positions: jax.Array, n_pages: jax.Array) -> Attend:
-    """Return the attention of a layer with the cache: it writes at `positions` (S, T), then reads up to them."""
+    """Return a layer's attention with the cache: it writes at `positions` (S, T), then reads up to them."""
 
     def attend(
         queries: jax.Array, keys: jax.Array, values: jax.Array, cache: Cache, layer: jax.Array
@@ -104,12 +104,12 @@ def read_prompt(
     """Prefill a chunk of a prompt, and return the log-probs of its next tokens.
 
     Args:
-        tokens, positions, targets: (1, C); padding has position -1
-        table: (1, max pages); n_pages: the number of pages in use
-        n_top: number of most likely tokens to return; None: compute no log-probs at all
+        tokens, positions, targets: (1, C). Padding has position -1
+        table: (1, max pages). n_pages: the number of pages in use
+        n_top: number of most likely tokens to return. None computes no log-probs at all
 
     Returns:
-        the cache; log-probs of the targets (C,); the most likely tokens and their log-probs (C, n_top)
+        the cache, the targets' log-probs (C,), the most likely tokens (C, n_top) and their log-probs (C, n_top)
     """
     hidden, cache = hidden_states(
         config, params, rows, tokens, positions, paged_attention(table, positions, n_pages), cache
@@ -185,11 +185,11 @@ def decode(
 
 
 def choose(logits: jax.Array, lanes: Lanes) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Choose tokens (S,); return them, their log-probs (S,), and all log-probs (S, V) at the lanes' temperatures.
+    """Choose tokens (S,). Return them, their log-probs (S,), and all log-probs (S, V) at the lanes' temperatures.
 
     The request's seed, the sample's number and the position determine a token, by inversion of the cumulative
     distribution. Temperature 0 is greedy and reports log-probs at temperature 1. Top-k and top-p exclude tokens from
-    the choice; log-probs are those of the full distribution.
+    the choice, but log-probs are of the full distribution.
     """
     is_greedy = lanes.temperatures <= 0
     logprobs = jax.nn.log_softmax(logits / jnp.where(is_greedy, 1.0, lanes.temperatures)[:, None], axis=-1)
@@ -207,7 +207,7 @@ def _key(seed: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
 def _min_logprob(logprobs: jax.Array, lanes: Lanes) -> jax.Array:
     """Return the minimum log-prob (S,) of tokens that may be chosen. Sorts only if a lane needs it.
 
-    `top_p` applies to what `top_k` leaves, as in vLLM.
+    As in vLLM, `top_p` applies to the tokens that `top_k` leaves.
     """
 
     def threshold(_: None) -> jax.Array:
@@ -224,7 +224,14 @@ def _min_logprob(logprobs: jax.Array, lanes: Lanes) -> jax.Array:
 
 
 def _invert(odds: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Return where the cumulative sum of unnormalized odds (S, V) passes its fraction `uniform` (S,)."""
+    """Return the index where the cumulative sum of unnormalized odds (S, V) passes the fraction `uniform` (S,) of its
+    total.
+
+    Sums blocks first, so that one cumulative sum is over blocks and one within a block, instead of one over the whole
+    vocabulary. Example with blocks of 2, odds [1, 3 | 2, 2] and uniform 0.6: the block sums are 4 and 4, so the target
+    is 0.6 · 8 = 4.8. The first block ends at 4, so the target lies 0.8 into the second block, in its first token: the
+    result is index 2.
+    """
     n_lanes, size = odds.shape
     blocks = jnp.pad(odds, ((0, 0), (0, -size % BLOCK))).reshape(n_lanes, -1, BLOCK)
     ends = jnp.cumsum(blocks.sum(axis=-1), axis=-1)  # (S, blocks)

@@ -1,6 +1,5 @@
-"""Groups of lanes of fixed size: a group is one batch of one compiled program, whatever its lanes do.
-
-Lanes are in blocks that share an adapter.
+"""Groups of lanes. A group has a fixed size: it is one batch of one compiled program, whatever its lanes do. Its lanes
+are in blocks, and a block shares an adapter.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class SamplerWeights:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """A key: weights fit into one batch if they have the same parameters, and adapters of the same shapes."""
+        """Key for batching: equal keys mean the same parameters and adapters of the same shapes."""
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(self.adapter))
         return (id(self.params), jax.tree.structure(self.adapter), shapes)
 
@@ -51,7 +50,7 @@ class JaxLane:
     """A running sample."""
 
     request: JaxRequestState
-    number: int  # of the sample
+    number: int  # the sample's number
     pages: list[int]  # in order, shared ones first
     position: int
     last: int
@@ -83,7 +82,7 @@ class JaxGroup:
 
     @property
     def used(self) -> Iterator[tuple[int, JaxLane]]:
-        """The lanes in use, with their indices."""
+        """Lanes in use, with their indices."""
         return ((index, lane) for index, lane in enumerate(self.lanes) if lane is not None)
 
     def find_lane(self, weights: SamplerWeights) -> int | None:
@@ -105,7 +104,7 @@ class JaxGroup:
                 self.rows = _set_block(self.rows, weights.adapter, np.float32(weights.scale), np.int32(block))
 
     def lanes_for(self, table_size: int) -> Lanes:
-        """Return the arguments of a decoding call; each lane has a table of `table_size` pages."""
+        """Return a decoding call's arguments. Each lane has a table of `table_size` pages."""
         n = len(self.lanes)
         lanes = Lanes(
             tokens=np.zeros(n, np.int32),

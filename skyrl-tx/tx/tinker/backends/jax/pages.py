@@ -1,4 +1,4 @@
-"""The allocation of cache pages, with reference counts."""
+"""Allocation of cache pages, with reference counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class Pages:
-    """A page allocator. A sequence gets all of its pages before it begins, so that it can always finish."""
+    """A page allocator. A sequence gets all of its pages before it begins, so it can always finish."""
 
     def __init__(self, n_pages: int, page_size: int) -> None:
         self.n_pages = n_pages
@@ -16,7 +16,7 @@ class Pages:
 
     @property
     def n_free(self) -> int:
-        """The number of free pages."""
+        """Number of free pages."""
         return len(self._free)
 
     def n_pages_for(self, n_tokens: int) -> int:
@@ -24,7 +24,7 @@ class Pages:
         return -(-n_tokens // self.page_size)
 
     def take(self, n: int) -> list[int]:
-        """Allocate `n` pages; the caller has checked that they are free."""
+        """Allocate `n` pages. The caller has checked that they are free."""
         assert n <= self.n_free, "the caller checks that enough pages are free"
         taken = [self._free.pop() for _ in range(n)]
         for page in taken:
@@ -37,7 +37,7 @@ class Pages:
             self._n_users[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop a reference to each page, and free those without any."""
+        """Drop a reference to each page, and free pages without references."""
         for page in pages:
             self._n_users[page] -= 1
             if self._n_users[page] == 0:

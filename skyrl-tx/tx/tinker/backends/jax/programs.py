@@ -14,13 +14,13 @@ from jax import monitoring
 logger = logging.getLogger(__name__)
 
 LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
-"""Events of JAX, directly before and after the compilation of a program; they occur even if their part fails."""
+"""JAX events directly before and after a program's compilation. They occur even if their part fails."""
 MIN_LOGGED_SEC = 0.2
 MAX_BYTES = 4 << 30
 
 
 class Programs:
-    """The programs that this process has compiled or loaded from the cache."""
+    """Programs that this process has compiled or loaded from the cache."""
 
     def __init__(self) -> None:
         self.n_compiled = 0
@@ -46,7 +46,7 @@ def programs() -> Programs:
 
 
 def cache_programs(folder: Path | None) -> None:
-    """Cache programs in a folder, including those that compile fast: there are many of them."""
+    """Cache programs in a folder, including programs that compile fast: there are many of them."""
     if folder is not None:
         evict_programs(folder)
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
@@ -57,12 +57,12 @@ def cache_programs(folder: Path | None) -> None:
 def evict_programs(folder: Path, max_bytes: int = MAX_BYTES) -> None:
     """Delete the least recently read programs in a folder, until the rest fits into `max_bytes`.
 
-    JAX can do this as well, but not after a process has died while writing a program. On file systems without access
-    times, the oldest programs are deleted.
+    JAX can do this too, but not after a process has died while writing a program. On file systems without access times,
+    the oldest programs are deleted.
     """
     files = []
     for path in folder.glob("*-cache"):
-        with contextlib.suppress(FileNotFoundError):  # another process may delete files, too
+        with contextlib.suppress(FileNotFoundError):  # another process may delete files too
             files.append((path, path.stat()))
     n_bytes = sum(stat.st_size for _, stat in files)
     for path, stat in sorted(files, key=lambda file: file[1].st_atime):
@@ -70,7 +70,7 @@ def evict_programs(folder: Path, max_bytes: int = MAX_BYTES) -> None:
             break
         try:
             path.unlink(missing_ok=True)
-        except OSError as error:  # they may belong to another user
+        except OSError as error:  # they may belong to a different user
             logger.warning("unused programs in %s cannot be deleted: %s", folder, error)
             break
         n_bytes -= stat.st_size

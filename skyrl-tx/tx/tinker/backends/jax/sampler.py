@@ -1,6 +1,6 @@
 """Continuous batching: requests join and leave the running batch between bursts of a few tokens.
 
-A sample's tokens do not depend on other samples: neither on their number, nor on their lengths or adapters.
+A sample's tokens do not depend on other samples: not on their number, their lengths or their adapters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROMPT_CHUNK = 512  # tokens of a prompt chunk
 
 
 class JaxSampler:
-    """The sampler of the JAX backend. `step` does a slice of the work."""
+    """The JAX backend's sampler. `step` does a slice of the work."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class JaxSampler:
         mesh: Mesh,
         ends_with: Callable[[Sequence[int], Sequence[str]], bool],
     ) -> None:
-        """`n_tokens` is the cache size. `ends_with` returns whether decoded tokens contain one of some strings."""
+        """Create a sampler with a cache of `n_tokens`. `ends_with` finds strings at the end of decoded tokens."""
         n_pages = max(2, n_tokens // PAGE_SIZE)
         self._config = config
         self._max_top = min(MAX_TOP, config.vocab_size)
@@ -60,23 +60,23 @@ class JaxSampler:
 
     @property
     def n_running(self) -> int:
-        """The number of running samples."""
+        """Number of running samples."""
         return sum(1 for group in self._groups for _ in group.used)
 
     @property
     def n_waiting(self) -> int:
-        """The number of requests with samples that have not begun."""
+        """Number of requests with samples that have not begun."""
         return len(self._waiting)
 
     @property
     def n_free_pages(self) -> int:
-        """The number of free pages of the cache."""
+        """Number of free cache pages."""
         return self._pages.n_free
 
     def add(
         self, spec: SampleRequest, weights: SamplerWeights, done: Callable[[SampleResult], None]
     ) -> Callable[[], None]:
-        """Queue a validated request and return a function that cancels it. `done` gets the result."""
+        """Queue a validated request. Return a function that cancels it. `done` gets the result."""
         return self._waiting.add(JaxRequestState(spec, weights, done))
 
     def step(self) -> None:
@@ -92,7 +92,7 @@ class JaxSampler:
     # -- begin
 
     def _begin(self, request: JaxRequestState) -> bool:
-        """Begin the next sample of a request; return False if it does not fit."""
+        """Begin a request's next sample. Return False if it does not fit."""
         n_pages = self._n_needed(request)
         idle = [] if n_pages <= self._pages.n_free else self._idle_prompts(request)
         if n_pages > self._pages.n_free + sum(len(group.shared) for group in idle):
@@ -110,9 +110,7 @@ class JaxSampler:
         return True
 
     def _idle_prompts(self, excluded: JaxRequestState) -> list[JaxRequestState]:
-        """Return other requests whose cached prompts are unused, last in turn first. Their prompts can be prefilled
-        again.
-        """
+        """Return other requests with unused cached prompts, last in turn first. Prompts can be prefilled again."""
         return [
             group for group in reversed(self._waiting) if group is not excluded and group.shared and not group.n_running
         ]
@@ -122,10 +120,10 @@ class JaxSampler:
         request.shared = []
 
     def _n_needed(self, request: JaxRequestState) -> int:
-        """Return the number of free pages that the next sample needs, including its prompt's if it is not cached.
+        """Return the number of free pages that the next sample needs, plus its prompt's if that is not cached.
 
-        `_take_pages` explains the sharing. The first of several samples also copies the prompt's last page, so that the
-        longest sample has a page less than the cache.
+        `_take_pages` explains the sharing. The first of several samples also copies the prompt's last page, so the
+        longest possible sample is one page shorter than the cache.
         """
         n_whole, n_prompt = request.n_prefilled // PAGE_SIZE, self._pages.n_pages_for(request.n_prefilled)
         n_shared = n_prompt if request.n_left == 1 else n_whole
@@ -133,13 +131,13 @@ class JaxSampler:
         return n_own if request.shared else n_own + n_prompt
 
     def _take_pages(self, request: JaxRequestState) -> list[int]:
-        """Allocate the pages of a sample: the prompt's, and pages for all tokens but the last, which is never read.
+        """Allocate a sample's pages: the prompt's, and pages for all tokens except the last, which is never read.
 
         Example: 3 samples of 60 tokens after a prompt of 100, of which 99 are prefilled. Each sample needs 159 tokens,
-        or 3 pages of 64. The request owns the prompt's pages 0 and 1. All samples share page 0, which is full, but each
-        needs its own page 1, where its tokens follow. The first gets page 0, a copy of 1 and a new page: [0, 2, 3]; the
-        second [0, 4, 5]; and the third takes page 1 itself, since no sample follows: [0, 1, 6]. The request then owns
-        no pages.
+        or 3 pages of 64. The request owns the prompt's pages 0 and 1. Page 0 is full, so all samples share it. Each
+        needs its own copy of page 1, because its tokens follow there. The first gets page 0, a copy of page 1 and a new
+        page: [0, 2, 3]. The second gets [0, 4, 5]. The third takes page 1 itself, since no sample follows: [0, 1, 6].
+        The request then owns no pages.
         """
         n_own = self._n_needed(request)
         if request.n_left == 1:
@@ -174,7 +172,7 @@ class JaxSampler:
         return self._groups[-1], 0
 
     def _read(self, request: JaxRequestState) -> None:
-        """Prefill the prompt without its last token, separately from others, so that they cannot influence it."""
+        """Prefill the prompt without its last token, separately from other prompts, so they cannot influence it."""
         spec, weights = request.spec, request.weights
         request.shared = self._pages.take(self._pages.n_pages_for(request.n_prefilled))
         table = self._table(request.shared)[None]
@@ -231,7 +229,7 @@ class JaxSampler:
         logprobs: Sequence[float],
         top: tuple[np.ndarray, np.ndarray] | None,
     ) -> bool:
-        """Append a lane's tokens to its sample; return whether the sample is done."""
+        """Append a lane's tokens to its sample. Return True if the sample is done."""
         params = lane.request.spec.params
         for step, token in enumerate(tokens):
             if token < 0:

@@ -1,7 +1,7 @@
 """Forward and backward passes over micro-batches.
 
-A micro-batch has data of a single pass, and its shape depends only on them. So training is bitwise the same alone and
-beside other models, and needs no memory for their adapters.
+A micro-batch holds data of a single pass, and its shape depends only on that data. So training gives bitwise the same
+results alone and beside other models, and needs no memory for their adapters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tx.tinker.types import Datum
 
 MIN_LENGTH = 32
 MAX_LOGITS = 1 << 24
-"""Maximum number of logits computed at once; beyond it, chunks are computed and recomputed in the backward pass."""
+"""Maximum number of logits computed at once. More are computed in chunks, and again in the backward pass."""
 
 NAMES = tuple(LOSSES)
 INPUTS = sorted({name for loss in LOSSES.values() for name in (*loss.needs, *loss.optional)})
@@ -46,7 +46,7 @@ class MicroBatchShape:
 
     n_rows: int
     length: int
-    n_targets: int  # per position; 0: one, without its own dimension
+    n_targets: int  # per position. 0: one, without its own dimension
 
 
 def bucket(length: int) -> int:
@@ -62,7 +62,11 @@ def bucket(length: int) -> int:
 
 
 def micro_batches(data: Sequence[Datum], n_tokens: int) -> Iterator[tuple[MicroBatchShape, list[int]]]:
-    """Yield micro-batches of at most `n_tokens`: their shapes and data indices. Data of similar length go together."""
+    """Yield micro-batches of at most `n_tokens` as (shape, data indices). Data of similar length go together.
+
+    Example: lengths 30, 45, 500, 31 and 29 with `n_tokens` 512. Data 0, 3 and 4 have bucket 32, datum 1 has 48, datum 2
+    has 512. The micro-batches are 4 × 32 with data [0, 3, 4] and an empty row, 1 × 48 with [1], and 1 × 512 with [2].
+    """
     alike: dict[tuple[int, int], list[int]] = {}
     for i, datum in enumerate(data):
         targets = datum.inputs["target_tokens"]
@@ -77,9 +81,10 @@ def micro_batches(data: Sequence[Datum], n_tokens: int) -> Iterator[tuple[MicroB
 
 
 def rows_for(n_data: int, max_rows: int) -> int:
-    """Return the number of rows of the next micro-batch: 1, 4, 16, …; few sizes, as each is compiled.
+    """Return the number of rows of the next micro-batch: 1, 4, 16, …, so that few sizes are compiled.
 
-    The maximum that leaves less than half of the rows empty; a sequence that is too long is a micro-batch by itself.
+    It is the largest that leaves less than half of the rows empty. A sequence that is too long is a micro-batch by
+    itself.
     """
     n_rows = 1
     while 4 * n_rows <= max_rows and 2 * n_data > 4 * n_rows:
@@ -88,7 +93,7 @@ def rows_for(n_data: int, max_rows: int) -> int:
 
 
 def pad(data: Sequence[Datum], shape: MicroBatchShape) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return tokens (M, L) and inputs (M, L) or (M, L, K) of a micro-batch, padded with 0; so padding has weight 0."""
+    """Return a micro-batch's tokens (M, L) and inputs (M, L) or (M, L, K). Padding is 0, so it has weight 0."""
     tokens = np.zeros((shape.n_rows, shape.length), np.int32)
     size = (shape.n_rows, shape.length, *([shape.n_targets] if shape.n_targets else []))
     inputs = {name: np.zeros(size, np.int32 if name == "target_tokens" else np.float32) for name in INPUTS}
@@ -140,9 +145,9 @@ def micro_batch(
     has_gradient: bool,
     remat: bool,
 ) -> tuple[jax.Array, jax.Array, Adapter | Params | None]:
-    """Return log-probs and losses of the targets (M, L) or (M, L, K), and the gradients.
+    """Return the targets' log-probs and losses, (M, L) or (M, L, K), and the gradients.
 
-    The gradients are the adapter's, or those of all parameters without one. `loss` is an index into `NAMES`, so that
+    The gradients are of the adapter, or of all parameters if there is none. `loss` is an index into `NAMES`, so that
     all losses share one program.
     """
     targets = inputs["target_tokens"]

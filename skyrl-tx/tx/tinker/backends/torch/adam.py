@@ -1,7 +1,7 @@
 """AdamW for one model: `torch.optim.AdamW` with new settings in every step.
 
 Everything is computed in float32. Most updates are too small to change a bfloat16 number, so bfloat16 models also keep
-their weights in float32 (Micikevicius et al., 2018, arXiv:1710.03740), and compute with the rounded ones.
+their weights in float32 (Micikevicius et al., 2018, arXiv:1710.03740) and compute with rounded copies.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tx.tinker.backends.models import check_grad_norm
 from tx.tinker.types import AdamParams
 
 MIN_EPS = torch.finfo(torch.float32).tiny
-"""Minimum eps: with eps 0, parameters that never had a gradient would step by 0 / 0."""
+"""Minimum eps. With eps 0, parameters that never had a gradient would step by 0 / 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchMoments:
-    """The state of the optimizer, in the order of its tensors."""
+    """Optimizer state, in the order of its tensors."""
 
     first: Sequence[torch.Tensor]
     second: Sequence[torch.Tensor]
@@ -37,13 +37,13 @@ class TorchOptimizer:
 
     @property
     def updated_tensors(self) -> list[torch.Tensor]:
-        """The tensors that AdamW updates."""
+        """Tensors that AdamW updates."""
         updated_tensors: list[torch.Tensor] = self.adamw.param_groups[0]["params"]
         return updated_tensors
 
 
 def new_optimizer(tensors: Sequence[torch.Tensor], moments: TorchMoments | None = None) -> TorchOptimizer:
-    """Create an optimizer, with the state of another one if given."""
+    """Create an optimizer, with the state in `moments` if given."""
     updated_tensors = list(tensors)
     if any(tensor.dtype != torch.float32 for tensor in tensors):
         wide = tensors if moments is None or moments.wide is None else moments.wide
@@ -68,7 +68,7 @@ def new_optimizer(tensors: Sequence[torch.Tensor], moments: TorchMoments | None 
 
 
 def moments_of(optimizer: TorchOptimizer) -> TorchMoments:
-    """Return the state of an optimizer."""
+    """Return an optimizer's state."""
     updated_tensors = optimizer.updated_tensors
     states = [optimizer.adamw.state[tensor] for tensor in updated_tensors]
     first, second = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
@@ -77,10 +77,10 @@ def moments_of(optimizer: TorchOptimizer) -> TorchMoments:
 
 
 def adam_step(optimizer: TorchOptimizer, gradients: Sequence[torch.Tensor], params: AdamParams) -> float:
-    """Update the optimizer's tensors; return the norm of the gradients before clipping.
+    """Update the optimizer's tensors. Return the gradient norm before clipping.
 
     Raises:
-        UserError: the norm is NaN or infinite; nothing was updated.
+        UserError: the norm is NaN or infinite. Nothing was updated.
     """
     updated_tensors, group = optimizer.updated_tensors, optimizer.adamw.param_groups[0]
     wide = [gradient.to(tensor.dtype) for tensor, gradient in zip(updated_tensors, gradients, strict=True)]

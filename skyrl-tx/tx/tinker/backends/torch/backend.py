@@ -46,7 +46,7 @@ class TorchModel:
 
 
 class TorchBackend:
-    """A backend in PyTorch, on the components of `skyrl_train`."""
+    """A backend in PyTorch, built from components of `skyrl_train`."""
 
     def __init__(self, folder: Path, name: str, config: TorchConfig) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""The settings of the PyTorch backend, `--backend torch --backend-config '{"dtype": "bfloat16"}'`."""
+"""Settings of the PyTorch backend, `--backend torch --backend-config '{"dtype": "bfloat16"}'`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tx.tinker.backends.config import BackendConfig
 
 
 class TorchConfig(BackendConfig):
-    """The common settings and those of PyTorch."""
+    """Common settings and PyTorch's own."""
 
     device: str | None = None
-    """The device, e.g. `cuda:1`; by default the first GPU, or the CPU."""
+    """The device, e.g. `cuda:1`. Defaults to the first GPU, or the CPU."""
     sample_lanes: int | None = Field(None, ge=1)
-    """Number of samples in a batch, which has a fixed size; by default 16 on a CPU and 64 on a GPU."""
+    """Number of samples in a batch. The batch size is fixed. Defaults to 16 on a CPU and 64 on a GPU."""

@@ -13,8 +13,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 NAME = "skyrl_tx"
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 MAX_DENSE_TOKENS = 64
-"""Up to this number, tokens are computed by every expert. Batch sizes then do not depend on the routing, and a token's
-result is bitwise independent of the other tokens.
+"""Up to this many tokens, every expert computes every token. Batch sizes then do not depend on the routing, and a
+token's result is bitwise independent of the other tokens.
 """
 
 
@@ -26,7 +26,7 @@ class TorchFactors(NamedTuple):
     scale: float
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the addition to the matrix's output for x (…, in)."""
+        """Return the term to add to the matrix's output for x (…, in)."""
         inner = linear(x.to(self.a.dtype), self.a) * self.scale
         return linear(inner, self.b).to(x.dtype)
 
@@ -36,7 +36,7 @@ class TorchFactors(NamedTuple):
 
 
 def replace_experts(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
-    """Make a model's experts use `mix_experts`; return the affected layers by path."""
+    """Make a model's experts use `mix_experts`. Return the affected layers by path."""
     layers = {path: module for path, module in model.named_modules() if _is_supported(module)}
     if layers:
         model.config.get_text_config()._experts_implementation = NAME
@@ -46,8 +46,8 @@ def replace_experts(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
 def mix_experts(layer: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Compute the mixture for hidden (N, D), with the chosen experts and their shares (N, k).
 
-    Experts are added one by one, and each adds to a token at most once, so that the order of summation is the same on
-    every device, even where `index_add` does not define it.
+    Experts are added one by one, and each adds to a token at most once. So the order of summation is the same on every
+    device, even where `index_add` leaves it undefined.
     """
     adapter: Mapping[str, TorchFactors] = getattr(layer, "adapter", {})
     factors = {name: factor.by_expert() for name, factor in adapter.items()}
@@ -75,7 +75,7 @@ def _expert(
 
 
 def _is_supported(module: torch.nn.Module) -> bool:
-    """Return whether a module has experts (E, out, in) without biases, with gate and up concatenated."""
+    """Return True if a module has experts (E, out, in) without biases, with gate and up concatenated."""
     expected = {"has_gate": True, "is_concatenated": True, "has_bias": False, "is_transposed": False}
     return all(getattr(module, name, None) is value for name, value in expected.items())
 

@@ -1,7 +1,7 @@
-"""Save and load weights and optimizers in the layout of the JAX backend: each reads what the other wrote.
+"""Save and load weights and optimizers in the JAX backend's layout: each backend reads the other's folders.
 
-Adapters use the layout of peft, which vLLM and Hugging Face read, too; whole models have their Hugging Face names. The
-optimizer's tensors have the names of the weights with the prefixes `first.` and `second.`, and `wide.` for the float32
+Adapters use peft's layout, so vLLM and Hugging Face can read them. Whole models use their Hugging Face names. The
+optimizer's tensors have the weights' names with the prefixes `first.` and `second.`, and `wide.` for the float32
 weights of bfloat16 models.
 """
 
@@ -34,7 +34,7 @@ from tx.tinker.backends.torch.weights import Weights, covered_matrices, new_weig
 
 
 def freeze_weights(weights: Weights, lora: LoraConfig, base_model: str) -> Save:
-    """Copy the weights; return a function that writes the copy and its settings."""
+    """Copy the weights. Return a function that writes the copy and its settings."""
     named = _name_tensors(weights, weights.trained)
 
     def save(folder: Path) -> None:
@@ -65,7 +65,7 @@ def load_weights(folder: Path, model: PreTrainedModel) -> tuple[LoraConfig, Weig
 
 
 def freeze_moments(weights: Weights, moments: TorchMoments) -> Save:
-    """Copy the optimizer state; return a function that writes the copy."""
+    """Copy the optimizer state. Return a function that writes the copy."""
     first, second = (_name_tensors(weights, values) for values in (moments.first, moments.second))
     wide = None if moments.wide is None else _name_tensors(weights, moments.wide)
     named = named_moments(first, second, torch.tensor(moments.n_steps, dtype=torch.int32), wide)
@@ -92,7 +92,7 @@ def _file(lora: LoraConfig) -> str:
 
 
 def _name_tensors(weights: Weights, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name the values of the trained tensors as in files; copy them to the CPU."""
+    """Name the trained tensors' values as in files, and copy them to the CPU."""
     if weights.adapter is not None:
         named = dict(_name_factors(weights.adapter, values))
     else:
@@ -111,7 +111,7 @@ def _name_factors(
 
 
 def _parts(path: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Split stacked experts: …experts.gate_proj becomes …experts.0.gate_proj, …; return other matrices as they are."""
+    """Split stacked experts: …experts.gate_proj becomes …experts.0.gate_proj, …. Return other matrices unchanged."""
     if value.ndim == 2:
         return [(path, value)]
     layer, _, name = path.rpartition(".")
@@ -119,7 +119,7 @@ def _parts(path: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def _values(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Order named tensors like the trained ones: the inverse of `_name_tensors`."""
+    """Order named tensors like the trained tensors: the inverse of `_name_tensors`."""
     if weights.adapter is None:
         return _model_values(weights.model, tensors)
     values = [torch.zeros_like(tensor, device="cpu") for tensor in weights.trained]
@@ -129,7 +129,7 @@ def _values(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> list[torch
 
 
 def _model_values(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Order the tensors of a whole model, in float32: transformers knows their names and fusion in files."""
+    """Order a whole model's tensors, in float32. transformers knows their names and fusion in files."""
     loaded, report = type(model).from_pretrained(  # type: ignore[misc]
         None,
         config=copy.deepcopy(model.config),

@@ -1,4 +1,4 @@
-"""Requests and the lanes of their samples: lanes with the same weights form groups of fixed size."""
+"""Requests and the lanes of their samples. Lanes with the same weights form groups of fixed size."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from tx.tinker.backends import requests
 from tx.tinker.backends.torch.weights import Weights
 from tx.tinker.types import TopLogprobs
 
-SEED_DISTANCE = 0x9E3779B97F4A7C15  # distance between the seeds of two requests: their samples have consecutive seeds
+SEED_DISTANCE = 0x9E3779B97F4A7C15  # distance between the seeds of two requests, whose samples have consecutive seeds
 
 
 @dataclass(slots=True, eq=False)
 class TorchRequestState(requests.RequestState[Weights]):
-    """A request in progress, with the cache regions of its samples."""
+    """A request in progress, with its samples' cache regions."""
 
     regions: list[int] = field(default_factory=list)
-    """Offsets of the regions of its samples. Each begins with the prefilled prompt."""
+    """Offsets of its samples' cache regions. Each region begins with the prefilled prompt."""
     spare: list[int] = field(default_factory=list)
-    """Regions of finished samples, for reuse by samples that have not begun."""
+    """Regions of finished samples, to be reused by samples that have not begun."""
 
     @property
     def capacity(self) -> int:
-        """The cache tokens that a sample needs, without the last token, which is never read."""
+        """Cache tokens that a sample needs, without the last token, since it is never read."""
         return -(-(len(self.spec.prompt) + self.spec.params.max_tokens - 1) // UNIT) * UNIT
 
     def sequence(self, number: int, start: int) -> CachedSequence:
-        """Create the sequence of a sample, whose region begins at `start`."""
+        """Create a sample's sequence. Its region begins at `start`."""
         params, prompt = self.spec.params, list(self.spec.prompt)
         sampling = SamplingParams(
             max_new_tokens=params.max_tokens,
@@ -50,13 +50,13 @@ class TorchRequestState(requests.RequestState[Weights]):
 
 @dataclass(slots=True, eq=False)
 class TorchLane:
-    """A running sample, or an idle lane, which reads a dummy token."""
+    """A running sample, or an idle lane that reads a dummy token."""
 
     idle: CachedSequence
     sequence: CachedSequence
     request: TorchRequestState | None = None
     number: int = 0
-    """Number of the sample in its request."""
+    """The sample's number in its request."""
 
     @property
     def row(self) -> Row:
@@ -65,7 +65,7 @@ class TorchLane:
 
     @property
     def draw(self) -> Draw:
-        """The sampling settings of the next token."""
+        """Sampling settings of the next token."""
         sequence = self.sequence
         return Draw(sequence.sampling, sequence.request.seed, sequence.token_ids, sequence.n_prompt, frozenset())
 
@@ -79,7 +79,7 @@ class TorchGroup:
 
     @property
     def free(self) -> TorchLane | None:
-        """An unused lane, if there is one."""
+        """An unused lane, or None."""
         return next((lane for lane in self.lanes if lane.request is None), None)
 
     @property
@@ -97,7 +97,7 @@ def idle_sequence(region: Region) -> CachedSequence:
 
 
 def top_of(sequence: CachedSequence) -> TopLogprobs | None:
-    """Return the most likely tokens of each position, if requested."""
+    """Return the most likely tokens at each position, if requested."""
     if not sequence.top_logprobs:
         return None
     tokens = np.array([list(row) for row in sequence.top_logprobs], np.int32)

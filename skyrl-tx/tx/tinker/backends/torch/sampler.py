@@ -1,11 +1,11 @@
 """Continuous batching: samples join and leave the running batch between tokens.
 
-Lanes with the same weights form a group, whose forward passes have a fixed size and read one token per lane; prompts
-are prefilled separately. Attention pads each lane to a length that depends on its own. So a lane's tokens do not depend
-on the others, neither on their number nor on their lengths.
+Lanes with the same weights form a group. A group's forward passes have a fixed size and read one token per lane.
+Prompts are prefilled separately. Attention pads each lane to a length that depends only on the lane's own length. So a
+lane's tokens do not depend on other lanes: not on their number, nor on their lengths.
 
-Forward passes and cache are those of the embedded engine of `skyrl_train`. The engine as a whole does not fit: its
-batch size varies, and it supports neither adapters nor log-probs of prompts.
+The forward passes and the cache come from the embedded engine of `skyrl_train`. The engine as a whole would not do: its
+batch size varies, and it supports neither adapters nor prompt log-probs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS_PER_CALL = 8  # tokens per lane in a step
 
 
 class TorchSampler:
-    """The sampler of the PyTorch backend. `step` does a slice of the work."""
+    """The PyTorch backend's sampler. `step` does a slice of the work."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class TorchSampler:
         max_groups: int,
         ends_with: Callable[[Sequence[int], Sequence[str]], bool],
     ) -> None:
-        """`n_tokens` is the cache size. `ends_with` returns whether decoded tokens contain one of some strings."""
+        """Create a sampler with a cache of `n_tokens`. `ends_with` finds strings at the end of decoded tokens."""
         self.max_length = max(1, n_tokens // UNIT) * UNIT
         n_idle = n_lanes * UNIT
         self._memory = KVMemory(n_idle + self.max_length)
         self._extents = Extents(self._memory.size)
         self._extents.allocate(n_idle)
         self.n_free = self.max_length
-        """Free tokens of the cache."""
+        """Number of free cache tokens."""
         self._idle = [idle_sequence(Region(index * UNIT, UNIT, [0], None)) for index in range(n_lanes)]
         self._max_groups = max_groups
         self._ends_with = ends_with
@@ -63,16 +63,16 @@ class TorchSampler:
 
     @property
     def n_running(self) -> int:
-        """The number of running samples."""
+        """Number of running samples."""
         return sum(1 for group in self._groups for lane in group.lanes if lane.request is not None)
 
     @property
     def n_waiting(self) -> int:
-        """The number of requests with samples that have not begun."""
+        """Number of requests with samples that have not begun."""
         return len(self._waiting)
 
     def add(self, spec: SampleRequest, weights: Weights, done: Callable[[SampleResult], None]) -> Callable[[], None]:
-        """Queue a validated request and return a function that cancels it. `done` gets the result."""
+        """Queue a validated request. Return a function that cancels it. `done` gets the result."""
         return self._waiting.add(TorchRequestState(spec, weights, done))
 
     @torch.inference_mode()
@@ -91,7 +91,7 @@ class TorchSampler:
     # -- begin
 
     def _begin(self, request: TorchRequestState) -> bool:
-        """Begin the next sample of a request; return False if it does not fit."""
+        """Begin a request's next sample. Return False if it does not fit."""
         fitting = (other for other in self._groups if other.weights is request.weights and other.free is not None)
         group = next(fitting, None)
         if group is None:
@@ -113,7 +113,7 @@ class TorchSampler:
         return True
 
     def _new_region(self, request: TorchRequestState) -> int | None:
-        """Allocate a region and fill it with the prefilled prompt; return its offset, or None if nothing is free."""
+        """Allocate a region and fill it with the prefilled prompt. Return its offset, or None if nothing is free."""
         start = self._allocate(request.capacity)
         if start is None:
             return None
@@ -203,7 +203,7 @@ class TorchSampler:
 def _score_prompt(
     model: PreTrainedModel, states: torch.Tensor, targets: torch.Tensor, k: int
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield log-probs of targets (n,) after hidden states (n, H), and the k most likely tokens with theirs (n, k), in
+    """Yield log-probs of targets (n,) after hidden states (n, H), and the top tokens and log-probs (n, k), in
     chunks.
     """
     n_rows = max(1, CHUNK_LOGITS // model.get_output_embeddings().weight.shape[0])

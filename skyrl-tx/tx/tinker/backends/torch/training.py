@@ -1,7 +1,7 @@
 """Forward and backward passes.
 
-A pass is computed by itself, in micro-batches that depend only on its data: so training is bitwise the same alone and
-beside other models.
+Each pass is computed by itself, in micro-batches that depend only on its data. So training gives bitwise the same
+results alone and beside other models.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def add(total: Gradients, gradients: Gradients) -> Gradients:
 
 
 def micro_batches(data: Sequence[Datum], n_tokens: int) -> list[list[int]]:
-    """Group data with equally many targets, of similar length, into at most `n_tokens` tokens after padding each.
+    """Group data of equal target shapes and similar lengths into micro-batches of `n_tokens` tokens, padding included.
 
-    Data longer than that are a micro-batch each.
+    A longer datum gets its own micro-batch.
     """
     alike: dict[tuple[int, ...], list[int]] = {}
     for i in sorted(range(len(data)), key=lambda i: len(data[i].tokens)):
@@ -60,7 +60,7 @@ def micro_batches(data: Sequence[Datum], n_tokens: int) -> list[list[int]]:
 def micro_batch(
     pass_: Pass, data: Sequence[Datum], weights: Weights
 ) -> tuple[np.ndarray, np.ndarray, Gradients | None]:
-    """Return log-probs and losses of the targets (B, L, …), and the gradients."""
+    """Return the targets' log-probs and losses (B, L, …), and the gradients."""
     tokens, mask, inputs = _pad(data, weights.model.device)
     loss_inputs = {name: tensor for name, tensor in inputs.items() if name != "target_tokens"}
     with torch.set_grad_enabled(not pass_.is_forward_only), weights.applied(), checkpointed_layers(weights.model):
@@ -74,7 +74,7 @@ def micro_batch(
 
 
 def _pad(data: Sequence[Datum], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Return tokens and mask (B, L), and inputs (B, L, …), padded with 0; so padding has weight 0."""
+    """Return tokens and mask (B, L), and inputs (B, L, …). Padding is 0, so it has weight 0."""
     length = max(len(datum.tokens) for datum in data)
 
     def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
@@ -91,7 +91,7 @@ def _pad(data: Sequence[Datum], device: torch.device) -> tuple[torch.Tensor, tor
 def target_logprobs(
     model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return log-probs of targets (B, L) or (B, L, K) after the tokens (B, L) up to their position; 0 outside the mask.
+    """Return log-probs of targets (B, L) or (B, L, K) given the tokens (B, L) up to their position, 0 outside the mask.
 
     Masked targets may be any number.
     """

@@ -1,7 +1,7 @@
-"""Trainable weights: a Hugging Face model, or one with a low-rank adapter.
+"""Trainable weights: a Hugging Face model, or a low-rank adapter for one.
 
 An adapter (Hu et al., 2021, arXiv:2106.09685) adds scale · B A to matrices W of the model. Hooks apply it during the
-computation; the model itself is never modified, and any number of adapters share it.
+computation. The model itself is never modified, so any number of adapters can share it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tx.tinker.backends.models import check_covers_any
 from tx.tinker.backends.torch.experts import MATRICES, TorchFactors, replace_experts
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Names of linear layers that choose experts; adapters do not cover them."""
+"""Names of linear layers that choose experts. Adapters do not cover them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +37,24 @@ class CoveredMatrix:
 
     @property
     def name(self) -> str:
-        """The name of the matrix in its layer."""
+        """Name of the matrix in its layer."""
         return self.path.rpartition(".")[2]
 
     def rank(self, lora: LoraConfig) -> int:
-        """Return the rank of the factors."""
+        """Return the factors' rank."""
         return lora.expert_rank(self.n_experts) if self.n_experts else lora.rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """A model and an optional adapter: factors by the path of their matrix."""
+    """A model and an optional adapter: factors by their matrix's path."""
 
     model: PreTrainedModel
     adapter: Mapping[str, TorchFactors] | None = None
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """The trained tensors: the adapter's, or all of the model's without one."""
+        """Trained tensors: the adapter's, or the whole model's if there is none."""
         if self.adapter is None:
             return list(self.model.parameters())
         return [factor for factors in self.adapter.values() for factor in (factors.a, factors.b)]
@@ -94,8 +94,8 @@ def _add(
 
 
 def new_weights(model: PreTrainedModel, lora: LoraConfig, seed: int) -> Weights:
-    """Create weights: a copy of the model for rank 0, else an adapter that changes nothing. A is uniform within ±1/√in,
-    B zero.
+    """Create weights: a copy of the model for rank 0, else an adapter that changes nothing (A uniform within ±1/√in, B
+    zero).
     """
     if lora.rank == 0:
         return Weights(copy.deepcopy(model).requires_grad_(True))
@@ -124,7 +124,7 @@ def covered_matrices(model: PreTrainedModel, lora: LoraConfig) -> list[CoveredMa
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[CoveredMatrix]:
-    """Yield all matrices that an adapter can cover. A head that is tied to the embeddings is not one of them."""
+    """Yield all matrices that an adapter can cover. A head tied to the embeddings is excluded."""
     experts = replace_experts(model)
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     for path, module in model.named_modules():

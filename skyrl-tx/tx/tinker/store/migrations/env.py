@@ -1,4 +1,4 @@
-"""The alembic environment: it uses the connection and transaction of `database`.
+"""The alembic environment. It uses the connection and transaction of `database`.
 
 After a change to `db_models`, add a file to `versions/`. A test compares the migrated tables with the models.
 """

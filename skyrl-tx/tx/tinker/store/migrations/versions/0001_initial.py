@@ -46,7 +46,7 @@ def _choice(name: str, choices: str, kind: str, *, key: bool = False) -> sa.Colu
 
 
 def upgrade() -> None:
-    """Make them."""
+    """Create the tables."""
     _sessions()
     _models()
     _requests()
@@ -170,6 +170,6 @@ def _engine_state() -> None:
 
 
 def downgrade() -> None:
-    """Drop them."""
+    """Drop the tables."""
     for table in ("engine_state", "checkpoints", "sampling_sessions", "requests", "models", "sessions"):
         op.drop_table(table)

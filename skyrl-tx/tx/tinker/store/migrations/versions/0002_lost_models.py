@@ -1,4 +1,4 @@
-"""Why a model could not be restored, and which weights a name stands for."""
+"""Record why a model could not be restored, and which weights a base model's name stands for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the column and the table."""
+    """Create the column and the table."""
     op.add_column("models", sa.Column("lost_because", AutoString(), nullable=True))
     op.create_table(
         "base_weights",
@@ -23,6 +23,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them."""
+    """Drop the column and the table."""
     op.drop_table("base_weights")
     op.drop_column("models", "lost_because")
