@@ -141,7 +141,7 @@ def write_table(results: Results, baselines: Baselines, options: argparse.Namesp
     lines = [
         "# Every algorithm on Catch",
         "",
-        f"`make bench-algorithms`, {setup}; {options.jobs} runs at once, one thread each. {options.steps} steps from "
+        f"`make bench-algorithms`, {setup}. {options.jobs} runs at once, one thread each. {options.steps} steps from "
         f"one warm-started model, seed {options.seed}, shaped rewards. The optimal player catches "
         f"{baselines.optimal:.1%} of the validation set, random play {baselines.chance:.1%}.",
         "",

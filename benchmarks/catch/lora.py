@@ -35,7 +35,7 @@ def main() -> None:
     }
     text = (
         f"`make bench-lora`, {conditions()}. {runs['all weights'].n_steps} steps with seed {args.seed} from the same "
-        "weights; the learning rate is 1e-3 for all weights and 3e-3 for the adapter, which is on all linear layers."
+        "weights. The learning rate is 1e-3 for all weights and 3e-3 for an adapter on all linear layers."
     )
     page = Path(__file__).with_name("lora.md")
     run_command(lambda: measure_all(runs, page, "Catch with an adapter", text, "trained"))

@@ -158,8 +158,10 @@ def table(results: list[dict[str, Any]], setup: str) -> str:
     lines = [
         "# Generation throughput by engine",
         "",
-        f"`make bench-rollout`, {setup}. Tokens per second, median of alternating runs; random weights, temperature 1.",
-        "The model has four layers of width 256 and a vocabulary of 8,192; in the last row, two layers of width 128.",
+        f"`make bench-rollout`, {setup}. Tokens per second, median of alternating runs with random weights "
+        "at temperature 1.",
+        "The model has four layers of width 256 and a vocabulary of 8,192. In the last row, it has two layers "
+        "of width 128.",
         "",
         "| workload | `generate` | embedded engine | embedded / generate | goal | vLLM (CPU) | embedded / vLLM |",
         "|---|---|---|---|---|---|---|",

@@ -140,7 +140,7 @@ def report(folder: str, n_times: int) -> list[str]:
         "",
         f"`make bench-loop`, {conditions()}. Medians of {n_times} runs, with an engine that answers immediately.",
         "",
-        f"Five-turn Catch; the goals are {GOAL_US} µs and {GOAL_KB} KB:",
+        f"Five-turn Catch. The goals are {GOAL_US} µs and {GOAL_KB} KB:",
         "",
         "| trajectories in flight | environment calls | µs per turn | KB per trajectory |",
         "|---|---|---|---|",
@@ -152,7 +152,7 @@ def report(folder: str, n_times: int) -> list[str]:
             print(lines[-1], flush=True)
     lines += [
         "",
-        f"{N_LONG} concurrent conversations; time is linear in the number of tokens if the last column is constant:",
+        f"{N_LONG} concurrent conversations. Time is linear in the number of tokens if the last column is constant:",
         "",
         "| turns | tokens per trajectory | µs per token |",
         "|---|---|---|",

@@ -327,7 +327,7 @@ def main() -> None:
         f"`make bench-scaling`, {conditions()}.",
         "",
         f"Processor microseconds of one thread per sampled token, medians of {options.n_times}. The base workload has",
-        "8 prompts of 64 tokens × 8 samples of 32 tokens in one turn; further turns observe 32 tokens each. The model",
+        "8 prompts of 64 tokens × 8 samples of 32 tokens in one turn. Further turns observe 32 tokens each. The model",
         "has four layers of width 128 and a vocabulary of 1,024. Each row changes one value.",
         "",
         "| changed | value | update | generation |",
@@ -342,18 +342,17 @@ def main() -> None:
             print(lines[-1], flush=True)
     if options.only in (None, "memory"):
         resident, growth = memory_growth()
-        lines += ["", f"Memory after 50 updates: {resident >> 10:,} MiB; growth over {N_STEPS:,} more: {growth:,} KiB."]
+        grows = f"and grows by {growth:,} KiB over {N_STEPS:,} more."
+        lines += ["", f"Memory is {resident >> 10:,} MiB after 50 updates, {grows}"]
         print(lines[-1], flush=True)
         resident, growth = run_growth()
-        lines.append(
-            f"Memory after {N_STEPS // 10:,} steps of a run: {resident >> 10:,} MiB; growth to step {N_STEPS:,}:"
-        )
-        lines.append(f"{growth:,} KiB.")
-        print(*lines[-2:], flush=True)
+        grows = f"and grows by {growth:,} KiB until step {N_STEPS:,}."
+        lines.append(f"Memory is {resident >> 10:,} MiB after {N_STEPS // 10:,} steps of a run, {grows}")
+        print(lines[-1], flush=True)
     if options.only in (None, "record"):
         lines += [
             "",
-            "Processor time of the metrics and messages of a step, and of the report of a run:",
+            "Processor time of a step's metrics and messages, and of a run's report:",
             "",
             "| steps | µs per step, first 1,000 | µs per step, last 1,000 | report, s | report, KiB |",
             "|---|---|---|---|---|",
@@ -365,7 +364,7 @@ def main() -> None:
     if options.only in (None, "start"):
         lines += [
             "",
-            "From `skyrl train` to the end of a run of one step, by the rows of its training data:",
+            "From `skyrl train` to the end of a run of one step, by the number of training rows:",
             "",
             "| rows | format | seconds | processor seconds | peak memory, MiB |",
             "|---|---|---|---|---|",

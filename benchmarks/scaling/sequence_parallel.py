@@ -140,12 +140,12 @@ def main() -> int:
     (HERE / "sequence_parallel.md").write_text(
         f"""# Sequence parallelism
 
-`make bench-sequence`, {options.steps} steps each; {conditions()}.
+`make bench-sequence`, {options.steps} steps each, {conditions()}.
 
 A step of fine-tuning on two rows with two ranks on CPUs, gloo between them, float32, four layers of width 256 with
-eight heads. Memory is the largest resident memory of a rank beyond that before the step; time is that of the processors
-of both ranks. With size 1, each rank computes one row. With size 2, both compute half of the tokens of each row, one
-row after the other.
+eight heads. Memory is the largest growth of a rank's resident memory during the step. Time is the processor time of
+both ranks. With size 1, each rank computes one row. With size 2, both compute half of the tokens of each row, one row
+after the other.
 
 | tokens of a row | memory, size 1 | memory, size 2 | ratio | step, size 1 | step, size 2 | ratio |
 |---|---|---|---|---|---|---|

@@ -149,7 +149,7 @@ def main() -> None:
             "# The cost of a checkpoint",
             "",
             f"{n_parameters / 1e6:.1f} million parameters in float32 ({n_parameters * 4 / 1e6:.0f} MB), "
-            f"{n_parameters * 12 / 1e6:.0f} MB in a checkpoint; {torch.get_num_threads()} threads, "
+            f"{n_parameters * 12 / 1e6:.0f} MB in a checkpoint, {torch.get_num_threads()} threads, "
             f"{platform.machine()}, local disk. Medians of {n_pairs} steps with and {n_pairs} without a checkpoint.",
             "",
             "| training | clock | step without | step with a checkpoint | cost |",

@@ -184,13 +184,13 @@ def report(rows: Mapping[str, float], conditions: str, steps: int) -> str:
         [
             "# Weight syncs of changes and adapters",
             "",
-            f"`make bench-changes`; {conditions}.",
+            f"`make bench-changes`, {conditions}.",
             "",
-            "A random model in the shape of Qwen3-0.6B, whose weights begin as bfloat16 numbers with a standard "
-            f"deviation of {WEIGHT_STD}, is trained by AdamW with a learning rate of {LEARNING_RATE:g} on random "
-            f"gradients for {steps} steps. After each step, its weights go in bfloat16 to another process, and "
-            f"checksums show that it holds the same. The row of later steps is the mean of the last {N_LAST}. The "
-            "adapter, in float32, changes all linear modules but the head.",
+            f"A random model in the shape of Qwen3-0.6B is trained by AdamW with a learning rate of {LEARNING_RATE:g} "
+            f"on random gradients for {steps} steps. Its weights begin as bfloat16 numbers with a standard deviation "
+            f"of {WEIGHT_STD}. After each step, they are sent in bfloat16 to a second process, and checksums show that "
+            f"both hold the same weights. The rows of later steps are means of the last {N_LAST}. The adapter, in "
+            "float32, changes all linear modules but the head.",
             "",
             "| sent | MB | of all |",
             "|---|---|---|",

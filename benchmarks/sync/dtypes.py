@@ -63,11 +63,11 @@ def report(samples: dict[str, list[float]], n_parameters: int, load: float) -> s
         [
             "# Weight sync of a policy in float32",
             "",
-            f"`make bench-sync-dtypes`, {n_rounds} rounds; {conditions()}; load before: {load:.1f}.",
+            f"`make bench-sync-dtypes`, {n_rounds} rounds, {conditions()}. Load before: {load:.1f}.",
             "",
-            f"{n_parameters / 1e6:.0f} million random values in float32, with checksums, from the tensors of one "
-            "process to those of another one on the same machine. In bfloat16, the sender rounds them, as for vLLM on "
-            "a GPU. The last column is relative to float32.",
+            f"{n_parameters / 1e6:.0f} million random values in float32, with checksums, are sent between the tensors "
+            "of two processes on one machine. In bfloat16, the sender rounds them, as for vLLM on a GPU. The last "
+            "column is relative to float32.",
             "",
             "| sent | GB | seconds: median (range) | relative |",
             "|---|---|---|---|",

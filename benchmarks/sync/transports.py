@@ -160,13 +160,13 @@ def report(results: dict[str, Any]) -> str:
         [
             "# Weight sync between two processes",
             "",
-            f"`make bench-sync`, {results['rounds']} rounds; {results['conditions']}; load before: "
+            f"`make bench-sync`, {results['rounds']} rounds, {results['conditions']}. Load before: "
             f"{results['load_before']:.1f}.",
             "",
-            f"{n_bytes / 1e9:.2f} GB of random bfloat16 values in the shape of Llama 3.2 1B, from the tensors of one "
-            "process to those of another one on the same machine. A large copy within one process reads and writes "
-            f"{rate / 1e9:.1f} GB/s together with all threads. A sync reads and writes every byte twice, once at each "
-            "end; the last column is its traffic as a fraction of that rate.",
+            f"{n_bytes / 1e9:.2f} GB of random bfloat16 values in the shape of Llama 3.2 1B are sent between the "
+            "tensors of two processes on one machine. A large copy within one process reads and writes a total of "
+            f"{rate / 1e9:.1f} GB/s with all threads. A sync reads and writes every byte twice, once at each end. The "
+            "last column is its traffic as a fraction of the copy rate.",
             "",
             "| transport | seconds: median (range) | weights, GB/s | traffic, of the copy rate |",
             "|---|---|---|---|",

@@ -103,9 +103,8 @@ def main() -> None:
     options = parser.parse_args()
     names = ["skyrl"] if options.without_trl else ["skyrl", "trl"]
     selected = [WORKLOADS[options.only]] if options.only else list(WORKLOADS.values())
-    setup = (
-        f"{conditions()}; {matmul_rate() / 1e9:.0f} GFlop/s of a matrix product, {copy_rate() / 1e9:.0f} GB/s of a copy"
-    )
+    rates = f"A matrix product runs at {matmul_rate() / 1e9:.0f} GFlop/s, a copy at {copy_rate() / 1e9:.0f} GB/s"
+    setup = f"{conditions()}. {rates}"
     rows = [measure(workload, options.n_times, names) for workload in selected]
     columns = {
         "workload": "workload",
@@ -138,22 +137,22 @@ PAGE = """# Seconds of a training step
 
 `make bench-training`, {setup}.
 
-Training steps with one optimizer step on all samples, in float32, of random Qwen3 models with four layers; GRPO unless
-another method is named. Medians of {n_times} alternating steps after two warm-up steps, with minimum and maximum.
+Training steps of random Qwen3 models with four layers, in float32, with one optimizer step on all samples. The method
+is GRPO unless noted. Medians of {n_times} alternating steps after two warm-up steps, with minimum and maximum.
 
 - `w1`: 16 prompts of 64 tokens × 8 samples of 64 tokens, hidden size 128, vocabulary 1,024.
 - `w1-kl`: the same with a KL loss, and thus a reference model.
 - `w3`: 8 prompts of 32 tokens × 8 samples of 32 tokens, hidden size 256, vocabulary 151,936.
 - `lora`: `w1` with an adapter of rank 32 on all linear layers in place of all weights.
-- `sft`: supervised fine-tuning on 128 rows of 64 tokens with a response of 64, with the model of `w1`; against TRL's
-  `SFTTrainer`. Every step has the same rows, so that losses and gradients are comparable.
+- `sft`: supervised fine-tuning on 128 rows of 64 tokens with a response of 64, with the model of `w1`, against TRL's
+  `SFTTrainer`. Every step has the same rows, so losses and gradients are comparable.
 - `catch`: 16 games × 8 samples of 5 turns of one token, 327 tokens each, with the model of `w1`. TRL plays with a
   rollout function that calls `generate` once a turn for all games.
 
 {table}
 The bound is the time of the update's matrix products without attention (forward and backward pass, every token of every
-row), at the measured rate of a large product. `beside a busy process` is the factor by which a step takes longer while
-another process keeps one of the cores busy. Entropy or loss, and gradient norm, are medians of the first updates: both
+row), at the measured rate of a large product. `beside a busy process` is the slowdown of a step while a second process
+keeps one of the cores busy. Entropy, loss and gradient norm are medians of the first updates. They show that both
 frameworks do the same work.
 """
 

@@ -37,10 +37,10 @@ def main() -> int:
     lines = [
         "# Computing a mixture of experts",
         "",
-        f"`make bench-experts`, {rounds} rounds; {conditions()}.",
+        f"`make bench-experts`, {rounds} rounds, {conditions()}.",
         "",
         f"{TOKENS} tokens through one layer of experts on JAX, with {HIDDEN} hidden and {MIDDLE} intermediate units "
-        f"and adapters of rank {RANK}. The times are medians; the speed-up is the median of the ratios per round.",
+        f"and adapters of rank {RANK}. The times are medians. The speed-up is the median of the ratios per round.",
         "",
         "| experts, active | pass | only active experts, seconds | all experts, seconds | speed-up |",
         "|---|---|---|---|---|",

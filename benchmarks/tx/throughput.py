@@ -285,13 +285,13 @@ def report(note: str, rows: list[dict[str, object]], rounds: int) -> str:
     lines = [
         "# Throughput of the server",
         "",
-        f"`make bench-tx`, {rounds} rounds; {note}.",
+        f"`make bench-tx`, {rounds} rounds, {note}.",
         "",
         f"A random Qwen3 with {SHAPE.num_hidden_layers} layers of {SHAPE.hidden_size}, a vocabulary of {VOCABULARY}, "
-        f"adapters of rank {RANK}. Ours is measured at the client, HTTP and the database included; peft and "
-        "transformers run in the measuring process. The times are medians; the ratio is the median over the rounds of "
-        "the time of peft divided by ours. The goals, for the best round, are half of the time of SkyRL's server for "
-        "the same work on two cores; with four adapters, it had five slots.",
+        f"adapters of rank {RANK}. Our server is measured at the client, including HTTP and the database. peft and "
+        "transformers run in the measuring process. The times are medians. The ratio is the median, over the rounds, "
+        "of peft's time divided by ours. The goals, for the best round, are half of the time of SkyRL's server for "
+        "the same work on two cores. With four adapters, SkyRL's server had five slots.",
         "",
         "| work | seconds | tokens/s | peft, seconds | ratio | goal, seconds | best |",
         "|---|---|---|---|---|---|---|",

@@ -22,8 +22,8 @@ MIN_RATE = 0.95
 HEAD = """# OpenSpiel recipe with a tiny model
 
 {conditions}, under other load.
-`make bench-veritas`: moves in tic-tac-toe after up to six random moves; greedy, on 256 validation
-positions that are not trained. The model starts from one that was fine-tuned on answers to other positions.
+`make bench-veritas`: legal moves in tic-tac-toe after up to six random moves, with greedy evaluations on 256
+validation positions that are not trained. Before the runs, the model is fine-tuned on answers to other positions.
 
 | run | {steps} | seconds per step |
 |---|{rules}---|"""
