@@ -1,4 +1,4 @@
-"""A mkdocs hook: the example READMEs, learnings, benchmark results and package READMEs are pages of the site, too.
+"""A mkdocs hook: the example READMEs, benchmark results and package READMEs are pages of the site, too.
 
 Their links, and links to them, are written for a reader of the repository; here they become links within the site. A
 link to a file that is no page, such as a source file, becomes its path.
@@ -36,7 +36,7 @@ def site_pages() -> dict[str, str]:
         pages.setdefault(readme.relative_to(ROOT).as_posix(), f"examples/{folder}.md")
     for path in ROOT.glob("veritas-rl/docs/*.md"):
         pages[path.relative_to(ROOT).as_posix()] = f"veritas/{path.name}"
-    for path in [*ROOT.glob("learnings/*.md"), *ROOT.glob("benchmarks/*/*.md"), *ROOT.glob("benchmarks/*/*.png")]:
+    for path in [*ROOT.glob("benchmarks/*/*.md"), *ROOT.glob("benchmarks/*/*.png")]:
         name = path.relative_to(ROOT).as_posix()
         pages[name] = name
     return pages

@@ -131,7 +131,7 @@ def compute_thread() -> Iterator[ThreadPoolExecutor]:
     """Create one thread that computes with all free cores, for training and generation; other threads get one each.
 
     OpenMP gives each computing thread its own team. With more threads in all teams than cores, it puts them to sleep
-    between operations, and a small model takes twice as long (`learnings/`).
+    between operations, and a small model takes twice as long (docs/internals/processes.md).
     """
     n_cores = torch.get_num_threads()
     torch.set_num_threads(1)

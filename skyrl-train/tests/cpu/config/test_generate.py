@@ -11,6 +11,7 @@ from skyrl_train.config import generate, load_config
 from skyrl_train.config.base import as_section
 from skyrl_train.config.dialects import ALIASES, SKYRL_WITHOUT_EFFECT, UNSUPPORTED
 from skyrl_train.config.problems import FIELDS
+from skyrl_train.config.sft import SFT
 
 
 def test_the_generated_files_are_up_to_date() -> None:
@@ -33,11 +34,22 @@ def test_the_yaml_file_has_help_for_every_key_in_lines_of_120_columns() -> None:
 
 def test_the_page_has_a_row_for_every_key_and_every_alias() -> None:
     rows = [line for line in generate.render_page().splitlines() if line.startswith("| `")]
-    keys = {key for key, field in FIELDS.items() if as_section(field.annotation) is None}
-    assert sorted(row.split("`")[1] for row in rows) == sorted(
-        keys | ALIASES.keys() | SKYRL_WITHOUT_EFFECT.keys() | UNSUPPORTED.keys()
+    fields = [item for schema in generate.COMMANDS.values() for item in schema.fields.items()]
+    keys = {key for key, field in fields if as_section(field.annotation) is None}
+    aliases = [*ALIASES, *SKYRL_WITHOUT_EFFECT, *UNSUPPORTED, *SFT.aliases]
+    assert sorted(row.split("`")[1] for row in rows) == sorted([*keys, *aliases])
+    assert {row.count(" | ") for row in rows} == {2, 3, 4}
+
+
+def test_the_page_gives_commands_and_what_differs_among_them() -> None:
+    lines = [line for line in generate.render_page().splitlines() if line.startswith("| `")]
+    rows = {line.split("`")[1]: line.split(" | ") for line in lines}
+    assert rows["trainer.train_batch_size"][1:3] == ["all", "train: `1024`<br>sft, dpo, reward: `32`"]
+    assert rows["trainer.train_batch_size"][4].startswith(
+        "train: Prompts per training step.<br>sft, dpo, reward: Rows "
     )
-    assert {row.count(" | ") for row in rows} == {2, 3}
+    assert rows["data.response_key"][1:3] == ["sft", "`response`"]
+    assert rows["trainer.ref.model.path"][1] == "`null`"  # all keys of the section are for the same commands
 
 
 def test_the_page_notes_conditions_and_side_effects_of_aliases() -> None:
@@ -50,13 +62,13 @@ def test_the_page_notes_conditions_and_side_effects_of_aliases() -> None:
 def test_outdated_files_are_detected_with_check_and_written_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(generate, "YAML_PATH", tmp_path / "a.yaml")
+    monkeypatch.setattr(generate, "YAML_FOLDER", tmp_path)
     monkeypatch.setattr(generate, "PAGE_PATH", tmp_path / "docs" / "b.md")
     assert generate.main(["--check"]) == 1
-    assert "a.yaml: out of date" in capsys.readouterr().err
+    assert "ppo_base_config.yaml: out of date" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert generate.main([]) == 0
     assert generate.main(["--check"]) == 0
-    assert (tmp_path / "a.yaml").read_text(encoding="utf-8") == generate.render_yaml()
-    (tmp_path / "a.yaml").write_text("old", encoding="utf-8")
+    assert (tmp_path / "ppo_base_config.yaml").read_text(encoding="utf-8") == generate.render_yaml()
+    (tmp_path / "ppo_base_config.yaml").write_text("old", encoding="utf-8")
     assert generate.main(["--check"]) == 1
