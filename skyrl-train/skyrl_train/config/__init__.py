@@ -1,4 +1,4 @@
-"""The configuration: Hydra parses the command line, typed sections check it. Imports neither torch nor ray."""
+"""The configuration: Hydra parses the command line, and typed sections check it. Never imports torch or ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainer.algorithm.*`: the mathematics of one update."""
+"""`trainer.algorithm.*`: advantages, policy loss, KL and entropy terms."""
 
 from __future__ import annotations
 
@@ -40,43 +40,43 @@ KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 
 
 class KLControllerConfig(Section):
-    """The weight of the KL penalty in the reward over time."""
+    """Schedule of the KL penalty's weight in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """`fixed` keeps `kl_loss_coef`; `adaptive` raises it while the divergence is above `kl_target`, and lowers it
-    below."""
+    """`fixed` keeps `kl_loss_coef` constant. `adaptive` raises it while the KL divergence is above `kl_target` and
+    lowers it otherwise."""
 
     kl_target: Annotated[float, Gt(0)] = 0.1
-    """Divergence per token that `adaptive` aims at, in nats."""
+    """Target KL divergence per token for `adaptive`, in nats."""
 
     horizon: Count = 10000
-    """Trajectories over which `adaptive` reacts: the larger, the slower."""
+    """Number of trajectories over which `adaptive` reacts. Larger values react more slowly."""
 
 
 class DynamicSamplingConfig(Section):
-    """Replacement of groups whose rewards are all equal, which have advantages of 0."""
+    """Replace groups whose rewards are all equal. Their advantages are 0, so they teach nothing."""
 
     type: Literal["filter", "replace"] | None = None
-    """`filter` samples more prompts until `trainer.train_batch_size` of them have groups of unequal rewards (DAPO);
-    `replace` replaces the other groups with copies of good ones. A step draws as many batches of prompts as it needs,
-    so a run may pass over the data more than `trainer.epochs` times."""
+    """`filter` keeps sampling prompts until `trainer.train_batch_size` of them have groups with unequal rewards (DAPO).
+    `replace` overwrites groups of equal rewards with copies of good groups. A step draws as many batches of prompts as
+    it needs, so a run may pass over the data more than `trainer.epochs` times."""
 
     max_sample_batches: CountOrMinusOne = 30
-    """Maximum number of batches in one step, after which the run fails; -1 is no limit."""
+    """Maximum number of batches sampled in one step. The run fails if they are not enough. -1 removes the limit."""
 
     min_replace_ratio: Annotated[float, Ge(0), Le(1)] = 0.3
-    """`replace` samples again until more than this fraction of the groups is good."""
+    """`replace` resamples until more than this fraction of the groups is good."""
 
 
 class GdpoConfig(Section):
     """`advantage_estimator=gdpo`: each named component of the reward is normalized separately."""
 
     weights: Annotated[dict[str, float], Allowed("a section of component=weight")] = Field(default={})
-    """Weight of each component, by its name: `trainer.algorithm.gdpo.weights.format=0.5`; 1 by default."""
+    """Weight of each reward component, e.g. `trainer.algorithm.gdpo.weights.format=0.5`. Defaults to 1 for each."""
 
 
 class OverlongBuffer(NamedTuple):
-    """The soft overlong penalty, as trainers of SkyRL read it."""
+    """The soft overlong penalty, under the names that SkyRL trainers read."""
 
     len: int | None
     penalty_factor: float
@@ -86,136 +86,137 @@ class AlgorithmConfig(Section):
     """Advantages, policy loss, KL and entropy terms."""
 
     advantage_estimator: Text = "grpo"
-    """Name of a registered advantage estimator, built-in or custom."""
+    """Name of a registered advantage estimator: built-in or your own."""
 
     gamma: Discount = 1.0
-    """Discount of later rewards, per sampled token, or per turn in per-turn estimators."""
+    """Discount factor per sampled token (per turn in per-turn estimators)."""
 
     lambd: Discount = 1.0
-    """λ of generalized advantage estimation: 1 uses the rewards alone, 0 relies on the critic."""
+    """λ of generalized advantage estimation: 1 uses full returns, 0 only the critic's one-step estimate."""
 
     grpo_norm_by_std: bool = True
-    """Divide GRPO's advantages by the standard deviation of the group's rewards; false is Dr. GRPO."""
+    """Divide GRPO's advantages by the standard deviation of the group's rewards. `false` is Dr. GRPO."""
 
     gdpo: GdpoConfig = GdpoConfig()
-    """Settings of the estimator `gdpo`."""
+    """Settings of `advantage_estimator=gdpo`."""
 
     advantage_batch_normalize: bool = False
-    """Shift and scale the advantages of a batch's sampled tokens to mean 0 and variance 1."""
+    """Normalize advantages over all sampled tokens of a batch to mean 0 and variance 1."""
 
     policy_loss_type: Text = "regular"
-    """Name of a registered policy loss, built-in or custom. `regular` is PPO's clipped loss."""
+    """Name of a registered policy loss: built-in or your own. `regular` is PPO's clipped loss."""
 
     loss_reduction: LossReduction = "token_mean"
-    """Reduction of token losses over the whole mini-batch, to the mean over tokens; over sequences of each one's token
-    mean; over prompts of each one's token mean; over sequences of each one's token sum, divided by `max_seq_len` (Dr.
-    GRPO) or not; or to the plain sum."""
+    """How token losses are reduced over a mini-batch. `token_mean` averages over all tokens. `sequence_mean` and
+    `prompt_mean` average each sequence's (prompt's) token mean. `seq_mean_token_sum` averages each sequence's token
+    sum, and `seq_mean_token_sum_norm` also divides it by `max_seq_len` (Dr. GRPO). `token_sum` is the plain sum."""
 
     max_seq_len: OptionalCount = None
-    """The constant that `seq_mean_token_sum_norm` divides by, in tokens; null takes `generator.max_input_length` plus
-    `generator.sampling_params.max_generate_length` when both are known."""
+    """Divisor of `loss_reduction=seq_mean_token_sum_norm`, in tokens. Defaults to `generator.max_input_length` +
+    `generator.sampling_params.max_generate_length` if both are known."""
 
     eps_clip_low: Annotated[float, Ge(0), Le(1)] = 0.2
-    """The probability ratio is clipped from below at 1 minus this."""
+    """Lower clip of the probability ratio: 1 - `eps_clip_low`."""
 
     eps_clip_high: Annotated[float, Ge(0)] = 0.2
-    """The probability ratio is clipped from above at 1 plus this."""
+    """Upper clip of the probability ratio: 1 + `eps_clip_high`."""
 
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
-    """`policy_loss_type=dual_clip`: upper bound of the ratio of tokens of negative advantage."""
+    """Upper bound of the ratio on tokens with negative advantage, for `policy_loss_type=dual_clip`."""
 
     cispo: CispoConfig = CispoConfig()
-    """Settings of the loss `cispo`."""
+    """Settings of `policy_loss_type=cispo`."""
 
     sapo: SapoConfig = SapoConfig()
-    """Settings of the loss `sapo`."""
+    """Settings of `policy_loss_type=sapo`."""
 
     gmpo: GmpoConfig = GmpoConfig()
-    """Settings of the loss `gmpo`."""
+    """Settings of `policy_loss_type=gmpo`."""
 
     clip_cov: ClipCovConfig = ClipCovConfig()
-    """Settings of the loss `clip_cov`."""
+    """Settings of `policy_loss_type=clip_cov`."""
 
     kl_cov: KLCovConfig = KLCovConfig()
-    """Settings of the loss `kl_cov`."""
+    """Settings of `policy_loss_type=kl_cov`."""
 
     dppo: DppoConfig = DppoConfig()
-    """Settings of the loss `dppo`."""
+    """Settings of `policy_loss_type=dppo`."""
 
     vespo: VespoConfig = VespoConfig()
-    """Settings of the loss `vespo`."""
+    """Settings of `policy_loss_type=vespo`."""
 
     dro: DroConfig = DroConfig()
-    """Settings of the loss `dro`."""
+    """Settings of `policy_loss_type=dro`."""
 
     rollout_is: RolloutIsConfig = RolloutIsConfig()
-    """Settings of the loss `rollout_is`."""
+    """Settings of `policy_loss_type=rollout_is`."""
 
     value_clip: Annotated[float, Gt(0)] | None = 0.2
-    """Maximum change of a critic's value in an update before its loss is clipped; null disables clipping."""
+    """Clip range of the critic's loss: maximum change of a value within one update. null disables clipping."""
 
     use_kl_loss: bool = True
     """Add the KL divergence from the reference to the loss. Loads the reference."""
 
     use_kl_in_reward: bool = False
-    """Subtract the KL divergence from the reference from each token's reward instead. Loads the reference."""
+    """Instead, subtract the KL divergence from the reference from each token's reward. Loads the reference."""
 
     kl_loss_coef: Coefficient = 0.001
     """Weight of the KL divergence, in the loss or in the reward."""
 
     kl_estimator_type: KLEstimator = "k3"
-    """Estimator of the KL divergence from the log-probs of the sampled tokens. A `+` keeps the value and takes the
-    gradient of k2, which is unbiased on policy."""
+    """KL estimator, computed from the log-probs of sampled tokens. Estimators with a `+` keep the value but use k2's
+    gradient: unbiased on policy."""
 
     use_bias_correction_kl: bool = False
-    """Weigh the KL loss of each token by its probability ratio, which keeps its gradient unbiased off policy."""
+    """Weight each token's KL loss by its probability ratio, to keep the gradient unbiased off policy."""
 
     kl_ctrl: KLControllerConfig = KLControllerConfig()
-    """The weight of the KL penalty in the reward over time."""
+    """Schedule of the KL penalty's weight in the reward."""
 
     use_entropy_loss: bool = False
-    """Subtract the policy's entropy from the loss, which rewards exploration."""
+    """Subtract the policy's entropy from the loss, to encourage exploration."""
 
     entropy_loss_coef: Coefficient = 0.01
     """Weight of the entropy term."""
 
     top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Fraction of a mini-batch's tokens in the policy loss, those of highest entropy; 1 is all tokens."""
+    """Train only on this fraction of a mini-batch's tokens, picked by highest entropy. 1 trains on all tokens."""
 
     off_policy_correction: OffPolicyCorrectionConfig = OffPolicyCorrectionConfig()
-    """Correction of the gap between the engine that sampled and the policy that is trained."""
+    """Corrections for the mismatch between the engine's and the trainer's probabilities."""
 
     off_policy_sequence_mask_threshold: Annotated[float, Gt(0)] | None = None
-    """Leave out trajectories of negative advantage whose tokens are now less likely than when they were sampled, by
-    more than this many nats on average; null leaves out none. Rows of a step-wise trajectory are judged separately."""
+    """Mask trajectories with negative advantage whose log-probs fell by more than this many nats per token since
+    sampling, on average. null masks none. Each row of a step-wise trajectory is checked separately."""
 
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    """Sampling until enough groups have unequal rewards."""
+    """Resample or replace groups whose rewards are all equal."""
 
     zero_variance_filter: bool = False
-    """Leave groups of equal rewards out of the loss, and out of its divisor."""
+    """Exclude groups of equal rewards from the loss and from its divisor."""
 
     zero_variance_filter_tol: Annotated[float, Ge(0), Lt(1)] = 1e-6
-    """Rewards whose standard deviation is at most this count as equal, in the filter and in dynamic sampling."""
+    """Rewards of a group count as equal if their standard deviation is at most this. Also used by dynamic sampling."""
 
     overlong_buffer_len: OptionalCount = None
-    """Soft overlong penalty (DAPO): this many tokens before `generator.sampling_params.max_generate_length` cost up
-    to `overlong_buffer_penalty_factor`; null disables it."""
+    """DAPO's soft overlong penalty, in tokens. Responses that reach the last `overlong_buffer_len` tokens before
+    `generator.sampling_params.max_generate_length` lose up to `overlong_buffer_penalty_factor` reward. null disables
+    it."""
 
     overlong_buffer_penalty_factor: Resolved[Coefficient] = resolved_later()
-    """Penalty of a response of maximum length; null takes 1."""
+    """Overlong penalty for a response of maximum length. Defaults to 1."""
 
     temperature: Resolved[Annotated[float, Gt(0), Le(100)]] = resolved_later()
-    """Logits are divided by this in the policy and the reference, as in the engine; null takes
-    `generator.sampling_params.temperature`."""
+    """Temperature for the log-probs of policy and reference. Defaults to `generator.sampling_params.temperature`, so
+    that trainer and engine agree. Must be set if rollouts are greedy."""
 
     custom: Annotated[dict[str, FreeValue], Allowed("a section of keys of your own")] = Field(default={})
-    """Settings of custom estimators and losses, which read `trainer.algorithm.custom.tau=0.3` as
+    """Settings for your own estimators and losses. They read `trainer.algorithm.custom.tau=0.3` as
     `config.custom["tau"]`."""
 
     @property
     def overlong_buffer(self) -> OverlongBuffer:
-        """The penalty under SkyRL's names, `overlong_buffer.len` and `overlong_buffer.penalty_factor`."""
+        """The overlong penalty under SkyRL's names, `overlong_buffer.len` and `overlong_buffer.penalty_factor`."""
         return OverlongBuffer(self.overlong_buffer_len, self.overlong_buffer_penalty_factor)
 
     @property

@@ -1,7 +1,7 @@
-"""The base of every config section: frozen, strict, without unknown keys, and able to describe its own fields.
+"""Base class of all config sections (frozen, strict, no unknown keys), and helpers that describe their fields.
 
-A default is written once, on the field; the docstring under the field is its help text. `generate.py` writes the YAML
-file that Hydra reads and the reference page from them.
+A default is written once, on the field. The docstring below the field is its help text. `generate.py` turns both into
+the YAML file that Hydra reads and the reference page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Section(BaseModel):
-    """A section of the configuration: immutable and strict about types; only an int is accepted for a float."""
+    """A section of the configuration. Immutable and strict about types, except that a float field accepts an int."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -29,7 +29,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Allowed:
-    """A description of the values that a field accepts, in place of the one derived from its type and bounds."""
+    """Description of the values that a field accepts. Overrides the one derived from its type and bounds."""
 
     text: str
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     Resolved = Annotated[T, "null until load_config fills it in"]
 else:
     Resolved = Optional
-"""`Resolved[str]`: null means "take it from another key". `load_config` replaces it, so that readers see a `str`;
-`loading.SOURCES` lists those keys."""
+"""Type of a field whose default comes from another key. The default is null until `load_config` fills it in, so code
+that reads a `Resolved[str]` sees a `str`. `loading.SOURCES` lists where each default comes from."""
 
 
 def resolved_later() -> Any:
-    """Return the default, null, of a `Resolved[...]` field."""
+    """Return the placeholder default (null) of a `Resolved[...]` field."""
     return None
 
 
@@ -58,7 +58,7 @@ def empty_as_null(value: object) -> object:
 
 
 def as_tuple(value: object) -> object:
-    """Return a list as a tuple; YAML has lists only."""
+    """Return a list as a tuple. YAML has no tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -98,7 +98,7 @@ OptionalStringList = Annotated[
 TokenIdList = Annotated[list[Annotated[int, Ge(0)]], Allowed("a list of token ids")]
 FREE_VALUE = "a finite number, a string, true, false, null, or a list or section of these"
 FreeValue = Annotated[Any, AfterValidator(_check_plain), Allowed(FREE_VALUE)]
-"""The value of a key that a user chose: anything that the run folder's YAML can hold."""
+"""Value of a user-defined key: anything that YAML can store."""
 
 
 def as_section(annotation: Any) -> type[Section] | None:
@@ -107,12 +107,12 @@ def as_section(annotation: Any) -> type[Section] | None:
 
 
 def is_open(field: FieldInfo) -> bool:
-    """Return True for a field that holds keys of the user's own: `dict[str, ...]`."""
+    """Return True for a field with user-defined keys: `dict[str, ...]`."""
     return get_origin(field.annotation) is dict
 
 
 def iter_fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield (dotted key, field) for every field of a section and of its inner sections, in source order."""
+    """Yield (dotted key, field) for all fields of a section and its subsections, in source order."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         yield key, field
@@ -157,7 +157,7 @@ def _bounds(metadata: list[Any]) -> str:
 
 
 def value_at(tree: object, key: str) -> Any:
-    """Return the value under a dotted key in nested sections or mappings; KeyError if there is none."""
+    """Return the value at a dotted key in nested sections or mappings. KeyError if there is none."""
     for name in key.split("."):
         if isinstance(tree, Mapping):
             tree = tree[name]

@@ -1,11 +1,11 @@
 """Parse command lines in Hydra's grammar.
 
-`parse` applies overrides itself, because it must know their order: the last spelling of a key wins.
+`parse` applies overrides itself because it needs their order: the last spelling of a key wins.
 
-`@hydra.main` refuses a key that is not in its YAML, unless its section is open. `OPEN_SECTIONS`, which the YAML of
-reinforcement learning includes, opens all of them. `load_config` then reads aliases and keys of the user's own, and
-suggests the nearest keys for a mistyped one. `rewrite_overrides` marks the keys of sections that do not exist, such as
-verl's, as additions (`++key=value`).
+`@hydra.main` refuses keys that are not in its YAML, unless their section is open. Aliases and user-defined keys must
+get past it, so the RL YAML includes `OPEN_SECTIONS`. `load_config` then resolves them, and suggests the nearest keys
+for a mistyped one. `rewrite_overrides` marks keys of sections that do not exist here, such as verl's, as additions
+(`++key=value`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ ConfigStore.instance().store(name="open_sections", node=OPEN_SECTIONS)
 
 
 def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = (), file: Path | None = None) -> SkyRLConfig:
-    """Return the configuration of overrides such as `["trainer.epochs=3", "trainer.logger=[console,wandb]"]`, checked.
+    """Parse and check overrides such as `["trainer.epochs=3", "trainer.logger=[console,wandb]"]`.
 
-    They override the settings of a YAML `file`, if there is one. `skyrl_train.entrypoints.main_base.parse_cli` adds the
-    rules of estimators and losses.
+    They override the settings in the YAML `file`, if given. `skyrl_train.entrypoints.main_base.parse_cli` also checks
+    the rules of estimators and losses.
 
     Raises:
-        ConfigError: it lists every problem.
+        ConfigError: lists all problems.
     """
     return parse(argv, RL, extra_rules, file)
 
@@ -53,7 +53,7 @@ def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = (), file: Pat
 def parse(argv: Sequence[str], schema: Schema[C], extra_rules: tuple[Rule, ...] = (), file: Path | None = None) -> C:
     """Parse a command line as `parse_cli` does, for any kind of run.
 
-    Overrides are applied in order, on top of the file's settings and those on top of the defaults.
+    The file's settings override the defaults, and the overrides are then applied in order.
     """
     raise_problems(sentence for text in argv for sentence in _not_one_override(text, schema.fields))
     of_hydra = [text for text in argv if _is_of_hydra(parse_override(text))]
@@ -83,7 +83,7 @@ def _read_yaml(file: Path) -> dict[Any, Any]:
 
 
 def _find_replaced_sections(defaults: Any, settings: Any, key: str = "") -> Iterator[str]:
-    """Yield a sentence for each section of nested defaults that has a list or a scalar in `settings`."""
+    """Yield a sentence for each section of the defaults that `settings` replaces with a list or scalar."""
     if isinstance(defaults, dict) and isinstance(settings, dict):
         for name, value in settings.items():
             yield from _find_replaced_sections(defaults.get(name), value, f"{key}.{name}".removeprefix("."))
@@ -92,14 +92,14 @@ def _find_replaced_sections(defaults: Any, settings: Any, key: str = "") -> Iter
 
 
 def _merge(defaults: Any, settings: Any) -> Any:
-    """Return nested defaults with the values of `settings` in their place."""
+    """Return the nested defaults, overridden by `settings`."""
     if not isinstance(defaults, dict) or not isinstance(settings, dict):
         return settings
     return defaults | {name: _merge(defaults.get(name), value) for name, value in settings.items()}
 
 
 def _apply(override: Override, settings: DictConfig, fields: Fields) -> Iterator[str]:
-    """Apply an override as Hydra does; yield a sentence if there is nothing to delete, or no place for the value."""
+    """Apply an override as Hydra does. Yield a sentence if it deletes a missing key or sets a key inside a value."""
     key, value = override.key_or_group, override.value()
     section, _, name = key.rpartition(".")
     try:
@@ -120,7 +120,7 @@ def _apply(override: Override, settings: DictConfig, fields: Fields) -> Iterator
 
 
 def changed_keys(override: Override, fields: Fields) -> set[str]:
-    """Return the keys that an override sets or deletes, with all below them."""
+    """Return the keys that an override sets or deletes, including all keys below them."""
     key = override.key_or_group
     if override.is_delete():
         return {key, *(known for known in fields if known.startswith(f"{key}."))}
@@ -128,7 +128,7 @@ def changed_keys(override: Override, fields: Fields) -> set[str]:
 
 
 def _keys(key: str, value: object) -> Iterator[str]:
-    """Yield a key and those inside of its value."""
+    """Yield a key and all keys nested in its value."""
     yield key
     if isinstance(value, Mapping):
         for name, inner in value.items():
@@ -136,12 +136,12 @@ def _keys(key: str, value: object) -> Iterator[str]:
 
 
 def get_default_config() -> DictConfig:
-    """Return the default configuration as Hydra composes it; change it and pass it to `load_config`."""
+    """Return the default configuration as Hydra composes it, to be changed and passed to `load_config`."""
     return compose_config([])
 
 
 def compose_config(overrides: Sequence[str], config_name: str = RL.config_name) -> DictConfig:
-    """Return the configuration that `@hydra.main` composes for these overrides; ConfigError if Hydra refuses them."""
+    """Return the configuration that `@hydra.main` composes for these overrides. ConfigError if Hydra refuses them."""
     try:
         with _without_running_hydra(), initialize_config_dir(config_dir=config_dir, version_base=None):
             return compose(config_name=config_name, overrides=list(overrides))
@@ -152,7 +152,7 @@ def compose_config(overrides: Sequence[str], config_name: str = RL.config_name) 
 
 @contextmanager
 def _without_running_hydra() -> Iterator[None]:
-    """Clear Hydra's global state, and restore it afterwards for the `@hydra.main` function that may be running."""
+    """Clear Hydra's global state and restore it afterwards. An `@hydra.main` function may be running."""
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -162,12 +162,12 @@ def _without_running_hydra() -> Iterator[None]:
 
 
 def rewrite_overrides(argv: Sequence[str], fields: Fields = FIELDS) -> list[str]:
-    """Return a command line that Hydra accepts whatever its keys; `load_config` then reports unknown ones.
+    """Rewrite a command line so that Hydra accepts unknown keys. `load_config` reports them later.
 
     Flags, deletions and Hydra's own keys are not changed.
 
     Raises:
-        ConfigError: it lists every override that cannot be parsed.
+        ConfigError: lists all overrides that cannot be parsed.
     """
     overrides, problems = [], []
     for text in argv:
@@ -184,12 +184,12 @@ def _rewrite(text: str, fields: Fields) -> str:
     override = parse_override(text)
     if override.is_delete() or _is_of_hydra(override):
         return text
-    has_keys = isinstance(override.value(), dict)  # of the user's own, perhaps
+    has_keys = isinstance(override.value(), dict)  # may contain user-defined keys
     return text.lstrip("+") if override.key_or_group in fields and not has_keys else "++" + text.lstrip("+")
 
 
 def parse_override(text: str) -> Override:
-    """Return an override; ConfigError if it cannot be parsed."""
+    """Parse an override. ConfigError if it cannot be parsed."""
     try:
         return OverridesParser.create().parse_override(_quote_text(_quote_home(text)))
     except HydraException as error:
@@ -199,12 +199,12 @@ def parse_override(text: str) -> Override:
 
 
 def _quote_home(text: str) -> str:
-    """Quote paths such as `~/models`, whose `~` has a meaning of its own in Hydra's grammar."""
+    """Quote paths such as `~/models`: in Hydra's grammar, `~` deletes a key."""
     return text if {"'", '"'} & set(text) else re.sub(r"(?<=[=\[,])(~[\w./-]*)", r"'\1'", text)
 
 
 def _quote_text(text: str) -> str:
-    """Quote a value that looks like a number if its key takes text, e.g. trainer.run_name=2026_11_28."""
+    """Quote a value that looks like a number if its key takes a string, e.g. trainer.run_name=2026_11_28."""
     key, _, value = text.partition("=")
     field = FIELDS.get(key.lstrip("+"))
     options = () if field is None else (field.annotation, *get_args(field.annotation))
@@ -218,12 +218,12 @@ def _is_of_hydra(override: Override) -> bool:
 
 
 def is_override(text: str) -> bool:
-    """Return False for flags such as `--help`, `--config-name other` or `--multirun`, which Hydra takes too."""
+    """Return False for flags such as `--help`, `--config-name other` or `--multirun`. Hydra accepts these, too."""
     return not text.startswith("-") and ("=" in text or text.startswith("~"))
 
 
 def _not_one_override(text: str, fields: Fields) -> list[str]:
-    """Return a sentence if an argument is a flag, a bare word or a sweep over several runs, else nothing."""
+    """Return a sentence if an argument is a flag, a bare word or a sweep over several runs, else []."""
     if not is_override(text):
         word, equals, value = text.lstrip("-").partition("=")
         keys = [key for key in fields if key.rpartition(".")[2] == word] or [word or "<key>"]

@@ -1,4 +1,4 @@
-"""Load the typed configuration from Hydra or any nested mapping, and write it as YAML."""
+"""Load the typed configuration from Hydra or a nested mapping, and write it as YAML."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ PATHS = (
     "generator.reward_model.path",
     "generator.chat_template.name_or_path",
 )
-"""Keys whose `~` and `$VARIABLES` are expanded; names of models and templates have neither."""
+"""Keys in which `~` and `$VARIABLES` are expanded. Some also accept names, but these contain neither."""
 
 
 def _max_input_length(cfg: SkyRLConfig) -> int | None:
-    """Return the longest prompt; with several turns the limit is the model's, which is not known yet."""
+    """Return the maximum prompt length. With several turns, the limit is the model's context, still unknown here."""
     return cfg.trainer.max_prompt_length if cfg.generator.max_turns == 1 else None
 
 
@@ -75,7 +75,7 @@ def _generate_run_name(cfg: Any) -> str:
 
 
 Sources = tuple[tuple[str, Callable[[Any], object]], ...]
-"""Keys whose null means another key, with their source. A source may read a key that an earlier row filled in."""
+"""Keys that default to a function of other keys. A function may read keys that earlier rows filled in."""
 
 RUN_SOURCES: Sources = (
     ("trainer.project_name", lambda cfg: _from_wandb(cfg, "WANDB_PROJECT") or "skyrl"),
@@ -103,7 +103,7 @@ SOURCES: Sources = (
 
 
 def _play_reward_function(cfg: SkyRLConfig) -> SkyRLConfig:
-    """Play all rows in the environment of `custom_reward_function`, if there is one."""
+    """If `custom_reward_function` is set, use its environment for all rows."""
     function, default_env = cfg.custom_reward_function, type(cfg.environment).model_fields["env_class"].default
     if function.path is None or cfg.environment.env_class not in (default_env, REWARD_FUNCTION_ENV):
         return cfg
@@ -115,10 +115,10 @@ def _play_reward_function(cfg: SkyRLConfig) -> SkyRLConfig:
 
 @dataclass(frozen=True)
 class Schema(Generic[C]):
-    """The configuration of one kind of run: its root section, and what loading it needs."""
+    """How to load the configuration of one kind of run: root section, aliases, rules and sources of defaults."""
 
     root: type[C]
-    config_name: str  # the YAML file of defaults, which Hydra reads
+    config_name: str  # Hydra's YAML file of defaults, without suffix
     fields: Fields
     aliases: Mapping[str, Alias]
     without_effect: Mapping[str, str]
@@ -147,22 +147,22 @@ RL = Schema(
 
 
 def load_config(source: ConfigSource = None) -> SkyRLConfig:
-    """Return the typed configuration: aliases are read, types and rules checked, and the nulls of `SOURCES` filled in.
+    """Load the typed configuration: resolve aliases, check types and rules, and fill in the nulls of `SOURCES`.
 
-    `source` holds any part of the keys, nested; missing keys take their defaults. The result depends on the source
-    alone; `validate_cfg` also checks the machine.
+    `source` is nested and may set any subset of the keys. Missing keys get their defaults. Rules about the machine are
+    not checked here but in `validate_cfg`.
 
     Raises:
-        ConfigError: it lists every problem.
+        ConfigError: lists all problems.
     """
     return _load(source, RULES, RL, None)
 
 
 def validate_cfg(cfg: SkyRLConfig | ConfigSource, extra_rules: tuple[Rule, ...] = ()) -> SkyRLConfig:
-    """Check a configuration, `extra_rules` and requirements on the machine (logins of trackers), and return it typed.
+    """Load a configuration and also check `extra_rules` and the machine (installed packages, tracker logins).
 
     Raises:
-        ConfigError: it lists every problem.
+        ConfigError: lists all problems.
     """
     return validate(cfg, RL, extra_rules)
 
@@ -170,7 +170,7 @@ def validate_cfg(cfg: SkyRLConfig | ConfigSource, extra_rules: tuple[Rule, ...] 
 def validate(
     cfg: C | ConfigSource, schema: Schema[C], extra_rules: tuple[Rule, ...] = (), positions: Positions | None = None
 ) -> C:
-    """Check a configuration as `validate_cfg` does, for any kind of run; `apply_aliases` explains `positions`."""
+    """Check a configuration as `validate_cfg` does, for any kind of run. For `positions`, see `apply_aliases`."""
     rules = schema.rules + extra_rules + schema.machine_rules
     if not isinstance(cfg, schema.root):
         assert not isinstance(cfg, Section), f"a {type(cfg).__name__} is no {schema.root.__name__}"
@@ -181,9 +181,9 @@ def validate(
 
 
 def to_yaml(cfg: Section) -> str:
-    """Return the resolved configuration as YAML; `load_config(yaml.safe_load(text))` is its inverse.
+    """Return the resolved configuration as YAML. `load_config(yaml.safe_load(text))` is the inverse.
 
-    Characters beyond ASCII are escaped, because PyYAML does not read all of them back as it writes them.
+    Non-ASCII characters are escaped: PyYAML does not read all of them back as it writes them.
     """
     return str(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False, width=1000))
 
@@ -201,7 +201,7 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], prefix
 
 
 def resolve(cfg: C, schema: Schema[C]) -> C:
-    """Return a copy with paths expanded and each null of `schema.sources` filled in, where its source is known."""
+    """Return a copy with expanded paths and with the nulls of `schema.sources` filled in where possible."""
     for key in schema.paths:
         path = value_at(cfg, key)
         if path is not None:
@@ -241,7 +241,7 @@ def _validate_values(tree: dict[str, Any], schema: Schema[C]) -> tuple[C, dict[s
 
 
 def _as_tree(source: ConfigSource) -> dict[str, Any]:
-    """Return plain nested dicts and lists, with interpolations resolved and without Hydra's own sections."""
+    """Convert to nested dicts and lists. Resolve interpolations and drop Hydra's own sections."""
     if isinstance(source, DictConfig):
         try:
             source = OmegaConf.to_container(source, resolve=True, throw_on_missing=True)  # type: ignore[assignment]

@@ -35,10 +35,10 @@ Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple), Allowed("a list 
 
 
 class LoraConfig(Section):
-    """A low-rank adapter, trained in place of the model's own weights."""
+    """LoRA: train a low-rank adapter and freeze the model's own weights."""
 
     rank: Annotated[int, Ge(0)] = 0
-    """Rank r of the adapter B·A of each matrix; 0 trains all weights, unless `lora_path` is set."""
+    """Rank r of each matrix's adapter B·A. 0 trains all weights, unless `lora_path` is set."""
 
     alpha: Count = 16
     """The adapter is scaled by alpha / rank."""
@@ -46,27 +46,27 @@ class LoraConfig(Section):
     target_modules: Annotated[
         Text | list[Text], Allowed("all-linear, a list of names of modules, or a regular expression of their paths")
     ] = "all-linear"
-    """Matrices with an adapter: `all-linear` for all but the head, a list of names such as `[q_proj,v_proj]`, or a
-    regular expression that matches whole paths."""
+    """Matrices that get an adapter: `all-linear` (all except the head), a list of module names such as
+    `[q_proj,v_proj]`, or a regular expression that must match the full module path."""
 
     exclude_modules: OptionalStringList = None
-    """Names of modules among `target_modules` that get no adapter."""
+    """Names of modules to exclude from `target_modules`."""
 
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Probability that an input of the adapter is set to 0 in training; only in supervised fine-tuning. Rollouts are
-    scored with the weights that sampled them, and the answers of a pair with equal weights."""
+    """Dropout probability on the adapter's input. Only for supervised fine-tuning. RL must score rollouts with the
+    weights that sampled them, and preference training must score both answers of a pair with the same weights."""
 
     init_method: Literal["kaiming", "gaussian"] = "kaiming"
-    """Distribution of A: uniform within ±1/√in, or normal with standard deviation 1/rank. B is zero, so that training
-    starts from the model itself."""
+    """Initial distribution of A: `kaiming` is uniform in ±1/√in, `gaussian` is normal with standard deviation 1/rank.
+    B starts at zero, so the adapter initially leaves the model unchanged."""
 
     lora_path: Text | None = None
-    """Folder or Hub name of an adapter in peft's format to continue. Its rank, alpha and matrices are used; `rank` and
-    `alpha` may be omitted. The optimizer state is new."""
+    """Folder or Hub name of a PEFT adapter to continue training. Its rank, alpha and matrices are used: `rank` and
+    `alpha` may be omitted. The optimizer state starts fresh."""
 
     merge_on_export: bool = False
-    """Export the whole model with the adapter merged into it, and the adapter in its subfolder `lora_adapter`; false
-    exports the adapter only."""
+    """Export the full model with the adapter merged in, plus the adapter in the subfolder `lora_adapter`. `false`
+    exports only the adapter."""
 
     @property
     def is_used(self) -> bool:
@@ -81,13 +81,12 @@ class PolicyModelConfig(Section):
     """A Hugging Face model name or a local folder."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights that are not trained, such as the reference and the model under an adapter, of exports, and of
-    the weights sent to engines. Trained weights, their gradients and optimizer state are always float32, because most
-    updates are too small to change a bfloat16 number. Separate from `trainer.bf16`, the type that the forward pass
-    computes in."""
+    """Dtype of frozen weights (the reference, or the model under an adapter), of exports, and of the weights sent to
+    engines. Trained weights, gradients and optimizer state are always float32: most updates are too small to change a
+    bfloat16 number. The dtype of the forward pass is set by `trainer.bf16`."""
 
     lora: LoraConfig = LoraConfig()
-    """A low-rank adapter, trained in place of the weights."""
+    """LoRA adapter, trained instead of the weights."""
 
 
 class OptimizerConfig(Section):
@@ -97,90 +96,90 @@ class OptimizerConfig(Section):
     """Learning rate after warm-up."""
 
     adam_betas: Betas = (0.9, 0.999)
-    """Decay rates of the running means of the gradient and of its square."""
+    """AdamW's β₁ and β₂: decay rates of the running means of the gradient and of its square."""
 
     weight_decay: Annotated[float, Ge(0)] = 0.01
-    """Decoupled weight decay."""
+    """Decoupled weight decay coefficient."""
 
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    """Gradients with a larger norm are scaled down to it."""
+    """Gradients with a larger norm are scaled down to this norm."""
 
     num_warmup_steps: Annotated[int, Ge(0)] = 0
-    """Optimizer steps, that is mini-batches, over which the learning rate rises from 0."""
+    """Number of optimizer steps (mini-batches) of linear warm-up from 0."""
 
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Fraction of all optimizer steps over which the learning rate rises, in place of `num_warmup_steps`."""
+    """Warm-up as a fraction of all optimizer steps. Use this or `num_warmup_steps`, not both."""
 
     scheduler: SchedulerName = "constant_with_warmup"
-    """Learning-rate schedule after warm-up, by its name in transformers; `wsd` (warm-up, stable, decay) stays constant
-    and decays to 0 at the end. Other schedules with more settings than the number of steps are not supported."""
+    """Learning-rate schedule after warm-up, by its transformers name. `wsd` (warm-up, stable, decay) stays constant and
+    decays to 0 at the end. No other schedules with settings beyond the number of steps are supported."""
 
     wsd_decay_ratio: Annotated[float, Gt(0), Le(1)] = 0.1
-    """Fraction of the steps after warm-up over which `scheduler=wsd` decays, as half a cosine."""
+    """Fraction of the steps after warm-up that `scheduler=wsd` spends on its cosine decay."""
 
 
 class FSDPConfig(Section):
     """Sharding of a model over several ranks."""
 
     fsdp_size: Annotated[int, Ge(-1)] = -1
-    """Ranks that hold one copy of the weights together; -1: all. With a smaller number, such as the GPUs of a node,
-    each group of neighboring ranks has its own copy and gathers weights only within the group."""
+    """Number of consecutive ranks that share one copy of the weights. -1 shards over all ranks. A smaller group, such
+    as the GPUs of a node, keeps all-gathers inside the group, at the cost of one copy per group."""
 
     reshard_after_forward: Annotated[bool | int, Allowed("true, false, or a number of ranks")] = True
-    """Free gathered weights between the forward and the backward pass. `false` gathers once for both, with more memory;
-    a number keeps them sharded over groups of that many ranks, which is faster where the groups are nodes."""
+    """Free gathered weights between the forward and the backward pass. `false` gathers them once for both passes and
+    needs more memory. A number keeps them sharded over groups of that many ranks: faster if a group is a node."""
 
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory, where the optimizer computes; a GPU holds one
-    gathered block at a time."""
+    """Keep weights, gradients and optimizer state in host memory, and run the optimizer there. A GPU holds one gathered
+    block at a time."""
 
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type in which blocks are gathered and computed; gradients are always reduced, and logits computed, in float32.
-    `auto` takes bfloat16 on GPUs with `trainer.bf16`, and otherwise the type of the weights."""
+    """Dtype in which blocks are gathered and computed. `auto` is bfloat16 on GPUs with `trainer.bf16=true`, otherwise
+    the dtype of the weights. Gradient reduction and logits are always float32."""
 
 
 class MegatronConfig(Section):
-    """Division of a model over several ranks with Megatron-Core; read with `trainer.strategy=megatron`."""
+    """Model parallelism with Megatron-Core, for `trainer.strategy=megatron`."""
 
     tensor_model_parallel_size: Count = 1
-    """Ranks that share each matrix, best those of one node; divides the key-value heads of the model."""
+    """Number of ranks that share each matrix, ideally on one node. Must divide the model's key-value heads."""
 
     pipeline_model_parallel_size: Count = 1
-    """Stages of the pipeline, groups of ranks that each hold consecutive layers; divides the layers of the model. Ranks
-    that remain beside the tensor, pipeline and context sizes hold copies, which compute different rows."""
+    """Number of pipeline stages. Each holds a block of consecutive layers. Must divide the model's layers. Ranks beyond
+    tensor × pipeline × context size are data-parallel copies."""
 
     sequence_parallel: bool = False
-    """Between the matrices, divide activations by tokens among the ranks that share each matrix. Takes less memory."""
+    """Split the activations between matrices by tokens over the tensor-parallel ranks, to save memory."""
 
     context_parallel_size: Count = 1
-    """Ranks that divide the tokens of each row in every layer, for long rows: activations take that much less memory on
-    a rank. Attention gathers the keys and values of all of them."""
+    """Number of ranks that split the tokens of each row, for long rows. Divides the activation memory per rank by this
+    number. Attention gathers keys and values from all of them."""
 
     expert_model_parallel_size: Annotated[Literal[1], Allowed("1: models with experts are not supported")] = 1
-    """Only 1: models with experts are not supported."""
+    """Must be 1: models with experts are not supported."""
 
     expert_tensor_parallel_size: Annotated[
         Literal[1] | None, Allowed("1 or null: models with experts are not supported")
     ] = None
-    """Only 1 or null: models with experts are not supported."""
+    """Must be 1 or null: models with experts are not supported."""
 
     @property
     def n_ranks_of_copy(self) -> int:
-        """Number of ranks that compute the same rows."""
+        """Number of ranks in one data-parallel copy, i.e. ranks that compute the same rows."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def describe_sizes(self, key: str) -> str:
-        """Return the sizes above 1 whose product is `n_ranks_of_copy`, for error messages; `key` is this section's."""
+        """Format the sizes above 1 for error messages. Their product is `n_ranks_of_copy`. `key` names this section."""
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         return " times ".join(f"{key}.{name}={getattr(self, name)}" for name in names if getattr(self, name) > 1)
 
     def find_indivisible(self, model: Mapping[str, Any], source: str, key: str) -> Iterator[str]:
-        """Yield a sentence for each size that does not divide its part of a model.
+        """Yield a sentence for each parallel size that does not divide its part of the model.
 
         Args:
-            model: the configuration of the model; a part that it does not name is not checked.
+            model: the model's configuration. Parts missing from it are not checked.
             source: where the model is from, for the sentence.
-            key: this section's, for the sentence.
+            key: the key of this section, for the sentence.
         """
         n_heads = model.get("num_key_value_heads") or model.get("num_attention_heads")
         for name, count, parts in (
@@ -192,7 +191,7 @@ class MegatronConfig(Section):
 
 
 def find_indivisible(key: str, size: int, count: object, parts: str) -> Iterator[str]:
-    """Yield a sentence if `size`, the value of `key`, does not divide `count`, which is checked if it is an integer."""
+    """Yield a sentence if `size`, the value of `key`, does not divide `count`. Only an integer `count` is checked."""
     if isinstance(count, int) and count % size:
         yield f"{key}={size} must divide the {count} {parts}; try {key}={math.gcd(count, size)}"
 
@@ -204,22 +203,22 @@ class ShardedModelConfig(Section):
     """Sharding of the weights."""
 
     sequence_parallel_size: Count = 1
-    """Ranks that divide the tokens of each row, for long rows: activations take that much less memory on a rank, and
-    attention exchanges its heads (Ulysses). Must divide the number of ranks, and of attention heads."""
+    """Number of ranks that split the tokens of each row (Ulysses), for long rows. Divides the activation memory per
+    rank by this number. Must divide the number of ranks and the number of attention heads."""
 
 
 class DividedModelConfig(ShardedModelConfig):
-    """A model on several ranks, which may also divide its matrices and layers."""
+    """A model on several ranks, sharded with FSDP2 or split with Megatron-Core."""
 
     megatron_config: MegatronConfig = MegatronConfig()
-    """Division over several ranks with Megatron-Core."""
+    """Model parallelism with Megatron-Core."""
 
 
 class PolicyConfig(DividedModelConfig):
-    """The model that is trained."""
+    """The trained model."""
 
     model: PolicyModelConfig = PolicyModelConfig()
-    """Source and type of the weights."""
+    """Source and dtype of the weights."""
 
     optimizer_config: OptimizerConfig = OptimizerConfig()
     """The optimizer and its schedule."""
@@ -229,15 +228,15 @@ class CriticModelConfig(Section):
     """The critic's weights."""
 
     path: Text | None = None
-    """A Hugging Face model name or a local folder: a causal language model, whose value head then starts at zero, or an
-    exported critic; null trains no critic."""
+    """Hugging Face model name or local folder of a causal language model or an exported critic. A language model gets a
+    value head that starts at zero. null trains no critic."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of exports, and of the model under an adapter. Trained weights, their gradients and optimizer state are
+    """Dtype of exports and of the frozen model under an adapter. Trained weights, gradients and optimizer state are
     always float32."""
 
     lora: LoraConfig = LoraConfig()
-    """A low-rank adapter, trained in place of the weights; the value head is trained with it."""
+    """LoRA adapter, trained together with the value head instead of the weights."""
 
 
 class CriticOptimizerConfig(OptimizerConfig):
@@ -248,10 +247,10 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 class CriticConfig(ShardedModelConfig):
-    """The model that estimates values, for `advantage_estimator=gae`."""
+    """The value model, for `advantage_estimator=gae`."""
 
     model: CriticModelConfig = CriticModelConfig()
-    """Source and type of the weights."""
+    """Source and dtype of the weights."""
 
     optimizer_config: CriticOptimizerConfig = CriticOptimizerConfig()
     """The optimizer and its schedule."""
@@ -261,11 +260,11 @@ class RefModelConfig(Section):
     """The reference's weights."""
 
     path: Resolved[Text] = resolved_later()
-    """A Hugging Face model name or a local folder; null takes `trainer.policy.model.path`."""
+    """Hugging Face model name or local folder. Defaults to `trainer.policy.model.path`."""
 
 
 class RefConfig(DividedModelConfig):
-    """The frozen model of the KL divergence, or the teacher of a distillation; loaded if its log-probs are read."""
+    """The frozen reference for the KL terms, or the teacher in distillation. Only loaded if its log-probs are used."""
 
     model: RefModelConfig = RefModelConfig()
     """Source of the weights."""
@@ -275,5 +274,5 @@ class RefConfig(DividedModelConfig):
         return policy.lora.is_used and policy.lora.lora_path is None and self.model.path == policy.path
 
     def shares_adapter_with(self, policy: PolicyModelConfig) -> bool:
-        """Return True if the policy continues the adapter in `lora_path`, with which the reference starts, too."""
+        """Return True if the policy continues the adapter in `lora_path`. The reference starts with it, too."""
         return policy.lora.lora_path is not None and self.model.path == policy.path

@@ -14,154 +14,154 @@ Share = Annotated[float, Gt(0), Le(1)]
 
 
 class CispoConfig(Section):
-    """`policy_loss_type=cispo`: the detached weight of each token is its ratio, clipped."""
+    """`policy_loss_type=cispo`: weight each token by its clipped, detached ratio."""
 
     cispo_eps_clip_low: NonNegative = 1.0
-    """The weight is at least 1 minus this: 1 is no lower bound."""
+    """The weight is at least 1 - `cispo_eps_clip_low`. At 1 there is no lower bound."""
 
     cispo_eps_clip_high: NonNegative = 4.0
-    """The weight is at most 1 plus this."""
+    """The weight is at most 1 + `cispo_eps_clip_high`."""
 
 
 class SapoConfig(Section):
-    """`policy_loss_type=sapo`: a sigmoid gate in place of the clip."""
+    """`policy_loss_type=sapo`: a sigmoid gate instead of the clip."""
 
     tau_pos: Positive = 1.0
-    """Steepness of the gate where the advantage is positive."""
+    """Steepness of the gate for positive advantages."""
 
     tau_neg: Positive = 1.05
-    """Steepness of the gate elsewhere; a larger one reduces the weight of bad tokens faster."""
+    """Steepness of the gate for all other advantages. Larger values down-weight bad tokens faster."""
 
 
 class GmpoConfig(Section):
     """`policy_loss_type=gmpo`: the geometric mean of a trajectory's clipped ratios."""
 
     log_ratio_clip: Positive = 0.4
-    """The log-ratio of a token is clipped at this, on the side that the advantage pushes it to."""
+    """Clip of a token's log-ratio, on the side the advantage pushes it to."""
 
 
 class ClipCovConfig(Section):
-    """`policy_loss_type=clip_cov`: a few tokens of high covariance are left out."""
+    """`policy_loss_type=clip_cov`: mask a few tokens with high covariance of log-prob and advantage."""
 
     clip_ratio: Share = 2e-4
-    """Share of the mini-batch's tokens to leave out, at least one."""
+    """Fraction of the mini-batch's tokens to mask, at least one token."""
 
     clip_cov_lb: float = 1.0
-    """Lower bound of the covariance of log-prob and advantage of tokens to leave out."""
+    """Minimum covariance of masked tokens."""
 
     clip_cov_ub: float = 5.0
-    """Upper bound of the same."""
+    """Maximum covariance of masked tokens."""
 
 
 class KLCovConfig(Section):
-    """`policy_loss_type=kl_cov`: a KL penalty on the tokens of highest covariance."""
+    """`policy_loss_type=kl_cov`: a KL penalty on the tokens with the highest covariance."""
 
     kl_cov_frac: Share = 0.2
-    """Share of the mini-batch's tokens with the penalty, at least one."""
+    """Fraction of the mini-batch's tokens that are penalized, at least one token."""
 
     ppo_kl_coef: NonNegative = 1.0
     """Weight of the penalty |log π − log π_old|."""
 
 
 class DppoConfig(Section):
-    """`policy_loss_type=dppo`: a trust region in probability instead of in ratio."""
+    """`policy_loss_type=dppo`: a trust region on probabilities instead of ratios."""
 
     dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
-    """Distance between the two Bernoulli distributions "this token or another": total variation or KL divergence."""
+    """Distance between the old and new Bernoulli distributions "this token or any other": total variation or KL."""
 
     delta_low: NonNegative = 0.2
-    """A token of negative advantage is left out if its probability fell by a distance of more than this."""
+    """Mask tokens with negative advantage whose probability fell by more than this distance."""
 
     delta_high: NonNegative = 0.2
-    """A token of positive advantage is left out if its probability rose by a distance of more than this."""
+    """Mask tokens with positive advantage whose probability rose by more than this distance."""
 
     max_ratio: Positive = 20.0
-    """Upper bound of the probability ratio that weighs a token."""
+    """Upper bound of the probability ratio that weights a token."""
 
 
 class VespoConfig(Section):
-    """`policy_loss_type=vespo`: a smooth weight w^k e^(λ(1 − w)) of the whole trajectory's ratio w."""
+    """`policy_loss_type=vespo`: the smooth weight w^k e^(λ(1 − w)), where w is the whole trajectory's ratio."""
 
     k_pos: Positive = 2.0
-    """k where the advantage is not negative."""
+    """Exponent k for advantages ≥ 0."""
 
     lambda_pos: Positive = 3.0
-    """λ where the advantage is not negative."""
+    """Decay λ for advantages ≥ 0."""
 
     k_neg: Positive = 3.0
-    """k where the advantage is negative."""
+    """Exponent k for negative advantages."""
 
     lambda_neg: Positive = 2.0
-    """λ where the advantage is negative."""
+    """Decay λ for negative advantages."""
 
 
 class DroConfig(Section):
-    """`policy_loss_type=dro`: a quadratic penalty on the log-ratio in place of a clip."""
+    """`policy_loss_type=dro`: a quadratic penalty on the log-ratio instead of a clip."""
 
     beta: NonNegative = 0.1
     """Weight of the penalty."""
 
 
 class RolloutIsConfig(Section):
-    """`policy_loss_type=rollout_is`: the ratio to the policy that sampled, zero outside of an interval."""
+    """`policy_loss_type=rollout_is`: the ratio to the rollout policy, masked outside [`ratio_low`, `ratio_high`]."""
 
     ratio_low: NonNegative = 0.5
-    """Tokens whose ratio is below this are left out."""
+    """Mask tokens whose ratio is below this."""
 
     ratio_high: Positive = 2.0
-    """Tokens whose ratio is above this are left out."""
+    """Mask tokens whose ratio is above this."""
 
 
 class OffPolicyCorrectionConfig(Section):
-    """Correction for κ = π_old / π_rollout, the ratio of the trainer's probability of a token to the engine's.
+    """Corrections based on κ = π_old / π_rollout: the trainer's probability of a token divided by the engine's.
 
-    All off by default; metrics of κ are always logged. Each row of a step-wise trajectory is corrected separately.
+    All are off by default. Metrics of κ are always logged. Each row of a step-wise trajectory is corrected separately.
     """
 
     tis_ratio_type: Literal["token", "sequence"] | None = None
-    """Truncated importance sampling: multiply the policy loss by min(κ, cap), per token or by the product over the
-    trajectory."""
+    """Truncated importance sampling: multiply the policy loss by min(κ, cap), with κ per token or multiplied over the
+    sequence."""
 
     token_tis_ratio_clip_high: Positive = 2.0
-    """The cap when `tis_ratio_type=token`."""
+    """Cap on κ for `tis_ratio_type=token`."""
 
     sequence_tis_ratio_clip_high: Positive = 5.0
-    """The cap when `tis_ratio_type=sequence`."""
+    """Cap on κ for `tis_ratio_type=sequence`."""
 
     sequence_mask_metric: Literal["product", "geometric"] | None = None
-    """Leave out trajectories whose product, or geometric mean, of κ is outside of its interval."""
+    """Mask trajectories whose κ, as a product or a geometric mean over tokens, is outside the bounds below."""
 
     product_mask_low: Positive = 0.5
-    """Lower end of the interval for `product`."""
+    """Minimum κ for `sequence_mask_metric=product`."""
 
     product_mask_high: Positive = 2.0
-    """Upper end of the interval for `product`."""
+    """Maximum κ for `sequence_mask_metric=product`."""
 
     geo_mask_low: Positive = 0.99
-    """Lower end of the interval for `geometric`."""
+    """Minimum κ for `sequence_mask_metric=geometric`."""
 
     geo_mask_high: Positive = 1.01
-    """Upper end of the interval for `geometric`."""
+    """Maximum κ for `sequence_mask_metric=geometric`."""
 
     token_mask_is_threshold_low: Positive | None = None
-    """Leave out tokens whose κ is below this; needs `token_mask_is_threshold_high`."""
+    """Mask tokens whose κ is below this. Needs `token_mask_is_threshold_high`."""
 
     token_mask_is_threshold_high: Positive | None = None
-    """Leave out tokens whose κ is above this; needs `token_mask_is_threshold_low`."""
+    """Mask tokens whose κ is above this. Needs `token_mask_is_threshold_low`."""
 
     outlier_token_is_threshold_low: Positive | None = None
-    """Leave out trajectories with a token whose κ is below this."""
+    """Mask trajectories that contain a token with κ below this."""
 
     outlier_token_is_threshold_high: Positive | None = None
-    """Leave out trajectories with a token whose κ is above this."""
+    """Mask trajectories that contain a token with κ above this."""
 
     @property
     def switches(self) -> dict[str, object]:
-        """Settings that turn a part of the correction on."""
+        """Settings that enable a correction."""
         optional = [name for name, field in type(self).model_fields.items() if field.default is None]
         return {name: value for name in optional if (value := getattr(self, name)) is not None}
 
     @property
     def is_on(self) -> bool:
-        """True if anything is corrected."""
+        """True if any correction is enabled."""
         return bool(self.switches)

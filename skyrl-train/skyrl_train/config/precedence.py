@@ -1,4 +1,4 @@
-"""Resolve aliases: where a key is set in several spellings, find the setting that wins."""
+"""Resolve aliases, and pick the winner where a key is set in several spellings."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Positions = Mapping[str, int]
-"""Where each key was last set or deleted: 0 is a configuration file, n the n-th override of a command line."""
+"""Where each key was last set or deleted: 0 is the configuration file, n the n-th override on the command line."""
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """A value that a configuration file or a command line gives to a key, in one of its spellings."""
+    """A value for a key from a configuration file or command line, in one of the key's spellings."""
 
     text: str
     value: Any
     position: int
     alias: Alias | None = None
-    """None: the key itself was set or deleted."""
+    """None if the key itself was set or deleted."""
 
     @property
     def is_broad(self) -> bool:
-        """True for an alias that sets other keys too."""
+        """True for an alias that sets several keys."""
         return self.alias is not None and bool(self.alias.also)
 
     def contradicts(self, other: _Setting) -> bool:
         """Return True if the values differ and neither setting overrides the other.
 
-        Settings of one file have no order, and options of different meanings do not override each other. An alias that
-        sets a single key overrides one that sets several.
+        Settings in one file have no order. Options with different meanings do not override each other. An alias that
+        sets a single key overrides an alias that sets several.
         """
         if self.value == other.value:
             return False
@@ -58,11 +58,11 @@ def apply_aliases(
     fields: Fields = FIELDS,
     positions: Positions | None = None,
 ) -> list[str]:
-    """Replace aliases inside a nested dict, in place, with a log line for each; return one sentence for each problem.
+    """Replace aliases in a nested dict in place, log each one, and return a sentence for each problem.
 
-    With `positions`, the last of several spellings wins, and a key without a position has its default. Without them,
-    two spellings of different values are a problem. A key that has its default then counts as not set, because a
-    composed configuration has a value for every key.
+    With `positions`, the last of several spellings wins, and a key without a position has its default. Without
+    `positions`, two spellings with different values are a problem. A key with its default value then counts as not set,
+    because a composed configuration has a value for every key.
     """
     problems: list[str] = []
     settings: dict[str, list[_Setting]] = {}
@@ -90,7 +90,7 @@ def apply_aliases(
 def _read_alias(
     old: str, alias: Alias, value: Any, fields: Fields, positions: Positions
 ) -> Iterator[tuple[str, _Setting]]:
-    """Yield the keys that an alias sets, each with its setting; a section of the user's own is set key by key."""
+    """Yield each key that an alias sets, with its setting. User-defined sections are set key by key."""
     for key, new_value in alias.readings(value):
         if is_open(fields[key]) and isinstance(new_value, Mapping):
             inner = [leaf for name, below in new_value.items() for leaf in leaves(below, f"{key}.{name}")]
@@ -103,7 +103,7 @@ def _read_alias(
 
 
 def _own_settings(tree: Any, key: str, fields: Fields, positions: Positions | None) -> list[_Setting]:
-    """Return how a key was set or deleted in its own spelling; nothing if it was not."""
+    """Return the setting of a key in its own spelling, or [] if it was neither set nor deleted."""
     try:
         value = value_at(tree, key)
         text = f"{key}={show(value)}"
@@ -115,9 +115,9 @@ def _own_settings(tree: Any, key: str, fields: Fields, positions: Positions | No
 
 
 def _resolve(tree: dict[str, Any], key: str, settings: list[_Setting]) -> Iterator[str]:
-    """Set a key to the last of its settings; yield a sentence for each one that contradicts it.
+    """Set a key to the last of its settings. Yield a sentence for each setting that contradicts it.
 
-    A broad alias counts only if no narrow one sets the key.
+    A broad alias counts only if no narrow alias sets the key.
     """
     if not settings:
         return
@@ -140,7 +140,7 @@ def _resolve(tree: dict[str, Any], key: str, settings: list[_Setting]) -> Iterat
 
 
 def _pop_all(tree: dict[str, Any], table: Mapping[str, T]) -> Iterator[tuple[str, T, Any]]:
-    """Remove the keys of a table from nested dicts; yield each with its entry and its value."""
+    """Remove a table's keys from nested dicts. Yield (key, table entry, value) for each."""
     for key, entry in table.items():
         found, value = _pop(tree, key.split("."))
         if found:
@@ -148,7 +148,7 @@ def _pop_all(tree: dict[str, Any], table: Mapping[str, T]) -> Iterator[tuple[str
 
 
 def _pop(tree: dict[str, Any], path: list[str]) -> tuple[bool, Any]:
-    """Remove a value from nested dicts, with the dicts that this empties; return (False, None) if it is missing."""
+    """Remove a value and any dicts left empty. Return (True, value), or (False, None) if it is missing."""
     name, *rest = path
     if name not in tree:
         return False, None
@@ -164,7 +164,7 @@ def _pop(tree: dict[str, Any], path: list[str]) -> tuple[bool, Any]:
 
 
 def _get(tree: Any, key: str, fields: Fields) -> Any:
-    """Return the value of a key, or its default if the tree has none."""
+    """Return the value of a key, or its default if the tree does not set it."""
     try:
         return value_at(tree, key)
     except KeyError:
@@ -172,7 +172,7 @@ def _get(tree: Any, key: str, fields: Fields) -> Any:
 
 
 def _default(key: str, fields: Fields) -> Any:
-    """Return the default of a key as in YAML; keys of the user's own have none."""
+    """Return the default of a key in YAML types, or None for user-defined keys."""
     default = fields[key].get_default() if key in fields else None
     return list(default) if isinstance(default, tuple) else default
 

@@ -1,4 +1,4 @@
-"""The configurations of training on preferences: direct preference optimization and reward models."""
+"""Configurations for training on preferences: direct preference optimization (DPO) and reward models."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from skyrl_train.config.sft import (
 
 
 class PreferenceDataConfig(SupervisedDataConfig):
-    """The preferences: rows with a prompt, a chosen and a rejected answer."""
+    """Preferences: rows with a prompt, a chosen and a rejected answer."""
 
     chosen_key: Text = "chosen"
-    """Column with the better answer: a text, or a list of messages. Without a column `prompt_key`, it also holds the
-    prompt, which is what both answers begin with."""
+    """Column with the better answer: a string or a list of messages. Without a column `prompt_key`, the prompt is
+    whatever both answers begin with."""
 
     rejected_key: Text = "rejected"
-    """Column with the worse answer, in the same form."""
+    """Column with the worse answer, in the same format as `chosen_key`."""
 
     truncation: Literal["error", "left", "right"] = "error"
-    """Treatment of longer rows: refuse them, or drop tokens on the left or on the right. A pair is dropped if one of
-    its answers has no token left."""
+    """What to do with longer rows: raise an error, or drop tokens on the left or right. A pair is dropped if one of its
+    answers has no token left."""
 
 
 class PreferenceOptimizerConfig(SFTOptimizerConfig):
@@ -46,48 +46,48 @@ class PreferenceOptimizerConfig(SFTOptimizerConfig):
     """Learning rate after warm-up."""
 
     adam_betas: Betas = (0.9, 0.999)
-    """Decay rates of the running means of the gradient and of its square."""
+    """AdamW's β₁ and β₂: decay rates of the running means of the gradient and of its square."""
 
     weight_decay: Annotated[float, Ge(0)] = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay coefficient."""
 
 
 class PreferencePolicyConfig(SFTPolicyConfig):
-    """The model that is trained."""
+    """The trained model."""
 
     optimizer_config: PreferenceOptimizerConfig = PreferenceOptimizerConfig()
     """The optimizer and its schedule."""
 
 
 class DPOLossConfig(Section):
-    """The loss of a pair of answers, with h the log-ratio of an answer's probabilities under policy and reference."""
+    """The loss of a pair of answers. h = log π_policy(answer) - log π_ref(answer)."""
 
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
-    """`sigmoid` is DPO, -log σ(β (h_chosen - h_rejected)). `ipo` is (h_chosen - h_rejected - 1 / (2 β))² with h
-    averaged over the tokens of an answer."""
+    """`sigmoid` is DPO: -log σ(β (h_chosen - h_rejected)). `ipo` is (h_chosen - h_rejected - 1 / (2 β))², with h
+    averaged over an answer's tokens."""
 
     beta: Annotated[float, Gt(0)] = 0.1
-    """Coefficient β: the larger it is, the closer the policy stays to the reference."""
+    """Coefficient β. Larger values keep the policy closer to the reference."""
 
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
-    """Probability that a label is wrong, of conservative DPO; only for `sigmoid`."""
+    """Assumed probability that a label is wrong (conservative DPO). Only for `loss_type=sigmoid`."""
 
 
 class DPOTrainerConfig(SFTTrainerConfig):
     """The training run."""
 
     policy: PreferencePolicyConfig = PreferencePolicyConfig()
-    """The model that is trained."""
+    """The trained model."""
 
     ref: RefConfig = RefConfig()
-    """The frozen model that the policy is compared with."""
+    """The frozen reference model."""
 
     dpo: DPOLossConfig = DPOLossConfig()
     """The loss."""
 
     @property
     def policy_is_reference(self) -> bool:
-        """True if the reference is the policy without its adapter, so that no second model is loaded."""
+        """True if the reference is the policy without its adapter. No second model is loaded."""
         return self.ref.is_base_of(self.policy.model)
 
 
@@ -95,17 +95,17 @@ class DPOConfig(SupervisedConfig):
     """The typed configuration of direct preference optimization."""
 
     data: PreferenceDataConfig = PreferenceDataConfig()
-    """The preferences: rows with a prompt, a chosen and a rejected answer."""
+    """Preferences: rows with a prompt, a chosen and a rejected answer."""
 
     trainer: DPOTrainerConfig = DPOTrainerConfig()
     """The training run."""
 
 
 class RewardDataConfig(PreferenceDataConfig):
-    """The preferences: rows with a prompt, a chosen and a rejected answer."""
+    """Preferences: rows with a prompt, a chosen and a rejected answer."""
 
     def row_length(self, n_context: int | None) -> int:
-        """Return the maximum length of a row. The context of the model also holds a copy of the last token."""
+        """Return the maximum row length, leaving room in the context for a copy of the last token."""
         length = super().row_length(n_context)
         return length - 1 if length == n_context else length
 
@@ -118,7 +118,7 @@ class RewardOptimizerConfig(PreferenceOptimizerConfig):
 
 
 class RewardPolicyConfig(SFTPolicyConfig):
-    """The model that is trained: a language model, which gets a reward head, or a reward model."""
+    """The trained model: a reward model, or a language model that gets a new reward head."""
 
     optimizer_config: RewardOptimizerConfig = RewardOptimizerConfig()
     """The optimizer and its schedule."""
@@ -128,21 +128,21 @@ class RewardTrainerConfig(SFTTrainerConfig):
     """The training run."""
 
     policy: RewardPolicyConfig = RewardPolicyConfig()
-    """The model that is trained: a language model, which gets a reward head, or a reward model."""
+    """The trained model: a reward model, or a language model that gets a new reward head."""
 
 
 class RewardConfig(SupervisedConfig):
     """The typed configuration of training a reward model."""
 
     data: RewardDataConfig = RewardDataConfig()
-    """The preferences: rows with a prompt, a chosen and a rejected answer."""
+    """Preferences: rows with a prompt, a chosen and a rejected answer."""
 
     trainer: RewardTrainerConfig = RewardTrainerConfig()
     """The training run."""
 
 
 def smoothing_has_a_sigmoid(cfg: DPOConfig) -> Iterator[str]:
-    """Refuse label smoothing with `ipo`, which has no labels to smooth."""
+    """Refuse label smoothing with `ipo`: it has no labels to smooth."""
     dpo = cfg.trainer.dpo
     if dpo.label_smoothing > 0 and dpo.loss_type != "sigmoid":
         yield (
@@ -152,7 +152,7 @@ def smoothing_has_a_sigmoid(cfg: DPOConfig) -> Iterator[str]:
 
 
 def answers_are_scored_equally(cfg: SupervisedConfig) -> Iterator[str]:
-    """Refuse dropout in an adapter: each answer of a pair would be scored with other weights."""
+    """Refuse adapter dropout: the two answers of a pair would be scored with different weights."""
     key, lora = "trainer.policy.model.lora", cfg.trainer.policy.model.lora
     if lora.dropout > 0:
         yield (
@@ -177,7 +177,7 @@ DPO = Schema(
 
 
 def reward_models_are_sharded(cfg: RewardConfig) -> Iterator[str]:
-    """Refuse Megatron-Core, which has no reward head."""
+    """Refuse Megatron-Core: it has no reward head."""
     if cfg.trainer.strategy == "megatron":
         yield "trainer.strategy=megatron trains language models only; set trainer.strategy=fsdp2 for a reward model"
 

@@ -1,4 +1,4 @@
-"""Describe problems of a configuration, one sentence each: the key, its value, the allowed values, a fix."""
+"""Describe configuration problems, one sentence each: the key, its value, the allowed values, a fix."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ FIELDS: Fields = dict(iter_fields(SkyRLConfig))
 """The keys of a reinforcement learning run."""
 
 OPEN_SECTION = "environment.skyrl_gym"
-"""The only section that takes free sections, one per environment class."""
+"""The only section with free-form subsections: one per environment class."""
 
 
 N_SUGGESTIONS = 3
 
 Rule = Callable[[Any], Iterator[str]]
-"""A function that yields one sentence for each problem of a configuration."""
+"""A function that yields one sentence per problem in a configuration."""
 
 
 def config_error(problems: Iterable[str]) -> ConfigError:
-    """Return one error that lists every problem."""
+    """Return one ConfigError that lists all problems."""
     sentences = list(dict.fromkeys(problems))
     if len(sentences) == 1:
         return ConfigError(sentences[0])
@@ -49,14 +49,14 @@ def config_error(problems: Iterable[str]) -> ConfigError:
 
 
 def raise_problems(problems: Iterable[str]) -> None:
-    """Raise one ConfigError that lists every problem; do nothing when there is none."""
+    """Raise one ConfigError that lists all problems, if there are any."""
     sentences = list(problems)
     if sentences:
         raise config_error(sentences)
 
 
 def show(value: object) -> str:
-    """Format a value as on the command line; a string that would parse as another type keeps its quotes."""
+    """Format a value as on the command line. Strings that would parse as another type keep their quotes."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -79,15 +79,15 @@ def _parses_as_another_type(text: str) -> bool:
 
 
 def open_fields(fields: Fields) -> tuple[str, ...]:
-    """Return the keys that take keys of the user's own: `trainer.algorithm.custom.tau=0.3`."""
+    """Return the fields that accept user-defined keys, e.g. `trainer.algorithm.custom.tau=0.3`."""
     return tuple(key for key, field in fields.items() if is_open(field))
 
 
 def nearest_keys(key: str, fields: Fields = FIELDS) -> list[str]:
-    """Return up to three valid keys that an unknown one may have meant, the likeliest first.
+    """Return up to three valid keys that an unknown key may stand for, the likeliest first.
 
-    In this order: keys with the same last name in other sections, keys below a misspelt open field, misspelt keys of
-    the same section. If there are none: a key of the user's own in that section; else any similar key.
+    The order is: keys with the same last name in other sections, keys below a misspelt open field, misspelt keys of the
+    same section. Without any of these, return a user-defined key in that section, or else any similar key.
     """
     parent, _, name = key.rpartition(".")
     valid = [known for known, field in fields.items() if as_section(field.annotation) is None]
@@ -103,7 +103,7 @@ def nearest_keys(key: str, fields: Fields = FIELDS) -> list[str]:
 
 
 def _in_open_field(key: str, fields: Fields) -> list[str]:
-    """Return the key with the spelling of its open field corrected, if it has one."""
+    """Return the key with the spelling of its open field corrected, or [] if it is not below an open field."""
     names = key.split(".")
     for field in open_fields(fields):
         depth = field.count(".") + 1
@@ -113,7 +113,7 @@ def _in_open_field(key: str, fields: Fields) -> list[str]:
 
 
 def _misspelt(key: str, valid: list[str], cutoff: float) -> list[str]:
-    """Return keys of the same section, then of its inner sections, whose last name is similar."""
+    """Return keys with a similar last name: first from the same section, then from its subsections."""
     parent, _, name = key.rpartition(".")
     below = [known for known in valid if known.startswith(f"{parent}.")]
     matches = get_close_matches(name, {known.rpartition(".")[2] for known in below}, cutoff=cutoff)
@@ -131,20 +131,20 @@ def unknown_key(key: str, value: object, fields: Fields = FIELDS) -> str:
 
 
 def _dotted_name(key: str, value: object) -> str:
-    """Return the sentence for a key that a file or a mapping writes with dots instead of nested sections."""
+    """Return the sentence for a dotted key in a file or mapping, where sections must be nested."""
     section, *names = key.split(".")
     nested = f"{section}: {''.join(f'{{{name}: ' for name in names)}{show(value)}{'}' * len(names)}"
     return f"{key}={show(value)}: names in files and mappings have no dots; nest the sections: {nested}"
 
 
 def did_you_mean(key: str, fields: Fields = FIELDS) -> str:
-    """Return the clause that suggests the nearest keys for an unknown one."""
+    """Return the clause that suggests the nearest keys for an unknown key."""
     suggestions = nearest_keys(key, fields)
     return f"did you mean {' or '.join(suggestions)}?" if suggestions else "remove it"
 
 
 def wrong_value(key: str, value: object, fields: Fields = FIELDS) -> str:
-    """Return the sentence for a value that the field of this key does not accept."""
+    """Return the sentence for a value that the key's field does not accept."""
     field = fields[key]
     if as_section(field.annotation) is not None:
         return f"{key}={show(value)} must be {describe_field(field)}; set its keys one by one: {key}.<name>=<value>"
@@ -187,7 +187,7 @@ def refused_locations(error: ValidationError, fields: Fields = FIELDS) -> set[tu
 
 
 def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) for every value inside nested mappings; an empty mapping is a value."""
+    """Yield (dotted key, value) for all values in nested mappings. An empty mapping counts as a value."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from leaves(inner, f"{key}.{name}")
@@ -196,13 +196,13 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 def _longest_known(loc: tuple[int | str, ...], fields: Fields) -> str:
-    """Return the key that an error is about, without the list positions that pydantic appends."""
+    """Return the key of a pydantic error location, without the list indices that pydantic appends."""
     keys = [".".join(str(name) for name in loc[:n]) for n in range(len(loc), 0, -1)]
     return next(key for key in keys if key in fields)
 
 
 def _wrong_open_value(known: str, below: list[str], values: Mapping[str, Any], fields: Fields) -> tuple[str, str]:
-    """Return a key of the user's own, `known` followed by the names in `below`, and the sentence for its value."""
+    """Return the user-defined key made of `known` and the names in `below`, and the sentence for its value."""
     key, value = ".".join([known, *below]), reduce(getitem, below, values)
     if known == OPEN_SECTION and len(below) == 1:
         return key, (

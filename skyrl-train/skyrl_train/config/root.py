@@ -12,31 +12,31 @@ from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.trainer import TrainerConfig
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
-"""Suffixes of data files; other names are datasets on the Hub."""
+"""Suffixes of data files. All other names are datasets on the Hub."""
 
 REWARD_FUNCTION_ENV = "reward_function"
 """The environment that calls `custom_reward_function`."""
 
 ENV_DEFAULTS = {"llm_as_a_judge": {"model": "gpt-4o-mini", "base_url": None}}
-"""Settings by environment class that environments of SkyRL's scripts read without a default of their own."""
+"""Default settings of environments in SkyRL scripts that expect them to be set, by environment class."""
 
 
 class MixtureConfig(Section):
-    """The fraction of each `data_source` in a batch. Without these keys, all training prompts are shuffled together."""
+    """Mixing of data sources in each batch. Without these keys, all training prompts are shuffled together."""
 
     weights: Annotated[dict[str, Annotated[float, Ge(0)]], Allowed("a section of data_source=weight")] = Field(
         default={}
     )
-    """Shares by data source, relative to one another: `data.mixture.weights={gsm8k:3,search:1}`. Epochs are counted per
-    source. Empty: in proportion to the number of prompts, if one of the other keys is set."""
+    """Relative weight of each `data_source`, e.g. `data.mixture.weights={gsm8k:3,search:1}`. Epochs are counted per
+    source. Defaults to each source's number of prompts, if one of the other keys is set."""
 
     min_per_batch: Annotated[int, Ge(0)] = 0
     """Minimum number of prompts of each data source in every batch."""
 
     curriculum: Text | None = None
-    """`module:function` that adapts the weights. It is called after each step as `function(step, weights, metrics)`,
-    with metrics such as `reward/search/avg_raw_reward`, and returns the weights of the next prompts to be drawn: those
-    of the next step, or, with `trainer.fully_async`, of one that is `max_staleness_steps` + 1 later."""
+    """`module:function` that adapts the weights. After each step, `function(step, weights, metrics)` returns the
+    weights for the next prompts to draw. `metrics` has keys such as `reward/search/avg_raw_reward`. The new weights
+    apply to the next step or, with `trainer.fully_async`, to the step `max_staleness_steps` + 1 later."""
 
     @property
     def is_used(self) -> bool:
@@ -45,67 +45,70 @@ class MixtureConfig(Section):
 
 
 class CustomDatasetConfig(Section):
-    """A dataset class of your own. It is constructed once for training and once for evaluation, as
-    `name(data_files=…, tokenizer=…, processor=None, config=…, max_samples=-1)`, with `split="train"` or
-    `"validation"` if it takes that, and has `__len__` and `__getitem__`, which returns a row."""
+    """A dataset class of your own, with `__len__` and a `__getitem__` that returns a row. It is constructed once for
+    training and once for evaluation, as `name(data_files=…, tokenizer=…, processor=None, config=…, max_samples=-1)`,
+    plus `split="train"` or `"validation"` if it accepts `split`."""
 
     path: Text | None = None
-    """Python file that holds the class. Rows are read when they are drawn."""
+    """Python file that defines the class. Rows are read when they are drawn."""
 
     name: Text | None = None
     """Name of the class, e.g. `DynamicEnvDataset`."""
 
     config: Annotated[dict[str, FreeValue], Allowed("a section of options")] = Field(default={})
-    """Options of the class, which receives them as `config.custom_cls.config`, e.g.
-    `data.custom_cls.config.adapter_config.num_tasks_per_case=200`."""
+    """Options for the class, e.g. `data.custom_cls.config.adapter_config.num_tasks_per_case=200`. The class reads them
+    from `config.custom_cls.config`."""
 
 
 class DataConfig(Section):
-    """The datasets: prompts to train on and prompts to evaluate on."""
+    """Training and evaluation prompts."""
 
     train_data: StringList = Field(default=["$HOME/data/gsm8k/train.parquet"])
-    """Training prompts: parquet, json or jsonl files, or Hugging Face names (`owner/name:split`,
-    `owner/name/config:split`; without a split, `train`). A single string is a list of one; `$HOME` and `~` are
+    """Training prompts: parquet, json or jsonl files, or Hugging Face datasets (`owner/name:split` or
+    `owner/name/config:split`, by default the split `train`). A single string is a list of one. `$HOME` and `~` are
     expanded when the file is read."""
 
     val_data: StringList = Field(default=["$HOME/data/gsm8k/validation.parquet"])
-    """Evaluation prompts, in the same forms. Metrics are reported per `data_source`. Empty: no evaluations."""
+    """Evaluation prompts, in the same format as `train_data`. Metrics are reported per `data_source`. An empty list
+    disables evaluation."""
 
     max_checked_rows: OptionalCount = 20_000
-    """Rows of the training data that are checked before training; null checks all. Of larger data, a sample of this
-    size is checked. Other rows are checked when they are drawn, and skipped if they are invalid or if their prompt is
-    longer than `trainer.max_prompt_length`. Validation data is always checked completely."""
+    """Number of training rows to check before training, sampled at random if there are more. null checks all. Remaining
+    rows are checked when they are drawn, and skipped if they are invalid or if their prompt is longer than
+    `trainer.max_prompt_length`. Validation data is always checked completely."""
 
     mixture: MixtureConfig = MixtureConfig()
-    """The mixture of data sources in a batch."""
+    """Mixing of data sources in each batch."""
 
     custom_cls: CustomDatasetConfig = CustomDatasetConfig()
-    """A dataset class of your own, in place of the class that reads data files."""
+    """A dataset class of your own, instead of data files."""
 
 
 class SkyRLGymConfig(Section):
-    """Environment calls, plus one free section per environment class that is passed to it unchanged:
-    `environment.skyrl_gym.search.topk=3` reaches an environment of class `search` as `{"topk": 3}`."""
+    """Environment calls, plus one free-form section per environment class. Its settings are passed on unchanged:
+    `environment.skyrl_gym.search.topk=3` reaches environments of class `search` as `{"topk": 3}`."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, dict[str, FreeValue]] = Field(init=False)
 
     max_env_workers: Annotated[int, Ge(0)] = 32
-    """Threads or processes for environment calls; 0 calls them inline, without a time limit."""
+    """Maximum number of threads or processes for environment calls. 0 calls environments inline, without a time
+    limit."""
 
     call_timeout_seconds: Annotated[float, Gt(0)] | None = 300.0
-    """Time limit of a call into an environment. A call that exceeds it is abandoned, and its rollout is invalid
-    (`env_timeout`); null disables the limit."""
+    """Time limit of an environment call, in seconds. A call that exceeds it is abandoned, and its rollout is invalid
+    (`env_timeout`). null disables the limit."""
 
     isolation: Literal["thread", "process"] = "thread"
     """`process` runs each environment in a separate worker process, at most `max_env_workers` at once. Workers that
-    hang are killed; a crash affects only its own environment. `thread` is faster, but cannot kill a call that hangs."""
+    hang are killed, and a crash affects only its own environment. `thread` is faster, but cannot kill a call that
+    hangs."""
 
     python: Text | None = None
-    """With `isolation=process`, the Python interpreter of environments; null takes the trainer's."""
+    """Python interpreter for environments with `isolation=process`. Defaults to the trainer's."""
 
     def env_config(self, env_class: str) -> dict[str, Any]:
-        """Return the free section of one environment class, which may be empty: `MyEnv` for `my_module:MyEnv`."""
+        """Return the settings of an environment class, possibly {}. `my_module:MyEnv` has the section `MyEnv`."""
         name = env_class.rpartition(":")[2]
         return {**ENV_DEFAULTS.get(name, {}), **(self.model_extra or {}).get(name, {})}
 
@@ -121,26 +124,26 @@ class EnvironmentConfig(Section):
     function, as in `examples.catch.main_catch:register_catch`, the function is called once."""
 
     skyrl_gym: SkyRLGymConfig = SkyRLGymConfig()
-    """Environment calls, plus one free section per environment class."""
+    """Environment calls, plus one free-form section per environment class."""
 
 
 class CustomRewardFunctionConfig(Section):
-    """A reward function of your own, called as
-    `name(data_source=…, solution_str=…, ground_truth=…, extra_info=…)` for each reply. It plays all rows in the
-    environment `reward_function`. An error of the function makes the rollout invalid."""
+    """A reward function of your own, called for each reply as
+    `name(data_source=…, solution_str=…, ground_truth=…, extra_info=…)`. All rows then use the environment
+    `reward_function`. If the function raises, the rollout is invalid."""
 
     path: Text | None = None
-    """Python file that holds the function."""
+    """Python file that defines the function."""
 
     name: Text = "compute_score"
-    """Name of the function. It returns a number, or a dict with `score` and further numbers as metrics."""
+    """Name of the function. It returns a number, or a dict with `score` and extra numbers to log as metrics."""
 
 
 class SkyRLConfig(Section):
-    """The typed configuration of a run; `load_config` returns it."""
+    """The typed configuration of a run, as returned by `load_config`."""
 
     data: DataConfig = DataConfig()
-    """The datasets: prompts to train on and prompts to evaluate on."""
+    """Training and evaluation prompts."""
 
     trainer: TrainerConfig = TrainerConfig()
     """The training run."""
@@ -152,24 +155,24 @@ class SkyRLConfig(Section):
     """The environment and its settings."""
 
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
-    """A reward function of your own, in place of an environment."""
+    """A reward function of your own, instead of an environment."""
 
     def engine_dtype(self, *, has_gpu: bool) -> Literal["float32", "bfloat16"]:
-        """Return the dtype of the engine's weights: on GPUs, vLLM and SGLang compute with bfloat16 copies."""
+        """Return the dtype of the engine's weights. On GPUs with `trainer.bf16`, vLLM and SGLang use bfloat16."""
         is_cast = self.generator.backend in ("vllm", "sglang") and self.trainer.bf16 and has_gpu
         return "bfloat16" if is_cast else self.trainer.policy.model.dtype
 
     @property
     def has_engine_process(self) -> bool:
-        """True if the run trains in this process, and sends the weights to its engine in another one."""
+        """True if the run trains in this process and sends the weights to an engine in a second process."""
         trainer, generator = self.trainer, self.generator
         if not trainer.fully_async.enabled or trainer.placement.uses_ray:
             return False
-        is_server = generator.backend == "sglang"  # which reads weights from files
+        is_server = generator.backend == "sglang"  # an HTTP server that reads weights from files
         return generator.run_engines_locally and not is_server
 
     def offloads_idle(self, *, has_gpus: bool) -> bool:
-        """Return True if models and engines leave the devices that they share while they are idle."""
+        """Return True if idle models and engines are offloaded from the devices they share."""
         if self.trainer.fully_async.enabled:  # both are busy all the time
             return False
         has_copy = self.trainer.placement.uses_ray or self.generator.backend in ("vllm", "sglang")

@@ -47,43 +47,43 @@ from skyrl_train.config.rules.run import (
 from skyrl_train.config.run import RunConfig
 
 MAX_LENGTH = 2048
-"""Default of `data.max_length`, in tokens, for models with a longer context."""
+"""Default of `data.max_length` in tokens, unless the model's context is shorter."""
 
 
 class SupervisedDataConfig(Section):
-    """The rows, and how they become tokens."""
+    """Training and validation data, and how rows are tokenized."""
 
     train_data: StringList = Field(default=[])
-    """Training rows: parquet, json or jsonl files, or Hugging Face names (`owner/name:split`,
-    `owner/name/config:split`; without a split, `train`). A single string is a list of one."""
+    """Training rows: parquet, json or jsonl files, or Hugging Face datasets (`owner/name:split` or
+    `owner/name/config:split`, by default the split `train`). A single string is a list of one."""
 
     val_data: StringList = Field(default=[])
-    """Validation rows, in the same forms. Empty: no validation loss."""
+    """Validation rows, in the same format as `train_data`. An empty list disables the validation loss."""
 
     max_checked_rows: OptionalCount = 20_000
-    """Rows of the training data that are checked and tokenized before training; null checks all. Of larger data, a
-    sample of this size is checked. Other rows are checked when they are drawn, and skipped if they are invalid or too
-    long. Validation data is always checked completely."""
+    """Number of training rows to check and tokenize before training, sampled at random if there are more. null checks
+    all. Remaining rows are checked when they are drawn, and skipped if they are invalid or too long. Validation data is
+    always checked completely."""
 
     prompt_key: Text = "prompt"
-    """Column with the prompt: a text, which becomes a message of the user, or a list of messages."""
+    """Column with the prompt: a string (used as a user message) or a list of messages."""
 
     prompt_dict_keys: StringList = Field(default=[])
     """Keys to descend below `prompt_key`, e.g. `[question]` for `{"question": "…"}`."""
 
     tools_key: Text = "tools"
-    """Column with the tools of a row, passed to the chat template: a list of JSON schemas, or its JSON text."""
+    """Column with the row's tools for the chat template: a list of JSON schemas, or the same as a JSON string."""
 
     max_length: OptionalCount = None
-    """Maximum length of a row in tokens, prompt and response together; null is 2048, or the context of a model that has
-    a shorter one."""
+    """Maximum length of a row in tokens, prompt and response together. Defaults to 2048, or the model's context length
+    if that is shorter."""
 
     truncation: Literal["error", "left", "right"] = "error"
-    """Treatment of longer rows: refuse them, or drop tokens on the left or on the right. A row that has no trained
-    token left is dropped."""
+    """What to do with longer rows: raise an error, or drop tokens on the left or right. A row without any trained token
+    left is dropped."""
 
     chat_template: Text | None = None
-    """Path of a Jinja file with a chat template, in place of the tokenizer's; exports and checkpoints contain it."""
+    """Path of a Jinja chat template to use instead of the tokenizer's. It is saved in exports and checkpoints."""
 
     chat_template_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of variables of the template")] = Field(
         default={}
@@ -91,19 +91,19 @@ class SupervisedDataConfig(Section):
     """Arguments of the chat template, e.g. `data.chat_template_kwargs.enable_thinking=false`."""
 
     def row_length(self, n_context: int | None) -> int:
-        """Return the maximum length of a row, for a model with a context of `n_context` tokens, if it is known."""
+        """Return the maximum row length in tokens. `n_context` is the model's context length, None if unknown."""
         return self.max_length or min(MAX_LENGTH, n_context or MAX_LENGTH)
 
 
 class SFTDataConfig(SupervisedDataConfig):
-    """The demonstrations: rows with a prompt and a response, or with a conversation."""
+    """Demonstrations: rows with a prompt and a response, or with a conversation."""
 
     messages_key: Text = "messages"
-    """Column with a conversation: a list of messages with `role` and `content`. Every turn of the assistant is
-    trained, except those before any other message. Rows without it have a prompt and a response."""
+    """Column with a conversation: a list of messages with `role` and `content`. All assistant turns are trained, except
+    leading ones before any other message. Rows without this column need a prompt and a response."""
 
     response_key: Text = "response"
-    """Column with the response, a text."""
+    """Column with the response: a string."""
 
     response_dict_keys: StringList = Field(default=[])
     """Keys to descend below `response_key`."""
@@ -116,27 +116,27 @@ class SFTOptimizerConfig(OptimizerConfig):
     """Learning rate after warm-up."""
 
     adam_betas: Betas = (0.9, 0.98)
-    """Decay rates of the running means of the gradient and of its square."""
+    """AdamW's β₁ and β₂: decay rates of the running means of the gradient and of its square."""
 
     weight_decay: Annotated[float, Ge(0)] = 0.05
-    """Decoupled weight decay."""
+    """Decoupled weight decay coefficient."""
 
     num_warmup_steps: Annotated[int, Ge(0)] = 0
-    """Optimizer steps over which the learning rate rises from 0."""
+    """Number of optimizer steps of linear warm-up from 0."""
 
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Fraction of all optimizer steps over which the learning rate rises, in place of `num_warmup_steps`."""
+    """Warm-up as a fraction of all optimizer steps. Use this or `num_warmup_steps`, not both."""
 
     scheduler: SchedulerName = "cosine"
-    """Learning-rate schedule after warm-up, by its name in transformers; `wsd` (warm-up, stable, decay) stays constant
-    and decays to 0 at the end."""
+    """Learning-rate schedule after warm-up, by its transformers name. `wsd` (warm-up, stable, decay) stays constant and
+    decays to 0 at the end."""
 
 
 class SFTPolicyConfig(DividedModelConfig):
-    """The model that is trained."""
+    """The trained model."""
 
     model: PolicyModelConfig = PolicyModelConfig()
-    """Source and type of the weights."""
+    """Source and dtype of the weights."""
 
     optimizer_config: SFTOptimizerConfig = SFTOptimizerConfig()
     """The optimizer and its schedule."""
@@ -146,30 +146,30 @@ class SFTTrainerConfig(RunConfig):
     """The training run."""
 
     policy: SFTPolicyConfig = SFTPolicyConfig()
-    """The model that is trained."""
+    """The trained model."""
 
     train_batch_size: Count = 32
-    """Rows per training step."""
+    """Number of rows per training step."""
 
     micro_train_batch_size_per_gpu: OptionalCount = 8
-    """Maximum number of rows in one forward and backward pass, beside `max_tokens_per_microbatch`; null leaves it to
-    that. It limits memory; the loss and its gradient do not depend on it."""
+    """Maximum number of rows per forward and backward pass, in addition to `max_tokens_per_microbatch`. null sets no
+    limit on rows. Affects memory only: loss and gradient do not change."""
 
     eval_interval: CountOrMinusOne = 50
-    """Steps between computations of the validation loss, with one after the last step; -1 turns them off."""
+    """Compute the validation loss every N steps and after the last step. -1 disables it."""
 
     eval_before_train: bool = False
     """Also compute the validation loss before the first step."""
 
     ckpt_interval: CountOrMinusOne = 50
-    """Steps between checkpoints, with one after the last step; -1 writes none."""
+    """Write a checkpoint every N steps and after the last step. -1 disables checkpoints."""
 
 
 class SupervisedConfig(Section):
-    """The part of the configuration that supervised fine-tuning and training on preferences share."""
+    """Configuration shared by supervised fine-tuning and training on preferences."""
 
     data: SupervisedDataConfig = SupervisedDataConfig()
-    """The rows, and how they become tokens."""
+    """Training and validation data, and how rows are tokenized."""
 
     trainer: SFTTrainerConfig = SFTTrainerConfig()
     """The training run."""
@@ -179,11 +179,11 @@ class SFTConfig(SupervisedConfig):
     """The typed configuration of supervised fine-tuning."""
 
     data: SFTDataConfig = SFTDataConfig()
-    """The demonstrations: rows with a prompt and a response, or with a conversation."""
+    """Demonstrations: rows with a prompt and a response, or with a conversation."""
 
 
 def validation_is_held_out(cfg: SupervisedConfig) -> Iterator[str]:
-    """Warn of a source that is both trained and validated on."""
+    """Warn of a source in both the training and the validation data."""
     for source in cfg.data.val_data:
         if source in cfg.data.train_data:
             yield (

@@ -16,36 +16,36 @@ class PlacementConfig(RunPlacementConfig):
     """Processes of a training run. On a cluster without GPUs, each GPU in these keys is a process on the CPU."""
 
     launcher: Literal["auto", "inline", "ray"] = "auto"
-    """`inline` runs everything on one device, in one process or, with `fully_async`, in two. `ray` runs each rank and
-    each engine in a process of a Ray cluster: the one at `$RAY_ADDRESS`, the one that `ray start` began on this
-    machine, or a new one. `auto` takes `ray` if a key below asks for more than one process."""
+    """`inline` runs everything on one device, in one process (two with `fully_async`). `ray` runs each rank and each
+    engine in its own Ray worker process. It joins the cluster at `$RAY_ADDRESS` or one that `ray start` started on this
+    machine, and otherwise starts one. `auto` uses Ray only if a key below needs more than one process."""
 
     colocate_all: bool = True
-    """Training and the rollout engine share the same GPUs. `false` reserves others for each of policy, critic,
-    reference and engine."""
+    """Train and generate on the same GPUs. `false` reserves separate GPUs for the policy, critic, reference and
+    engines."""
 
     offload_idle: Annotated[bool | Literal["auto"], Allowed("auto, true or false")] = "auto"
-    """With `colocate_all=true`, free GPU memory of what is idle, if the engine has its own copy of the weights. While a
-    model computes, the engine sleeps and other models are in host memory; while the engine generates, all but the
-    policy's weights are there. Results do not change. `auto`: on GPUs."""
+    """With `colocate_all=true` and an engine that has its own copy of the weights, offload idle models and engines from
+    the GPU. While a model computes, the engine sleeps and the other models move to host memory. While the engine
+    generates, only the policy's weights stay on the GPU. Results do not change. `auto` means true on GPUs."""
 
     colocate_policy_ref: bool = True
-    """Policy and reference share the same GPUs; read only when `colocate_all=false`."""
+    """Put the policy and the reference on the same GPUs. Only used if `colocate_all=false`."""
 
     critic_num_nodes: Resolved[Count] = resolved_later()
-    """Nodes of the critic; null takes those of the policy."""
+    """Number of critic nodes. Defaults to `policy_num_nodes`."""
 
     critic_num_gpus_per_node: Resolved[Count] = resolved_later()
-    """GPUs of the critic on each node; null takes those of the policy."""
+    """Number of critic GPUs per node. Defaults to `policy_num_gpus_per_node`."""
 
     ref_num_nodes: Resolved[Count] = resolved_later()
-    """Nodes of the reference; null takes those of the policy."""
+    """Number of reference nodes. Defaults to `policy_num_nodes`."""
 
     ref_num_gpus_per_node: Resolved[Count] = resolved_later()
-    """GPUs of the reference on each node; null takes those of the policy."""
+    """Number of reference GPUs per node. Defaults to `policy_num_gpus_per_node`."""
 
     def size(self, role: PlacedRole) -> tuple[int, int]:
-        """Return the nodes of a model, and its ranks on each of them. A reward model has the policy's."""
+        """Return (nodes, ranks per node) of a model. A reward model has the policy's size."""
         role = "policy" if role == "reward" else role
         return getattr(self, f"{role}_num_nodes"), getattr(self, f"{role}_num_gpus_per_node")
 
@@ -62,20 +62,20 @@ class FullyAsyncConfig(Section):
     """Asynchronous training: the engines generate the rollouts of the next steps while the policy is updated."""
 
     enabled: bool = False
-    """Train and generate concurrently, in separate processes: on Ray with `placement.colocate_all=false`, with running
-    servers, or with a second process on this machine. Rollouts become off-policy; see
-    `algorithm.off_policy_correction`."""
+    """Train and generate concurrently, in separate processes. The engine is a Ray worker
+    (`placement.colocate_all=false`), a running server, or a second process on this machine. Rollouts become off-policy:
+    consider `algorithm.off_policy_correction`."""
 
     max_staleness_steps: Annotated[int, Ge(0)] = 4
-    """Maximum number of steps between the weights that start a rollout and those that train on it. Rollouts of this
-    many future steps are generated ahead; 0 is on-policy."""
+    """Maximum age, in steps, of the weights that started a rollout when it is trained on. Rollouts are generated this
+    many steps ahead. 0 is on-policy. Larger values hide slow rollouts, at the cost of staler data."""
 
     num_parallel_generation_workers: Count = 768
     """Maximum number of prompts whose rollouts are in progress at once."""
 
     in_flight_weight_updates: bool = True
-    """Let rollouts in progress continue with new weights. `false` finishes them before each weight sync, so that one
-    version of the weights samples each rollout, unless its engine is lost."""
+    """Let rollouts in progress continue with new weights. `false` finishes them before each weight sync. Each rollout
+    is then sampled by one version of the weights, unless its engine is lost."""
 
     @property
     def continues_rollouts(self) -> bool:
@@ -87,66 +87,65 @@ class TrainerConfig(RunConfig):
     """The training run."""
 
     placement: PlacementConfig = PlacementConfig()
-    """Processes of the run, and their places on GPUs."""
+    """Processes of the run, and the GPUs they use."""
 
     policy: PolicyConfig = PolicyConfig()
-    """The model that is trained."""
+    """The trained model."""
 
     critic: CriticConfig = CriticConfig()
-    """The model that estimates values."""
+    """The value model."""
 
     ref: RefConfig = RefConfig()
-    """The frozen reference."""
+    """The frozen reference model."""
 
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """The mathematics of one update."""
+    """Advantages, policy loss, KL and entropy terms."""
 
     fully_async: FullyAsyncConfig = FullyAsyncConfig()
     """Asynchronous training."""
 
     update_epochs_per_batch: Count = 1
-    """Passes over each batch of rollouts (the inner epochs of PPO)."""
+    """Number of passes over each batch of rollouts (PPO's inner epochs)."""
 
     train_batch_size: Count = 1024
-    """Prompts per training step."""
+    """Number of prompts per training step."""
 
     policy_mini_batch_size: Count = 256
-    """Prompts per optimizer step of the policy; divides `train_batch_size`."""
+    """Number of prompts per optimizer step of the policy. Must divide `train_batch_size`."""
 
     critic_mini_batch_size: Count = 256
-    """Prompts per optimizer step of the critic, when there is one; divides `train_batch_size`."""
+    """Number of prompts per optimizer step of the critic. Must divide `train_batch_size`. Ignored without a critic."""
 
     update_ref_every_epoch: bool = False
-    """Copy the policy to the reference after each epoch but the last."""
+    """Copy the policy to the reference after each epoch except the last."""
 
     flash_attn: bool = True
-    """No effect: attention is always PyTorch's SDPA, which uses a flash kernel on a GPU where it can."""
+    """No effect. Attention is always PyTorch's SDPA. On GPUs, it uses a flash kernel where possible."""
 
     max_prompt_length: Count = 512
-    """Maximum prompt length in tokens; longer prompts are dropped from the dataset."""
+    """Maximum prompt length in tokens. Longer prompts are dropped from the dataset."""
 
     eval_batch_size: Count = 1024
-    """Prompts per evaluation batch."""
+    """Number of prompts per evaluation batch."""
 
     eval_before_train: bool = True
-    """Also evaluate before the first step, if evaluation is on."""
+    """Also evaluate before the first step, unless evaluation is disabled."""
 
     dump_eval_results: bool = True
-    """Write every evaluated trajectory under `evals/` in the run folder."""
+    """Write all evaluation trajectories to `evals/` in the run folder."""
 
     remote_trajectory_url: Text | None = None
-    """Upload the evaluated trajectories to `<remote_trajectory_url>/evals/<run_name>/global_step_<N>/`, e.g.
-    `s3://skyrl-trajectories`; needs `dump_eval_results`."""
+    """URL such as `s3://skyrl-trajectories`. Evaluation trajectories are uploaded to
+    `<remote_trajectory_url>/evals/<run_name>/global_step_<N>/`. Needs `dump_eval_results=true`."""
 
     dump_trajectories: bool = False
-    """Write every training trajectory under `trajectories/` in the run folder."""
+    """Write all training trajectories to `trajectories/` in the run folder."""
 
     log_verl_metrics: bool = False
-    """Log the metrics of a step under the names of verl, too: `actor/pg_loss`, `critic/score/mean`,
-    `response_length/mean`, …, and under those of recipes for it, such as `train/reward`. `skyrl verl main_ppo` sets
-    this."""
+    """Also log step metrics under verl's names (`actor/pg_loss`, `critic/score/mean`, `response_length/mean`, …) and
+    names used by verl recipes, such as `train/reward`. `skyrl verl main_ppo` sets this."""
 
     @property
     def policy_is_reference(self) -> bool:
-        """True if the reference is the policy without its adapter, so that no second model is loaded."""
+        """True if the reference is the policy without its adapter. No second model is loaded."""
         return self.ref.is_base_of(self.policy.model) and not self.update_ref_every_epoch

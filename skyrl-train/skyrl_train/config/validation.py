@@ -1,7 +1,7 @@
-"""Rules that tie several keys together: each is a small function that yields one sentence per problem.
+"""Rules that involve several keys. Each is a small function that yields one sentence per problem.
 
-The type and range of a single key belong to its field. Rules that read the traits of the registered estimator and
-policy loss are in `skyrl_train.algorithms.rules`.
+The type and range of a single key belong to its field. Rules about the registered estimator and policy loss are in
+`skyrl_train.algorithms.rules`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ RULES: tuple[Rule, ...] = (
     intervals_are_not_empty,
     bounds_leave_room,
 )
-"""Rules that read the configuration alone."""
+"""Rules that read only the configuration."""
 
 MACHINE_RULES: tuple[Rule, ...] = (
     engine_is_installed,
@@ -125,7 +125,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
     sharding_fits_ranks,
     wandb_can_start,
 )
-"""Rules that read the machine too: only a run checks them, a report about a finished run does not."""
+"""Rules that also inspect the machine. Checked before a run, but not for a report about a finished run."""
 
 WARNINGS: tuple[Rule, ...] = (
     rewards_are_compared,
@@ -143,9 +143,9 @@ WARNINGS: tuple[Rule, ...] = (
     sampling_is_unusual,
     coefficients_are_unusual,
 )
-"""Warnings of settings that are allowed, but most likely not meant."""
+"""Warnings about settings that are allowed but probably a mistake."""
 
 
 def find_problems(cfg: Section, rules: tuple[Rule, ...] = RULES) -> list[str]:
-    """Return the sentences of every rule that a configuration breaks."""
+    """Return a sentence for each problem that the rules find."""
     return [sentence for rule in rules for sentence in rule(cfg)]

@@ -13,6 +13,6 @@ __all__ = ["PromptDataset"]
 def __getattr__(name: str) -> Any:
     if name != "PromptDataset":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from skyrl_train.dataset.prompts import PromptDataset  # imports transformers, which checks of rows do not need
+    from skyrl_train.dataset.prompts import PromptDataset  # imports transformers: slow, and row checks do not need it
 
     return PromptDataset

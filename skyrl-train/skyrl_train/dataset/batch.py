@@ -10,9 +10,9 @@ from skyrl_train.types import TrainingBatch, Trajectory, all_or_none
 
 
 def build_training_batch(trajectories: Sequence[Trajectory], pad_token_id: int) -> TrainingBatch:
-    """Return a batch of B rows, one for each segment of the valid trajectories, in their order.
+    """Build a batch of B rows: one per segment of the trajectories, in order. The trajectories must be valid.
 
-    Prompts are padded on the left to the longest one, responses on the right.
+    Prompts are padded on the left to the longest prompt, responses on the right to the longest response.
     """
     segments = [segment for t in trajectories for segment in t.segments]
     owners = [t for t in trajectories for _ in t.segments]
@@ -43,9 +43,9 @@ def build_training_batch(trajectories: Sequence[Trajectory], pad_token_id: int) 
 
 
 def pad_tokens(rows: Sequence[tuple[Sequence[int], int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens (B, L) and their attention mask (B, L) for rows of token ids and lengths of their prompts.
+    """Return tokens (B, L) and attention mask (B, L). Each row is (token ids, prompt length).
 
-    Prompts are padded on the left to the longest one, responses on the right.
+    Prompts are padded on the left to the longest prompt, responses on the right to the longest response.
     """
     prompt_length = max(n_prompt for _, n_prompt in rows)
     response_length = max(len(tokens) - n_prompt for tokens, n_prompt in rows)
@@ -59,6 +59,6 @@ def pad_tokens(rows: Sequence[tuple[Sequence[int], int]], pad_token_id: int) -> 
 
 
 def pad_right(rows: Sequence[Sequence[float]]) -> torch.Tensor:
-    """Return rows of numbers as a tensor (B, R), with zeros after the shorter ones."""
+    """Return rows of numbers as a float tensor (B, R), padded with zeros on the right."""
     length = max(len(row) for row in rows)
     return torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], dtype=torch.float32)

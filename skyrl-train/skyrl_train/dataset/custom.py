@@ -1,4 +1,4 @@
-"""A dataset class of the user's own: `data.custom_cls`. Its rows are read when they are drawn."""
+"""User-defined dataset classes (`data.custom_cls`). Their rows are read when they are drawn."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from skyrl_train.errors import ConfigError, DataError, InvalidRow
 from skyrl_train.types import PromptRow
 
 N_CHECKED_ROWS = 4
-"""Rows of each split that are checked before models are loaded."""
+"""Number of rows per split to check before models are loaded."""
 
 TENSORS = ("input_ids", "attention_mask", "position_ids", "raw_prompt_ids")
-"""Columns of verl's datasets that the trainer computes itself."""
+"""Columns of verl datasets that the trainer computes itself."""
 
 
 class CustomDataset(PromptDataset):
     """The rows of `data.custom_cls`, as prompts.
 
-    A row is a mapping with `prompt` or verl's `raw_prompt`, a list of messages, and the columns that its environment or
-    reward function reads. A prompt above `trainer.max_prompt_length` is not left out, since rows are not read before
-    they are drawn: its rollouts are invalid, and counted as `generate/n_invalid/prompt_too_long`.
+    A row is a mapping with `prompt` (or verl's `raw_prompt`), a list of messages, and the columns that its environment
+    or reward function reads. Prompts longer than `trainer.max_prompt_length` cannot be dropped, because rows are read
+    only when they are drawn. Their rollouts are invalid and counted as `generate/n_invalid/prompt_too_long`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CustomDataset(PromptDataset):
         """Load and construct the class.
 
         Raises:
-            ConfigError: the file has no such class, or it refuses its options.
+            ConfigError: the file has no such class, or its constructor fails.
             DataError: the dataset is empty.
         """
         self._cfg = cfg.data.custom_cls
@@ -94,7 +94,7 @@ class CustomDataset(PromptDataset):
 
     @cached_property
     def fingerprint(self) -> str:
-        """The dataset's own `fingerprint`, or else a hash of the file's content, the class and its options."""
+        """The dataset's own `fingerprint`, if it has one. Otherwise a hash of the file, the class and its options."""
         own = getattr(self._dataset, "fingerprint", None)
         if isinstance(own, str):
             return own
@@ -105,7 +105,7 @@ class CustomDataset(PromptDataset):
         return self._length
 
     def __getitem__(self, index: int) -> PromptRow:
-        """Return a row; DataError if it cannot be used, of training data InvalidRow."""
+        """Return a row. If it cannot be used, raise InvalidRow in training and DataError in evaluation."""
         if not self._is_drawn:
             return self._read(index)
         try:
@@ -138,5 +138,5 @@ class CustomDataset(PromptDataset):
         return PromptRow(str(index), prompt, env_class, columns)
 
     def checked_rows(self) -> Iterator[tuple[str, PromptRow]]:
-        """Yield the location and the content of the first rows."""
+        """Yield (location, row) for the first `N_CHECKED_ROWS` rows."""
         return ((self.location(index), self._read(index)) for index in range(min(N_CHECKED_ROWS, self._length)))

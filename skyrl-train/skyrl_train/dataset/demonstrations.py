@@ -1,6 +1,7 @@
-"""Rows of supervised datasets, checked before a tokenizer or a model is loaded. Imports neither torch nor transformers.
+"""Parsing and checks of supervised rows, before any tokenizer or model is loaded.
 
-A row is a conversation, a prompt and a response, or a prompt with a chosen and a rejected answer.
+A row is a conversation, a prompt with a response, or a prompt with a chosen and a rejected answer. Imports neither
+torch nor transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ UNREAD_FIELDS = {
     "refusal": "write its text as content",
     "prefix": "write the beginning of a reply as the last message of the prompt, and the rest as the response",
 }
-"""Fields of other formats that change what a message means, and how to write the same here."""
+"""Fields of other formats that change the meaning of a message, with the equivalent to write here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,10 @@ class Demonstration:
     """One conversation to imitate."""
 
     location: str  # "row 17 of train.jsonl", for messages
-    messages: list[dict[str, Any]]  # at least one of the assistant
-    n_context: int  # messages at the start that are not trained, even those of the assistant
+    messages: list[dict[str, Any]]  # at least one assistant message
+    n_context: int  # number of leading messages that are never trained, even assistant messages
     tools: list[Any] | None = None
-    reply_start: dict[str, Any] | None = None  # message of the prompt that begins message `n_context`
+    reply_start: dict[str, Any] | None = None  # the prompt's last message, if the answer continues it
 
     @property
     def trained(self) -> list[int]:
@@ -47,15 +48,15 @@ class Demonstration:
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
-    """Return False for a message with `weight: 0` (OpenAI, Mistral), `train: false` (Axolotl) or a field like these."""
+    """Return False for a message with `weight: 0` (OpenAI, Mistral), `train: false` (Axolotl) or a similar field."""
     return all(message.get(name, True) for name in WEIGHT_FIELDS)
 
 
 def read_answers(rows: Rows, indices: Sequence[int], data: SupervisedDataConfig) -> Iterator[tuple[Demonstration, ...]]:
-    """Yield the demonstration of rows, or the chosen and the rejected answer; `indices` ascend.
+    """Yield (demonstration,) or (chosen, rejected) for each row. `indices` must ascend.
 
     Raises:
-        DataError: a row cannot be read, or has no answer to train on.
+        DataError: a row cannot be read or has no answer to train on.
     """
     for location, row in rows.read(indices):
         check_media(row, location)
@@ -67,7 +68,7 @@ def read_answers(rows: Rows, indices: Sequence[int], data: SupervisedDataConfig)
 
 
 def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonstration:
-    """Return a conversation with an assistant's turn, or a prompt with a response."""
+    """Parse a conversation, or a prompt with a response."""
     tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
     if row.get(data.messages_key) is not None:
         messages = _read_conversation(row[data.messages_key], location, data.messages_key)
@@ -80,10 +81,10 @@ def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonst
 def _answer_prompt(
     location: str, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: list[Any] | None
 ) -> Demonstration:
-    """Join a prompt and its answer. A prompt that ends with a message of the assistant is continued by the answer.
+    """Join a prompt and its answer. If the prompt ends with an assistant message, the answer continues that message.
 
     Raises:
-        DataError: that message has tool calls.
+        DataError: that assistant message has tool calls.
     """
     last, first = prompt[-1], answer[0]
     if last["role"] != "assistant" or first["role"] != "assistant":
@@ -99,10 +100,10 @@ def _answer_prompt(
 
 
 def _read_pair(row: Row, location: str, data: PreferenceDataConfig) -> tuple[Demonstration, ...]:
-    """Return the chosen and the rejected answer, each with its prompt.
+    """Parse the chosen and the rejected answer, each with its prompt.
 
-    Answers are texts or lists of messages, which may repeat the prompt. In a row without a prompt, the prompt is what
-    both answers begin with.
+    An answer is a string or a list of messages, and may repeat the prompt. Without a prompt column, the prompt is
+    whatever both answers begin with.
     """
     tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
     keys = (data.chosen_key, data.rejected_key)
@@ -152,9 +153,10 @@ def _read_answer(row: Row, key: str, location: str) -> str | list[dict[str, Any]
 def _split_off_prompt(
     chosen: str | list[dict[str, Any]], rejected: str | list[dict[str, Any]], location: str, data: PreferenceDataConfig
 ) -> tuple[list[dict[str, Any]], list[str | list[dict[str, Any]]]]:
-    """Return the prompt that two answers begin with, and the rest of each.
+    """Split two answers into their common beginning, the prompt, and the rest of each.
 
-    The prompt of texts ends before a blank, so that no word is split.
+    For strings, the prompt ends before white space, so that no word is split: "The sky is blue" and "The sky is black"
+    share the prompt "The sky is", not "The sky is bl".
     """
     n_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     if isinstance(chosen, str):
@@ -162,7 +164,7 @@ def _split_off_prompt(
         n_common = words.end(1) if words else 0
         prompt = [{"role": "user", "content": chosen[:n_common]}]
     else:
-        n_common = min(n_common, len(chosen) - 1, len(rejected) - 1)  # equal answers are answers all the same
+        n_common = min(n_common, len(chosen) - 1, len(rejected) - 1)  # keep an answer even if both are equal
         prompt = chosen[:n_common]
     if n_common == 0:
         raise DataError(
@@ -187,7 +189,7 @@ def _read_conversation(value: Any, location: str, key: str) -> list[dict[str, An
 
 
 def _count_greetings(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of messages of the assistant before any other, which answer nothing."""
+    """Return the number of assistant messages at the start of a conversation. They answer nothing."""
     return next((i for i, message in enumerate(messages) if message["role"] != "assistant"), len(messages))
 
 
@@ -206,7 +208,7 @@ def _read_response(row: Row, location: str, data: SFTDataConfig) -> str:
 
 
 def _descend(row: Row, key: str, inner_keys: Sequence[str], location: str) -> tuple[str, Any]:
-    """Return the dotted name and the value of a possibly nested key."""
+    """Return (dotted name, value) of a possibly nested key."""
     name, value = "", row
     for part in (key, *inner_keys):
         if not isinstance(value, Mapping) or part not in value:
@@ -221,7 +223,7 @@ def _descend(row: Row, key: str, inner_keys: Sequence[str], location: str) -> tu
 
 
 def _check_messages(value: Any, location: str, key: str, negation: str = "not") -> list[dict[str, Any]]:
-    """Return messages in the form of chat templates."""
+    """Check messages and return them in the form that chat templates expect."""
     if not isinstance(value, list) or not value:
         raise DataError(
             f"{location}: {key}={quote(value)} is {negation} a list of messages; write "
@@ -252,7 +254,7 @@ def _check_messages(value: Any, location: str, key: str, negation: str = "not") 
 
 
 def _check_fields(message: Mapping[str, Any], name: str) -> None:
-    """Raise DataError for fields that ask for something other than to imitate the message or not."""
+    """Raise DataError for fields that change a message's meaning, and for invalid weights."""
     for field, fix in UNREAD_FIELDS.items():
         if message.get(field):
             raise DataError(f"{name} has {field}={quote(message[field])}, which is not read; {fix}, and remove it")
@@ -284,4 +286,4 @@ def _parse_tools(value: Any, location: str, key: str) -> list[Any] | None:
         return None
     if not isinstance(value, list):
         raise DataError(f"{location}: {key}={quote(value)} is not a list of tools; write a list of JSON schemas")
-    return list(value if is_text else drop_nulls(value))  # nulls of a text were meant
+    return list(value if is_text else drop_nulls(value))  # in JSON text, nulls are intentional

@@ -1,7 +1,7 @@
 """Dataset rows from parquet, JSON and JSON-lines files, or by name from the Hugging Face Hub.
 
-Rows are read when they are used: JSON lines from their file, and others from tables in memory (parquet) or in a file
-(the Hub). Only `.json` files are parsed at once.
+Rows are read when they are used. JSON lines stay in their file, parquet is a table in memory, and Hub datasets are
+memory-mapped. Only `.json` files are parsed up front.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OTHER_SUFFIXES = {".csv", ".tsv", ".txt", ".arrow", ".feather", ".xlsx", ".pkl",
 ROWS_AT_ONCE = 1000
 
 _warned: set[str] = set()
-"""Sources that were warned about: a run reads each one several times."""
+"""Sources that were warned about. A run reads each source several times but should warn once."""
 
 
 class RowSource(ABC):
@@ -57,7 +57,7 @@ class RowSource(ABC):
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int]) -> Iterator[Row]:
-        """Yield rows with clean text, whose messages have no null fields.
+        """Yield rows with clean text and without null fields in their messages.
 
         Raises:
             DataError: a row cannot be read or is nested too deeply.
@@ -72,7 +72,7 @@ class RowSource(ABC):
     def _read(self, indices: Sequence[int]) -> Iterator[Row]: ...
 
     def read_column(self, name: str) -> Iterator[Any]:
-        """Yield the values of a column, None in rows without it; DataError as `read`."""
+        """Yield the values of a column, None for rows without it. Raises as `read` does."""
         return (row.get(name) for row in self.read(range(len(self))))
 
     def location(self, index: int) -> str:
@@ -80,7 +80,7 @@ class RowSource(ABC):
         return f"row {index} of {self.name}"
 
     def _clean(self, value: Any, index: int) -> Row:
-        """Return the row `value` without lone surrogates, with one warning per source."""
+        """Return the row `value` with lone surrogates replaced. Warn once per source."""
         location = self.location(index)
         if not isinstance(value, dict):
             raise DataError(f'{location} is {quote(value)}; a row is an object: {{"prompt": […], …}}')
@@ -181,7 +181,7 @@ class Rows:
     """The rows of several sources, joined in order."""
 
     def __init__(self, sources: Sequence[str]) -> None:
-        """Open the sources; DataError if one cannot be read or has no rows."""
+        """Open the sources. DataError if one cannot be read or has no rows."""
         self._sources = [open_source(source) for source in sources]
         self._ends = list(accumulate(map(len, self._sources)))
         for source in self._sources:
@@ -201,12 +201,12 @@ class Rows:
         return hashlib.blake2b(" ".join(s.digest for s in self._sources).encode(), digest_size=16).hexdigest()
 
     def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Row]]:
-        """Yield the location, for messages, and the content of rows; `indices` ascend.
+        """Yield (location, row). `indices` must ascend. The location is text for messages.
 
         Lone surrogates become "?", with one warning per source.
 
         Raises:
-            DataError: a row cannot be read, or is nested too deeply.
+            DataError: a row cannot be read or is nested too deeply.
             StorageError: a file changed after it was opened.
         """
         start = 0
@@ -218,13 +218,13 @@ class Rows:
             start = end
 
     def read_column(self, name: str) -> Iterator[Any]:
-        """Yield the values of a column, None in rows without it; DataError as `read`."""
+        """Yield the values of a column, None for rows without it. Raises as `read` does."""
         return (value for source in self._sources for value in source.read_column(name))
 
     def sample(self, max_rows: int | None) -> Sequence[int]:
-        """Return the indices of all rows, or of `max_rows` that are always the same.
+        """Return the indices of all rows, or of a random but reproducible sample of `max_rows`, in ascending order.
 
-        Sources have equal shares of a sample; smaller sources are included completely.
+        Sources have equal shares of the sample. A source smaller than its share is included completely.
         """
         if max_rows is None or len(self) <= max_rows:
             return range(len(self))
@@ -269,13 +269,13 @@ def open_source(source: str) -> RowSource:
 
 
 def read_rows(source: str) -> list[Row]:
-    """Return all rows of a source, as `open_source`; DataError as `Rows.read`."""
+    """Read all rows of a source. Raises as `open_source` and `Rows.read` do."""
     rows = open_source(source)
     return list(rows.read(range(len(rows))))
 
 
 def clean_row(row: Row, location: str) -> Row:
-    """Return a row without lone surrogates; DataError if it is nested too deeply."""
+    """Return a row with lone surrogates replaced. DataError if it is nested too deeply."""
     try:
         check_depth(row)
     except TooDeep as error:
@@ -285,18 +285,18 @@ def clean_row(row: Row, location: str) -> Row:
 
 
 def quote(value: Any) -> str:
-    """Format a value for a message, cut to its beginning."""
+    """Format a value for a message, cut to `MAX_QUOTED_CHARS`."""
     return repr(value)[:MAX_QUOTED_CHARS]
 
 
 def local_path(source: str) -> Path | None:
-    """Return the path of a data file, with `~` and `$VARIABLES` expanded; None for a dataset on the Hub."""
+    """Return the path of a data file with `~` and `$VARIABLES` expanded, or None for a dataset on the Hub."""
     path = Path(os.path.expandvars(source)).expanduser()
     return path if path.suffix in DATA_SUFFIXES else None
 
 
 def find_fault(path: Path) -> str | None:
-    """Return why a path is not a file that can be read, e.g. "is a folder"; None if it is."""
+    """Return why a path is not a readable file, e.g. "is a folder", or None if it is one."""
     try:
         if path.is_file():
             return None
@@ -306,7 +306,7 @@ def find_fault(path: Path) -> str | None:
 
 
 def count_rows(source: str) -> int | None:
-    """Return the number of rows of a data file, None for a dataset on the Hub; DataError as `open_source`."""
+    """Return the number of rows of a data file, or None for a dataset on the Hub. Raises as `open_source` does."""
     path = local_path(source)
     if path is None:
         return None
@@ -331,7 +331,7 @@ def check_row_count(n_rows: int, batch_size: int) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
-    """Write one JSON object per line; the file appears when it is complete."""
+    """Write one JSON object per line. The file appears only when it is complete."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -340,10 +340,10 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _is_json_lines(path: Path) -> bool:
-    """Return whether the first line of a `.json` file is a complete object, as in files of Hugging Face datasets."""
+    """Return True if the first line of a `.json` file is a complete object, as Hugging Face datasets write them."""
     with path.open("rb") as file:
         if file.read(len(BOM_UTF8) + 1).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-            return False  # a list, whose first line may be the whole file
+            return False  # a list: do not read on, the first line may be the whole file
         file.seek(0)
         line = file.readline().removeprefix(BOM_UTF8).strip()
     try:
@@ -363,12 +363,12 @@ def _read_parquet(path: Path) -> pa.Table:
 
 
 def _depth(kind: pa.DataType) -> int:
-    """Return the nesting of a type's lists and structs."""
+    """Return the nesting depth of a type's lists and structs."""
     return 1 + max((_depth(kind.field(i).type) for i in range(kind.num_fields)), default=0)
 
 
 def _load_from_hub(source: str) -> pa.Table:
-    """Return a dataset of the Hub, which stays in its file on this machine."""
+    """Load a dataset from the Hub or a `save_to_disk` folder as a memory-mapped table."""
     import datasets
 
     name, config, split = _hub_name(source)
@@ -381,7 +381,7 @@ def _load_from_hub(source: str) -> pa.Table:
                 if (split or "train") not in saved:
                     raise ValueError(f"it has the splits {', '.join(saved)}")
                 saved = saved[split or "train"]
-            elif split is not None and split != str(saved.split):  # the split that it was before it was saved
+            elif split is not None and split != str(saved.split):  # the split it was saved from
                 raise ValueError(f"it has no splits, only {len(saved)} rows; remove :{split}")
             return saved.with_format("arrow")[:]
         return datasets.load_dataset(name, config, split=split or "train").with_format("arrow")[:]
@@ -393,7 +393,7 @@ def _load_from_hub(source: str) -> pa.Table:
 
 
 def _hub_name(source: str) -> tuple[str, str | None, str | None]:
-    """Return dataset, configuration and split of `owner/name/config:split`; the last two are optional."""
+    """Split `owner/name/config:split` into dataset, configuration and split. The last two may be None."""
     name, _, split = source.partition(":")
     parts = name.split("/")
     if len(parts) == 3 and all(parts) and not Path(name).exists():  # a local folder is a dataset too

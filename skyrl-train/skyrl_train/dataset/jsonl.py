@@ -1,4 +1,4 @@
-"""A file of JSON lines as a sequence of values, which are parsed when they are read."""
+"""Random access to a JSON-lines file. Values are parsed when they are read."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from skyrl_gym.tools.strict_json import MAX_DEPTH
 from skyrl_train.errors import StorageError
 
 MAX_BYTES_IN_MEMORY = 64 << 20
-"""Maximum size of a file that is held in memory, so that changes of it do not reach the run."""
+"""Files up to this size are kept in memory, so later changes to them do not affect the run."""
 
 CHUNK_BYTES = 8 << 20
 BLOCK_ROWS = 256
-"""Maximum number of adjacent lines that are read at once."""
+"""Maximum number of adjacent lines to read at once."""
 
 NEWLINE = 0x0A
 WHITE_SPACE = np.frombuffer(b"\t\x0b\x0c\r ", np.uint8)
@@ -37,17 +37,17 @@ Identity = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """The lines of a file that are not blank."""
+    """Index of a file's non-blank lines."""
 
-    offsets: NDArray[np.int64]  # of the first byte of each line, and the size of the file
+    offsets: NDArray[np.int64]  # of the first byte of each line, then the size of the file
     digest: str  # of all bytes
 
 
 class JSONLines:
-    """The values of a file with one JSON value a line. Blank lines are left out."""
+    """The values in a file with one JSON value per line. Blank lines are skipped."""
 
     def __init__(self, path: Path) -> None:
-        """Find the lines. OSError if the file cannot be read."""
+        """Open and index the file. OSError if it cannot be read."""
         self._path = path
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
@@ -64,10 +64,13 @@ class JSONLines:
         return len(self._offsets) - 1
 
     def read(self, indices: Sequence[int]) -> Iterator[tuple[Any, bool]]:
-        """Yield values, and True for one that certainly has no lone surrogate and at most `MAX_DEPTH` levels.
+        """Yield (value, is plain). A plain value needs no cleaning.
+
+        The test is cheap and conservative: a plain value certainly has no lone surrogate and at most `MAX_DEPTH`
+        levels.
 
         Raises:
-            ValueError: a line is not JSON; the message has its number.
+            ValueError: a line is not JSON. The message has its number.
             StorageError: the file changed after it was opened.
         """
         for block in _split_runs(indices):
@@ -101,7 +104,7 @@ class JSONLines:
 
 
 def _split_runs(indices: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield runs of indices that follow one another, of at most `BLOCK_ROWS`."""
+    """Yield runs of consecutive indices, each of at most `BLOCK_ROWS`."""
     start = 0
     for i in range(1, len(indices) + 1):
         if i == len(indices) or indices[i] != indices[i - 1] + 1 or i - start == BLOCK_ROWS:
@@ -114,13 +117,13 @@ def _identify(file: int) -> Identity:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-@lru_cache(maxsize=16)  # a run reads its data to check it, to count it and to train
+@lru_cache(maxsize=16)  # a run opens its data several times: to check, to count and to train
 def _find_lines(path: Path, identity: Identity) -> _Index:
-    """Return the index of the file, which must have this identity."""
+    """Index the file. StorageError if its identity has changed."""
     digest = hashlib.blake2b(digest_size=16)
     found, n_bytes = [], 0
     carried = np.zeros(1, np.int64)  # start of a line whose first byte is in the next chunk
-    indented: list[int] = []  # lines that start with white space, and may have nothing else
+    indented: list[int] = []  # lines that start with white space: possibly blank
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)

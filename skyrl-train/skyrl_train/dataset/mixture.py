@@ -19,10 +19,11 @@ MIXTURE = "data.mixture"
 
 
 class MixedPrompts(PromptOrder[PromptRow]):
-    """Batches of prompts in which every data source has its share, whatever its size.
+    """Batches with a fixed share of prompts from each data source, regardless of its size.
 
-    Each source is shuffled separately, epoch after epoch. Fractions of a prompt are carried over to later batches. An
-    epoch of the mixture is as many batches as the dataset fills.
+    Each source is shuffled separately, epoch after epoch. Fractions of a prompt carry over to later batches: with
+    weights 0.7 and 0.3 and batches of 4, a source gets 3, 3, 2, … and 1, 1, 2, … prompts. An epoch of the mixture is as
+    many batches as the whole dataset fills.
     """
 
     def __init__(
@@ -38,13 +39,13 @@ class MixedPrompts(PromptOrder[PromptRow]):
         """Start with the first batch.
 
         Args:
-            weights: by data source, relative to one another; empty: by the number of rows.
+            weights: relative weight of each data source. If empty, the number of rows.
             min_per_batch: minimum number of prompts of each source in every batch.
-            resumes_weights: `load_state_dict` restores the weights too, since a curriculum set them.
+            resumes_weights: let `load_state_dict` restore the weights, too, because a curriculum changes them.
 
         Raises:
             DataError: the dataset does not fill one batch.
-            ConfigError: the weights are invalid, or `min_per_batch` of each source do not fit.
+            ConfigError: the weights are invalid, or `min_per_batch` prompts of each source do not fit into a batch.
         """
         super().__init__(dataset, batch_size, seed)
         rows: dict[str, array[int]] = {}
@@ -59,11 +60,11 @@ class MixedPrompts(PromptOrder[PromptRow]):
 
     @property
     def weights(self) -> dict[str, float]:
-        """The fraction of each source in a batch; they add up to 1."""
+        """Fraction of each source in a batch. The fractions add up to 1."""
         return dict(self._weights)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Set the shares from the next batch on. A source of weight 0 is left out.
+        """Set the weights for the next batch and all later ones. A source with weight 0 is left out.
 
         Raises:
             ConfigError: a weight is missing, negative, NaN or infinite, all are 0, or a source is unknown.
@@ -80,7 +81,7 @@ class MixedPrompts(PromptOrder[PromptRow]):
 
     @property
     def n_epochs_over(self) -> int:
-        """Epochs of the mixture that are complete."""
+        """Number of finished epochs of the mixture."""
         return self._n_batches // self.batches_per_epoch
 
     def _next_rows(self) -> list[tuple[int, PromptRow]]:
@@ -91,7 +92,12 @@ class MixedPrompts(PromptOrder[PromptRow]):
         return [chosen[i] for i in order.tolist()]
 
     def _shares(self) -> dict[str, int]:
-        """Return each source's number of prompts in the next batch, and settle its credit."""
+        """Return each source's number of prompts in the next batch, and update its credit.
+
+        A source earns batch size × weight credits per batch and pays 1 per prompt. First, each source gets as many
+        prompts as it has whole credits, but at least `min_per_batch`. Then prompts are added to the sources with the
+        most credit left, or taken from the sources with the least, until the batch has its size.
+        """
         used = [name for name, weight in self._weights.items() if weight > 0]
         for name in used:
             self._credits[name] += self._batch_size * self._weights[name]
@@ -101,7 +107,7 @@ class MixedPrompts(PromptOrder[PromptRow]):
             movable = [name for name in used if step > 0 or shares[name] > self._min_per_batch]
             most_owed = max(movable, key=lambda name: step * (self._credits[name] - shares[name]))
             shares[most_owed] += step
-        for name in used:  # limit the credit, so that a forced deviation has no lasting effect
+        for name in used:  # limit the credit: a deviation forced by min_per_batch must not accumulate
             self._credits[name] = max(-1.0, min(1.0, self._credits[name] - shares[name]))
         return shares
 
@@ -128,7 +134,7 @@ class MixedPrompts(PromptOrder[PromptRow]):
 
 
 class _Stream:
-    """The rows of one source, shuffled for each epoch by the seed and the epoch's number."""
+    """The rows of one source, reshuffled for each epoch."""
 
     def __init__(self, name: str, indices: Sequence[int], seed: int, find: Callable[[int], PromptRow | None]) -> None:
         self._name = name
@@ -138,7 +144,7 @@ class _Stream:
         self.position = (0, 0)  # epoch, index in its order
 
     def take(self, n: int) -> list[tuple[int, PromptRow]]:
-        """Return the next n rows with their indices, from several epochs if need be; DataError if none can be used."""
+        """Return (index, row) of the next n rows, across epochs if necessary. DataError if no row can be used."""
         epoch, row = self.position
         taken: list[tuple[int, PromptRow]] = []
         n_failures = 0  # in a row

@@ -1,4 +1,4 @@
-"""The order in which prompts are drawn for training."""
+"""The order in which training prompts are drawn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 RowType = TypeVar("RowType", covariant=True)
 
-EPOCHS_PER_SEED = 1_000_003  # the second epoch of one seed is not the first of the next
+EPOCHS_PER_SEED = 1_000_003  # keeps epoch 1 of seed s distinct from epoch 0 of seed s + 1
 
 
 class Dataset(Protocol[RowType]):
@@ -34,21 +34,21 @@ class Dataset(Protocol[RowType]):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> RowType:
-        """Return a row; SkippedRow if another one is to be drawn instead."""
+        """Return a row. SkippedRow if it cannot be used and the next row should be drawn instead."""
         ...
 
 
 class EpochOrder:
-    """The shuffled order of rows in each epoch; the order of the latest epoch is cached."""
+    """The shuffled order of rows in each epoch. Only the latest epoch's order is cached."""
 
     def __init__(self, n_rows: int, seed_of: Callable[[int], int]) -> None:
-        """Shuffle an epoch with the seed that `seed_of` returns for its number."""
+        """`seed_of` maps the number of an epoch to its seed."""
         self._n_rows = n_rows
         self._seed_of = seed_of
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
 
     def __call__(self, epoch: int) -> torch.Tensor:
-        """Return the indices of the rows (n_rows) in the order of an epoch."""
+        """Return the row indices (n_rows) in the order of an epoch."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed_of(epoch))
             self._epoch, self._order = epoch, torch.randperm(self._n_rows, generator=generator)
@@ -56,41 +56,42 @@ class EpochOrder:
 
 
 class PromptOrder(ABC, Generic[R]):
-    """Batches of rows, epoch after epoch, in an order that depends on the seed alone.
+    """Batches of rows, epoch after epoch, in an order that depends only on the seed.
 
-    Drawn rows are numbered. `state_dict` is the position after the last batch; an order that loads it continues from
+    Drawn rows are numbered. `state_dict` is the position after the last batch. An order that loads it continues from
     there, starting with prompts that were drawn but not trained on.
     """
 
     def __init__(self, dataset: Dataset[R], batch_size: int, seed: int) -> None:
-        """Start at the first row; DataError if the dataset does not fill one batch."""
+        """Start at the first row. DataError if the dataset does not fill one batch."""
         check_row_count(len(dataset), batch_size)
         self._dataset = dataset
         self._batch_size = batch_size
         self._seed = seed
         self._n_drawn = 0  # rows, over all epochs
         self._n_skipped = 0
-        self._unused: deque[DrawnPrompt[R]] = deque()  # of a resumed run, drawn before it stopped
+        self._unused: deque[DrawnPrompt[R]] = deque()  # drawn but not trained on before the run was resumed
         self._warned: set[int] = set()
 
     @property
     def batches_per_epoch(self) -> int:
-        """Full batches in the dataset."""
+        """Number of full batches in the dataset."""
         return len(self._dataset) // self._batch_size
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`data/n_skipped`, the rows that were drawn and could not be used, once there is one."""
+        """`data/n_skipped`, the number of drawn rows that could not be used. Empty if there are none."""
         return {"data/n_skipped": float(self._n_skipped)} if self._n_skipped else {}
 
     @property
     @abstractmethod
     def n_epochs_over(self) -> int:
-        """Epochs that have no batch left."""
+        """Number of finished epochs, i.e. epochs without a full batch left."""
 
     def next_batch(self) -> list[DrawnPrompt[R]]:
-        """Draw the next batch: unused prompts of `load_state_dict`, then new ones, from the next epoch once this one
-        is over. An error leaves the position unchanged.
+        """Draw the next batch, first from the unused prompts of `load_state_dict`, then from the data.
+
+        After the last batch of an epoch, the next epoch begins. An error leaves the position unchanged.
         """
         if len(self._unused) < self._batch_size:
             position, n_skipped, n_epochs_over = self._position(), self._n_skipped, self.n_epochs_over
@@ -109,18 +110,19 @@ class PromptOrder(ABC, Generic[R]):
         return [self._unused.popleft() for _ in range(self._batch_size)]
 
     def state_dict(self, unused: Sequence[DrawnPrompt[R]] = ()) -> dict[str, Any]:
-        """Return the position, and the identity of the data. `unused` prompts were drawn but not trained on;
-        `load_state_dict` puts them first.
+        """Return the position and the identity of the data.
+
+        `unused` prompts were drawn but not trained on. `load_state_dict` puts them first.
         """
         counts = {"n_drawn": self._n_drawn, "n_skipped": self._n_skipped}
         numbers = [(prompt.draw, prompt.index, prompt.ends_epoch) for prompt in (*unused, *self._unused)]
         return {**self._position(), **counts, "unused": numbers, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, with batches of any size.
+        """Continue from `state`. The batch size may differ.
 
         Raises:
-            DataError: the state is of other data or another seed.
+            DataError: the state belongs to different data or a different seed.
         """
         for name, value in self._identity().items():
             if state[name] != value:
@@ -139,7 +141,7 @@ class PromptOrder(ABC, Generic[R]):
                 self._unused.append(replace(self._unused.pop(), ends_epoch=True))
 
     def _find(self, index: int) -> R | None:
-        """Return a row; None if another one is to be drawn instead, with one warning for each invalid row."""
+        """Return a row, or None if it cannot be used. Warn once about each invalid row."""
         try:
             return self._dataset[index]
         except SkippedRow as skipped:
@@ -151,22 +153,22 @@ class PromptOrder(ABC, Generic[R]):
 
     @abstractmethod
     def _next_rows(self) -> list[tuple[int, R]]:
-        """Return the rows of the next batch, with their indices in the dataset."""
+        """Return (dataset index, row) for each row of the next batch."""
 
     @abstractmethod
     def _position(self) -> dict[str, Any]:
-        """Return the position."""
+        """Return the position as a dict for `_load`."""
 
     @abstractmethod
     def _load(self, state: dict[str, Any]) -> None:
-        """Set the position to that of `state`."""
+        """Restore the position from `state`."""
 
     def _identity(self) -> dict[str, Any]:
         return {"n_rows": len(self._dataset), "fingerprint": self._dataset.fingerprint, "seed": self._seed}
 
 
 class ShuffledPrompts(PromptOrder[R]):
-    """All rows, shuffled for each epoch. A last batch that is not full is dropped."""
+    """All rows, reshuffled for each epoch. An incomplete last batch is dropped."""
 
     def __init__(self, dataset: Dataset[R], batch_size: int, seed: int) -> None:
         super().__init__(dataset, batch_size, seed)
@@ -176,7 +178,7 @@ class ShuffledPrompts(PromptOrder[R]):
 
     @property
     def n_epochs_over(self) -> int:
-        """Epochs that have no batch left."""
+        """Number of finished epochs, i.e. epochs without a full batch left."""
         return self._epoch + (not self._is_enough(self._batch_size))
 
     def _is_enough(self, n_rows: int) -> bool:

@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 class PromptDataset:
     """Rows whose prompt has at most `max_prompt_length` tokens, from one or several sources joined in order.
 
-    Rows are read when they are used. Of more than `max_checked_rows`, only a sample is checked at first, and every row
-    when it is drawn; one that is invalid or too long is then skipped.
+    Rows are read when they are used. If there are more than `max_checked_rows`, only a sample is checked up front. Each
+    row is then checked when it is drawn, and skipped if it is invalid or too long.
     """
 
     check_drawn: Callable[[TaskRow], None] | None = None
-    """Additional check of a drawn row, unless all rows were checked; raises DataError if the row must be skipped."""
+    """Extra check of a drawn row, used unless all rows were checked up front. DataError means: skip the row."""
 
     def __init__(
         self,
@@ -43,13 +43,14 @@ class PromptDataset:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open the sources, and check and filter their rows. `num_workers` is SkyRL's, and has no effect.
+        """Open the sources, then check and filter their rows.
 
-        Prompts are rendered by `chat_template`, by default the tokenizer's, with the variables `chat_template_kwargs`.
+        `chat_template` (default: the tokenizer's) renders prompts with the variables `chat_template_kwargs`.
+        `num_workers` exists for SkyRL and has no effect.
 
         Raises:
-            DataError: a source cannot be read, a row has no chat prompt or one that the chat template refuses, or no
-                row is short enough.
+            DataError: a source cannot be read, a row has no chat prompt or the chat template refuses it, or no row is
+                short enough.
         """
         sources = [datasets] if isinstance(datasets, str) else list(datasets)
         self._tokenizer = tokenizer
@@ -59,7 +60,7 @@ class PromptDataset:
         self._rows = Rows(sources)
         self._sample = self._rows.sample(max_checked_rows)
         self.is_checked = len(self._sample) == len(self._rows)
-        """All rows were checked, and those with a long prompt are left out."""
+        """True if all rows were checked up front and rows with long prompts were dropped."""
         kept, shortest, digest = array("q"), math.inf, hashlib.blake2b(digest_size=16)
         rows = self._read_checked(self._sample)
         for start in range(0, len(self._sample), ROWS_AT_ONCE):
@@ -97,13 +98,13 @@ class PromptDataset:
         return self._digest or self._rows.digest
 
     def checked_rows(self) -> Iterator[tuple[str, PromptRow]]:
-        """Yield the location and the content of each row that was checked at first."""
+        """Yield (location, row) for each row that was checked up front."""
         indices = self._indices if self.is_checked else self._sample
         for number, (location, row) in enumerate(self._rows.read(indices)):
             yield location, self._prompt_row(number, row)
 
     def data_sources(self) -> Iterator[str]:
-        """Yield the `data_source` of every row, as `PromptRow` names it."""
+        """Yield `PromptRow.data_source` of every row."""
         indices = iter(self._indices)
         wanted = next(indices)
         for index, value in enumerate(self._rows.read_column("data_source")):
@@ -115,7 +116,12 @@ class PromptDataset:
         return len(self._indices)
 
     def __getitem__(self, index: int) -> PromptRow:
-        """Return a row; if not all were checked at first, SkippedRow or InvalidRow for one that cannot be used."""
+        """Return a row.
+
+        Raises:
+            SkippedRow: the prompt is too long. Only if not all rows were checked up front.
+            InvalidRow: the row cannot be used. Only if not all rows were checked up front.
+        """
         number = self._indices[index]
         if self.is_checked:
             return self._prompt_row(index, self._rows[number])
@@ -143,9 +149,10 @@ class PromptDataset:
         return PromptRow(str(number), row[self._prompt_key], row.get(self._env_class_key), extras)
 
     def _bound_lengths(self, rows: Sequence[tuple[str, Row]]) -> list[int]:
-        """Return the tokens of each prompt, or an upper bound for one that is short enough without tokenizing.
+        """Return the number of tokens in each prompt, or an upper bound if that is already within the limit.
 
-        A token of ASCII text has at least one character; some tokenizers add one before the text.
+        ASCII text has at most one token per character. The + 1 covers tokenizers that add a token before the text. So
+        100 ASCII characters are at most 101 tokens, and a limit of 512 needs no tokenization.
         """
         limit = self._max_length
         texts = [self._render(location, row[self._prompt_key]) for location, row in rows]
@@ -158,7 +165,7 @@ class PromptDataset:
         return lengths
 
     def _render(self, location: str, prompt: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of a prompt with the assistant's header; `location` is for messages."""
+        """Render a prompt up to and including the assistant's header. `location` is for messages."""
         try:
             self._template.check_roles(prompt)
             return self._template.prompt(prompt)

@@ -1,4 +1,4 @@
-"""Rows of prompt datasets, checked before a tokenizer or a model is loaded. Imports neither torch nor transformers."""
+"""Checks of prompt rows that run before any tokenizer or model is loaded. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class TaskRow:
     """A row as an environment receives it, without its prompt."""
 
     location: str  # "row 17 of train.jsonl", for messages
-    env_class: str | None  # None: that of the configuration
+    env_class: str | None  # None: use environment.env_class
     extras: Row  # all columns except the prompt and `env_class`
 
 
 def read_prompt_rows(
     rows: Rows, indices: Sequence[int], prompt_key: str = "prompt", env_class_key: str = "env_class"
 ) -> Iterator[tuple[str, Row]]:
-    """Yield the location and the columns of rows; `indices` ascend.
+    """Yield (location, columns) of rows. `indices` must ascend.
 
     Raises:
-        DataError: a row cannot be read, has no chat prompt or an invalid `env_class`.
+        DataError: a row cannot be read, has no chat prompt, or has an invalid `env_class`.
     """
     for location, row in rows.read(indices):
         check_row(row, location, prompt_key, env_class_key)
@@ -50,9 +50,9 @@ def read_prompt_rows(
 
 
 def check_row(row: Row, location: str, prompt_key: str = "prompt", env_class_key: str = "env_class") -> None:
-    """Raise DataError for a row without a chat prompt, or with an invalid `env_class`."""
+    """Raise DataError for a row without a chat prompt or with an invalid `env_class`."""
     _check_prompt(row, location, prompt_key)
-    # a text may be the path of a container image, which the environments of coding tasks read
+    # skip strings: coding tasks store the path of a container image in one
     check_media({name: value for name, value in row.items() if not isinstance(value, str)}, location)
     env_class = row.get(env_class_key)
     if env_class is not None and not isinstance(env_class, str):
@@ -65,15 +65,15 @@ def check_row(row: Row, location: str, prompt_key: str = "prompt", env_class_key
 def check_environments(
     rows: Iterable[TaskRow], environment: EnvironmentConfig, max_turns: int, *, is_complete: bool = True
 ) -> None:
-    """Check that the environment of every row exists and accepts the row, and that its configuration is used.
+    """Check that each row's environment exists and accepts the row, and that all environment settings are used.
 
-    Environments whose constructor only reads the row (`validates_rows`) are constructed once for each row. With
-    `is_complete`, the run has no other rows, and settings that none of them uses are reported.
+    Environments whose constructor only reads the row (`validates_rows`) are constructed once per row. `is_complete`
+    means that the run has no other rows. Only then are unused settings reported.
 
     Raises:
-        ConfigError: the default environment or a section of `environment.skyrl_gym` does not exist, or settings of an
-            environment are invalid.
-        DataError: the environment of a row does not exist, or refuses it.
+        ConfigError: the default environment or a section of `environment.skyrl_gym` does not exist, or an environment's
+            settings are invalid.
+        DataError: a row's environment does not exist or refuses the row.
     """
     creators: dict[str, Any] = {}
     env_configs: dict[str, Any] = {}
@@ -97,9 +97,11 @@ def check_environments(
 
 
 def _load_environment(name: str, row: TaskRow, environment: EnvironmentConfig) -> Any:
-    """Return the class or function of a row's environment; None if only another interpreter can import it.
+    """Return the class or function of a row's environment, or None if only `environment.skyrl_gym.python` has it.
 
-    The interpreter that will play the environment must have its packages.
+    Raises:
+        ConfigError: the interpreter that runs the environment lacks a package, or the default environment is unknown.
+        DataError: the row's own environment is unknown.
     """
     origin = f"{row.location}: env_class" if row.env_class else "environment.env_class"
     python = environment.skyrl_gym.python
@@ -123,7 +125,7 @@ def _load_environment(name: str, row: TaskRow, environment: EnvironmentConfig) -
 
 
 def _find_refusal(name: str, creator: Any, row: TaskRow, env_config: Any, max_turns: int) -> str | None:
-    """Return the reason why an environment refuses a row, or None."""
+    """Return why an environment refuses a row, or None if it accepts it."""
     if creator is None or not validates_rows(creator):
         return None
     try:
@@ -138,7 +140,7 @@ def _find_refusal(name: str, creator: Any, row: TaskRow, env_config: Any, max_tu
 
 
 def _check_settings(environment: EnvironmentConfig, used: list[str], *, uses_default: bool) -> None:
-    """Refuse sections of environments that do not exist, and warn of settings that no row uses."""
+    """Refuse sections for unknown environments, and warn of settings that no row uses."""
     default = type(environment).model_fields["env_class"].default
     if not uses_default and environment.env_class not in (*used, default):
         logger.warning(

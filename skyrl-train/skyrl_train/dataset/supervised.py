@@ -1,9 +1,10 @@
-"""Demonstrations as tokens, with a mask of exactly the answers.
+"""Tokenized demonstrations, with a loss mask on exactly the answers.
 
-An answer is what the model has to produce after the template's header of an assistant's turn, up to its EOS token. A
-prompt is tokenized with the header and an answer separately, as in generation, so that training and generation agree
-on the tokens. A turn whose prompt begins with all text so far extends the row. Templates that rewrite the history, such
-as those that remove the reasoning of earlier turns, start a new row with the history that the model will see.
+An answer is everything the model must generate after the template's assistant header, up to and including the EOS
+token. The prompt (with the header) and the answer are tokenized separately, as in generation, so training and
+generation use the same tokens. A turn whose prompt begins with all text so far extends the row. If the template
+rewrites the history, e.g. removes the reasoning of earlier turns, the turn starts a new row with the history that the
+model will see.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TokenRow:
-    """Tokens of a conversation, and which of them are trained."""
+    """Tokens of a conversation, and the mask of trained tokens."""
 
     token_ids: list[int]
     loss_mask: list[int]  # 1 on answers and their EOS tokens
@@ -48,7 +49,7 @@ class TokenRow:
 
 
 class ConversationEncoder:
-    """An encoder of demonstrations for one tokenizer."""
+    """Tokenizes demonstrations with a tokenizer's chat template."""
 
     def __init__(
         self,
@@ -56,16 +57,16 @@ class ConversationEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         eos_ids: Collection[int] = (),
     ) -> None:
-        """Pass `template_kwargs` to the chat template. Turns end with the tokenizer's EOS token or one of `eos_ids`."""
+        """Turns end with the tokenizer's EOS token or one of `eos_ids`. `template_kwargs` go to the chat template."""
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, variables=template_kwargs)
         self._end_ids = {tokenizer.eos_token_id, *eos_ids}
 
     def encode(self, demonstration: Demonstration) -> list[TokenRow]:
-        """Return the rows of a conversation: one, unless the template rewrites the history.
+        """Tokenize a conversation. The result has one row, unless the template rewrites the history.
 
         Raises:
-            DataError: the template refuses the conversation, or does not show what has to be trained.
+            DataError: the template refuses the conversation or does not render an answer.
         """
         try:
             self._template.check_roles(demonstration.messages)
@@ -92,14 +93,15 @@ class ConversationEncoder:
             row.loss_mask += [0] * len(added) + [1] * len(answer_ids)
             text = turn.prompt + answer
         for row in rows:
-            row.loss_mask[0] = 0  # no token precedes the first one to predict it from
+            row.loss_mask[0] = 0  # nothing precedes the first token, so it cannot be predicted
         return rows
 
     def _encode_answer(self, turn: Turn, message: Mapping[str, Any], index: int) -> tuple[list[int], str]:
-        """Return the tokens and the text of an answer up to its end of turn. If it has none, the EOS token is appended.
+        """Return tokens and text of an answer up to its end-of-turn token. Append the EOS token if there is none.
 
-        Templates add text after the end: ChatML "\\n", Phi-3.5 "\\n" and, after the last turn, its EOS token. The model
-        stops at the first end token, so only the trailing special tokens and white space are searched.
+        Templates add text after the end of a turn: ChatML a "\\n", Phi-3.5 a "\\n" and, after the last turn, its EOS
+        token. The model stops at the first end token, so cut there. Only the trailing special tokens and white space
+        are searched.
         """
         token_ids = self._template.encode_after(turn.prompt, turn.answer)
         end_texts = self._tokenizer.convert_ids_to_tokens(sorted(self._end_ids))  # None for ids without a token
@@ -127,27 +129,27 @@ class ConversationEncoder:
 
 
 Answers = tuple[tuple[Segment, ...], ...]
-"""A row of a dataset: the segments of a demonstration, or of the chosen and of the rejected answer to a prompt."""
+"""A dataset row: the segments of one demonstration, or of the chosen and the rejected answer."""
 
 SegmentReader = Callable[[Sequence[TokenRow]], tuple[Segment, ...]]
-"""Returns the segments of an answer, whose rows all have a trained token."""
+"""A function that turns an answer's rows, each with a trained token, into segments."""
 
 
 def build_segments(rows: Sequence[TokenRow]) -> tuple[Segment, ...]:
-    """Return a segment for each row."""
+    """Return one segment per row."""
     return tuple(row.segment() for row in rows)
 
 
 def build_rewarded_segments(rows: Sequence[TokenRow], pad_token_id: int) -> tuple[Segment, ...]:
-    """Return the segment of an answer's last row, as `build_rewarded_segment`."""
+    """Return the `build_rewarded_segment` of an answer's last row."""
     return (build_rewarded_segment(rows[-1].token_ids, pad_token_id),)
 
 
 def build_rewarded_segment(token_ids: Sequence[int], pad_token_id: int | None) -> Segment:
-    """Return a segment whose only trained token follows the given ones, so that its value is read at their end.
+    """Return a segment on which a value head reads the last non-pad token, as sequence-classification models do.
 
-    That is the last token other than the pad token, where models for sequence classification read it. The trained token
-    itself, a copy of that, has no effect.
+    Values are read one position before a trained token. So append a copy of the last token and train only the copy:
+    [5, 6, 7, pad] becomes [5, 6, 7, 7], and the value is read at the first 7. The copy itself has no effect.
     """
     end = len(token_ids)
     while end > 1 and token_ids[end - 1] == pad_token_id:
@@ -156,10 +158,11 @@ def build_rewarded_segment(token_ids: Sequence[int], pad_token_id: int | None) -
 
 
 class SupervisedDataset:
-    """The rows of supervised data, of at most `data.max_length` tokens; longer ones are truncated if configured.
+    """Tokenized rows of supervised data, each of at most `data.max_length` tokens.
 
-    Of more than `max_checked_rows`, only a sample is checked at first. Rows are then tokenized when they are drawn, and
-    one that is invalid, too long or without a trained token is skipped.
+    `data.truncation` decides whether longer rows are truncated or refused. If there are more than `max_checked_rows`,
+    only a sample is checked up front. All rows are then tokenized when they are drawn, and skipped if they are invalid,
+    too long or without a trained token.
     """
 
     def __init__(
@@ -171,7 +174,7 @@ class SupervisedDataset:
         n_context: int | None = None,
         max_checked_rows: int | None = None,
     ) -> None:
-        """Read, check and tokenize the rows, for a model with a context of `n_context` tokens.
+        """Read, check and tokenize the rows for a model with a context of `n_context` tokens.
 
         Raises:
             DataError: a source cannot be read, a row is invalid or too long, or no row has a trained token.
@@ -195,10 +198,10 @@ class SupervisedDataset:
         if not self._is_checked:
             self._rows = []
         self.fingerprint = digest.hexdigest() if self._is_checked else self._source.digest
-        """A hash of the rows in their order, as they were read: a template may write today's date into their tokens."""
+        """A hash of all rows in their order. Not of their tokens: a template may write today's date into them."""
 
     def _report(self, names: str, n_rows: int) -> None:
-        """Log the number of rows and what was left out of them; DataError if no row is left."""
+        """Log the number of rows and what was truncated or dropped. DataError if no row is left."""
         n_dropped = n_rows - len(self._rows)
         if not self._rows:
             raise DataError(
@@ -225,12 +228,12 @@ class SupervisedDataset:
             )
 
     def _encode(self, demonstrations: Sequence[Demonstration]) -> Answers | None:
-        """Return the segments of a row; None if an answer has no trained token left."""
+        """Return the segments of a row, or None if an answer has no trained token left."""
         encoded = [self._fit(self._encoder.encode(demonstration), demonstration) for demonstration in demonstrations]
         return tuple(map(self._read_segments, encoded)) if all(encoded) else None
 
     def _fit(self, rows: Sequence[TokenRow], demonstration: Demonstration) -> list[TokenRow]:
-        """Truncate rows to `data.max_length`; return those that have a trained token left."""
+        """Truncate rows to `data.max_length` and return the rows with a trained token left."""
         for row in rows:
             if (length := len(row.token_ids)) <= self._max_length:
                 continue
@@ -247,7 +250,12 @@ class SupervisedDataset:
         return len(self._rows) if self._is_checked else len(self._source)
 
     def __getitem__(self, index: int) -> Answers:
-        """Return a row; if not all were checked at first, SkippedRow or InvalidRow for one that cannot be used."""
+        """Return a row.
+
+        Raises:
+            SkippedRow: no trained token is left. Only if not all rows were checked up front.
+            InvalidRow: the row cannot be used. Only if not all rows were checked up front.
+        """
         if self._is_checked:
             return self._rows[index]
         try:
@@ -263,7 +271,7 @@ class SupervisedDataset:
 
 
 def build_supervised_batch(rows: Sequence[DrawnPrompt[Answers]], pad_token_id: int) -> TrainingBatch:
-    """Return a batch of the rows' segments. Each answer is a trajectory."""
+    """Build a batch from the rows' segments. Each answer is one trajectory."""
     return build_training_batch(
         [
             Trajectory(TrajectoryID(str(row.draw), index, row.draw), "", "", segments, stop_reason="stop")

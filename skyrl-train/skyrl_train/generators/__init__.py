@@ -1,1 +1,1 @@
-"""From prompts to trajectories."""
+"""Rollouts: from prompts to trajectories."""

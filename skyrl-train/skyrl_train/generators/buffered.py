@@ -1,4 +1,4 @@
-"""Rollouts of asynchronous training, which are played ahead of the steps that train on them."""
+"""Rollouts of asynchronous training. They are played ahead of the steps that train on them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class BufferedRollouts(Rollouts):
     """Asynchronous rollouts: the engines play the batches of the next steps while the policy is updated.
 
     With S = `trainer.fully_async.max_staleness_steps`, S + 1 batches are in progress or complete after each sync. Steps
-    take them in the order of their draws, which avoids a bias toward short rollouts. The weights that a step trains are
-    therefore at most S versions newer than those with which its rollouts began.
+    take them in draw order: taking whatever is complete would favor short rollouts. So a step trains weights at most S
+    versions newer than the weights its rollouts began with. With S = 1, batch 2 starts before step 1 has updated the
+    weights, and step 2 trains on it.
 
-    A run that stops discards rollouts that no step has trained on; a resumed run plays their prompts again.
+    A run that stops discards rollouts that no step has trained on. A resumed run plays their prompts again.
     """
 
     def __init__(
@@ -43,20 +44,20 @@ class BufferedRollouts(Rollouts):
         total_steps: int,
         with_greedy_rewards: bool = False,
     ) -> None:
-        """Play batches for at most `total_steps` steps. The other arguments are those of `Rollouts`."""
+        """Play batches for at most `total_steps` steps. For the other arguments, see `Rollouts`."""
         super().__init__(cfg, generator, prompts, with_greedy_rewards=with_greedy_rewards)
         self._settings = cfg.trainer.fully_async
         self._total_steps = total_steps
         self._version = 0  # of the engines' weights
-        self._batches: deque[_Batch] = deque()  # drawn and not trained on yet, in order
-        self._n_taken = 0  # batches of the step in progress
+        self._batches: deque[_Batch] = deque()  # drawn but not trained on yet, in draw order
+        self._n_taken = 0  # number of batches that the current step uses
         self._greedy: dict[int, Trajectory] = {}  # by draw
         self._slots = asyncio.Semaphore(self._settings.num_parallel_generation_workers)
         self._can_start = asyncio.Event()
         self._running: set[asyncio.Task[Any]] = set()  # prompts whose rollouts are in progress
 
     async def take(self, step: int) -> StepData:
-        """Wait for the oldest rollouts, and return the data of a step, with `async/*` metrics of its staleness.
+        """Wait for the oldest rollouts and return the step's data, with `async/*` metrics of its staleness.
 
         Raises:
             EnvError: a batch has no trajectory to train on.
@@ -83,14 +84,14 @@ class BufferedRollouts(Rollouts):
         return replace(data, metrics=data.metrics.merge(Metrics.of(metrics)))
 
     async def before_sync(self) -> None:
-        """Without `in_flight_weight_updates`, wait for rollouts in progress and start no others."""
+        """Unless weights may change in flight, wait for rollouts in progress and do not start new ones."""
         if not self._settings.in_flight_weight_updates:
             self._can_start.clear()
             while self._running:
                 await asyncio.wait(self._running)
 
     async def after_sync(self, version: int) -> None:
-        """Start the next batch."""
+        """Record the new version, let waiting rollouts start, and start the next batch."""
         self._version = version
         self._can_start.set()
         try:
@@ -99,7 +100,7 @@ class BufferedRollouts(Rollouts):
             logger.warning("Could not draw the next prompts; the next step retries: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last step: that of the prompts, and those that no step has trained on."""
+        """Return the prompts' position after the last step, including drawn prompts that no step has trained on."""
         return self._prompts.state_dict(unused=[prompt for batch in self._batches for prompt in batch.prompts])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -113,7 +114,7 @@ class BufferedRollouts(Rollouts):
         await asyncio.gather(*(batch.rollouts for batch in self._batches), return_exceptions=True)
 
     def _start_batches(self, step: int) -> None:
-        """Start batches until `step` and the following ones have all that may be played ahead."""
+        """Start batches until `step` and the following steps have everything that may be played ahead."""
         n_batches = min(self._settings.max_staleness_steps, self._total_steps - step) + 1
         while len(self._batches) - self._n_taken < n_batches:
             prompts = self._prompts.next_batch()
@@ -143,13 +144,13 @@ class BufferedRollouts(Rollouts):
         return [trajectory for group in groups for trajectory in group]
 
     async def _next_batch(self, step: int) -> tuple[list[DrawnPrompt[PromptRow]], list[Trajectory]]:
-        """Wait for the oldest batch. If dynamic sampling needs more groups, another one starts."""
+        """Wait for the oldest unused batch. If dynamic sampling needs more groups, start another batch."""
         self._start_batches(step)
         prompts, rollouts = self._batches[self._n_taken]
         while True:
             for batch in self._batches:
                 if batch.rollouts.done():
-                    batch.rollouts.result()  # raises the error of a later batch at once
+                    batch.rollouts.result()  # raise the error of a later batch right away
             if rollouts.done():
                 break
             unfinished = [batch.rollouts for batch in self._batches if not batch.rollouts.done()]
@@ -158,5 +159,5 @@ class BufferedRollouts(Rollouts):
         return prompts, rollouts.result()
 
     async def _greedy_rollouts(self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int) -> list[Trajectory]:
-        """Return the greedy rollouts that were played beside the others."""
+        """Return the greedy rollouts that were played together with the sampled rollouts."""
         return [self._greedy[prompt.draw] for prompt in prompts]

@@ -1,6 +1,6 @@
 """Chat templates: messages to token ids.
 
-The template renders messages that enter a conversation: the prompt, then each observation.
+The template renders the messages that enter a conversation: first the prompt, then each observation.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rendering.template import MARK, ChatTemplate, Messages
 
-CONTEXT_TOKENS = 32  # of a row, with which a text is tokenized that follows it
-CACHED_TOKENS = 2**18  # samples of a group share a prompt, and many environments repeat observations
-TURN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")  # besides the template's own
-MAX_CHARS_PER_TOKEN = 32  # text with more is too long for a limit of tokens, and is not tokenized
+CONTEXT_TOKENS = 32  # last tokens of a row that are decoded to tokenize the text after them
+CACHED_TOKENS = 2**18  # the samples of a group share a prompt, and many environments repeat observations
+TURN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")  # in addition to the template's own
+MAX_CHARS_PER_TOKEN = 32  # longer text certainly exceeds a token limit, and is not even tokenized
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -44,7 +44,7 @@ class _Cached:
 
 
 class ChatEncoder:
-    """An encoder of prompts and observations for one tokenizer."""
+    """Tokenizes prompts and observations with a tokenizer's chat template."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ChatEncoder:
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Use `template` instead of the tokenizer's own, if given, and pass it the variables `template_kwargs`.
+        """`template` (default: the tokenizer's) is rendered with the variables `template_kwargs`.
 
         Raises:
             ConfigError: the chat template cannot join turns.
@@ -65,7 +65,7 @@ class ChatEncoder:
         )
         self._after_turn = _Cached(self._render_after_turn)
         try:
-            tail = self._after_turn("[]")  # check the template now, not in the first rollout
+            tail = self._after_turn("[]")  # find a bad template now, not in the first rollout
         except DataError as error:
             raise ConfigError(
                 f"the chat template cannot render a message of the user and a reply: {error}; correct the template of "
@@ -73,24 +73,24 @@ class ChatEncoder:
             ) from error
         vocabulary = tokenizer.get_added_vocab()
         end_ids = [vocabulary[token] for token in TURN_ENDS if token in vocabulary]
-        if "<|channel|>" not in vocabulary:  # gpt-oss also ends a thought with <|end|>, which `strip_thoughts` needs
+        if "<|channel|>" not in vocabulary:  # in gpt-oss, <|end|> also ends a thought, and `strip_thoughts` needs it
             special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
             end_ids += [token for token in tail if token in special_ids][:1]
         self._hidden_ids = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *end_ids}
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """Return the tokens of a prompt and of the assistant's header, or of the beginning of a reply at its end."""
+        """Tokenize a prompt and the assistant's header. If the prompt ends with a partial reply, continue the reply."""
         return list(self._prompt(json.dumps(messages)))
 
     def history_ids(self, messages: Messages) -> list[int]:
-        """Return the tokens of complete messages, and of the header of the next assistant turn."""
+        """Tokenize complete messages and the header of the next assistant turn."""
         return list(self._history(json.dumps(messages)))
 
     def observation_ids(self, observations: Messages, last_token_id: int, *, ends_turn: bool = True) -> list[int]:
-        """Return the tokens between two sampled turns: end of turn, observations, header of the assistant turn.
+        """Return the tokens between two sampled turns: end-of-turn token, observations, assistant header.
 
-        The end of turn is left out if the model sampled it, as `last_token_id`. Turns that were cut off, or ended at a
-        stop string, get one, so that the conversation stays well formed. Without `ends_turn`, no turn gets one.
+        The end-of-turn token is left out if the model sampled it as `last_token_id`. Turns that were cut off or ended
+        at a stop string get one, to keep the conversation well formed. With `ends_turn=False`, no turn gets one.
         """
         token_ids = self._after_turn(json.dumps(observations))
         end_of_turn = last_token_id if ends_turn else self.tokenizer.eos_token_id
@@ -99,7 +99,7 @@ class ChatEncoder:
         return list(token_ids[n_end:] if is_end else token_ids)
 
     def conversation_ids(self, messages: Messages) -> tuple[list[int], list[int]]:
-        """Return the tokens of a conversation, and a mask: 1 in the template's generation blocks."""
+        """Return the tokens of a conversation and a mask that is 1 in the template's generation blocks."""
         encoded: Any = self.tokenizer.apply_chat_template(
             self._template.prepare(messages),
             return_dict=True,
@@ -109,32 +109,32 @@ class ChatEncoder:
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of text that begins a sequence."""
+        """Tokenize text at the beginning of a sequence."""
         return self._template.encode(text)
 
     def encode_after(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Return the tokens of text where it follows `token_ids`."""
+        """Tokenize text that follows `token_ids`."""
         return self._template.encode_after(self.decode_all(token_ids[-CONTEXT_TOKENS:]), text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text for an environment, without tokens for the beginning and the end of a turn, and padding.
+        """Decode for an environment, without padding and without tokens that begin or end a turn.
 
-        Other special tokens stay: some models write `<tool_call>` or the channels of a reply with them.
+        Other special tokens stay, because some models use them for `<tool_call>` or the channels of a reply.
         """
         return self.decode_all([token for token in token_ids if token not in self._hidden_ids])
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Return the text for people, with special tokens."""
+        """Decode for people, with all special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     @property
     def eos_token_id(self) -> int | None:
-        """The EOS token, which ends the model's turn."""
+        """Id of the EOS token. It ends the model's turn."""
         eos: int | None = self.tokenizer.eos_token_id
         return eos
 
     def _render_after_turn(self, observations: str) -> tuple[int, ...]:
-        """Return the tokens after a sampled turn."""
+        """Tokenize everything that the template puts after a sampled turn: render `MARK` as the turn, cut after it."""
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
         text = self._template.render([*before, *json.loads(observations)], adds_header=True)
         turn, found, tail = text.partition(MARK)
@@ -148,13 +148,13 @@ class ChatEncoder:
 
 
 def cannot_fit(messages: Messages, max_tokens: int) -> bool:
-    """Return True for messages with far more text than `max_tokens`, which may take minutes to tokenize."""
+    """Return True for messages with far more text than `max_tokens`. Tokenizing them could take minutes."""
     n_chars = sum(len(str(value)) for message in messages for value in message.values())
     return n_chars > MAX_CHARS_PER_TOKEN * max_tokens
 
 
 def custom_chat_template(section: ChatTemplateConfig) -> str | None:
-    """Return the template that `generator.chat_template` names, or None for the tokenizer's own.
+    """Read the template configured by `generator.chat_template`. None means the tokenizer's own.
 
     Raises:
         ConfigError: there is no such template or file.
@@ -174,7 +174,7 @@ def custom_chat_template(section: ChatTemplateConfig) -> str | None:
 
 
 def read_chat_template(path: str, key: str) -> str:
-    """Return the template in a file, the value of the configuration key `key`; ConfigError if it cannot be read."""
+    """Read a template file. ConfigError if it cannot be read. `key` is the path's configuration key, for messages."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

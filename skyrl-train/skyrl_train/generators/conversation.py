@@ -1,9 +1,9 @@
-"""A conversation as tokens: the prompt of each turn, and the rows to train on.
+"""Conversations as tokens: the prompt of each turn, and the rows to train on.
 
     prompt → turn → observations → turn → …
 
-`TokenConversation`, the default, never tokenizes sampled text again. The configuration selects the other three classes,
-see `conversation_factory`.
+`TokenConversation`, the default, never re-tokenizes sampled text. For the other three classes, see
+`conversation_factory`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TurnRecord:
     """A sampled turn: tokens `start` to `end` of the response of row `row`."""
 
     result: EngineResult
-    prompt_length: int  # tokens that the engine read
+    prompt_length: int  # number of tokens in the engine's prompt
     row: int
     start: int
     end: int
@@ -34,12 +34,12 @@ class TurnRecord:
 
 
 class TokenConversation:
-    """The next prompt is the previous one, the sampled tokens, and the tokens of the observations."""
+    """A conversation whose next prompt is the previous prompt + sampled tokens + tokens of the observations."""
 
     def __init__(self, chat: ChatEncoder, prompt: Messages | None, *, ends_stopped_turns: bool = True) -> None:
-        """Start the first row with `prompt`, or no row if it is None.
+        """Start the first row with `prompt`. None starts no row.
 
-        With `ends_stopped_turns`, a turn that ended at a stop string gets the template's end of turn.
+        With `ends_stopped_turns`, a turn that ended at a stop string gets the template's end-of-turn token.
         """
         self._chat = chat
         self._ends_stopped_turns = ends_stopped_turns
@@ -49,23 +49,23 @@ class TokenConversation:
             self._start_row(chat.prompt_ids(prompt))
 
     def next_prompt(self) -> list[int]:
-        """Return the tokens that the engine reads for the next turn."""
+        """Return the engine's prompt for the next turn."""
         return self.rows[-1].token_ids
 
     @property
     def n_response_tokens(self) -> int:
-        """Number of tokens so far, without the prompt."""
+        """Number of tokens so far, excluding the prompt."""
         return sum(row.response_length for row in self.rows)
 
     def add_turn(self, result: EngineResult, text: str) -> None:
-        """Add a sampled turn; `text` is what the environment receives."""
+        """Add a sampled turn. `text` is what the environment receives."""
         self._append_turn(len(self.rows) - 1, result)
 
     def replace_turn(self, text: str) -> None:
         """Replace the last turn with the text that the environment acted on.
 
-        Tokens that spell a common beginning are kept. The rest is tokenized and not trained on. Text after the whole
-        reply replaces its EOS token.
+        Tokens of the common beginning are kept. The rest is tokenized, and not trained. If the text continues after the
+        whole reply, the continuation replaces the EOS token.
         """
         row, turn = self.rows[-1], self.turns[-1]
         token_ids = row.token_ids[row.n_prompt + turn.start :]
@@ -85,11 +85,11 @@ class TokenConversation:
         row.append_observed(self._chat.observation_ids(observations, row.token_ids[-1], ends_turn=ends_turn))
 
     def replace_history(self, messages: Messages) -> None:
-        """Replace the whole conversation; `messages` start a new row."""
+        """Replace the whole conversation. `messages` start a new row."""
         self._start_row(self._chat.history_ids(messages))
 
     def finish(self) -> None:
-        """Drop everything after the last turn, and in each row after its last turn."""
+        """Drop everything after the last turn, and truncate each row after its own last turn."""
         del self.rows[max((turn.row for turn in self.turns), default=0) + 1 :]
         for index, row in enumerate(self.rows):
             row.truncate(max((turn.end for turn in self.turns if turn.row == index), default=0))
@@ -105,10 +105,13 @@ class TokenConversation:
 
 
 class SingleMessageConversation(TokenConversation):
-    """All turns form one assistant message. Observations are plain text in it, and only the last turn keeps its EOS."""
+    """A conversation with all turns in one assistant message. Observations are plain text inside it.
+
+    Only the last turn keeps its EOS token.
+    """
 
     def observe(self, observations: Messages) -> None:
-        """Add the environment's messages as text, after removing the EOS token of the last turn."""
+        """Remove the EOS token of the last turn and add the environment's messages as text."""
         row, turn = self.rows[-1], self.turns[-1]
         if row.token_ids[-1] == self._chat.eos_token_id and turn.end > turn.start:
             row.truncate(row.response_length - 1)
@@ -118,7 +121,7 @@ class SingleMessageConversation(TokenConversation):
 
 
 class StepwiseConversation(TokenConversation):
-    """The template renders the whole history before each turn, and each turn has its own row.
+    """A conversation with one row per turn. The template renders the whole history before each turn.
 
     With `merges`, a turn whose prompt starts with the previous row extends that row.
     """
@@ -130,24 +133,24 @@ class StepwiseConversation(TokenConversation):
 
     @property
     def n_response_tokens(self) -> int:
-        """Number of tokens of the current history, without the prompt."""
+        """Number of tokens in the current history, excluding the prompt."""
         return len(self.next_prompt()) - self.rows[0].n_prompt
 
     def add_turn(self, result: EngineResult, text: str) -> None:
-        """Add a sampled turn, and its text to the history."""
+        """Add a sampled turn, and add its text to the history."""
         super().add_turn(result, text)
         self._messages.append(dict(Message(role="assistant", content=text)))
 
     def replace_turn(self, text: str) -> None:
-        """Replace the last turn in the history; the sampled tokens are still trained on."""
+        """Replace the last turn in the history. The sampled tokens are still trained."""
         self._messages[-1]["content"] = text
 
     def observe(self, observations: Messages) -> None:
-        """Add the environment's messages to the history, and render it."""
+        """Add the environment's messages to the history and render it."""
         self.replace_history([*self._messages, *observations])
 
     def replace_history(self, messages: Messages) -> None:
-        """Replace the history, and render it."""
+        """Replace the history and render it."""
         self._messages = [dict(message) for message in messages]
         prompt = self._chat.history_ids(self._messages)
         row = self.rows[-1]
@@ -159,31 +162,33 @@ class StepwiseConversation(TokenConversation):
 
 
 class RetokenizedConversation(StepwiseConversation):
-    """The template renders the whole history before each turn, and once more at the end, as the only row.
+    """A conversation with a single row: the whole history as the template renders it at the end.
 
-    The template's generation blocks mark the tokens to train on. They may differ from the sampled tokens, so there are
-    no log-probs. Turns that the environment replaced are not trained on.
+    The template also renders the history before each turn. Its generation blocks mark the trained tokens. These may
+    differ from the sampled tokens, so there are no log-probs. Turns that the environment replaced are not trained.
     """
 
     def __init__(self, chat: ChatEncoder, prompt: Messages) -> None:
         super().__init__(chat, prompt, merges=False)
-        self._turn_indices: list[int | None] = [None] * len(prompt)  # of the messages; None for those not sampled
-        self._replaced: set[int] = set()  # indices of turns
+        self._turn_indices: list[int | None] = [None] * len(prompt)  # turn of each message, None if not sampled
+        self._replaced: set[int] = set()  # turn indices
 
     def add_turn(self, result: EngineResult, text: str) -> None:
-        """Add a sampled turn, and its text to the history."""
+        """Add a sampled turn, and add its text to the history."""
         super().add_turn(result, text)
         self._turn_indices.append(len(self.turns) - 1)
 
     def replace_turn(self, text: str) -> None:
-        """Replace the last turn in the history, and do not train on it."""
+        """Replace the last turn in the history, and exclude it from training."""
         super().replace_turn(text)
         self._replaced.add(len(self.turns) - 1)
 
     def replace_history(self, messages: Messages) -> None:
-        """Replace the history, and render it.
+        """Replace the history and render it.
 
-        Assistant messages that equal turns of the previous history, in the same order, are those turns.
+        An assistant message is matched with an equal turn of the previous history, so that it is still trained. Matches
+        keep their order, from the last message backwards: if the old turns are A, B, A and the new messages B, A, the
+        new A is the old third turn.
         """
         n_left = len(self._messages)
         indices: list[int | None] = []
@@ -199,12 +204,12 @@ class RetokenizedConversation(StepwiseConversation):
         super().replace_history(messages)
 
     def finish(self) -> None:
-        """Render the history up to the last assistant message as the only row."""
+        """Render the history up to its last assistant message as the only row."""
         while self._messages and self._messages[-1]["role"] != "assistant":
             self._messages.pop()
         token_ids, is_assistant = self._chat.conversation_ids(self._messages) if self._messages else ([], [])
         indices = [i for m, i in zip(self._messages, self._turn_indices, strict=False) if m["role"] == "assistant"]
-        # a template may render no tokens of an empty message
+        # match from the end: a template may render no tokens for an empty message
         pairs = zip(reversed(indices), reversed(_runs_of_ones(is_assistant)), strict=False)
         spans = {index: span for index, span in pairs if index is not None}
         if not spans:
@@ -215,7 +220,7 @@ class RetokenizedConversation(StepwiseConversation):
             n_prompt = spans[min(spans)][0]
         row = SegmentBuilder(token_ids, n_prompt, [0] * (len(token_ids) - n_prompt), logprobs=None)
         for index, turn in enumerate(self.turns):
-            # the reward of a turn that is no longer in the history goes to the next one there, or to the last
+            # if a turn is no longer in the history, its reward goes to the next turn that is, or else to the last
             start, end = spans[min((i for i in spans if i >= index), default=max(spans))]
             turn.row, turn.start, turn.end = 0, start - n_prompt, end - n_prompt
             if index in spans and index not in self._replaced:
@@ -228,10 +233,10 @@ MakeConversation = Callable[[Messages], TokenConversation]
 
 
 def conversation_factory(cfg: GeneratorConfig, chat: ChatEncoder) -> MakeConversation:
-    """Return the conversation class that the configuration selects, ready to be called with a prompt.
+    """Return a function that makes the configured kind of conversation from a prompt.
 
     Raises:
-        ConfigError: the chat template has no generation blocks.
+        ConfigError: `generator.chat_template` has no generation blocks.
     """
     if cfg.step_wise_trajectories:
         return partial(StepwiseConversation, chat, merges=cfg.merge_stepwise_output)
@@ -249,18 +254,18 @@ def conversation_factory(cfg: GeneratorConfig, chat: ChatEncoder) -> MakeConvers
 
 
 def _n_common_tokens(decode: Callable[[list[int]], str], token_ids: list[int], text: str) -> int:
-    """Return how many of the tokens spell a beginning of `text`."""
+    """Return the length of the longest prefix of `token_ids` that decodes to a prefix of `text`."""
     matches = takewhile(lambda pair: pair[0] == pair[1], zip(decode(token_ids), text, strict=False))
     n_characters = sum(1 for _ in matches)
     lengths = range(len(token_ids) + 1)
     n_tokens = bisect_right(lengths, n_characters, key=lambda n: len(decode(token_ids[:n]))) - 1
-    while not text.startswith(decode(token_ids[:n_tokens])):  # an incomplete character decodes to another one
+    while not text.startswith(decode(token_ids[:n_tokens])):  # an incomplete character decodes to "�"
         n_tokens -= 1
     return n_tokens
 
 
 def _runs_of_ones(mask: list[int]) -> list[tuple[int, int]]:
-    """Return the start and the end of each run of ones."""
+    """Return (start, end) of each run of ones."""
     runs, position = [], 0
     for is_one, group in groupby(mask):
         n = len(list(group))

@@ -1,11 +1,12 @@
 """Environments of rollouts, and the threads that call them.
 
 An `Episode` is one environment, from `make` to `close`. `LocalEpisodes` runs environments in this process: blocking
-calls run in a bounded pool of threads, each with a time limit. `env_processes.ProcessEpisodes` runs them in processes.
+calls go to a bounded thread pool, each with a time limit. `env_processes.ProcessEpisodes` runs them in worker
+processes.
 
-Python cannot kill a thread. A call that exceeds its limit, or is cancelled, is abandoned: a new thread takes its slot,
-and the old one closes the environment and ends when the call returns. Use `isolation=process` for environments that
-may hang.
+Python cannot kill a thread. A call that exceeds its limit or is cancelled is abandoned: a new thread takes its slot.
+When the call returns, its old thread closes the environment and ends. Use `isolation=process` for environments that may
+hang.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from skyrl_train.errors import EnvError
 logger = logging.getLogger(__name__)
 
 CHECK_S = 0.005
-"""Interval of the checks for late calls. A call that waited longer for a thread gets another one."""
+"""Seconds between checks for late calls. If calls wait longer than this for a thread, more threads start."""
 
 JOIN_S = 2.0
 """Seconds that `ThreadPool.close` waits for running calls."""
@@ -45,7 +46,7 @@ class EnvTimeout(EnvError):
 
 
 class EnvCrashed(EnvError):
-    """The process of an environment ended in the middle of an episode."""
+    """An environment's process ended in the middle of an episode."""
 
 
 class Episode(ABC):
@@ -57,21 +58,21 @@ class Episode(ABC):
 
     @abstractmethod
     async def call(self, method: str, *args: Any) -> Any:
-        """Return the result of a method of the environment, or raise its error as an `Exception`."""
+        """Call a method of the environment. Its errors are raised as `Exception`s."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the environment once, or leave that to the call that it hangs in."""
+        """Close the environment once. If it hangs in a call, it is closed when that call returns."""
 
 
 class CallOwner(Protocol):
-    """An object whose methods the pool calls."""
+    """An object whose methods run in the pool."""
 
     is_stuck: bool
     """True if an abandoned call may still be using the object."""
 
     def close_late(self) -> None:
-        """Clean up when an abandoned call has returned, in its thread."""
+        """Clean up after an abandoned call has returned. Called in the thread of that call."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +80,7 @@ class _Call:
     function: Callable[[], Any]
     owner: CallOwner | None
     future: asyncio.Future[Any]
-    time: float  # of entering the queue, then of leaving it, by `time.monotonic`
+    time: float  # `time.monotonic` when the call entered the queue, and later when it left the queue
     thread: threading.Thread | None = None  # None while queued
     is_over: bool = False  # finished or abandoned, whichever came first
     result: Any = None
@@ -89,12 +90,12 @@ class _Call:
 class ThreadPool:
     """At most `max_threads` daemon threads for the blocking calls of one event loop.
 
-    Quick calls share one thread, since Python runs one at a time anyway. More threads start when calls have to wait.
-    With `max_threads=0`, calls run in the event loop and have no limit.
+    Quick calls share one thread, because Python runs only one thread at a time anyway. More threads start when calls
+    have to wait. With `max_threads=0`, calls run in the event loop without a time limit.
     """
 
     def __init__(self, max_threads: int, limit_s: float | None, name: str) -> None:
-        """Limit each call to `limit_s` seconds, not counting the time that it waits for a thread."""
+        """Limit each call to `limit_s` seconds, not counting the time it waits for a thread."""
         self._max_threads = max_threads
         self._limit_s = limit_s
         self._names = (f"{name}-{i}" for i in count())
@@ -109,10 +110,10 @@ class ThreadPool:
         self._is_closed = False
 
     async def run(self, function: Callable[[], Any], owner: CallOwner | None = None) -> Any:
-        """Return the result of `function`, or raise its error as an `Exception`.
+        """Call `function` and return its result. Its errors are raised as `Exception`s.
 
         Raises:
-            EnvTimeout: the call exceeded its limit.
+            EnvTimeout: the call exceeded its time limit.
         """
         if self._is_closed:
             raise _closed_error()
@@ -135,7 +136,7 @@ class ThreadPool:
                 self._abandon(call, loop)
 
     async def close(self) -> None:
-        """End the calls with an error, then the threads. Threads that remain stuck are reported."""
+        """Fail all calls, then end the threads. Log the number of threads that are still stuck."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -163,7 +164,7 @@ class ThreadPool:
             with self._lock:
                 if call.is_over:
                     continue
-                call.time, call.thread = time.monotonic(), threading.current_thread()  # in this order, for `_check`
+                call.time, call.thread = time.monotonic(), threading.current_thread()  # `_check` relies on this order
             try:
                 with end_forked_children():
                     call.result = call.function()
@@ -194,7 +195,7 @@ class ThreadPool:
                 call.future.set_exception(call.error)
 
     def _check(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Abandon calls that exceeded their limit, and double the threads if calls have to wait."""
+        """Abandon calls that exceeded their limit, and double the number of threads if calls have to wait."""
         now, waiting_s = time.monotonic(), 0.0
         for call in self._calls:
             if call.thread is None:
@@ -210,7 +211,7 @@ class ThreadPool:
         self._timer = loop.call_later(CHECK_S, self._check, loop) if self._calls else None
 
     def _abandon(self, call: _Call, loop: asyncio.AbstractEventLoop) -> bool:
-        """Give up a call and replace its thread. Return False if it has finished or not begun."""
+        """Give up a call and replace its thread. Return False if the call is not running."""
         with self._lock:
             thread = None if call.is_over else call.thread
             call.is_over = True
@@ -226,14 +227,14 @@ class ThreadPool:
 
 
 class LocalEpisodes:
-    """Environments in this process. `…_async` methods run in the event loop, blocking ones in threads."""
+    """Environments in this process. `…_async` methods run in the event loop, blocking methods in threads."""
 
     def __init__(self, cfg: SkyRLGymConfig) -> None:
         self._cfg = cfg
         self._pool = ThreadPool(cfg.max_env_workers, cfg.call_timeout_seconds, "skyrl-gym-env")
 
     async def open(self) -> Episode:
-        """Return an episode. Its calls, not the episode, wait for a thread."""
+        """Return an episode. This never waits: only the episode's calls wait for a thread."""
         return _LocalEpisode(self._cfg, self._pool)
 
     async def close(self) -> None:
@@ -296,10 +297,10 @@ async def await_within(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
 
 @contextmanager
 def errors_as_exceptions() -> Iterator[None]:
-    """Raise SystemExit, CancelledError and the like of user code as RuntimeError, so that they do not end the run.
+    """Turn SystemExit, CancelledError and the like from user code into RuntimeError, so that they cannot end the run.
 
-    KeyboardInterrupt is raised as it is: before training starts, Ctrl-C must end the program. A child process that user
-    code forked ends here.
+    KeyboardInterrupt is not changed: before training starts, Ctrl-C must end the program. If user code forked, the
+    child process ends here.
     """
     try:
         with end_forked_children():
@@ -314,7 +315,7 @@ def errors_as_exceptions() -> Iterator[None]:
 
 
 def call_contained(function: Callable[..., Any], *args: Any) -> Any:
-    """Call user code in a thread. Raise its error as an `Exception` that a future can hold, so no StopIteration."""
+    """Call user code in a thread. Its errors become `Exception`s that a future can hold, so never StopIteration."""
     try:
         return function(*args)
     except BaseException as error:
@@ -322,7 +323,7 @@ def call_contained(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _as_exception(raised: BaseException) -> Exception:
-    """Return `raised`, or a RuntimeError with the same text if a coroutine must not raise it."""
+    """Return `raised`, or a RuntimeError with the same text if a coroutine cannot raise it."""
     if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
         return raised
     error = RuntimeError(describe_error(raised))
@@ -335,7 +336,7 @@ def _closed_error() -> RuntimeError:
 
 
 def _join(threads: list[threading.Thread]) -> int:
-    """Wait briefly for threads to end. Return how many did not."""
+    """Wait up to `JOIN_S` for threads to end. Return how many are still alive."""
     deadline = time.monotonic() + JOIN_S
     for thread in threads:
         thread.join(timeout=max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Environments in worker processes. Workers that hang are killed; a crash affects only its own environment."""
+"""Environments in worker processes. Workers that hang are killed, and a crash affects only its own environment."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ START_SECONDS = 60.0
 
 
 class ProcessEpisodes:
-    """At most `max_env_workers` environments at once, each alone in a worker process that is reused afterwards.
+    """At most `max_env_workers` environments at once, each alone in a worker process. Workers are reused.
 
-    Workers run `environment.skyrl_gym.python` if it is set, for environments whose packages the trainer cannot have.
-    Everything that crosses the process boundary is JSON.
+    Workers use the interpreter `environment.skyrl_gym.python`, if it is set, for environments whose packages conflict
+    with the trainer's. Everything that crosses the process boundary is JSON.
     """
 
     def __init__(self, cfg: SkyRLGymConfig) -> None:
@@ -37,7 +37,7 @@ class ProcessEpisodes:
         self._busy: set[_Worker] = set()
 
     async def open(self) -> Episode:
-        """Return an episode, after waiting while all workers are busy."""
+        """Return an episode. Wait while all workers are busy."""
         await self._slots.acquire()
         try:
             while self._idle and not self._idle[-1].is_healthy:  # it died after its last episode
@@ -57,7 +57,7 @@ class ProcessEpisodes:
         self._busy.clear()
 
     async def release(self, worker: _Worker) -> None:
-        """Free a worker's slot. Kill the worker unless it is healthy."""
+        """Free a worker's slot, and kill the worker if it is not healthy."""
         self._busy.discard(worker)
         try:
             if worker.is_healthy:
@@ -69,7 +69,7 @@ class ProcessEpisodes:
 
 
 class _Worker(Episode):
-    """A process running `skyrl_gym.runtime.worker`, and the socket to it. It plays one episode after another."""
+    """A `skyrl_gym.runtime.worker` process and the socket to it. It plays one episode after another."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class _Worker(Episode):
 
     @property
     def is_healthy(self) -> bool:
-        """True if the process runs and has answered every call."""
+        """True if the process is running and has answered all calls."""
         return self._has_answered and self._process.returncode is None and not self._reader.at_eof()
 
     @classmethod
@@ -139,9 +139,14 @@ class _Worker(Episode):
             await self._pool.release(self)
 
     async def _exchange(self, method: str, args: tuple[Any, ...], limit_s: float | None) -> Any:
-        """Return the environment's answer, or raise its error as an EnvError. Any other error leaves it unhealthy.
+        """Send a call and return the environment's answer.
+
+        After a timeout, a crash, an oversized answer or a cancellation, the worker is unhealthy.
 
         Raises:
+            EnvError: the environment raised an error, or its answer is larger than `MAX_MESSAGE_BYTES`.
+            EnvTimeout: the environment did not answer in time.
+            EnvCrashed: the process ended.
             TypeError, ValueError: the arguments cannot be encoded as JSON.
         """
         line = json.dumps([method, *args], default=to_json_value).encode() + b"\n"
@@ -182,10 +187,10 @@ class _Worker(Episode):
 
 
 def _entry_point(env_class: str) -> str:
-    """Return the `module:ClassName` from which a worker imports an environment.
+    """Return the `module:ClassName` that a worker imports for an environment.
 
     Raises:
-        EnvError: it was registered as an object that another process cannot import.
+        EnvError: the environment was registered as an object that other processes cannot import.
     """
     entry_point = spec(env_class).entry_point
     if isinstance(entry_point, str):

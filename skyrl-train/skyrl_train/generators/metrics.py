@@ -1,4 +1,4 @@
-"""Metrics of rollouts. Invalid trajectories are counted and otherwise ignored."""
+"""Metrics of rollouts. Invalid trajectories are counted but otherwise ignored."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from skyrl_gym.metrics import aggregate_by_environment
 from skyrl_train.types import Trajectory
 
 MAX_NAME_BYTES = 100
-"""Maximum length of a data source's name in files and metrics; most file systems allow 255 bytes with the suffix."""
+"""Maximum length of a data source's name in file names and metrics. Most file systems allow 255 bytes per name."""
 
 RESERVED = frozenset({"all", "aggregated_results", "component"})
-"""Names of metrics and files that no data source may take; `by_source` appends a "_" to such a name."""
+"""Names of metrics and files that a data source must not use. `by_source` appends a "_" to them."""
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return `generate/*`, `reward/component/*` and `environment/*`; lengths are of responses, in tokens."""
+    """Return `generate/*`, `reward/component/*` and `environment/*`. Lengths are response lengths in tokens."""
     valid = [t for t in trajectories if t.is_valid]
     metrics = {
         "generate/n_invalid": float(len(trajectories) - len(valid)),
@@ -61,8 +61,8 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Return `avg_score`, `pass_at_n` and `mean_positive_reward` of the valid trajectories.
 
-    A drawn prompt passes when one of its trajectories is a success. `mean_positive_reward` is the mean, over
-    trajectories, of the sum of positive rewards.
+    A drawn prompt passes if one of its trajectories is a success. `mean_positive_reward` is each trajectory's sum of
+    positive rewards, averaged over trajectories.
     """
     valid = [t for t in trajectories if t.is_valid]
     if not valid:
@@ -76,9 +76,9 @@ def reward_metrics(
 
 
 def pass_at_k(trajectories: Sequence[Trajectory], success_reward: float | None) -> dict[str, float]:
-    """Return `pass_at_k` for k = 1, 2, 4, …: the probability that one of k samples of a prompt passes.
+    """Return `pass_at_k` for k = 1, 2, 4, …: the probability that at least one of k samples passes.
 
-    If c of the n valid samples of a prompt pass, it is 1 - C(n - c, k) / C(n, k), averaged over prompts with n ≥ k.
+    If c of a prompt's n valid samples pass, it is 1 - C(n - c, k) / C(n, k), averaged over prompts with n ≥ k.
 
     Source: Evaluating Large Language Models Trained on Code (Chen et al., 2021, arXiv:2107.03374), equation 1.
     """
@@ -94,7 +94,7 @@ def pass_at_k(trajectories: Sequence[Trajectory], success_reward: float | None) 
 
 
 def _passed_by_draw(trajectories: Sequence[Trajectory], success_reward: float | None) -> list[list[bool]]:
-    """Return, for each drawn prompt, which of its samples are successes."""
+    """Return a list for each drawn prompt: whether each of its samples is a success."""
     samples: dict[tuple[int, str], list[bool]] = {}
     for t in trajectories:
         samples.setdefault((t.id.draw, t.id.instance_id), []).append(is_success(t, success_reward))
@@ -106,7 +106,7 @@ def training_reward_metrics(
 ) -> dict[str, float]:
     """Return `reward/avg_raw_reward`, `reward/avg_pass_at_n` and `reward/mean_positive_reward`.
 
-    With several data sources, also return them for each: `reward/<data source>/avg_raw_reward`, and so on.
+    With several data sources, also return them per source: `reward/<data source>/avg_raw_reward` and so on.
     """
     groups = {"reward": list(trajectories)}
     sources = by_source(trajectories)
@@ -121,7 +121,7 @@ def training_reward_metrics(
 
 
 def by_source(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Group trajectories by data source, under the name for files and metrics.
+    """Group trajectories by data source. Keys are names that are safe in file names and metrics.
 
     Slashes and control characters become "_". The end of a long name is replaced by a hash.
     """
@@ -136,5 +136,5 @@ def by_source(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]
 
 
 def with_prefix(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics with `prefix/` before each name."""
+    """Prefix each name with `prefix/`."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}

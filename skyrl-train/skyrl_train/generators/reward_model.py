@@ -1,4 +1,4 @@
-"""A reward model as a reward function: it scores all rollouts that were played together, many at a time."""
+"""A reward model as a reward function that scores rollouts in large batches."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ KEY = "generator.reward_model.path"
 
 
 class RewardModel:
-    """A model for sequence classification that reads a rollout's reward at its last token, in this process.
+    """A sequence-classification model in this process. Its reward head reads a rollout's last token.
 
-    It scores the tokens that were sampled, so that it needs the policy's tokenizer. Of a rollout whose history was
-    rewritten, it scores the last row. It may be an adapter of `skyrl reward`, which is applied to its base.
+    It scores sampled tokens, so it must have the policy's tokenizer. If a rollout's history was rewritten, only the
+    last row is scored. The path may be an adapter from `skyrl reward`, to apply to its base model.
     """
 
     def __init__(self, cfg: RewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Load the model; ConfigError if there is none, or if it has another tokenizer."""
+        """Load the model. ConfigError if there is none, or if its tokenizer differs."""
         assert cfg.path is not None, f"{KEY} is not set"
         check_same_vocabulary(cfg.path, KEY, tokenizer)
         device, lora = default_device(), _find_adapter(cfg.path)
@@ -58,7 +58,7 @@ class RewardModel:
         self._context_length: int | None = getattr(config, "max_position_embeddings", None)
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[float | None]:
-        """Return the reward of each sample; None for one that is longer than the model's context."""
+        """Return the reward of each sample, or None for samples longer than the model's context."""
         token_ids = [sample.trajectory.segments[-1].token_ids for sample in samples]
         fits = [i for i, ids in enumerate(token_ids) if len(ids) <= (self._context_length or len(ids))]
         rewards: list[float | None] = [None] * len(samples)
@@ -69,7 +69,7 @@ class RewardModel:
         return rewards
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """Return the reward of each row of tokens."""
+        """Return one reward per row of tokens."""
         segments = [build_rewarded_segment(row, self._pad_token_id) for row in rows]
         batch = build_supervised_batch([DrawnPrompt(i, ((s,),), i) for i, s in enumerate(segments)], pad_token_id=0)
         shards, order = split(batch, 1, self._max_tokens, shares_prefixes=self._worker.shares_prefixes())
@@ -78,10 +78,10 @@ class RewardModel:
 
 
 def _find_adapter(path: str) -> LoraSpec | None:
-    """Return the specification of the adapter at `path`; None if there is a whole model.
+    """Return the specification of the adapter at `path`, or None if there is a full model.
 
     Raises:
-        ConfigError: it has no reward head, or does not name its base.
+        ConfigError: the adapter has no reward head, or does not name its base model.
     """
     if find_adapter_config_file(path) is None:
         return None

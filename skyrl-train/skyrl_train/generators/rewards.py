@@ -1,14 +1,14 @@
-"""Reward functions: they score finished rollouts one by one, in groups, or as a batch.
+"""Reward functions that score finished rollouts: per group of samples, or for a whole batch.
 
     @register_reward_function("brevity")
     def brevity(samples):
         return [-0.001 * len(sample.response) for sample in samples]
 
-`generator.reward_functions=[brevity]` adds it to the reward of each trajectory's last token, times
-`generator.reward_weights.brevity`, and logs it as a component of the reward. None for a sample makes it invalid.
+`generator.reward_functions=[brevity]` adds this score times `generator.reward_weights.brevity` to the reward on each
+trajectory's last sampled token, and logs the score as a reward component. None makes a sample invalid.
 
 A plain function runs in a thread, one call at a time. An `async` function is awaited for all groups concurrently.
-Neither has a time limit: a function that may hang sets its own, as `judge` does.
+Neither has a time limit: a function that may hang must set its own, as `judge` does.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 Level = Literal["group", "batch"]
 Reward = float | list[float] | None
-"""For the trajectory, for each token of its response, or None: unknown."""
+"""Reward of a trajectory, rewards of each token of its response, or None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """A valid trajectory as a reward function sees it."""
+    """A valid trajectory, as passed to reward functions."""
 
     trajectory: Trajectory
     prompt: str  # with special tokens
@@ -58,14 +58,14 @@ class _Registered:
 REWARD_FUNCTIONS: dict[str, _Registered] = {}
 
 REWARD_MODEL = "reward_model"
-"""The function of `generator.reward_model`."""
+"""Name of the function for `generator.reward_model`."""
 
 
 def register_reward_function(name: str, *, level: Level = "group") -> Callable[[RewardFunction], RewardFunction]:
-    """Make a function available to `generator.reward_functions`.
+    """Make a function available to `generator.reward_functions`. It returns one reward per sample.
 
-    It receives the samples of one prompt (`group`), or all samples that are played together (`batch`: a drawn batch of
-    prompts, a batch of an evaluation, or the greedy rollouts), and returns a reward for each.
+    With `level="group"`, it receives the samples of one prompt. With `level="batch"`, it receives all samples that are
+    played together: a drawn batch of prompts, an evaluation batch, or the greedy rollouts.
 
     Raises:
         ConfigError: the name is taken.
@@ -90,13 +90,14 @@ def judge(
 ) -> RewardFunction:
     """Return a reward function that scores each sample with `ask`, e.g. a judge model behind an API.
 
-    At most `max_concurrency` calls run at once, over all groups. A call that fails, or exceeds `timeout_s`, is retried
-    `n_retries` times, after `first_wait_s`, then twice as long, and so on. After that, the sample's reward is unknown.
+    At most `max_concurrency` calls run at once, over all groups. A call that fails or exceeds `timeout_s` is retried up
+    to `n_retries` times, after waits of `first_wait_s`, 2 × `first_wait_s`, 4 × `first_wait_s`, and so on. After that,
+    the sample's reward is unknown.
     """
     semaphores: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     async def ask_with_retries(sample: RewardSample) -> float | None:
-        loop = asyncio.get_running_loop()  # a semaphore belongs to one, and a process may have several in turn
+        loop = asyncio.get_running_loop()  # a semaphore belongs to one loop, but a process may run several in turn
         for closed in [other for other in semaphores if other.is_closed()]:
             del semaphores[closed]
         semaphore = semaphores.setdefault(loop, asyncio.Semaphore(max_concurrency))
@@ -132,7 +133,7 @@ def weighted_reward(
 
 
 def functions_of_batches(cfg: GeneratorConfig) -> list[str]:
-    """Return the configured reward functions that compare all samples of a batch."""
+    """Return the names of configured reward functions with `level="batch"`."""
     known = [name for name in cfg.reward_functions if name in REWARD_FUNCTIONS]
     return [name for name in known if REWARD_FUNCTIONS[name].level == "batch"]
 
@@ -141,7 +142,7 @@ class RewardFunctions:
     """The configured reward functions and their weights."""
 
     def __init__(self, cfg: GeneratorConfig, chat: ChatEncoder) -> None:
-        """Raise ConfigError for a name that is not registered, or a reward model that cannot be loaded."""
+        """Look up the functions. ConfigError if a name is unknown or the reward model cannot be loaded."""
         self._functions = {name: REWARD_FUNCTIONS[name] for name in cfg.reward_functions if name in REWARD_FUNCTIONS}
         if cfg.reward_model.path is not None:
             self._functions[REWARD_MODEL] = _Registered(RewardModel(cfg.reward_model, chat.tokenizer), "batch")
@@ -156,7 +157,7 @@ class RewardFunctions:
         self._locks = {name: asyncio.Lock() for name in self._functions}
 
     async def add_to(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Add the rewards to the valid trajectories, then apply the configured rules for truncated replies."""
+        """Add all rewards to the valid trajectories, then apply the configured rules for truncated replies."""
         for name in self._functions:
             trajectories = await self._add(name, trajectories)
         self._warn_unused_weights(trajectories)
@@ -184,7 +185,7 @@ class RewardFunctions:
     async def _score(
         self, name: str, function: RewardFunction, trajectories: Sequence[Trajectory], lock: asyncio.Lock
     ) -> Sequence[Reward]:
-        """Return one reward for each trajectory; all are unknown if the function fails."""
+        """Return one reward per trajectory. If the function fails, all are unknown."""
         samples = [
             RewardSample(t, self._chat.decode_all(t.prompt_ids), self._chat.decode_all(t.response_ids))
             for t in trajectories
@@ -197,7 +198,7 @@ class RewardFunctions:
             return [None] * len(samples)
 
     def _warn_unused_weights(self, trajectories: Sequence[Trajectory]) -> None:
-        """Log, once each, weights of components that no trajectory reports: their names may be mistyped."""
+        """Warn once about each weight whose component no trajectory reports. Its name may be mistyped."""
         reported = {name for t in trajectories for name in t.reward_components}
         unused = self._weights.keys() - reported - self._unused
         if unused and any(t.is_valid for t in trajectories):
@@ -209,12 +210,12 @@ class RewardFunctions:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling the function returns a coroutine."""
+    """Return True if calling the function returns a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 async def _call(function: RewardFunction, samples: Sequence[RewardSample], lock: asyncio.Lock) -> Any:
-    """Return the result of the function. A plain one may block and need not be thread-safe."""
+    """Call a reward function. A plain function may block and need not be thread-safe."""
     result: Any
     if is_async(function):
         result = function(samples)
@@ -237,7 +238,7 @@ def _check_rewards(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence
 
 
 def _with_reward(trajectory: Trajectory, name: str, reward: Reward, weight: float) -> Trajectory:
-    """Return the trajectory with one more component of its reward."""
+    """Add a reward component to a trajectory. An unknown reward makes it invalid."""
     if reward is None:
         error = f"reward function {name} gave no reward"
         return replace(trajectory, stop_reason="reward_unknown", error=error)

@@ -1,4 +1,4 @@
-"""A rollout while it is played, its retries, and the trajectory that it becomes."""
+"""The state of a rollout in progress, its retries, and its conversion to a trajectory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from skyrl_train.types import Segment, SegmentBuilder, Trajectory, Turn, last_sa
 logger = logging.getLogger(__name__)
 
 NOT_RETRIED = frozenset({"prompt_too_long", "reward_unknown", "abort"})
-"""Stop reasons of invalid trajectories that another attempt would not change."""
+"""Stop reasons of invalid trajectories that a retry would not change."""
 
 FailureKind = tuple[str | None, str]
-"""The stop reason of an invalid rollout, and the type of its error."""
+"""Stop reason of an invalid rollout, and type of its error."""
 
 
 @dataclass(slots=True)
@@ -41,17 +41,17 @@ class Rollout:
 
     @property
     def session_id(self) -> str:
-        """The engine's name for this attempt, unique within a run."""
+        """The engine's session id for this attempt, unique within a run."""
         return self.request.id.session_id(self.attempt)
 
     @property
     def turns(self) -> list[TurnRecord]:
-        """The turns sampled so far."""
+        """Turns sampled so far."""
         return [] if self.conversation is None else self.conversation.turns
 
     @property
     def seed(self) -> int:
-        """The seed of the next turn."""
+        """Seed of the next turn."""
         return request_seed(self.run_seed, self.request.id, len(self.turns))
 
     @property
@@ -65,15 +65,15 @@ class Rollout:
         return self.stop_reason is not None
 
     def fail(self, stop_reason: str, error: str, cause: BaseException | None = None) -> None:
-        """End the rollout as invalid. The first failure counts."""
+        """End the rollout as invalid. Only the first failure is recorded."""
         if self.error is None:
             self.stop_reason, self.error, self.cause = stop_reason, error, cause
 
     def trajectory(self) -> Trajectory:
-        """Return the trajectory. Its response ends with the last sampled token."""
+        """Build the trajectory. Its response ends with the last sampled token."""
         try:
             segments = self._finish_segments()
-        except Exception as error:  # noqa: BLE001, one rollout may not end the run
+        except Exception as error:  # noqa: BLE001, one rollout must not end the run
             self.fail("env_error", f"the conversation cannot be rendered: {describe_error(error)}", error)
             segments = _segments([SegmentBuilder([], 0)], [])
         assert self.stop_reason is not None
@@ -110,9 +110,9 @@ async def play_until_valid(
     *,
     n_retries: int,
 ) -> list[Trajectory]:
-    """Return one trajectory for each request, in order. Failed rollouts are retried up to `n_retries` times.
+    """Return one trajectory per request, in order. Failed rollouts are retried up to `n_retries` times.
 
-    `play` plays rollouts to their end, valid or not.
+    `play` plays rollouts until they are over, valid or not.
     """
     rollouts = [Rollout(request, metadata.seed) for request in requests]
     shown: set[FailureKind] = set()
@@ -132,7 +132,7 @@ async def play_until_valid(
 
 
 def _warn(failed: Sequence[Rollout], n_rollouts: int, outcome: str, shown: set[FailureKind]) -> None:
-    """Log one warning for each kind of failure, with the traceback of the first unless the kind was `shown`."""
+    """Log one warning per kind of failure, with the first traceback unless the kind is in `shown`."""
     kinds: dict[FailureKind, list[Rollout]] = {}
     for rollout in failed:
         kinds.setdefault((rollout.stop_reason, type(rollout.cause).__name__), []).append(rollout)
@@ -147,8 +147,10 @@ def _warn(failed: Sequence[Rollout], n_rollouts: int, outcome: str, shown: set[F
 
 
 def _segments(rows: list[SegmentBuilder], records: list[TurnRecord]) -> tuple[Segment, ...]:
-    """Build the segments. A turn's reward is on its last sampled token, or on each token if the environment returned a
-    list. The reward of a turn whose tokens were all replaced is on the last sampled token before it.
+    """Build the segments and place the rewards.
+
+    A turn's reward goes to its last sampled token, or to each token if the environment returned a list. If all tokens
+    of a turn were replaced, its reward goes to the last sampled token before the turn.
     """
     rewards = [[0.0] * row.response_length for row in rows]
     turns: list[list[Turn]] = [[] for _ in rows]

@@ -25,17 +25,17 @@ from skyrl_train.types import DrawnPrompt, Metrics, PromptRow, Trajectory
 class StepData:
     """The data of one step."""
 
-    trajectories: list[Trajectory]  # to train on; samples of a draw are adjacent
-    played: list[Trajectory]  # all, including invalid ones and those of dropped groups
+    trajectories: list[Trajectory]  # to train on, with the samples of a draw next to each other
+    played: list[Trajectory]  # all trajectories, including invalid ones and dropped groups
     metrics: Metrics
-    ends_epoch: bool  # includes the last prompt of an epoch
+    ends_epoch: bool  # the step includes the last prompt of an epoch
 
 
 class BatchSource(Protocol):
-    """A provider of the data of each step."""
+    """A provider of each step's data."""
 
     async def take(self, step: int) -> StepData:
-        """Return the data of a step. An error leaves the position unchanged."""
+        """Return a step's data. An error leaves the position unchanged."""
         ...
 
     async def before_sync(self) -> None:
@@ -51,7 +51,7 @@ class BatchSource(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a position; DataError if it belongs to other data."""
+        """Resume from a position. DataError if it belongs to different data."""
         ...
 
     async def close(self) -> None:
@@ -60,10 +60,10 @@ class BatchSource(Protocol):
 
 
 class Rollouts(ABC):
-    """Base class of sources that play rollouts; subclasses decide when.
+    """Base class for sources that play rollouts. Subclasses decide when to play them.
 
-    Invalid trajectories are counted and dropped, and so is a valid one that is alone in its group if the advantage
-    estimator compares samples. Dynamic sampling draws more prompts until enough groups are informative.
+    Invalid trajectories are counted and dropped. If the advantage estimator compares samples, a valid trajectory that
+    is alone in its group is dropped, too. Dynamic sampling draws more prompts until enough groups are informative.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Rollouts(ABC):
 
     @abstractmethod
     async def _next_batch(self, step: int) -> tuple[list[DrawnPrompt[PromptRow]], list[Trajectory]]:
-        """Return the next drawn prompts, and the rollouts of each."""
+        """Return the next drawn prompts and all of their rollouts."""
 
     async def _play(self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int) -> list[Trajectory]:
         n_samples = self._cfg.generator.n_samples_per_prompt
@@ -124,7 +124,7 @@ class Rollouts(ABC):
         return StepData(rollouts, played, Metrics.of(metrics), any(prompt.ends_epoch for prompt in drawn))
 
     def _usable(self, trajectories: Sequence[Trajectory], step: int) -> tuple[list[Trajectory], int]:
-        """Return the valid trajectories to train on, and the number of valid ones that are alone in their group."""
+        """Return the trajectories to train on, and the number of valid trajectories dropped as alone in their group."""
         n_samples = self._cfg.generator.n_samples_per_prompt
         n_needed = 2 if self._compares_samples and n_samples > 1 else 1
         n_valid = Counter(t.id.draw for t in trajectories if t.is_valid)
@@ -148,7 +148,7 @@ class Rollouts(ABC):
     async def _add_greedy_rewards(
         self, rollouts: Sequence[Trajectory], drawn: Sequence[DrawnPrompt[PromptRow]], step: int
     ) -> list[Trajectory]:
-        """Add the reward of a greedy rollout of each row to the row's rollouts; drop them if it failed."""
+        """Add the reward of each prompt's greedy rollout to the prompt's rollouts. If it failed, drop them."""
         prompts = {prompt.row.uid: prompt for prompt in reversed(drawn)}
         uids = dict.fromkeys(t.id.instance_id for t in rollouts)
         greedy = await self._greedy_rollouts([prompts[uid] for uid in uids], step)
@@ -159,7 +159,7 @@ class Rollouts(ABC):
         return [replace(t, greedy_reward=rewards[t.id.instance_id]) for t in with_baseline]
 
     async def _greedy_rollouts(self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int) -> list[Trajectory]:
-        """Return one greedy rollout of each prompt."""
+        """Return one greedy rollout per prompt."""
         return await self._play_greedily(prompts, step)
 
     async def _play_greedily(self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int) -> list[Trajectory]:
@@ -175,7 +175,7 @@ class LockstepRollouts(Rollouts):
     """Synchronous rollouts: training and generation alternate."""
 
     async def take(self, step: int) -> StepData:
-        """Draw prompts, play them, and return the data of a step.
+        """Draw prompts, play them, and return the step's data.
 
         Raises:
             EnvError: a batch has no trajectory to train on.

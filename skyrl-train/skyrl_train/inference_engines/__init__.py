@@ -1,1 +1,1 @@
-"""Engines that turn token ids into more token ids with their log-probs."""
+"""Inference engines: token ids in, sampled token ids and log-probs out."""

@@ -1,7 +1,7 @@
 """Messages over a socket, pickled in frames: 8 bytes of length, then a list of messages.
 
-Messages that are queued when the writer runs share a frame. Unpickling can run any code, so a channel must only be
-opened after the other end has proven that it belongs to the same run.
+Messages queued at the same time share a frame. Unpickling can run arbitrary code, so open a channel only after the
+other end has proven that it belongs to the same run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Message = tuple[int, str, Any]  # number of the request, kind, value
 
 
 def new_local_address(name: str) -> tuple[str, str | None]:
-    """Return an address for processes of this machine, and the folder to remove afterwards, if there is one.
+    """Return a Unix socket address on this machine, and the folder to remove afterwards (None on Linux).
 
-    On Linux, it is in the abstract namespace of Unix sockets, which the kernel clears even if all processes are killed
-    at once. Every user of the machine can connect there, so the token of `serve` is checked as on a port.
+    On Linux, use the abstract namespace: the kernel cleans it up even if all processes are killed at once. Any user of
+    the machine can connect there, so `serve` checks its token as on a TCP port.
     """
     if sys.platform == "linux":
         return f"\0skyrl-{name}-{secrets.token_hex(16)}", None
@@ -40,7 +40,7 @@ def new_local_address(name: str) -> tuple[str, str | None]:
 
 
 def listen(address: str) -> socket.socket:
-    """Listen on "host:port" (port 0: any free one), or on a Unix socket: a path, or "\\0" and a name."""
+    """Listen on "host:port" (port 0: any free port) or a Unix socket (a path, or "\\0" and a name)."""
     family, target = parse_address(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -53,7 +53,7 @@ def listen(address: str) -> socket.socket:
 
 
 def parse_address(address: str) -> tuple[socket.AddressFamily, Any]:
-    """Return the family and the target of "host:port" or of a Unix socket."""
+    """Return socket family and target of "host:port" or a Unix socket."""
     if address.startswith(("/", "\0")):
         return socket.AF_UNIX, address
     host, _, port = address.rpartition(":")
@@ -61,7 +61,7 @@ def parse_address(address: str) -> tuple[socket.AddressFamily, Any]:
 
 
 def encode(messages: list[Message]) -> bytes:
-    """Return a frame; EngineError if the messages cannot be pickled or are too large together."""
+    """Encode messages as one frame. EngineError if they cannot be pickled or are too large together."""
     try:
         payload = pickle.dumps(messages, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -71,7 +71,10 @@ def encode(messages: list[Message]) -> bytes:
 
 
 def receive_blocking(sock: socket.socket) -> list[Message]:
-    """Return the messages of the next frame, the only one that is on its way; EOFError if the connection ends."""
+    """Return the messages of the next frame. EOFError if the connection ends.
+
+    There must not be a second frame on its way: buffering would lose its beginning.
+    """
     with sock.makefile("rb") as file:
         header = file.read(_HEADER.size)
         payload = file.read(_payload_size(header)) if len(header) == _HEADER.size else b""
@@ -86,7 +89,7 @@ class Channel:
     """Messages over one connected socket, sent by a task. Belongs to the running event loop."""
 
     def __init__(self, sock: socket.socket, on_unsendable: Callable[[int, EngineError], None]) -> None:
-        """Call `on_unsendable` with the number of a message that cannot be sent, and the error."""
+        """If a message cannot be sent, `on_unsendable` is called with its number and the error."""
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -103,12 +106,12 @@ class Channel:
         self._wake.set()
 
     async def receive(self) -> list[Message] | None:
-        """Return the messages of the next frame, or None after the end of the connection.
+        """Return the messages of the next frame, or None if the connection has ended.
 
         Raises:
             EngineError: the frame is too large.
         """
-        await asyncio.sleep(0)  # lets other tasks run even if the next frame has arrived already
+        await asyncio.sleep(0)  # let other tasks run even if the next frame has already arrived
         header = await receive_exactly(self._sock, _HEADER.size)
         payload = header and await receive_exactly(self._sock, _payload_size(header))
         return pickle.loads(payload) if payload else None
@@ -119,7 +122,7 @@ class Channel:
         self._wake.set()
 
     async def close(self) -> None:
-        """Send the queued messages, waiting briefly for the other end to read them, and close the socket."""
+        """Send the queued messages, wait briefly for the other end to read them, and close the socket."""
         self.finish()
         await asyncio.wait([self._writing], timeout=CLOSE_TIMEOUT_S)
         self._writing.cancel()
@@ -153,7 +156,7 @@ class Channel:
 
 
 async def receive_exactly(sock: socket.socket, size: int) -> bytearray | None:
-    """Return the next `size` bytes of a non-blocking socket; None if the connection ends before."""
+    """Return the next `size` bytes of a non-blocking socket, or None if the connection ends first."""
     loop = asyncio.get_running_loop()
     received = bytearray(size)
     rest = memoryview(received)

@@ -1,4 +1,4 @@
-"""Several engines behind the interface of one: routing by session, and replacement of engines that are lost."""
+"""Several engines behind the interface of one: routing by session, and replacement of lost engines."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 30.0
 HEALTH_TIMEOUT_S = 60.0
-MAX_REPLACEMENTS = 3  # of one engine in a run
+MAX_REPLACEMENTS = 3  # per engine and run
 
 ABORTED = EngineResult([], [], "abort", ())
 
 Restart = Callable[[int], Awaitable[InferenceEngine]]
-"""Starts another engine in place of the one with this index."""
+"""A function that starts a replacement for the engine with this index."""
 
 
 class EngineClient:
-    """An `InferenceEngine` over several ones of the same model.
+    """An `InferenceEngine` over several engines with the same model.
 
-    The turns of a session stay on one engine, that with the fewest sessions when the session began. An engine whose
-    process has ended or no longer answers is replaced; its requests are sampled again, with the same tokens unless the
-    weights have changed, because a token depends on seed and position alone.
+    A session starts on the engine with the fewest sessions and stays there. An engine is replaced if its process ends
+    or stops answering. Its requests are then sampled again. They get the same tokens unless the weights have changed,
+    because a token depends only on seed and position.
     """
 
     def __init__(
@@ -48,9 +48,11 @@ class EngineClient:
         restart: Restart | None = None,
         enter: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Take over the engines, which `close` closes. Without `restart`, a lost engine fails its requests.
+        """Take ownership of the engines. `close` closes them.
 
-        `enter` is called before requests; it wakes up the engines if others use their devices while they sleep.
+        Args:
+            restart: starts replacements. Without it, the requests of a lost engine fail.
+            enter: called before requests. Wakes up the engines if they share their devices with models.
 
         Raises:
             EngineError: the engines hold weights in different types.
@@ -68,14 +70,14 @@ class EngineClient:
             min(engine.info.longest_sequence for engine in engines),
             dtypes[0],
         )
-        self._homes: dict[str, int] = {}  # index of the engine of each session
+        self._homes: dict[str, int] = {}  # engine index of each session
         self._n_running = [0] * len(engines)  # requests
         self._n_replaced = [0] * len(engines)
-        self._is_gone = [False] * len(engines)  # closed, and not replaced yet
+        self._is_gone = [False] * len(engines)  # closed and not replaced yet
         self._replacing = [asyncio.Lock() for _ in engines]
         self._aborted: Counter[str | None] = Counter()  # calls of `abort` by session
-        self._version: int | None = None  # of the last weights that were received
-        self._synced = self._engines.copy()  # receivers of the last weights, or of a failed attempt
+        self._version: int | None = None  # of the last weights received
+        self._synced = self._engines.copy()  # receivers in the last weight sync, even if it failed
         self._has_current_weights: Callable[[], bool] = lambda: True
         self._held: set[InferenceEngine] = set()  # paused until the next sync
         self._is_paused, self._is_asleep, self._is_closed = False, False, False
@@ -87,10 +89,10 @@ class EngineClient:
         return sum(engine.n_weight_copies for engine in self._engines)
 
     def follow(self, sync: WeightSync, has_current_weights: Callable[[], bool] = lambda: True) -> None:
-        """Send the current weights to replaced engines through `sync`, which syncs this client.
+        """Use `sync`, the weight sync of this client, to send the current weights to replacements.
 
-        After a failed sync, it replaces the lost engines and sends the weights once more. While `has_current_weights`
-        returns False, because an update is changing them, a replacement stays paused until the next sync.
+        A failed sync then replaces the lost engines and sends the weights once more. `has_current_weights` returns
+        False while an update is changing the weights. A replacement then stays paused until the next sync.
         """
         self._sync = sync
         self._has_current_weights = has_current_weights
@@ -168,7 +170,7 @@ class EngineClient:
                 await self._engines[index].end_session(session_id)
 
     def _route(self, requests: Sequence[EngineRequest]) -> list[int]:
-        """Return the index of the engine of each request."""
+        """Return the engine index for each request."""
         n_sessions = Counter(self._homes.values())
         loads = [n_sessions[index] + n for index, n in enumerate(self._n_running)]
         indices = []
@@ -183,7 +185,7 @@ class EngineClient:
         return indices
 
     def _n_aborts(self, request: EngineRequest) -> int:
-        """Return the number of calls of `abort` that concern a request."""
+        """Return how many calls of `abort` concerned this request so far."""
         return self._aborted[None] + (0 if request.session_id is None else self._aborted[request.session_id])
 
     @contextmanager
@@ -201,11 +203,11 @@ class EngineClient:
             raise EngineError("the engine is paused already; call resume() first")
         self._is_paused = True
         try:
-            await self._on_all(self._pause, ignores_lost=True)  # the replacement of a lost one is paused
+            await self._on_all(self._pause, ignores_lost=True)  # replacements start paused
         except BaseException:
             self._is_paused = False
             for engine in self._engines:
-                with suppress(EngineError):  # it was not paused, or is lost
+                with suppress(EngineError):  # not paused, or lost
                     if engine not in self._held:
                         await engine.resume()
             raise
@@ -243,11 +245,11 @@ class EngineClient:
     async def sleep(self) -> None:
         if n_running := sum(self._n_running):
             raise EngineError(f"the engine cannot sleep while {n_running} sequences are being generated")
-        for replacing in self._replacing:  # an engine that is being started needs its memory
+        for replacing in self._replacing:  # an engine that is starting needs its memory
             async with replacing:
                 pass
         self._is_asleep, self._has_weights = True, False
-        await self._on_all(lambda engine: engine.sleep(), ignores_lost=True)  # a lost one is replaced once awake
+        await self._on_all(lambda engine: engine.sleep(), ignores_lost=True)  # lost engines are replaced after wake-up
 
     async def wake_up(self, what: WakeUp = "all") -> None:
         if not self._is_asleep:
@@ -280,7 +282,7 @@ class EngineClient:
     # -- lost engines
 
     async def _replace_lost(self) -> bool:
-        """Replace every engine that does not answer; return True if the last weights have not reached all engines.
+        """Replace all engines that do not answer. Return True if an engine does not have the last weights.
 
         Raises:
             EngineError: an engine could not be replaced.
@@ -289,13 +291,13 @@ class EngineClient:
         return self._engines != self._synced
 
     async def _recover(self, index: int, engine: InferenceEngine, error: EngineError) -> None:
-        """Replace an engine that was lost; raise any other error."""
+        """Replace an engine if `error` means that it was lost. Otherwise raise `error`."""
         if not self._is_lost(index, engine, error):
             raise error
         await self._replace(index, engine, error, sends_weights=True)
 
     def _is_lost(self, index: int, engine: InferenceEngine, error: EngineError) -> bool:
-        """Return True if `error` means that an engine was lost; closing a replaced engine fails its calls, too."""
+        """Return True if `error` means that an engine was lost, or was closed because it is being replaced."""
         is_replaced = self._replacing[index].locked() or self._engines[index] is not engine
         return is_replaced or self._is_gone[index] or isinstance(error, EngineLostError)
 
@@ -307,16 +309,16 @@ class EngineClient:
             self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Replace engines that no longer answer, for as long as the client exists."""
+        """Keep replacing engines that no longer answer."""
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
             await asyncio.gather(*map(self._check_and_replace, range(len(self._engines))))
 
     async def _check_and_replace(self, index: int) -> None:
-        """Replace an engine if it no longer answers; log a failure."""
+        """Replace an engine if it no longer answers. Only log a failure."""
         try:
             await self._replace_if_lost(index, sends_weights=True)
-        except Exception as error:  # noqa: BLE001, the requests of the engine get it, too
+        except Exception as error:  # noqa: BLE001, the engine's requests fail with it, too
             logger.warning("%s could not be replaced: %s", self._name(index).capitalize(), error)
 
     async def _replace_if_lost(self, index: int, *, sends_weights: bool) -> None:
@@ -331,11 +333,11 @@ class EngineClient:
             if not self._is_lost(index, engine, failure):
                 raise
             error = failure
-        if error is not None and self._has_weights:  # while it sleeps, others use its devices
+        if error is not None and self._has_weights:  # while it sleeps, models use its devices
             await self._replace(index, engine, error, sends_weights=sends_weights)
 
     async def _replace(self, index: int, lost: InferenceEngine, error: EngineError, *, sends_weights: bool) -> None:
-        """Start another engine in the place of one that was lost, unless another task has done so."""
+        """Start a replacement for a lost engine, unless another task has already done so."""
         async with self._replacing[index]:
             if self._engines[index] is not lost:
                 return
@@ -359,7 +361,7 @@ class EngineClient:
             self._engines[index], self._is_gone[index] = engine, False
 
     async def _prepare_replacement(self, index: int, engine: InferenceEngine, *, sends_weights: bool) -> None:
-        """Bring a new engine into the state of the others."""
+        """Bring a new engine into this client's state: weights, pause and sleep."""
         if engine.info.weight_dtype != self.info.weight_dtype:
             old, new = (str(info.weight_dtype).removeprefix("torch.") for info in (self.info, engine.info))
             raise EngineError(

@@ -1,4 +1,4 @@
-"""The common part of engines behind an HTTP server: one streamed request for each response."""
+"""Base class for engines behind an HTTP server, with one streamed HTTP request per response."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ MAX_ERROR_CHARS = 500
 class HTTPEngine(AsyncEngine):
     """An engine whose backend is a server that streams responses as server-sent events.
 
-    Dropping a request closes its connection, which aborts it on the server. While responses are running, the server's
-    health is checked every few seconds.
+    Dropping a request closes its connection, and the server then aborts it. While responses are running, the server's
+    health is checked every `HEALTH_INTERVAL_S`.
     """
 
     GENERATE: ClassVar[str]
-    """Path of the server for responses."""
+    """Server path that generates responses."""
 
     HEALTH: ClassVar[str] = "/health"
-    """Path that answers while the backend of the server does."""
+    """Server path that answers as long as the server's backend is alive."""
 
     def __init__(
         self,
@@ -60,18 +60,18 @@ class HTTPEngine(AsyncEngine):
             base_url=url,
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=False,  # the proxies of this machine lead elsewhere
+            trust_env=False,  # ignore this machine's proxy settings
         )
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
 
     @abstractmethod
     def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:
-        """Return the request to continue a sequence after its tokens so far."""
+        """Return the request body that continues a sequence after its tokens so far."""
 
     @abstractmethod
     def _parse(self, request_id: str, sequence: ActiveSequence, event: Mapping[str, Any]) -> Output:
-        """Return the new tokens in an event."""
+        """Extract the new tokens from an event."""
 
     async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:
         for request_id, sequence in new.items():
@@ -80,7 +80,7 @@ class HTTPEngine(AsyncEngine):
             self._watching = asyncio.create_task(self._watch())
 
     async def _read(self, request_id: str, sequence: ActiveSequence) -> None:
-        """Put the tokens of one response into the queue."""
+        """Stream one response and put its tokens into the queue."""
         problem = f"the server at {self._url} ended a response early"
         try:
             timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)  # `_watch` notices a server that hangs
@@ -102,7 +102,7 @@ class HTTPEngine(AsyncEngine):
         self._outputs.put_nowait(Output(request_id, [], is_over=True, error=problem))
 
     async def _watch(self) -> None:
-        """Fail the waiting requests when the server is no longer healthy."""
+        """Fail the waiting requests if the server is no longer healthy."""
         while self._streams:
             await asyncio.sleep(HEALTH_INTERVAL_S)
             try:
@@ -129,7 +129,7 @@ class HTTPEngine(AsyncEngine):
     async def _request(
         self, method: str, path: str, *, timeout_s: float | None = ANSWER_TIMEOUT_S, **options: Any
     ) -> Any:
-        """Call the server; return its JSON, if it answers with any.
+        """Call the server. Return the JSON of its answer, or None if there is none.
 
         Raises:
             EngineError: the server does not answer in time, or answers with an error.
@@ -153,7 +153,7 @@ class HTTPEngine(AsyncEngine):
 
 
 def call_server(url: str, method: str, path: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **options: Any) -> Any:
-    """Call a server, blocking; return its JSON, if it answers with any.
+    """Call a server. Return the JSON of its answer, or None if there is none. Blocks.
 
     Raises:
         EngineError: the server does not answer in time, or answers with an error.
@@ -168,7 +168,7 @@ def call_server(url: str, method: str, path: str, *, timeout_s: float = ANSWER_T
 
 
 def read_answer(response: httpx.Response) -> Any:
-    """Return the JSON of an answer, None if it has none; EngineError for an error."""
+    """Return the JSON of an answer, or None if there is none. EngineError for an error status."""
     if response.is_error:
         raise EngineError(f"{response.request.url} answered with {describe_response(response)}")
     with suppress(ValueError):
@@ -177,5 +177,5 @@ def read_answer(response: httpx.Response) -> Any:
 
 
 def describe_response(response: httpx.Response) -> str:
-    """Return the status of an answer and the beginning of its text."""
+    """Format the status of an answer and the beginning of its text."""
     return f"HTTP {response.status_code}: {response.text[:MAX_ERROR_CHARS].strip()}"

@@ -1,4 +1,4 @@
-"""Sampling parameters as dictionaries, under the names of SkyRL and vLLM."""
+"""Conversion of sampling parameters to and from dicts with the names of SkyRL and vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_train.errors import DataError
 from skyrl_train.inference_engines.base import SamplingParams
 
 ALIASES = {"max_tokens": "max_new_tokens", "max_generate_length": "max_new_tokens", "min_tokens": "min_new_tokens"}
-"""Sampling parameters under the names of SkyRL and vLLM, and our names."""
+"""Our names of sampling parameters, by their names in SkyRL and vLLM."""
 
 IGNORED = {
     "logprobs": (None, 0, 1),
@@ -19,7 +19,7 @@ IGNORED = {
     "include_stop_str_in_output": (True,),
     "no_stop_trim": (True,),
 }
-"""Sampling parameters of SkyRL that cannot be changed, and the values that are accepted."""
+"""Sampling parameters of SkyRL that cannot be changed, with the values that are accepted."""
 
 
 def to_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def to_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def to_sampling(params: Mapping[str, Any] | None, cfg: GeneratorConfig | None) -> SamplingParams:
-    """Convert sampling parameters under the names of SkyRL or vLLM; None takes those of the configuration.
+    """Convert sampling parameters with names from SkyRL or vLLM. None means `cfg.sampling_params`.
 
     Raises:
         DataError: a parameter is unknown, or neither source limits the number of tokens.

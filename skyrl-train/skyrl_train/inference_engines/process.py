@@ -1,4 +1,4 @@
-"""Inference engines, and other objects, in separate processes of this machine."""
+"""Inference engines and other objects in separate processes on this machine."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_toke
 logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 5.0
-FAILED_START_TIMEOUT_S = 1.0  # a cancelled start may still be loading; it has nothing to save
+FAILED_START_TIMEOUT_S = 1.0  # short: a cancelled start may still be loading, but has nothing to save
 
 
 class ServerProcess:
-    """A process that runs one object per connection, one at a time: an inference engine, or the HTTP endpoint.
+    """A process that serves one connection at a time, each with its own object: an engine or the HTTP endpoint.
 
-    It ends with `close`, or when the process that started it ends.
+    It ends with `close`, or when its parent process ends.
     """
 
     def __init__(self, address: str | None = None, *, n_threads: int | None = None, name: str = "engine") -> None:
         """Start the process.
 
         Args:
-            address: "host:port" to listen on (port 0: any free one); None for a Unix socket.
-            n_threads: Number of torch threads; None for torch's default.
-            name: For error messages.
+            address: "host:port" to listen on (port 0: any free port). Defaults to a Unix socket.
+            n_threads: number of torch threads. Defaults to torch's default.
+            name: for error messages.
         """
         self._name = name
         self._token = new_token()
@@ -73,7 +73,10 @@ class ServerProcess:
         start_timeout_s: float = 600.0,
         start_timeout_name: str = "start_timeout_s",
     ) -> RemoteEngine:
-        """Return a new engine in this process, as `connect` does; closing an owner closes the process. Blocks."""
+        """Make a new engine in this process, as `connect` does. Blocks.
+
+        With `is_owner`, closing the engine also closes the process.
+        """
         end_process = self.close if is_owner else None
         return connect(
             *(self.address, self._token, make_engine, self.describe_end, end_process),
@@ -82,14 +85,14 @@ class ServerProcess:
         )
 
     def open(self, make: Callable[[], Any], start_timeout_s: float = 600.0) -> socket.socket:
-        """Return a connection for a `RemoteClient` of the object that `make` returns in this process. Blocks."""
+        """Call `make` in this process and return a connection to the object, for a `RemoteClient`. Blocks."""
         sock, _ = open_connection(
             self.address, self._token, make, (), self.describe_end, start_timeout_s=start_timeout_s
         )
         return sock
 
     def describe_end(self) -> str:
-        """Return the process's name and its exit status, waiting briefly for it to end. Blocks."""
+        """Wait briefly for the process to end, and describe it with its exit status. Blocks."""
         with self._lock:
             if not self._is_closed:
                 self._process.join(EXIT_TIMEOUT_S)
@@ -99,7 +102,7 @@ class ServerProcess:
             return f"{self._name} process {self.pid} ended with exit status {self._exit_status}"
 
     def close(self, timeout_s: float = EXIT_TIMEOUT_S) -> None:
-        """End the process; kill it if it does not end in time. Blocks."""
+        """End the process. Kill it if it does not end in time. Blocks."""
         with self._lock:
             if self._is_closed:
                 return
@@ -130,10 +133,10 @@ async def start_engine(
     start_timeout_s: float = 600.0,
     start_timeout_name: str = "start_timeout_s",
 ) -> RemoteEngine:
-    """Start a process, make an engine in it, and return the engine, whose `close` ends the process.
+    """Start a process and make an engine in it. Closing the engine ends the process.
 
-    For example `await start_engine(partial(load_engine, path, dtype=torch.float32, …))`. `ServerProcess` explains
-    `address` and `n_threads`, and `connect` the others.
+    For example: `await start_engine(partial(load_engine, path, dtype=torch.float32, …))`. For `address` and
+    `n_threads`, see `ServerProcess`. For the other arguments, see `connect`.
 
     Raises:
         EngineError: the process ended, or the engine was not ready in time.
@@ -156,11 +159,11 @@ async def start_engine(
 def _run(
     listener: socket.socket, lifeline: Connection, token: bytes, folder: str | None, n_threads: int | None
 ) -> None:
-    """Serve connections until the driver sends something through the lifeline or ends."""
+    """Serve connections until the driver ends or sends something through the lifeline."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends this process
     guard_console()
-    os.setpgid(0, 0)  # Ctrl-C does not reach the processes that an engine starts
-    multiprocessing.current_process().daemon = False  # vLLM starts some
+    os.setpgid(0, 0)  # keeps Ctrl-C from processes that an engine starts
+    multiprocessing.current_process().daemon = False  # daemons may not have children, and vLLM starts some
     disable_progress_bar()
     if n_threads is not None:
         torch.set_num_threads(n_threads)
@@ -169,7 +172,7 @@ def _run(
     finally:
         listener.close()
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # for a driver that was killed
+            shutil.rmtree(folder, ignore_errors=True)  # a killed driver cannot remove it
 
 
 async def _serve_until_ended(listener: socket.socket, lifeline: Connection, token: bytes) -> None:

@@ -1,6 +1,6 @@
-"""Calls of an object in another process, over one socket: an inference engine, or the HTTP endpoint.
+"""Remote calls to an object in another process over one socket: an inference engine or the HTTP endpoint.
 
-`RemoteClient` calls, `serve` answers. A connection starts with a secret token, unframed; after it, both ends send
+`RemoteClient` calls and `serve` answers. A connection starts with a secret token, unframed. After that, both ends send
 messages through a `Channel`:
 
     client → server    (0, "start", (pickled make, names of attributes)), (n, method, arguments), (n, "cancel", None)
@@ -50,7 +50,7 @@ START = 0  # number of the first request of a connection
 
 
 def new_token() -> bytes:
-    """Return a secret for the connections to one process."""
+    """Create a secret for the connections to one process."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
@@ -67,11 +67,11 @@ def connect(
     """Connect to `serve`, let it make an engine, and return the engine once it is ready. Blocks.
 
     Args:
-        make_engine: Pickled and called in the other process; by value, if it is defined in `__main__`. None for the
-            engine that the other process shares.
-        describe_end: Returns the name of the other process and its exit status, for error messages. May block.
-        end_process: Called by `RemoteEngine.close`, e.g. to end the other process. May block.
-        start_timeout_name: The setting of `start_timeout_s`, for error messages.
+        make_engine: pickled and called in the other process. Pickled by value if it is defined in `__main__`. None for
+            the engine that the other process shares.
+        describe_end: returns the name and exit status of the other process, for error messages. May block.
+        end_process: called by `RemoteEngine.close`, e.g. to end the other process. May block.
+        start_timeout_name: name of the setting for `start_timeout_s`, for error messages.
 
     Raises:
         EngineError: the token is wrong, the process ended, or the engine was not ready in time.
@@ -96,7 +96,7 @@ def open_connection(
     start_timeout_s: float,
     start_timeout_name: str = "start_timeout_s",
 ) -> tuple[socket.socket, tuple[Any, ...]]:
-    """Let `serve` make an object; return the connection to it, and the attributes of these `names`. Blocks.
+    """Let `serve` make an object. Return the connection to it and its attributes listed in `names`. Blocks.
 
     Raises:
         EngineError: the token is wrong, the process ended, or the object was not ready in time.
@@ -126,7 +126,7 @@ def open_connection(
 
 
 def _pickle_by_value(make: Callable[[], Any]) -> bytes:
-    """Pickle a function, and what it uses of `__main__`; EngineError if that is impossible."""
+    """Pickle a function, including everything it uses from `__main__`. EngineError if that is impossible."""
     try:
         pickled: bytes = cloudpickle.dumps(make)
     except Exception as error:
@@ -138,22 +138,23 @@ def _pickle_by_value(make: Callable[[], Any]) -> bytes:
 
 
 class _PendingCall(NamedTuple):
-    """A request that waits for its result, and the queue of chunks if it is a stream."""
+    """A call that waits for its result. A stream also has a queue of chunks."""
 
     done: asyncio.Future[Any]
     chunks: asyncio.Queue[TokenChunk | None] | None
 
 
 class RemoteClient:
-    """The calls of an object in another process.
+    """A client for an object in another process.
 
-    The first call binds it to the running event loop. After the connection breaks, all waiting and later calls fail.
+    The first call binds the client to the running event loop. If the connection breaks, all waiting and later calls
+    fail.
     """
 
     def __init__(
         self, sock: socket.socket, describe_end: Callable[[], str], end_process: Callable[[], None] | None
     ) -> None:
-        """Use a connection of `open_connection`; `connect` explains the others."""
+        """`sock` is from `open_connection`. For the other arguments, see `connect`."""
         self._sock = sock
         self._describe_end = describe_end
         self._end_process = end_process
@@ -165,7 +166,7 @@ class RemoteClient:
         self._broken_by: str | None = None
 
     async def close(self) -> None:
-        """Close the object and the connection. A cancelled call does not interrupt it."""
+        """Close the object and the connection. Cancelling the caller does not interrupt this."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -176,12 +177,12 @@ class RemoteClient:
         return self._broken_by is not None
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the object and return its result; EngineLostError if its process has ended."""
+        """Call a method of the object and return its result. EngineLostError if its process has ended."""
         number, done = self._send(method, *args)
         try:
             return await done
         except asyncio.CancelledError:
-            self._cancel(number)  # even if the result has arrived: the caller has not seen it
+            self._cancel(number)  # even if the result has arrived, because the caller has not seen it
             raise
 
     def _send(
@@ -207,13 +208,13 @@ class RemoteClient:
         return self._channel
 
     async def _read(self, channel: Channel) -> None:
-        """Deliver the messages of the other process until the connection ends."""
+        """Deliver messages from the other process until the connection ends."""
         problem = None
         try:
             while (messages := await channel.receive()) is not None:
                 for number, kind, value in messages:
                     self._deliver(number, kind, value)
-        except Exception as error:  # the boundary of the connection: every caller gets the error
+        except Exception as error:  # the boundary of the connection: all callers get the error
             logger.exception("The connection to an engine cannot be read")
             problem = f"the connection to the engine cannot be read: {error}"
         if self._closing is None:
@@ -234,7 +235,7 @@ class RemoteClient:
 
     def _fail_all(self, message: str, kind: type[EngineError] = EngineError) -> None:
         for number in list(self._pending):
-            self._deliver(number, "error", kind(message))  # a separate error for every caller
+            self._deliver(number, "error", kind(message))  # a separate error object for each caller
 
     async def _close(self) -> None:
         channel = self._open_channel()
@@ -252,7 +253,7 @@ class RemoteClient:
 
 
 class RemoteEngine(RemoteClient):
-    """An `InferenceEngine` whose calls are carried out in another process. If that ends, start another engine."""
+    """An `InferenceEngine` that runs in another process. If the process ends, start a new engine."""
 
     def __init__(
         self,
@@ -262,7 +263,7 @@ class RemoteEngine(RemoteClient):
         describe_end: Callable[[], str],
         end_process: Callable[[], None] | None,
     ) -> None:
-        """Use `connect`, or `skyrl_train.inference_engines.process.start_engine`, to make one."""
+        """Use `connect` or `skyrl_train.inference_engines.process.start_engine` instead."""
         super().__init__(sock, describe_end, end_process)
         self.info = info
         self.n_weight_copies = n_weight_copies
@@ -283,7 +284,7 @@ class RemoteEngine(RemoteClient):
             if number in self._pending:
                 self._cancel(number)
             if not done.cancel() and not done.cancelled():
-                done.exception()  # marks the error as retrieved: a consumer that left early does not need it
+                done.exception()  # mark the error as retrieved: the consumer has left and does not need it
 
     async def abort(self, session_id: str | None = None) -> None:
         await self.call("abort", session_id)
@@ -314,10 +315,10 @@ class RemoteEngine(RemoteClient):
 
 
 async def serve(listener: socket.socket, token: bytes, shared: Any = None) -> None:
-    """Serve connections one at a time until cancelled. The first message of each makes the object that it calls.
+    """Serve connections one at a time until cancelled. The first message of a connection makes the object to call.
 
-    A connection that makes none calls the `shared` object, which stays open. One that does not start with `token` is
-    closed before anything that it sends is unpickled.
+    If it makes none, the connection uses the `shared` object, and that object stays open afterwards. A connection that
+    does not start with `token` is closed before any of its bytes are unpickled.
     """
     listener.setblocking(False)
     turn = asyncio.Lock()
@@ -334,7 +335,7 @@ async def _serve_connection(sock: socket.socket, token: bytes, turn: asyncio.Loc
             return
         async with turn:
             await _Server(sock, shared).run()
-    except Exception:  # the boundary of a connection: the next one gets another object
+    except Exception:  # the boundary of a connection: the next connection gets a new object
         logger.exception("A connection failed")
     finally:
         sock.close()
@@ -352,7 +353,7 @@ async def _receive_token(sock: socket.socket, token: bytes) -> bool:
 
 
 class _Server:
-    """The serving end of one connection, and the object that it calls."""
+    """The serving end of one connection."""
 
     def __init__(self, sock: socket.socket, shared: Any) -> None:
         self._channel = Channel(sock, self._fail)
@@ -361,7 +362,7 @@ class _Server:
         self._paused_by: int | None = None  # number of the request that paused the engine
 
     async def run(self) -> None:
-        """Make the object, and carry out calls until the connection ends."""
+        """Make the object and execute calls until the connection ends."""
         served = None
         try:
             served = await self._start()
@@ -392,7 +393,7 @@ class _Server:
                 for number, kind, value in messages:
                     if kind == "cancel":
                         self._cancel(number)
-                        if number == self._paused_by:  # its caller was cancelled before it received the result
+                        if number == self._paused_by:  # the caller was cancelled before it learned of the pause
                             self._paused_by = None
                             with suppress(EngineError):
                                 await served.resume()

@@ -1,6 +1,6 @@
-"""Engines behind HTTP servers under the name that SkyRL's scripts import.
+"""Engines behind HTTP servers, under the name that SkyRL scripts import.
 
-`generator.remote_inference_engine_urls` makes them: `VLLMServerEngine` or `SGLangEngine`.
+For `generator.remote_inference_engine_urls`, a run creates `VLLMServerEngine` or `SGLangEngine`.
 """
 
 from skyrl_train.inference_engines.http import HTTPEngine

@@ -1,4 +1,4 @@
-"""The choice of the next token of every row at once, each with its own parameters and random numbers."""
+"""Batched sampling of the next token. Each row has its own parameters and random numbers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 from skyrl_train.inference_engines.base import SamplingParams
 
-CHUNK = 512  # tokens of the vocabulary that share a partial sum in the search
-CPU_BLOCK = 1 << 18  # logits of a pass over all rows on a CPU: 1 MiB, which stays in the cache
-CANDIDATES = 1024  # most likely tokens, which usually hold the top-p mass
+CHUNK = 512  # vocabulary tokens per partial sum in the search
+CPU_BLOCK = 1 << 18  # logits per pass over all rows on a CPU: 1 MiB, so that they stay in the cache
+CANDIDATES = 1024  # number of most likely tokens to try first for top-p, usually enough
 
 
 @dataclass(slots=True)
 class Draw:
-    """The inputs of a sequence's next token besides its logits."""
+    """Everything but the logits that determines a sequence's next token."""
 
     sampling: SamplingParams
     seed: int
@@ -34,28 +34,28 @@ class Draw:
 
     @property
     def banned(self) -> list[int]:
-        """Tokens that must not be sampled, since they would end a response before `min_new_tokens`."""
+        """Tokens that must not be sampled yet: they would end the response before `min_new_tokens`."""
         if len(self.token_ids) - self.n_prompt >= self.sampling.min_new_tokens:
             return []
         return list({*(() if self.sampling.ignore_eos else self.eos_ids), *self.sampling.stop_token_ids})
 
 
 class SampledToken(NamedTuple):
-    """A sampled token. `logprob` is of the model at the row's temperature, before penalties and truncation."""
+    """A sampled token. `logprob` is the model's at the row's temperature, before penalties and truncation."""
 
     token_id: int
     logprob: float
-    sampling_logprob: float | None = None  # after penalties and truncation; None without them
+    sampling_logprob: float | None = None  # after penalties and truncation, if there are any
     raw_logprob: float | None = None  # at temperature 1, on request
     top_logprobs: dict[int, float] | None = None  # on request
 
 
 def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
-    """Sample one token a row by searching the cumulative distribution.
+    """Sample one token per row by a search in the cumulative distribution.
 
     Args:
-        logits: (B, V) float32; overwritten, so that only rows with penalties, truncation or raw log-probs are copied.
-        draws: [B] how to sample each row. Temperature 0 takes the most likely token.
+        logits: (B, V) float32. Overwritten, so that only rows with penalties, truncation or raw log-probs are copied.
+        draws: [B] how to sample each row. Temperature 0 is greedy.
     """
     raw_rows = [row for row, draw in enumerate(draws) if draw.sampling.with_raw_logprobs]
     shaped_rows = [row for row, draw in enumerate(draws) if draw.is_shaped]
@@ -71,7 +71,7 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledTo
     if any(draw.sampling.temperature not in (0, 1) for draw in draws):
         logits.div_(torch.tensor([[draw.sampling.temperature or 1.0] for draw in draws], device=logits.device))
     top = _top_logits(logits, draws)
-    excluded = _exclude(logits, banned)  # (B, at most as many as a row has banned tokens)
+    excluded = _exclude(logits, banned)  # (B, maximum number of banned tokens in a row)
     sums = _chunk_logsumexp(logits)  # (B, V / CHUNK)
     log_normalizer = torch.cat([sums, excluded], dim=-1).logsumexp(dim=-1)  # (B,) of the model
     if shaped is not None:
@@ -107,7 +107,7 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledTo
 def _exclude(logits: torch.Tensor, banned: Sequence[tuple[int, int, int]]) -> torch.Tensor:
     """Set the logits (B, V) of banned tokens to -inf in place. Return their previous values (B, n), padded with -inf.
 
-    A banned token is given as its row, its column in the result, and its id.
+    `banned` lists (row, column in the result, token id).
     """
     if not banned:
         return logits[:, :0]
@@ -124,7 +124,7 @@ def _gather_chosen(values: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """Return a number in [0, 1) for each (seed, position), the same on every machine: SplitMix64 of the pair.
+    """Return a number in [0, 1) for each (seed, position), the same on all machines: SplitMix64 of the pair.
 
     Source: Fast Splittable Pseudorandom Number Generators (Steele, Lea and Flood, OOPSLA 2014).
     """
@@ -139,11 +139,11 @@ def _mix(state: np.ndarray) -> np.ndarray:
     return state ^ (state >> np.uint64(31))
 
 
-# -- the distribution that is sampled from
+# -- the sampling distribution
 
 
 def _shaped(logits: torch.Tensor, draws: Sequence[tuple[int, Draw]]) -> torch.Tensor:
-    """Return a copy of the given rows' logits (s, V) after penalties, temperature and truncation (-inf)."""
+    """Copy the given rows' logits (s, V) and apply penalties, temperature and truncation (-inf)."""
     shaped = logits[[row for row, _ in draws]]  # a copy
     for values, (_, draw) in zip(shaped, draws, strict=True):
         _penalize(values, draw)
@@ -157,7 +157,7 @@ def _shaped(logits: torch.Tensor, draws: Sequence[tuple[int, Draw]]) -> torch.Te
 
 
 def _penalize(logits: torch.Tensor, draw: Draw) -> None:
-    """Apply the penalties of one row to its logits (V,) in place, and rule out its banned tokens."""
+    """Apply one row's penalties to its logits (V,) in place, and set banned tokens to -inf."""
     sampling = draw.sampling
     if sampling.repetition_penalty != 1:
         present = torch.from_numpy(np.asarray(draw.token_ids, dtype=np.int64)).to(logits.device)  # with duplicates
@@ -175,7 +175,7 @@ def _penalize(logits: torch.Tensor, draw: Draw) -> None:
 
 
 def _truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return the logits (b, V) with -inf for tokens excluded by min-p, then top-k, then top-p. Ties stay together."""
+    """Apply min-p, then top-k, then top-p to logits (b, V). Excluded tokens become -inf. Ties stay together."""
     n_tokens = logits.shape[-1]
 
     def column(values: Iterable[float]) -> torch.Tensor:
@@ -198,7 +198,10 @@ def _truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
 
 
 def _top_p_threshold(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return the smallest logit (b, 1) of the smallest set that holds `top_p` (b, 1) of the mass; -inf where p is 1."""
+    """Return the logit threshold (b, 1) of top-p: the minimum of the smallest set with at least `top_p` (b, 1) mass.
+
+    Sorting the whole vocabulary is slow, so try the `CANDIDATES` most likely tokens first. -inf where top_p is 1.
+    """
     log_total = logits.logsumexp(dim=-1, keepdim=True)
     for n_largest in (min(CANDIDATES, logits.shape[-1]), logits.shape[-1]):
         ordered = logits.topk(n_largest, dim=-1).values  # (b, n)
@@ -217,20 +220,21 @@ _thread_local = threading.local()
 
 
 def _scratch(size: int, like: torch.Tensor) -> torch.Tensor:
-    """Return uninitialized memory (size,), which later calls of this thread use again.
+    """Return uninitialized memory (size,) that later calls in this thread reuse.
 
     Allocating a block of logits takes three times as long as summing it.
     """
     scratch: torch.Tensor | None = getattr(_thread_local, "scratch", None)
     if scratch is None or len(scratch) < size or scratch.dtype != like.dtype or scratch.device != like.device:
-        with torch.inference_mode(False):  # else it could not be used outside of that mode
+        with torch.inference_mode(False):  # an inference tensor could not be used outside inference mode
             scratch = _thread_local.scratch = torch.empty(size, dtype=like.dtype, device=like.device)
     return scratch
 
 
 def _chunk_logsumexp(logits: torch.Tensor) -> torch.Tensor:
-    """Return log Σ exp (B, ⌈V / CHUNK⌉) over neighboring tokens of `logits` (B, V), on a CPU block by block in the
-    cache.
+    """Return log Σ exp (B, ⌈V / CHUNK⌉) of each chunk of `logits` (B, V).
+
+    On a CPU, work on blocks that fit into the cache.
     """
     n_rows, n_tokens = logits.shape
     n_whole = n_tokens // CHUNK * CHUNK
@@ -240,7 +244,7 @@ def _chunk_logsumexp(logits: torch.Tensor) -> torch.Tensor:
     scratch = _scratch(n_rows * min(step, n_whole), logits)
     for start in range(0, n_whole, step):
         block = logits[:, start : min(start + step, n_whole)].unflatten(-1, (-1, CHUNK))  # (B, c, CHUNK)
-        highest = block.amax(dim=-1).clamp_(min=torch.finfo(logits.dtype).min)  # finite, also of -inf alone
+        highest = block.amax(dim=-1).clamp_(min=torch.finfo(logits.dtype).min)  # finite even if all are -inf
         shifted = torch.sub(block, highest[..., None], out=scratch[: block.numel()].view(block.shape))
         parts.append(shifted.exp_().sum(dim=-1).log_().add_(highest))
     if n_whole < n_tokens:
@@ -249,10 +253,11 @@ def _chunk_logsumexp(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _search(logits: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the first token (B,) at which the cumulative distribution of `logits` (B, V) passes `uniforms`.
+    """Return the first token (B,) at which the cumulative distribution of `logits` (B, V) exceeds `uniforms` (B,).
 
-    The search finds the chunk in `sums`, log Σ exp of each, then the token in the chunk. A row with NaN gets an
-    arbitrary token, whose log-prob is NaN.
+    `sums` are the log Σ exp of the chunks. First find the chunk: with chunk masses 0.2, 0.5, 0.3 and the number 0.6, it
+    is the second, and 0.6 - 0.2 = 0.4 of mass is left to pass inside it. Then find the token in the chunk the same way.
+    So only one chunk per row needs a cumulative sum. A row with NaN gets an arbitrary token with log-prob NaN.
     """
     n_tokens = logits.shape[-1]
     highest = sums.amax(dim=-1, keepdim=True)
@@ -267,7 +272,10 @@ def _search(logits: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) ->
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the first column (B,) whose cumulative sum exceeds the target, which rounding may push to the total."""
+    """Return the first column (B,) whose cumulative sum exceeds the target.
+
+    Rounding may push the target up to the total, and no column exceeds that. So clamp it to just below.
+    """
     total = cumulative[:, -1]
     below = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
     found = torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
@@ -275,7 +283,7 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 def _top_logits(logits: torch.Tensor, draws: Sequence[Draw]) -> dict[int, tuple[list[int], torch.Tensor]]:
-    """Return the most likely tokens and their logits for each row that requests them."""
+    """Return {row: (most likely tokens, their logits)} for the rows that request top log-probs."""
     return {
         row: (best.indices.tolist(), best.values)
         for row, draw in enumerate(draws)

@@ -1,4 +1,4 @@
-"""The common part of engines whose backend schedules requests itself."""
+"""Base classes for engines whose backend schedules requests itself."""
 
 from __future__ import annotations
 
@@ -23,33 +23,36 @@ class Output(NamedTuple):
     request_id: str
     choices: list[SampledToken]
     n_reused: int | None = None  # prompt tokens taken from the cache, if the backend reports them with this output
-    is_over: bool = False  # the backend will send nothing more
-    error: str | None = None  # the backend gave up on this request
+    is_over: bool = False  # no more outputs will follow
+    error: str | None = None  # why the backend gave up on this request
 
 
 class ScheduledEngine(SteppedEngine[ActiveSequence]):
-    """An engine that hands its requests to a backend, which decides what runs.
+    """An engine whose backend decides which requests run.
 
-    Sessions need no cache of their own: the backend keeps keys and values indexed by their tokens, until it needs their
-    space.
+    Sessions need no cache of their own: the backend indexes cached keys and values by tokens, and evicts them when it
+    needs the space.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._n_submitted = 0  # so far
-        self._waiting: list[ActiveSequence] = []  # not yet handed to the backend
+        self._waiting: list[ActiveSequence] = []  # not yet submitted to the backend
         self._running: dict[str, ActiveSequence] = {}
 
     @abstractmethod
     async def _exchange(self, new: Mapping[str, ActiveSequence]) -> list[Output]:
-        """Hand new requests to the backend, to continue after their tokens so far; return some outputs."""
+        """Submit new requests to the backend and return its next outputs.
+
+        A request that was interrupted continues after its tokens so far.
+        """
 
     @abstractmethod
     def _drop(self, request_ids: Sequence[str]) -> None:
-        """Abort requests of the backend."""
+        """Abort requests in the backend."""
 
     async def end_session(self, session_id: str) -> None:
-        """Do nothing: other sequences may use what is cached for a session, and the backend evicts it in time."""
+        """Do nothing. Other sequences may use the session's cached tokens, and the backend evicts unused ones."""
 
     def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
         return ActiveSequence(request, max_tokens)
@@ -90,26 +93,26 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
                 sequence.done.set_exception(EngineError(output.error or GAVE_UP))
 
     def _forget_all(self) -> None:
-        """Drop every request."""
+        """Drop all requests."""
         self._drop(list(self._running))
         self._running, self._waiting = {}, []
 
 
 class AsyncEngine(ScheduledEngine):
-    """An engine whose backend is another process, which steps on its own and sends outputs as they arrive.
+    """An engine whose backend is another process that steps on its own and sends outputs as they arrive.
 
-    Nothing runs there while the engine is held: requests are aborted, and continue later from their tokens so far.
-    They get the same tokens as without the interruption, if the backend draws by seed and position.
+    To hold the engine, abort its requests. They continue later after their tokens so far, with the same tokens as
+    without the interruption if the backend samples by seed and position.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._outputs: asyncio.Queue[Output | Exception | None] = asyncio.Queue()
-        """Outputs of the backend; None ends a step, an error fails it."""
+        """Outputs of the backend. None ends a step, and an exception fails it."""
 
     @abstractmethod
     async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:
-        """Hand new requests to the backend; their outputs go into the queue."""
+        """Submit new requests to the backend. Their outputs go into the queue."""
 
     def _interrupt_step(self) -> None:
         self._outputs.put_nowait(None)

@@ -1,4 +1,4 @@
-"""A request that is being served, and the rules that end its response."""
+"""State of a request in progress, and the rules that end its response."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from skyrl_train.types import WeightSpan
 
 @dataclass(slots=True, eq=False)
 class ActiveSequence:
-    """A request that is being served, with the n tokens sampled so far."""
+    """A request in progress, with the tokens sampled so far."""
 
     request: EngineRequest
-    max_tokens: int  # of prompt and response
+    max_tokens: int  # prompt and response together
     done: asyncio.Future[EngineResult] | None = None  # None: no task waits for the result
-    chunks: asyncio.Queue[TokenChunk | None] | None = None  # of a stream; None ends it
+    chunks: asyncio.Queue[TokenChunk | None] | None = None  # for a stream, ended by None
     token_ids: list[int] = field(init=False)  # prompt and response
     n_reused: int | None = None  # prompt tokens found in the cache when the sequence was first admitted
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
-    is_shaped: bool = False  # a token was sampled from another distribution than the model's
+    is_shaped: bool = False  # penalties or truncation changed the distribution of a token
     raw_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     weight_spans: list[WeightSpan] = field(default_factory=list)
     n_streamed: int = 0  # tokens already in `chunks`
-    n_received: int = 0  # tokens of the request that the backend is serving now
+    n_received: int = 0  # tokens received from the backend since the request was last submitted
     stop_reason: StopReason | None = None
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class ActiveSequence:
         self.weight_spans.append(WeightSpan(weight_version, n_before + 1))
 
     def put_chunk(self, result: EngineResult | None = None) -> None:
-        """Put new tokens into the stream, if there is one; the last chunk has the result."""
+        """Put new tokens into the stream, if there is one. The last chunk has the result."""
         if self.chunks is None or (self.n_streamed == len(self.logprobs) and result is None):
             return
         n_before, self.n_streamed = self.n_streamed, len(self.logprobs)
@@ -80,7 +80,7 @@ class ActiveSequence:
         self.chunks.put_nowait(TokenChunk(token_ids, self.logprobs[n_before:], result))
 
     def result(self) -> EngineResult:
-        """Return the result of a sequence that has ended."""
+        """Return the result of a finished sequence."""
         assert self.stop_reason is not None
         return EngineResult(
             token_ids=self.token_ids[self.n_prompt :],
@@ -95,7 +95,7 @@ class ActiveSequence:
 
 
 def all_eos_ids(model_ids: int | list[int] | None, tokenizer_id: int | None) -> frozenset[int]:
-    """Return the EOS tokens in the model's generation config, and the tokenizer's."""
+    """Combine the EOS tokens of the model's generation config and the tokenizer."""
     listed = model_ids if isinstance(model_ids, list) else [model_ids]
     return frozenset(i for i in [*listed, tokenizer_id] if i is not None)
 
@@ -103,7 +103,7 @@ def all_eos_ids(model_ids: int | list[int] | None, tokenizer_id: int | None) -> 
 def find_stop_reason(
     sequence: ActiveSequence, eos_ids: frozenset[int], tokenizer: PreTrainedTokenizerBase
 ) -> StopReason | None:
-    """Return why the response ends with its last token; None if it continues."""
+    """Return why the response ends with its last token, or None if it continues."""
     sampling, n_sampled = sequence.sampling, len(sequence.logprobs)
     last = sequence.token_ids[-1]
     if last in eos_ids and not sampling.ignore_eos:
@@ -111,7 +111,8 @@ def find_stop_reason(
     if last in sampling.stop_token_ids:
         return "stop"
     if sampling.stop and n_sampled >= sampling.min_new_tokens:
-        # A token is at least one byte, and some tokenizers drop the space that a text begins with.
+        # Decode only a tail that can contain the stop string: a token is at least one byte. One more token, because
+        # some tokenizers drop the leading space of a text.
         n_tail = min(max(len(stop.encode()) for stop in sampling.stop) + 1, n_sampled)
         before, tail = (tokenizer.decode(sequence.token_ids[-n_tail:end]) for end in (-1, None))
         if any(stop in tail and stop not in before for stop in sampling.stop):

@@ -1,1 +1,1 @@
-"""Creation of ranks, engines and weight sync from a configuration."""
+"""Creation of ranks, engines and weight syncs from a configuration."""

@@ -1,5 +1,7 @@
-"""A run on one device: one rank per model in this process, and an engine with the policy's own tensors, or with a copy
-in this process or another one, or servers that receive the weights.
+"""Runs on one device, with one rank per model in this process.
+
+The engine generates with the policy's own tensors, or it has a copy of the weights in this process, in a second
+process, or on servers.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from skyrl_train.workers.ranks import LocalRank
 
 
 class InlineLauncher:
-    """A launcher whose models compute in `executor`, which has one thread."""
+    """A launcher for one device. All models compute in the single thread of `executor`."""
 
     def __init__(
         self,
@@ -41,9 +43,13 @@ class InlineLauncher:
         offloads_idle: bool = False,
         has_engine_process: bool = False,
     ) -> None:
-        """Create the launcher. `sync` describes how weights are sent to engines in other processes: to `servers`, which
-        are addresses, or to the engine, with `has_engine_process`. With `offloads_idle`, models and the engine, which
-        has a copy of the weights, leave the device while they are idle.
+        """Create the launcher.
+
+        Args:
+            sync: how to send weights to engines in other processes.
+            servers: addresses of inference servers that receive the weights.
+            offloads_idle: offload idle models and the engine from the device. The engine must have its own weights.
+            has_engine_process: start the engine in a second process and send it the weights.
         """
         self._executor = executor
         self._has_engine_process = has_engine_process
@@ -107,7 +113,7 @@ class InlineLauncher:
         return WeightSync(source, sinks, options, find_address=find_address, kind=kind, dtype=dtype)
 
     async def _find_address(self) -> str:
-        """Return a free "host:port" of this machine that all servers can reach."""
+        """Return a free "host:port" on this machine that all servers can reach."""
         hosts = [find_host(server_url(server)) for server in self._servers]
         host = next((host for host in hosts if not host.startswith("127.")), hosts[0])
         return f"{host}:{free_port(host)}"

@@ -1,4 +1,4 @@
-"""The interfaces through which a run gets its models, its engine and the weight sync between them."""
+"""Interfaces that give a run its models, its engine and the weight sync between them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class ModelLauncher(Protocol):
     """The ranks of one run."""
 
     device: torch.device
-    """The kind of device that the ranks compute on."""
+    """Kind of device that the ranks compute on."""
 
     async def start(self) -> None:
         """Start the processes."""
         ...
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
-        """Load a model on its ranks; ConfigError if its path holds none."""
+        """Load a model on its ranks. ConfigError if there is no model at its path."""
         ...
 
     async def close(self) -> None:
@@ -41,20 +41,23 @@ class Launcher(ModelLauncher, Protocol):
     """The ranks and the engine of one run."""
 
     policy: PreTrainedModel | None
-    """The loaded policy, if it is in this process: an engine may generate with its tensors."""
+    """The loaded policy if it is in this process, so that an engine may generate with its tensors."""
 
     async def start_engine(
         self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine], start_timeout_s: float
     ) -> InferenceEngine:
-        """Return a new engine: `make_engine(policy)`, called in the process of the engine.
+        """Call `make_engine(policy)` in the engine's process and return the engine.
 
         Raises:
-            EngineError: another process ended, or its engine was not ready in `start_timeout_s`.
+            EngineError: the engine's process ended, or the engine was not ready within `start_timeout_s`.
         """
         ...
 
     def bytes_beside_engine(self, n_bytes: int) -> int:
-        """Return the part of `n_bytes`, which all ranks together still allocate, that is in the engine's memory."""
+        """Return how much of `n_bytes` the models will take from the engine's device.
+
+        `n_bytes` is what all ranks together have yet to allocate.
+        """
         ...
 
     def weight_sync(
@@ -64,9 +67,13 @@ class Launcher(ModelLauncher, Protocol):
         kind: SyncKind = "full",
         dtype: torch.dtype | None = None,
     ) -> WeightSync:
-        """Return a channel for the weights of a model that this launcher has loaded, or for its adapter alone.
+        """Create a weight sync from a model that this launcher has loaded.
 
-        Sinks have names for error messages, and hold weights in `dtype`, by default that of the source.
+        Args:
+            source: the model.
+            sinks: the receivers, by name. Names appear in error messages.
+            kind: all weights, or only the adapter.
+            dtype: type of the receivers' weights. Defaults to the source's.
         """
         ...
 
@@ -74,7 +81,7 @@ class Launcher(ModelLauncher, Protocol):
 def holding_devices(
     lease: Lease | None, sinks: Mapping[str, WeightSink]
 ) -> Callable[[], AbstractAsyncContextManager[None]]:
-    """Return the context of a weight sync from the policy to the engine, or to the reference."""
+    """Return the context manager that holds the devices for a weight sync to the engine or the reference."""
     if lease is None:
         return nullcontext
     models = [sink for sink in sinks.values() if isinstance(sink, WorkerGroup)]
@@ -86,7 +93,7 @@ L = TypeVar("L", bound=ModelLauncher)
 
 @asynccontextmanager
 async def started(launcher: L) -> AsyncIterator[L]:
-    """Start the processes of a launcher, and end them at the end of the context."""
+    """Start a launcher's processes, and end them when the context exits."""
     try:
         await launcher.start()
         yield launcher

@@ -1,4 +1,4 @@
-"""NUMA affinity: a rank runs on the cores next to its GPU, where the memory that it allocates is then placed."""
+"""NUMA affinity: run a rank on the cores next to its GPU, so that its memory is allocated there, too."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import torch
 logger = logging.getLogger(__name__)
 
 SYSFS = Path("/sys")
-"""Folder in which the kernel describes devices and nodes."""
+"""Where the kernel describes devices and NUMA nodes."""
 
 
 def bind_to_gpu(index: int) -> None:
-    """Run the calling thread, and those that it starts, on the cores of the GPU's NUMA node."""
-    gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack the address
+    """Pin the calling thread and the threads it starts to the cores of the GPU's NUMA node."""
+    gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack the PCI address
     bind_to_device(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 
 def bind_to_device(address: str) -> None:
-    """Run the calling thread, and those that it starts, on the cores of the NUMA node of a PCI device.
+    """Pin the calling thread and the threads it starts to the cores of a PCI device's NUMA node.
 
-    Does nothing if the kernel assigns the device to no node, or if this process may use no core of the node.
+    Does nothing if the kernel assigns no node to the device, or if this process may not use any core of the node.
 
     Args:
-        address: of the device, e.g. "0000:3b:00.0".
+        address: PCI address of the device, e.g. "0000:3b:00.0".
     """
     try:
         node = int((SYSFS / "bus/pci/devices" / address / "numa_node").read_text())
         cores = parse_cores((SYSFS / f"devices/system/node/node{node}/cpulist").read_text())
-    except OSError:  # another system than Linux, or node -1: the device belongs to none
+    except OSError:  # not Linux, or node -1: the device has no node
         return
     if usable := cores & os.sched_getaffinity(0):
         os.sched_setaffinity(0, usable)

@@ -1,4 +1,4 @@
-"""Ranks in other processes, and groups of such processes on this machine: sharded training without a cluster."""
+"""Ranks in other processes, and process groups on this machine: sharded training without a cluster."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class ConnectedRank:
         self._thread = ThreadPoolExecutor(1, f"rank-{rank}")
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        """Load a model. `spec` and `objective` are pickled: functions in them must be importable."""
+        """Load a model. `spec` and `objective` are pickled, so functions in them must be importable."""
         self._role = spec.role
         await self.call("load", spec, objective)
 
     def share(self) -> ConnectedRank:
-        """Return a rank of another model, of another role, in the same process."""
+        """Return a rank for a model with a different role in the same process."""
         return copy(self)
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -69,15 +69,15 @@ class ConnectedRank:
         return "ended"
 
     async def close(self) -> None:
-        """End the connection, and with it the rank."""
+        """Close the connection. This ends the rank."""
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
-            duplicate.shutdown(socket.SHUT_RDWR)  # ends a call in progress, too
+            duplicate.shutdown(socket.SHUT_RDWR)  # also ends a call in progress
         await asyncio.to_thread(self._thread.shutdown)
         self._connection.close()
 
 
 class ProcessRank(ConnectedRank):
-    """A rank in a process of this machine that this one has started."""
+    """A rank in a child process on this machine."""
 
     def __init__(self, rank: int, connection: Connection, process: BaseProcess) -> None:
         super().__init__(rank, connection)
@@ -90,7 +90,7 @@ class ProcessRank(ConnectedRank):
         return f"(process {self._process.pid}) ended with exit status {status}{name}"
 
     async def close(self) -> None:
-        """End the process; one that hangs in a collective is killed."""
+        """End the process. Kill it if it hangs in a collective."""
         await super().close()
         await asyncio.to_thread(self._process.join, 5)
         if self._process.is_alive():
@@ -99,7 +99,7 @@ class ProcessRank(ConnectedRank):
 
 
 def start_ranks(n_ranks: int) -> list[ProcessRank]:
-    """Start processes with a common gloo process group; each holds a shard of the models that a group loads on them."""
+    """Start `n_ranks` processes that form a gloo process group. Each holds a shard of every model loaded on them."""
     context = multiprocessing.get_context("spawn")
     address = f"tcp://127.0.0.1:{free_port()}"
     n_threads = threads_per_process(n_ranks)
@@ -115,6 +115,6 @@ def start_ranks(n_ranks: int) -> list[ProcessRank]:
 
 
 def _serve(connection: Connection, world: World, address: str, n_threads: int) -> None:
-    faulthandler.enable()  # writes the Python stack of a crash in native code to standard error
+    faulthandler.enable()  # prints the Python stack if native code crashes
     guard_console()
     RankHost(world, address, n_threads).serve(connection)

@@ -1,4 +1,4 @@
-"""The part of ranks that runs in their own process."""
+"""The part of a rank that runs inside the rank's process."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from skyrl_train.workers.worker import Worker
 
 
 class RankHost:
-    """The workers of one process, a rank of each model, and the process group of all ranks."""
+    """The workers of one process, one per model, and the process group of all ranks."""
 
     def __init__(self, world: World, address: str, n_threads: int) -> None:
-        """Join the process group at `address`, "tcp://host:port" or "env://"; a single rank needs none."""
+        """Join the process group at `address`: "tcp://host:port" or "env://". A single rank needs no group."""
         torch.set_num_threads(n_threads)
         device = torch.device(world.device)
         if device.type == "cuda":
             if device.index is not None:
                 torch.cuda.set_device(device)
-            bind_to_gpu(torch.cuda.current_device())  # without an index, the only GPU that the process sees
+            bind_to_gpu(torch.cuda.current_device())  # without an index, the process sees only one GPU
         self._world = world
         self._workers: dict[Role, Worker] = {}
         self._strategies: dict[MegatronConfig | None, DistributedStrategy[Any]] = {}
@@ -41,8 +41,9 @@ class RankHost:
         )
 
     def call(self, role: Role, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
-        """Load a model, in place of that of the same role, or call a method of its worker; return (True, the result) or
-        (False, the error).
+        """Call a method of a model's worker. Return (True, result) or (False, error).
+
+        The method "load" loads a model and replaces an earlier one with the same role.
         """
         try:
             if method == "load":
@@ -50,11 +51,11 @@ class RankHost:
                 self._workers[spec.role] = Worker(spec, self._get_strategy(spec), objective)
                 return True, None
             return True, getattr(self._workers[role], method)(*args)
-        except Exception as error:  # noqa: BLE001, handed to the driver
+        except Exception as error:  # noqa: BLE001, raised by the driver
             return False, picklable_error(error, WorkerError)
 
     def _get_strategy(self, spec: ModelSpec) -> DistributedStrategy[Any]:
-        """Return the strategy of a model. Creating one is collective: all ranks load their models in the same order."""
+        """Return a model's strategy. Creating it is collective: all ranks must load their models in the same order."""
         megatron = spec.megatron
         if megatron not in self._strategies:
             strategy: DistributedStrategy[Any]
@@ -76,7 +77,7 @@ class RankHost:
         return self._strategies[megatron]
 
     def serve(self, connection: Connection) -> None:
-        """Carry out the calls of `ConnectedRank`s until they close the connection, and close."""
+        """Execute the calls of `ConnectedRank`s until they close the connection, then close."""
         try:
             while True:
                 role, method, args = pickle.loads(connection.recv_bytes())
@@ -84,11 +85,11 @@ class RankHost:
         except (EOFError, OSError, KeyboardInterrupt):
             pass
         finally:
-            with suppress(Exception):  # of a collective whose other ranks have ended
+            with suppress(Exception):  # a collective may fail because the other ranks have ended
                 self.close()
 
     def close(self) -> None:
-        """Wait for a save in progress, and leave the process group."""
+        """Wait for a save in progress and leave the process group."""
         for worker in self._workers.values():
             worker.close()
         if dist.is_initialized():

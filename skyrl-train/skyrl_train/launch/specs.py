@@ -1,4 +1,4 @@
-"""The specifications of models and optimizers, from the configuration of a run."""
+"""Model and optimizer specifications from a run's configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model_spec(
     sharding: ShardedModelConfig | None = None,
     eos_ids: Sequence[int] = (),
 ) -> ModelSpec:
-    """Return the specification of one model of a run, whose strategy decides which fields of `sharding` are read."""
+    """Return the specification of one model. `cfg.strategy` decides which fields of `sharding` are used."""
     sharding = sharding or ShardedModelConfig()
     megatron = sharding.megatron_config if isinstance(sharding, DividedModelConfig) else None
     return ModelSpec(
@@ -48,9 +48,9 @@ def model_spec(
 
 
 def optimizer_spec(cfg: OptimizerConfig, key: str, n_steps: int) -> OptimizerSpec:
-    """Return the specification of an optimizer whose schedule spans the `n_steps` optimizer steps of the run.
+    """Return the specification of an optimizer whose schedule spans the run's `n_steps` optimizer steps.
 
-    Log a warning that names the configuration `key` if the learning rate does not reach its value before the run ends.
+    Log a warning if warm-up takes the whole run. `key` is the optimizer's section, for the message.
     """
     n_warmup_steps = cfg.num_warmup_steps or int(cfg.warmup_ratio * n_steps)
     if n_warmup_steps >= n_steps:

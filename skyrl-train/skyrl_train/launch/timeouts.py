@@ -1,4 +1,4 @@
-"""Timeouts of collectives, and the check that weight syncs end before them. Imports no torch."""
+"""Timeouts of collectives, and a check that weight syncs time out earlier. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ def _read_collective_timeout() -> timedelta:
 
 
 COLLECTIVE_TIMEOUT = _read_collective_timeout()
-"""Maximum time that a rank in this process waits for others in a collective."""
+"""Maximum time that a rank in this process waits for other ranks in a collective."""
 
 SYNC_MARGIN_S = 30.0
-"""Seconds in which the first rank of the policy reports a failed weight sync, while the others wait for it."""
+"""Seconds that the policy's first rank gets to report a failed weight sync before the other ranks stop waiting."""
 
 
 def find_long_sync(timeout_s: float, collective_timeout: timedelta) -> Iterator[str]:
-    """Yield a sentence if ranks of the policy would give up before a weight sync does, without naming its receiver."""
+    """Yield a sentence if the policy's ranks would time out before a weight sync does.
+
+    Their error could not name the receiver that hangs. The weight sync's own error does.
+    """
     collective_s = collective_timeout.total_seconds()
     if timeout_s + SYNC_MARGIN_S > collective_s:
         yield (

@@ -1,4 +1,4 @@
-"""Ranks in the processes of `torchrun`: rank 0 drives, and the others carry out its calls."""
+"""Ranks in processes started by `torchrun`. Rank 0 drives the run, and the other ranks execute its calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from skyrl_train.workers.ranks import Rank
 T = TypeVar("T")
 
 DRIVER = "skyrl/driver"
-"""Key of the address of rank 0 in torchrun's store; empty if rank 0 needs no ranks."""
+"""Key in torchrun's store for the address of rank 0. The address is empty if rank 0 needs no other ranks."""
 
 STORE_TIMEOUT = timedelta(days=1)
 POLL = timedelta(seconds=30)
@@ -45,7 +45,7 @@ HANDSHAKE_TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
-    """The processes that `torchrun` has started, of which this is one."""
+    """This process's place among the processes of `torchrun`."""
 
     rank: int
     size: int
@@ -54,14 +54,14 @@ class Torchrun:
 
     @classmethod
     def find(cls, environ: Mapping[str, str] = os.environ) -> Torchrun | None:
-        """Return the description in the environment; None if torchrun did not start this process."""
+        """Read the environment variables of torchrun. None if torchrun did not start this process."""
         if "TORCHELASTIC_RUN_ID" not in environ:
             return None
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return cls(*(int(environ[name]) for name in names))
 
     def check(self, placement: RunPlacementConfig) -> None:
-        """Raise ConfigError if the configuration sets other numbers of processes than torchrun has started."""
+        """Raise ConfigError if the configuration asks for other process counts than torchrun has started."""
         n_nodes = self.size // self.n_per_node
         if placement.launcher not in ("auto", "torchrun"):
             raise ConfigError(
@@ -78,19 +78,19 @@ class Torchrun:
                 )
 
     def join(self) -> RankHost:
-        """Join the process group of all processes, in the thread that will compute."""
+        """Join the process group of all processes. Call it in the thread that will compute."""
         device = default_device().type
         world = World(self.rank, self.size, f"cuda:{self.local_rank}" if device == "cuda" else device)
         return RankHost(world, "env://", threads_per_process(self.n_per_node))
 
     def store(self) -> dist.Store:
-        """Return the store that all processes share."""
+        """Connect to the store shared by all processes."""
         store: dist.Store = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=STORE_TIMEOUT)))[0]
         return store
 
 
 class HostedRank:
-    """A rank in this process, next to ranks in others. Its calls run in `executor`, which has one thread."""
+    """The local rank of rank 0's process. Its calls run in the single thread of `executor`."""
 
     def __init__(self, executor: Executor, host: RankHost) -> None:
         self._executor = executor
@@ -114,8 +114,9 @@ class HostedRank:
 
 
 class TorchrunLauncher:
-    """A launcher on the processes of `torchrun`, which hold a rank of every model. It runs in rank 0, whose parts of
-    the models compute in `executor`, which has one thread.
+    """A launcher on the processes of `torchrun`, for rank 0. Each process holds one rank of every model.
+
+    Rank 0's own shards compute in the single thread of `executor`.
     """
 
     def __init__(self, executor: Executor, torchrun: Torchrun) -> None:
@@ -127,7 +128,7 @@ class TorchrunLauncher:
         self._local: list[HostedRank] = []
 
     async def start(self) -> None:
-        """Connect to the other ranks, and join their process group.
+        """Connect to the other ranks and join their process group.
 
         Raises:
             WorkerError: a rank did not connect in time.
@@ -145,11 +146,11 @@ class TorchrunLauncher:
         return group
 
     async def close(self) -> None:
-        """End the other ranks, and leave the process group."""
+        """End the other ranks and leave the process group."""
         ranks: list[Rank] = [*self._others, *self._local]
         await asyncio.gather(*(rank.close() for rank in ranks), return_exceptions=True)  # a save may be in progress
         if self._host is not None:
-            with suppress(Exception):  # of a collective whose other ranks have ended
+            with suppress(Exception):  # a collective may fail because the other ranks have ended
                 await self._compute(self._host.close)
 
     async def _compute(self, function: Callable[[], T]) -> T:
@@ -157,7 +158,7 @@ class TorchrunLauncher:
 
 
 def _accept_ranks(torchrun: Torchrun) -> dict[int, Connection]:
-    """Publish the address of this process, and return the connections of all other ranks."""
+    """Publish this process's address and wait until all other ranks have connected."""
     is_local = torchrun.size == torchrun.n_per_node
     key = secrets.token_bytes(32)
     connections: dict[int, Connection] = {}
@@ -181,29 +182,29 @@ def _accept_ranks(torchrun: Torchrun) -> dict[int, Connection]:
                     deliver_challenge(connection, key)
                     answer_challenge(connection, key)
                     connections[int.from_bytes(connection.recv_bytes())] = connection
-                except (AuthenticationError, EOFError, OSError):  # of another program, such as a port scan
+                except (AuthenticationError, EOFError, OSError):  # not a rank, e.g. a port scan
                     connection.close()
                 accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
     return connections
 
 
 def serve_driver(torchrun: Torchrun) -> None:
-    """Carry out the calls of rank 0 until it ends. Runs in the other ranks."""
+    """Execute the calls of rank 0 until it ends. Runs in all other ranks."""
     disable_progress_bar()  # transformers shows one for each file
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; rank 0 ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and rank 0 ends this one
     store = torchrun.store()
     while True:
         try:
             store.wait([DRIVER], POLL)
             break
-        except dist.DistStoreError:  # rank 0 still reads its configuration and data
+        except dist.DistStoreError:  # rank 0 is still reading its configuration and data
             continue
     if not (published := store.get(DRIVER)):
         return
     host, port, hexadecimal_key = json.loads(published)
     key = bytes.fromhex(hexadecimal_key)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # torchrun, or a closed terminal, sends it to all processes
-        signal.signal(number, signal.SIG_IGN)  # rank 0 ends its step first
+    for number in (signal.SIGTERM, signal.SIGHUP):  # torchrun or a closed terminal sends them to all processes
+        signal.signal(number, signal.SIG_IGN)  # rank 0 must finish its step first
     with Connection(socket.create_connection((host, port)).detach()) as connection:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
@@ -212,7 +213,7 @@ def serve_driver(torchrun: Torchrun) -> None:
 
 
 def release_ranks(torchrun: Torchrun) -> None:
-    """End the other ranks, if the command of rank 0 did not use them."""
+    """End the other ranks if rank 0's command has not used them."""
     store = torchrun.store()
     if not store.check([DRIVER]):
         store.set(DRIVER, "")

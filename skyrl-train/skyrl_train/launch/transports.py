@@ -1,4 +1,4 @@
-"""The transport of a weight sync between processes, where the configured one cannot be used."""
+"""Choice of the weight sync transport between processes if the configured one cannot be used."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ REASONS = {
 
 
 def with_transport(options: SyncOptions, device: torch.device, *, shares_devices: bool) -> SyncOptions:
-    """Return the options with the transport between models on this kind of device.
+    """Return the options with the transport to use on this kind of device.
 
-    A receiver may share a device with the sender. Log a transport that replaces the configured one.
+    `shares_devices` means that receivers are on the sender's devices. Log the transport if it replaces the configured
+    one.
     """
     transport = transport_between(options, device, shares_devices=shares_devices)
     if transport != options.transport != "auto":

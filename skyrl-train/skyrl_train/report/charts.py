@@ -1,4 +1,4 @@
-"""Line charts as inline SVG; the page's stylesheet has the colors, for light and dark mode."""
+"""Line charts as inline SVG. The page's stylesheet sets the colors, for light and dark mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_HOVER_POINTS = 300
 
 @dataclass(frozen=True)
 class Line:
-    """One line: `style` is a class of the stylesheet (`eval`, `train` or `raw`); only `eval` shows its points."""
+    """One line of a chart. `style` is a stylesheet class (`eval`, `train` or `raw`). Only `eval` shows its points."""
 
     label: str
     series: Series
@@ -33,24 +33,24 @@ class Chart:
 
     @property
     def labeled(self) -> list[Line]:
-        """The lines that the legend names."""
+        """Lines that appear in the legend."""
         return [line for line in self.lines if line.label]
 
     @property
     def newest(self) -> str:
-        """The last value of the front line."""
+        """The last value of the front line, formatted."""
         series = self.lines[-1].series
         return format_value(series.name, series.last)
 
     @property
     def warning(self) -> str:
-        """An explanation of gaps in the lines, or an empty string."""
+        """Explanation of gaps in the lines, or an empty string."""
         n_missing = max(line.series.n_not_finite for line in self.lines)
         values = "1 value is" if n_missing == 1 else f"{n_missing} values are"
         return f"{values} NaN or infinite: a gap in the line" if n_missing else ""
 
     def svg(self, width: int = 340, height: int = 190) -> Markup:
-        """Draw the chart, `width` by `height` units; it scales with its container."""
+        """Draw the chart with a view box of `width` × `height`. It scales with its container."""
         steps = [step for line in self.lines for step in line.series.steps]
         values = [value for line in self.lines for value in line.series.finite] + list(self.baselines.values())
         name = self.lines[-1].series.name
@@ -77,7 +77,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Frame:
-    """A mapping from steps and values to SVG units, within margins that hold the tick labels."""
+    """Maps steps and values to SVG units inside margins that hold the tick labels."""
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]
@@ -97,7 +97,7 @@ class _Frame:
         return self.height - self.bottom - (value - low) / (high - low) * (self.height - self.top - self.bottom)
 
     def path(self, series: Series, style: str) -> Markup:
-        """Draw a series as one path with its gaps."""
+        """Draw a series as one path, with gaps."""
         stretches = ([(self.x(step), self.y(value)) for step, value in points] for points in series.runs())
         moves = "".join("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in _thin(points)) for points in stretches)
         return Markup('<path class="line {}" d="{}"/>').format(style, moves)
@@ -109,7 +109,7 @@ class _Frame:
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the first, lowest, highest and last point of each unit of width, which look like all of its points."""
+    """Thin out points that share a pixel column: yield its first, lowest, highest and last. It looks the same."""
     for _, column in groupby(points, key=lambda point: int(point[0])):
         inside = list(column)
         ys = [y for _, y in inside]
@@ -121,7 +121,7 @@ def _text(style: str, x: float, y: float, anchor: str, text: str) -> Markup:
 
 
 def _ticks(low: float, high: float, *, integer: bool = False) -> list[float]:
-    from matplotlib.ticker import MaxNLocator  # imported here, so that a run starts without matplotlib
+    from matplotlib.ticker import MaxNLocator  # not at the top: a run must start without matplotlib
 
     low, high = _widen(low, high)
     locator = MaxNLocator(nbins=4, integer=integer, steps=[1, 2, 2.5, 5, 10])
@@ -129,13 +129,13 @@ def _ticks(low: float, high: float, *, integer: bool = False) -> list[float]:
 
 
 def _widen(low: float, high: float) -> tuple[float, float]:
-    """Return a range that is not empty, with a single point or a constant in the middle."""
+    """Widen an empty range, so that a single point or a constant line is centered."""
     margin = 0.5 * (abs(low) or 1.0) if low == high else 0.0
     return low - margin, high + margin
 
 
 def _points(frame: _Frame, line: Line) -> list[Markup]:
-    """Draw circles that show their value on hover; they are visible for an evaluation, unless they would touch."""
+    """Draw circles that show their value on hover. Evaluation points are visible unless there are too many."""
     points = [point for run in line.series.runs() for point in run]
     if line.style == "train" or len(points) > _MAX_HOVER_POINTS:
         return []
@@ -154,7 +154,7 @@ def _points(frame: _Frame, line: Line) -> list[Markup]:
 
 
 def sparkline(series: Series) -> Markup:
-    """Draw a line of the height of a word, without axes."""
+    """Draw a word-sized line without axes."""
     x_range = _widen(series.steps[0], series.steps[-1])
     frame = _Frame(x_range, _widen(min(series.finite), max(series.finite)), 120, 24, left=0, right=0, top=2, bottom=2)
     path = frame.path(series, "eval")

@@ -25,7 +25,7 @@ MAX_RUNS = 7
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run on the page: `style` is the class of its color, and `headlines` are its results by label."""
+    """A run on the page. `style` is the class of its color. `headlines` are its results by label."""
 
     path: Path
     name: str
@@ -45,7 +45,7 @@ class ComparedRun:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Values as text by key, without the name of the run and paths inside its folder, which always differ."""
+        """Settings as {key: text}, without the run name and paths in the run folder, because these always differ."""
         values = dict(_flatten(self.config))
         keys = ("trainer.output_dir", "trainer.project_name", "trainer.run_name")
         parts = [str(values[key]) for key in keys if key in values]
@@ -59,10 +59,10 @@ class ComparedRun:
 
 
 def compare_runs(folders: Sequence[Path], output: Path) -> Path:
-    """Write a page with the results and curves of several runs, finished or not, and the settings that differ.
+    """Write a page that compares runs: results, curves, and the settings that differ. Runs may be unfinished.
 
     Raises:
-        DataError: a run has no metrics or is named twice, there are fewer than two runs or more than `MAX_RUNS`, or
+        DataError: a run has no metrics or is listed twice, there are fewer than two or more than `MAX_RUNS` runs, or
             `output` cannot be written.
     """
     paths = [folder.resolve() for folder in folders]
@@ -98,7 +98,7 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
 
 
 def _charts(runs: Sequence[ComparedRun]) -> list[Chart]:
-    """Return a chart of each evaluation and panel that a run has; curves of training are smoothed."""
+    """Return a chart for each evaluation and panel that any run has. Training curves are smoothed."""
     evaluations = _union((evaluation.name for evaluation in headline_evals(run.rows)) for run in runs)
     panels = {name: (format_name(name).capitalize(), "evaluation") for name in evaluations} | PANELS
     charts = []
@@ -114,7 +114,7 @@ def _charts(runs: Sequence[ComparedRun]) -> list[Chart]:
 
 
 def _differences(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return the keys whose values differ, with the value of each run; a key that a run lacks has a dash."""
+    """Return {key: values, one per run} for the keys whose values differ. A missing key is shown as a dash."""
     values = {key: [own.get(key, "–") for own in settings] for key in _union(settings)}
     return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
 
@@ -128,11 +128,11 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _show(value: Any) -> str:
-    """Return a value as YAML on one line."""
+    """Format a value as YAML on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
     return text.removesuffix("...\n").strip()
 
 
 def _union(parts: Iterable[Iterable[str]]) -> list[str]:
-    """Return the distinct names of all parts, in the order of their first occurrence."""
+    """Return the distinct names of all parts, in order of first occurrence."""
     return list(dict.fromkeys(chain.from_iterable(parts)))

@@ -14,7 +14,7 @@ from skyrl_train.tracking.run_folder import AGGREGATED
 
 @dataclass(frozen=True)
 class EvaluatedTrajectory:
-    """One episode of an evaluation; `score` is the sum of its rewards, None if they are invalid."""
+    """One evaluated episode. `score` is the sum of its rewards, or None if the rollout is invalid."""
 
     prompt: str
     response: str
@@ -28,7 +28,10 @@ class EvaluatedTrajectory:
 
 @dataclass(frozen=True)
 class Example:
-    """A trajectory worth reading; `role` is best, median or worst, `before` is from its prompt's first evaluation."""
+    """A trajectory worth reading.
+
+    `role` is "best", "median" or "worst". `before` is the first evaluation's trajectory for the same prompt.
+    """
 
     role: str
     trajectory: EvaluatedTrajectory
@@ -36,7 +39,7 @@ class Example:
 
 
 def read_evaluation(run_folder: RunFolder, step: int | None) -> list[EvaluatedTrajectory]:
-    """Return every trajectory of one evaluation; `step` is None for a run that only evaluates.
+    """Read all trajectories of one evaluation. `step` is None for a run that only evaluates.
 
     Raises:
         DataError: a line is not a trajectory.
@@ -51,7 +54,7 @@ def read_evaluation(run_folder: RunFolder, step: int | None) -> list[EvaluatedTr
 
 
 def pick_examples(newest: list[EvaluatedTrajectory], first: list[EvaluatedTrajectory]) -> list[Example]:
-    """Return the best, median and worst of the `newest` evaluation, each with its prompt's `first` attempt."""
+    """Return the best, median and worst of the `newest` trajectories, each with the `first` one for its prompt."""
     scored = sorted((t for t in newest if t.score is not None), key=lambda t: -(t.score or 0.0))
     if not scored:
         return []
@@ -62,7 +65,7 @@ def pick_examples(newest: list[EvaluatedTrajectory], first: list[EvaluatedTrajec
 
 
 def parse_rows(text: str, path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON-lines file; DataError, with its `path`, for a line that is none."""
+    """Yield the rows of a JSON-lines file. DataError for a line that is not a JSON object. `path` is for messages."""
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
@@ -76,7 +79,7 @@ def parse_rows(text: str, path: str) -> Iterator[dict[str, Any]]:
 
 
 def parse_trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:
-    """Return the trajectory of a row, as this project or SkyRL writes it."""
+    """Parse a trajectory row as written by this project or by SkyRL."""
     return EvaluatedTrajectory(
         prompt=_text(row.get("input_prompt")),
         response=_text(row.get("output_response")),
@@ -90,14 +93,14 @@ def parse_trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:
 
 
 def _text(value: object) -> str:
-    """Return text unchanged, and a list of chat messages as `role: content` blocks."""
+    """Format a list of chat messages as `role: content` blocks. Strings are unchanged, None is ""."""
     if isinstance(value, list):
         return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in value)
     return "" if value is None else str(value)
 
 
 def _score(value: object) -> float | None:
-    """Return a number, or the sum of per-token rewards; None for anything else, or if a reward is missing."""
+    """Return a number, or the sum of a list of rewards. None for anything else, or if a reward is missing."""
     if isinstance(value, list):
         parts = [_score(part) for part in value]
         return None if None in parts else sum(part for part in parts if part is not None)

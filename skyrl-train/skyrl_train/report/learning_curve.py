@@ -1,4 +1,4 @@
-"""Learning curves as PNG, for one run or several; importing this module does not import matplotlib."""
+"""Learning curves of one or several runs as PNG. Importing this module does not import matplotlib."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ def plot_learning_curve(
     baselines: Mapping[str, float] | None = None,
     train_metric: str | None = None,
 ) -> Path:
-    """Draw `metric` over the training steps, with `baselines` as dashed lines, and write the picture to `output`.
+    """Plot `metric` over the training steps, with `baselines` as dashed lines, and write the picture to `output`.
 
-    `train_metric`, the same quantity on the training rollouts, is drawn behind it, raw and smoothed.
-    Raises `DataError` if the run has no value of `metric`.
+    `train_metric` is the same quantity on training rollouts. It is drawn behind `metric`, raw and smoothed.
+
+    Raises:
+        DataError: the run has no value of `metric`.
     """
     curve = _require(metrics, metric)
     figure, axes = _canvas(title, _change(curve), metric)
@@ -48,7 +50,7 @@ def compare_curves(
     title: str,
     baselines: Mapping[str, float] | None = None,
 ) -> Path:
-    """Draw `metric` of several runs, by label, in one picture. Raises `DataError` if one of them lacks it."""
+    """Plot `metric` of several labeled runs in one picture. DataError if a run has no value of it."""
     figure, axes = _canvas(title, f"{format_name(metric)}, {_describe_origin(metric)}", metric)
     for index, (label, rows) in enumerate(runs.items()):
         curve = _require(rows, metric, label)

@@ -76,7 +76,10 @@ PANELS = {
 
 
 def report_run(run_folder: RunFolder, *, command: str | None = None) -> Path | None:
-    """Write `learning_curve.png` and `report.html` of a run, finished or not; return the page, None before any metric.
+    """Write a run's `learning_curve.png` and `report.html`. The run may be unfinished.
+
+    Returns:
+        The path of the page, or None if the run has no metrics yet.
 
     Raises:
         DataError: the metrics or an evaluation file cannot be read.
@@ -92,7 +95,7 @@ def report_run(run_folder: RunFolder, *, command: str | None = None) -> Path | N
 
 
 def report_own_run(run_folder: RunFolder) -> None:
-    """Write the report of the run that this process executes, with its command; as `report_run`."""
+    """Write the report of the run in this process, including its command. Raises as `report_run` does."""
     report_run(run_folder, command=shlex.join(["python", *sys.orig_argv[1:]]))
 
 
@@ -102,11 +105,14 @@ def write_report(
     command: str | None = None,
     baselines: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Path:
-    """Write the page of a run, finished or not, from the files in its folder, and return its path.
+    """Write a run's page from the files in its folder, and return its path. The run may be unfinished.
 
-    `command` reproduces the run. `baselines` are dashed lines, by metric and label, e.g.
-    `{"eval/environment/catch_rate": {"random play": 0.2}}`.
-    Raises `DataError` if the metrics or an evaluation file cannot be read.
+    Args:
+        command: the shell command that reproduces the run.
+        baselines: dashed lines by metric and label, e.g. `{"eval/environment/catch_rate": {"random play": 0.2}}`.
+
+    Raises:
+        DataError: the metrics or an evaluation file cannot be read.
     """
     rows = read_metrics(run_folder.metrics)
     config_text = run_folder.config_yaml.read_text("utf-8") if run_folder.config_yaml.exists() else ""
@@ -139,7 +145,7 @@ def write_report(
 
 @dataclass(frozen=True)
 class _Evaluations:
-    """The first and the newest evaluation of a run. `first` is empty if there is only one."""
+    """The first and the newest evaluation of a run. With a single evaluation, `first` is empty."""
 
     first_step: int | None
     newest_step: int | None
@@ -148,7 +154,7 @@ class _Evaluations:
 
     @classmethod
     def read(cls, run_folder: RunFolder, last_step: int | None) -> _Evaluations:
-        """Read the evaluations up to `last_step`; later ones are left from before a rewind."""
+        """Read the evaluations up to `last_step`. Later ones are leftovers from before the run was rewound."""
         if run_folder.has_separate_evaluation:
             return cls(None, None, [], read_evaluation(run_folder, None))
         steps = [step for step in run_folder.eval_steps() if last_step is None or step <= last_step]
@@ -159,7 +165,7 @@ class _Evaluations:
 
     @property
     def is_separate(self) -> bool:
-        """The run only evaluates, so its evaluation belongs to no step."""
+        """True if the run only evaluates. Its evaluation has no step."""
         return self.newest_step is None and bool(self.newest)
 
     @property
@@ -168,14 +174,14 @@ class _Evaluations:
 
     @property
     def failure(self) -> str:
-        """The number of failed rollouts of the newest evaluation and the first reason; empty if none failed."""
+        """Number of failed rollouts in the newest evaluation and the first reason, or "" if none failed."""
         failed = [trajectory for trajectory in self.newest if trajectory.score is None]
         reason = f"; the first: {failed[0].error}" if failed and failed[0].error else ""
         return f"{len(failed)} of {len(self.newest)} rollouts failed and have no score{reason}" if failed else ""
 
 
 def _eval_charts(rows: MetricRows, baselines: Mapping[str, Mapping[str, float]]) -> list[Chart]:
-    """Return charts of the headline evaluations, each with the same quantity on the training rollouts."""
+    """Return charts of the headline evaluations, each with the same quantity on training rollouts."""
     charts = []
     for evaluation in headline_evals(rows):
         lines = [Line("evaluation", evaluation, "eval")]
@@ -194,7 +200,7 @@ def _training_twin(name: str) -> str:
 
 
 def _training_charts(rows: MetricRows) -> list[Chart]:
-    """Return the panels that the run has metrics for; without evaluations, also the rates of environments."""
+    """Return the panels that the run has metrics for. Without evaluations, add the environments' rates."""
     panels = dict(PANELS)
     if not headline_evals(rows):
         rates = [n for n in metric_names(rows) if n.startswith("environment/") and n.endswith("_rate")]
@@ -205,14 +211,14 @@ def _training_charts(rows: MetricRows) -> list[Chart]:
 
 
 def _training_lines(series: Series) -> list[Line]:
-    """Return the line of a series, with a smoothed one in front; a learning rate needs none."""
+    """Return a raw line and, in front of it, a smoothed line. A learning rate is not smoothed."""
     if series.name.endswith(("_lr", "/lr")):
         return [Line("", series, "train")]
     return [Line("", series, "raw"), Line("", series.smoothed(), "train")]
 
 
 def _eval_table(rows: MetricRows) -> dict[str, Any] | None:
-    """Return column titles, and the values of each evaluated step as text; None without evaluations."""
+    """Return column titles and, for each evaluated step, the values as text. None without evaluations."""
     names = [name for name in metric_names(rows) if name.startswith("eval/") and "/generate/" not in name]
     names.sort(key=lambda name: (not name.startswith("eval/all/"), len(name.split("/"))))
     columns = distinct(read_series(rows, name) for name in names)
@@ -256,7 +262,7 @@ def mark_special_tokens(text: str) -> Markup:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return the page that a template of this folder makes of values."""
+    """Render a template of this package."""
     environment = Environment(
         loader=PackageLoader("skyrl_train", "report"),
         autoescape=True,

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 MetricRows = Sequence[Mapping[str, Any]]
-"""The result of `read_metrics`: `{"step": 3, "reward/avg_raw_reward": 0.5, …}` for each line."""
+"""Rows from `read_metrics`, e.g. `{"step": 3, "reward/avg_raw_reward": 0.5, …}`."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """`values[i]` at `steps[i]`; steps ascend, and None is a NaN or infinite value."""
+    """A metric over steps: `values[i]` at `steps[i]`. Steps ascend. None stands for a NaN or infinite value."""
 
     name: str
     steps: tuple[int, ...]
@@ -41,12 +41,12 @@ class Series:
         return self.finite[-1]
 
     def runs(self) -> list[list[tuple[int, float]]]:
-        """Return the stretches of points without a gap, for drawing."""
+        """Split the points into stretches without gaps, for drawing."""
         stretches = groupby(zip(self.steps, self.values, strict=True), key=lambda point: point[1] is not None)
         return [[(step, float(value or 0)) for step, value in points] for is_finite, points in stretches if is_finite]
 
     def smoothed(self) -> Series:
-        """Return the mean over a centered window of a tenth of the points; short series are unchanged."""
+        """Return a moving average over a centered window of a tenth of the points. Short series are unchanged."""
         window = np.ones(2 * (len(self.values) // 20) + 1)
         sums = np.convolve([value or 0.0 for value in self.values], window, "same")
         counts = np.convolve([value is not None for value in self.values], window, "same")
@@ -59,16 +59,16 @@ class Series:
 
 
 def read_series(rows: MetricRows, name: str) -> Series:
-    """Return the metric `name`, with its newest value of a step that logged it twice."""
+    """Return the series of metric `name`. If a step logged it twice, the newest value counts."""
     points = {row["step"]: row[name] for row in rows if name in row}
     steps = tuple(sorted(points))
     return Series(name, steps, tuple(points[step] for step in steps))
 
 
 def distinct(curves: Iterable[Series]) -> list[Series]:
-    """Return the series that are not empty, without those that repeat an earlier one under another prefix.
+    """Drop empty series and series that repeat an earlier one under a different prefix.
 
-    A single environment or data source is logged under its own prefix and under the common one.
+    With a single environment or data source, the same values are logged under its own and under the common prefix.
     """
     kept: dict[tuple[object, ...], Series] = {}
     for curve in curves:
@@ -89,7 +89,7 @@ def is_share(name: str) -> bool:
 
 
 def format_value(name: str, value: float, *, digits: int = 3) -> str:
-    """Format a number for people: `97.5%` for a share, else `0.0213`, `4,338` or `2.5e-4`."""
+    """Format a number for display: `97.5%` for a share, else e.g. `0.0213`, `4,338` or `2.5e-4`."""
     if is_share(name):
         return f"{value:.1%}".replace(".0%", "%")
     if abs(value) >= 1000:

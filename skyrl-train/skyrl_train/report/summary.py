@@ -1,4 +1,4 @@
-"""The summary of a run: headlines, time by stage, the most important settings."""
+"""The summary of a run: headlines, time by stage and the most important settings."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Headline:
 
 
 class Method(NamedTuple):
-    """A way to train, e.g. `Method("Supervised fine-tuning", "rows")`."""
+    """A training method, e.g. `Method("Supervised fine-tuning", "rows")`."""
 
     title: str
     unit: str
-    """A batch consists of these."""
+    """What a batch consists of."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TimeShare:
 
 
 def headlines(rows: MetricRows, config: Mapping[str, Any]) -> list[Headline]:
-    """Return evaluation scores and rewards before and after, the time and the speed, as far as the run has them."""
+    """Return scores and rewards before and after training, time and speed. Metrics that were not logged are skipped."""
     found = [_before_and_after(series) for series in headline_evals(rows)]
     success_reward = _at(config, "generator.success_reward")
     rule = "reward > 0" if success_reward is None else f"reward ≥ {success_reward:g}"
@@ -93,10 +93,7 @@ def headlines(rows: MetricRows, config: Mapping[str, Any]) -> list[Headline]:
 
 
 def headline_evals(rows: MetricRows) -> list[Series]:
-    """Return the evaluations that answer "did it learn?": the rates that environments report, and the mean score.
-
-    Without a rate, pass@k replaces it.
-    """
+    """Return the evaluations that answer "did it learn?": the environments' rates (else pass@k) and the mean score."""
     names = metric_names(rows)
     rates = [n for n in names if n.startswith("eval/environment/") and n.endswith("_rate")]
     rates = sorted(rates, key=len) or [n for n in names if n.startswith("eval/all/pass_at_")]
@@ -104,7 +101,7 @@ def headline_evals(rows: MetricRows) -> list[Series]:
 
 
 def time_split(rows: MetricRows) -> list[TimeShare]:
-    """Return the time by stage, largest first; `other` is small parts and time outside of the timers."""
+    """Return the time by stage, largest first. `other` is small stages plus time outside the timers."""
     prefix = "timing/"
     totals = {
         name.removeprefix(prefix): sum(read_series(rows, name).finite)
@@ -124,7 +121,7 @@ def time_split(rows: MetricRows) -> list[TimeShare]:
 
 
 def find_method(config: Mapping[str, Any]) -> Method | None:
-    """Return the method that a configuration trains with; None without a configuration."""
+    """Return the training method of a configuration, or None if the configuration is empty."""
     trainer, data = _at(config, "trainer") or {}, _at(config, "data") or {}
     if "dpo" in trainer:
         return Method("Direct preference optimization", "pairs")
@@ -136,7 +133,7 @@ def find_method(config: Mapping[str, Any]) -> Method | None:
 
 
 def select_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the most important settings that the configuration has, by label."""
+    """Return {label: value} of the most important settings in a configuration."""
     values = {label: _at(config, path) for label, path in _SETTINGS.items()}
     if values["LoRA rank"] == 0:
         values["LoRA rank"] = None

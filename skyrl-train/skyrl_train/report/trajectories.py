@@ -1,6 +1,6 @@
-"""Analysis of evaluated trajectories: behavior by environment, and failures by category, between two steps.
+"""Analysis of evaluated trajectories: compare behavior by environment and failures by category between two steps.
 
-Reads `evals/global_step_N/<data_source>.jsonl` of a run folder or of remote storage, also as SkyRL writes it.
+Reads `evals/global_step_N/<data_source>.jsonl` in a run folder or remote storage, as written by this project or SkyRL.
 """
 
 from __future__ import annotations
@@ -56,37 +56,37 @@ class EpisodeMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class EvaluatedEpisode:
-    """A trajectory, taken apart into messages."""
+    """A trajectory, split into messages."""
 
     trajectory: EvaluatedTrajectory
     prompt_key: str
-    """The task, which several samples share."""
+    """Identifies the task. Several samples may share it."""
     messages: tuple[EpisodeMessage, ...]
     n_turns: int
     last_turn: dict[str, Any]
-    """Empty if the file does not describe turns, as those of SkyRL."""
+    """Empty if the file does not describe turns, as in SkyRL's files."""
     env_metrics: dict[str, Any]
     is_success: bool
 
     @property
     def is_valid(self) -> bool:
-        """It has a reward."""
+        """True if it has a reward."""
         return self.trajectory.score is not None
 
     @property
     def replies(self) -> list[str]:
-        """The texts of the model, without its thoughts."""
+        """The model's replies, without its thoughts."""
         return [strip_thoughts(text) for role, text in self.messages if role == "assistant"]
 
     @cached_property
     def n_tool_calls(self) -> int:
-        """Tool calls: those that the environment counted, or else those in the replies."""
+        """Number of tool calls, as counted by the environment or else in the replies."""
         counted = self.env_metrics.get("tool_calls")
         return int(counted) if isinstance(counted, int | float) else sum(map(_count_calls, self.replies))
 
     @cached_property
     def errors(self) -> list[str]:
-        """Results of tools that are errors, in order."""
+        """Tool results that are errors, in order."""
         results = [TOOL_RESULT.sub("", text).strip() for role, text in self.messages if role != "assistant"]
         return [text for text in results if ERROR_RESULT.search(text)]
 
@@ -120,7 +120,7 @@ def _find_false_completion(episode: EvaluatedEpisode) -> str | None:
 
 
 def _is_reply_cut(episode: EvaluatedEpisode) -> bool:
-    """Return True if the maximum of tokens of a reply, not that of the conversation, ended the episode."""
+    """Return True if the token limit of a reply ended the episode, not the limit of the whole conversation."""
     ends_turn = episode.last_turn.get("stop_reason") == "length" if episode.last_turn else episode.n_turns == 1
     return episode.trajectory.stop_reason == "length" and ends_turn
 
@@ -143,7 +143,7 @@ def _describe_turns(episode: EvaluatedEpisode) -> str:
 
 
 class Category(NamedTuple):
-    """A kind of failure; `find` returns the evidence in an episode, or None."""
+    """A kind of failure. `find` returns the evidence in an episode, or None."""
 
     name: str
     rule: str
@@ -162,7 +162,7 @@ CATEGORIES = (
 
 
 def classify(episode: EvaluatedEpisode) -> dict[str, str]:
-    """Return the categories of a failed episode, each with its evidence; "other" if none fits, nothing on success."""
+    """Return {category: evidence} of a failed episode: "other" if no category fits, and {} for a success."""
     if not episode.is_valid:
         trajectory = episode.trajectory
         return {f"invalid: {trajectory.stop_reason}": trajectory.error or trajectory.stop_reason}
@@ -173,7 +173,7 @@ def classify(episode: EvaluatedEpisode) -> dict[str, str]:
 
 
 def read_episodes(folder: RemoteFolder, step: int) -> list[EvaluatedEpisode]:
-    """Return the episodes of one evaluation; DataError for a line that is not one."""
+    """Read the episodes of one evaluation. DataError for a line that is not a JSON object."""
     evaluation = folder / f"global_step_{step}"
     episodes = []
     for name in evaluation.names():
@@ -192,7 +192,7 @@ def _parse_episode(row: dict[str, Any]) -> EvaluatedEpisode:
     key = extras.get("task_key") or uid.rpartition("_")[0] or trajectory.prompt
     turns = row.get("turns") or []
     n_turns = len(turns) or sum(role == "assistant" for role, _ in messages)
-    is_success = row.get("is_success", (trajectory.score or 0.0) > 0)  # SkyRL's files do not say
+    is_success = row.get("is_success", (trajectory.score or 0.0) > 0)  # not in SkyRL's files
     last_turn = turns[-1] if turns else {}
     return EvaluatedEpisode(
         trajectory, str(key), messages, n_turns, last_turn, row.get("env_metrics") or {}, bool(is_success)
@@ -200,7 +200,7 @@ def _parse_episode(row: dict[str, Any]) -> EvaluatedEpisode:
 
 
 def _split_messages(response: str) -> list[EpisodeMessage]:
-    """Take the text after a prompt apart; it starts with a reply of the model."""
+    """Split the text after a prompt into messages. It starts with a reply of the model."""
     parts = ROLE.split(f"<|im_start|>assistant\n{response}" if not ROLE.match(response) else response)
     found = [
         EpisodeMessage(chat_ml or llama, SPECIAL.sub("", text).strip())
@@ -210,7 +210,7 @@ def _split_messages(response: str) -> list[EpisodeMessage]:
 
 
 class Summary(NamedTuple):
-    """The behavior in one environment at one step; means are over valid episodes, NaN without one."""
+    """The behavior in one environment at one step. Means are over valid episodes, or NaN if there are none."""
 
     n_episodes: int
     n_invalid: int
@@ -247,16 +247,16 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def describe_trajectories(source: str, first: int | None = None, last: int | None = None, n_samples: int = 2) -> str:
-    """Return a Markdown page that compares two evaluations of a run, the first and the last one by default.
+    """Return a Markdown page that compares two evaluations of a run.
 
     Args:
         source: a run folder, a folder with `global_step_N/`, or its URL.
-        first: step of the earlier evaluation.
-        last: step of the later evaluation.
-        n_samples: samples of each category of failures.
+        first: step of the earlier evaluation. Defaults to the first.
+        last: step of the later evaluation. Defaults to the last.
+        n_samples: number of samples to show per failure category.
 
     Raises:
-        DataError: the folder has no evaluation, or not that of a step; or a file cannot be read.
+        DataError: the folder has no evaluation at all or none of a requested step, or a file cannot be read.
     """
     folder = RemoteFolder(source)
     try:
@@ -265,7 +265,7 @@ def describe_trajectories(source: str, first: int | None = None, last: int | Non
         matches = (re.fullmatch(r"global_step_(\d+)", name) for name in folder.names())
         steps = sorted(int(match[1]) for match in matches if match)
         if rows := read_metrics(RunFolder(Path(source)).metrics):
-            steps = [step for step in steps if step <= rows[-1]["step"]]  # later ones are left from before a rewind
+            steps = [step for step in steps if step <= rows[-1]["step"]]  # later ones are from before a rewind
         if not steps:
             raise DataError(
                 f"{source} has no evaluation (global_step_N/); evaluate during training with trainer.eval_interval, or "
@@ -306,7 +306,7 @@ def _format_environments(evaluations: dict[int, list[EvaluatedEpisode]]) -> list
 
 
 def _format_failures(evaluations: dict[int, list[EvaluatedEpisode]], n_samples: int) -> list[str]:
-    """Return a table of the categories at each step, and samples of each category."""
+    """Format a table of the failure categories at each step, and samples of each category."""
     found = {
         step: [(episode, name, evidence) for episode in episodes for name, evidence in classify(episode).items()]
         for step, episodes in evaluations.items()

@@ -1,4 +1,4 @@
-"""Metrics, progress and the files of a run."""
+"""Metrics, progress line and run folder."""
 
 from __future__ import annotations
 

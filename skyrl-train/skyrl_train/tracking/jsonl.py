@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one JSON object per line, `{"step": 3, "reward/avg_raw_reward": 0.5, …}`.
 
-A NaN or infinite number is written as `null`, because JSON has neither; readers see `None`. A process that is killed in
-the middle of a line leaves a torn line, which is dropped when the file is next opened or read.
+NaN and infinite numbers are written as `null`, because JSON has neither. Readers see `None`. A process that is killed
+while it writes leaves a torn last line. It is dropped when the file is next opened or read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from skyrl_train.errors import DataError
 
 
 class MetricsFile:
-    """An append-only metrics file; every line reaches the operating system before `log` returns.
+    """An append-only metrics file. Each line has reached the operating system when `log` returns.
 
-    A line that a full or broken disk refuses is an OSError, and is written with the next one.
+    If the disk is full or broken, `log` raises OSError and keeps the line, to write it with the next one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,7 +41,7 @@ class MetricsFile:
             self._unwritten = self._unwritten[n_written:]
 
     def truncate_after(self, step: int) -> None:
-        """Move the lines of later steps to `metrics.superseded.jsonl`: a run resumed at `step` logs them again."""
+        """Move the lines after `step` to `metrics.superseded.jsonl`. A run resumed at `step` logs these steps again."""
         rows = read_metrics(self.path)
         kept = [row for row in rows if row["step"] <= step]
         if len(kept) == len(rows):
@@ -61,9 +61,12 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, in the order logged; `[]` for a file that does not exist.
+    """Return the rows of a metrics file in the order they were logged, or [] if the file does not exist.
 
-    A torn last line is left out. Raises `DataError` for any other line that is not a JSON object with a step.
+    A torn last line is ignored.
+
+    Raises:
+        DataError: any other line is not a JSON object with a step.
     """
     path = Path(path)
     if not path.exists():
@@ -94,13 +97,13 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _finite(value: float) -> float | None:
-    """Convert a Python, NumPy or one-element torch number to a plain one; None when it is NaN or infinite."""
+    """Convert a Python, NumPy or one-element torch number to a plain number, or to None if it is NaN or infinite."""
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else None
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Make the file end with a newline: complete a whole last line, cut a torn one."""
+    """Make the file end with a newline: terminate a complete last line, and cut off a torn one."""
     if not path.exists():
         return
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The live progress of a run: a bar on a terminal, plain lines elsewhere."""
+"""Live progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _MAX_EVAL_METRICS = 3
 
 
 class Progress:
-    """A progress line on `stream` (standard error): step/total, reward or loss, latest evaluation, tokens per second
-    and time left.
+    """A progress line: step/total, reward or loss, latest evaluation, tokens per second and time left.
 
-    A terminal shows one changing line. Elsewhere a line appears every `seconds_between_lines`, and for the first step,
-    the last step and steps with evaluation metrics.
+    `stream` defaults to standard error. A terminal shows one changing line. Elsewhere, a line is written every
+    `seconds_between_lines`, and for the first step, the last step and steps with evaluation metrics.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Progress:
         eval_metrics: Mapping[str, float] | None = None,
         tokens_per_second: float | None = None,
     ) -> None:
-        """Show that `step` is done. A number that is left out keeps its newest value on the line."""
+        """Show that `step` is done. Values that are not passed keep their latest value on the line."""
         if reward is not None:
             self._shown["reward"] = f"reward {reward:.3f}" + (f" ({n_failed} rollouts failed)" if n_failed else "")
         if loss is not None:
@@ -70,7 +69,7 @@ class Progress:
             self._write_line(step)
 
     def close(self) -> None:
-        """Leave the terminal on a fresh line. Safe to call twice."""
+        """Move the terminal to a fresh line. Safe to call twice."""
         if self._bar is not None:
             self._bar.close()
 
@@ -94,11 +93,11 @@ class Progress:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Return True for a terminal that knows its width; one of width 0, as in some containers, would show nothing."""
+    """Return True for a terminal with a width. In some containers the width is 0, and a bar would show nothing."""
     return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
 
 
 def _format_eval(metrics: Mapping[str, float]) -> str:
-    """Return the first few metrics without their prefixes: `avg_score 0.91, catch_rate 0.97`."""
+    """Format the first few metrics without their prefixes: `avg_score 0.91, catch_rate 0.97`."""
     shown = list(metrics.items())[:_MAX_EVAL_METRICS]
     return ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in shown)

@@ -24,13 +24,13 @@ AGGREGATED = "aggregated_results.jsonl"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of one run. Methods create the folders of the paths they return; nothing creates the files."""
+    """The files of one run. Methods create the folders of the paths they return, but never the files."""
 
     path: Path
 
     @classmethod
     def create(cls, output_dir: Path | str, project: str, run: str) -> RunFolder:
-        """Create `output_dir/project/run` if it is missing. Raises `ConfigError` if it is not inside `output_dir`."""
+        """Create `output_dir/project/run` if it is missing. ConfigError if it is not inside `output_dir`."""
         root = Path(output_dir).expanduser().resolve()
         path = (root / project / run).resolve()
         if not project or not run or root not in path.parents:
@@ -50,7 +50,7 @@ class RunFolder:
         return self.path / "changes.jsonl"
 
     def read_changes(self) -> list[dict[str, Any]]:
-        """Return the changes of settings: `{"after_step": 10, "settings": ["trainer.seed: 1 -> 2"]}`, ascending."""
+        """Return changed settings by ascending step: `{"after_step": 10, "settings": ["trainer.seed: 1 -> 2"]}`."""
         if not self.changes.exists():
             return []
         return [json.loads(line) for line in self.changes.read_text(encoding="utf-8").splitlines()]
@@ -73,7 +73,7 @@ class RunFolder:
 
     @property
     def has_training(self) -> bool:
-        """True if a training run has started here. Its checkpoints may be elsewhere, but not its `config.yaml`."""
+        """True if a training run has started here. Its checkpoints may be elsewhere, but `config.yaml` is here."""
         has_files = bool(self.eval_steps()) or any((self.path / name).exists() for name in ("ckpts", "trajectories"))
         return has_files or (self.config_yaml.exists() and not (self.path / "evals" / EVAL_ONLY).is_dir())
 
@@ -84,13 +84,13 @@ class RunFolder:
 
     @property
     def evaluation_results(self) -> Path:
-        """The metrics of a run that only evaluates, which are written once it has ended with valid rollouts."""
+        """The metrics file of a run that only evaluates. Written at its end, if there are valid rollouts."""
         return self.path / "evals" / EVAL_ONLY / AGGREGATED
 
     def evals(self, step: int | None) -> Path:
-        """Return the folder of one evaluation; `step` is None for a run that only evaluates.
+        """Return the folder of one evaluation. `step` is None for a run that only evaluates.
 
-        It holds a `<data_source>.jsonl` per source and `aggregated_results.jsonl`.
+        The folder holds one `<data_source>.jsonl` per source and `aggregated_results.jsonl`.
         """
         return _folder(self.path / "evals" / (EVAL_ONLY if step is None else f"global_step_{step}"))
 
@@ -100,13 +100,13 @@ class RunFolder:
         return sorted(int(match[1]) for match in matches if match)
 
     def trajectories(self, step: int) -> Path:
-        """Return the file of one training step's trajectories."""
+        """Return the trajectory file of one training step."""
         return _folder(self.path / "trajectories") / f"global_step_{step}.jsonl"
 
 
 @contextmanager
 def log_to_file(path: Path) -> Iterator[None]:
-    """Append the project's log messages, from level INFO up, to `path` within the context."""
+    """Append the project's log messages (INFO and above) to `path` within the context."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path)
     handler.setLevel(logging.INFO)
@@ -126,7 +126,7 @@ def log_to_file(path: Path) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file, written in the background, that warns once if a message cannot be written, e.g. to a full disk."""
+    """A log file, written in the background. Warns once if a message cannot be written, e.g. to a full disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
@@ -138,7 +138,7 @@ class _LogFile(logging.FileHandler):
             self._writer.submit(partial(self._write, self.format(record) + self.terminator))
         except OSError as error:
             self._warn(error)
-        except Exception:  # noqa: BLE001, a message that cannot be formatted, which `handleError` prints
+        except Exception:  # noqa: BLE001, a message that cannot be formatted: `handleError` prints the error
             self.handleError(record)
 
     def _write(self, text: str) -> None:

@@ -9,9 +9,9 @@ GUIDE = "docs/guides/debugging.md"
 
 
 def find_missing_signal(rows: Sequence[Mapping[str, float]]) -> str | None:
-    """Return a warning if the newest steps of `metrics.jsonl` all lack advantages, or a gradient; else None.
+    """Return a warning if the last `N_STEPS` steps all had advantages of 0 or a gradient of 0, else None.
 
-    Rows without the metrics, such as step 0, are ignored.
+    Rows without these metrics, such as step 0, are ignored.
     """
     for metric, meaning in (
         ("loss/avg_raw_advantages_abs", "all advantages were 0, because the rewards within each group are equal"),

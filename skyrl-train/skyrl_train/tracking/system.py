@@ -23,12 +23,12 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-"""Operations per second of dense matrix products in bfloat16, according to the vendor, by a part of the device's name;
-the first that fits counts."""
+"""The vendor's peak FLOP/s for dense bfloat16 matrix products. Keys are matched as words of the device name, and the
+first match counts."""
 
 
 def peak_flops() -> float | None:
-    """Return the peak rate of this GPU in bfloat16; None for a CPU or an unknown device."""
+    """Return the peak bfloat16 FLOP/s of this GPU, or None for a CPU or an unknown device."""
     if not torch.cuda.is_available():
         return None
     words = torch.cuda.get_device_name()
@@ -36,10 +36,11 @@ def peak_flops() -> float | None:
 
 
 def system_metrics() -> dict[str, float]:
-    """Return `system/memory_usage`: the peak of this process on the GPU, or else its memory, in gigabytes; and
-    `system/cpu_utilization`: that of all cores since the last call, in percent.
+    """Return metrics of this machine and process.
 
-    On a GPU also `system/gpu_utilization` in percent, if `nvidia-ml-py` is installed.
+    - `system/memory_usage`: peak GPU memory of this process in GB, or on a CPU its resident memory.
+    - `system/cpu_utilization`: utilization of all cores since the last call, in percent.
+    - `system/gpu_utilization`: in percent, only on a GPU with `nvidia-ml-py` installed.
     """
     metrics = {"system/cpu_utilization": psutil.cpu_percent()}
     if not torch.cuda.is_available():

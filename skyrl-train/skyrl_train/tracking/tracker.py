@@ -1,4 +1,4 @@
-"""`Tracking`: one call that sends a step's metrics to every chosen backend."""
+"""`Tracking` sends a step's metrics to all chosen backends."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """A backend that metrics are sent to."""
+    """A backend for metrics."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
     def truncate_after(self, step: int) -> None:
-        """Drop what was logged after `step`, if the backend can: a resumed run logs those steps again."""
+        """Drop everything after `step`, if the backend can. A resumed run logs those steps again."""
 
     def close(self) -> None:
-        """Finish writing and release what is open."""
+        """Finish writing and release all resources."""
 
 
 class ConsoleTracker:
@@ -46,13 +46,13 @@ class ConsoleTracker:
         for prefix, names in groupby(sorted(metrics), key=lambda name: name.rpartition("/")[0]):
             values = " · ".join(f"{name.rpartition('/')[2]} {metrics[name]:.4g}" for name in names)
             lines.append(f"  {prefix:<12} {values}")
-        tqdm.write("\n".join(lines), file=sys.stdout)  # above the progress line where there is one
+        tqdm.write("\n".join(lines), file=sys.stdout)  # above the progress line, if there is one
 
     def truncate_after(self, step: int) -> None:
-        """Keep what was printed."""
+        """Do nothing: printed lines stay."""
 
     def close(self) -> None:
-        """Leave standard output open."""
+        """Do nothing: standard output stays open."""
 
 
 class TensorBoardTracker:
@@ -70,7 +70,7 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Start a new event file that makes TensorBoard hide the later steps of the earlier ones."""
+        """Start a new event file. Its `purge_step` makes TensorBoard hide the later steps of older files."""
         self._writer.close()
         self._writer = self._new_writer(purge_step=step + 1)
 
@@ -81,11 +81,12 @@ class TensorBoardTracker:
 class WandbTracker:
     """A tracker that logs to a Weights & Biases run, with files in `run_dir/wandb` or `$WANDB_DIR/wandb`.
 
-    The run's ID is in `id_dir/wandb_run_id.txt`, or in `$WANDB_RUN_ID`: a resumed run continues the same wandb run.
-    The horizontal axis is the metric `global_step`, not wandb's own step, so that steps can be logged again, and calls
-    of `wandb.log` in rewards and environments of this process are part of the run.
+    The run's ID is in `id_dir/wandb_run_id.txt` or `$WANDB_RUN_ID`, so a resumed run continues the same wandb run. The
+    horizontal axis is the metric `global_step`, not wandb's own step. A resumed run can then log steps again, and
+    rewards and environments in this process can call `wandb.log`.
 
-    Raises `ConfigError` when there is no login, the package is not installed, or wandb cannot start the run.
+    Raises:
+        ConfigError: there is no login, the package is not installed, or wandb cannot start the run.
     """
 
     STEP = "global_step"
@@ -132,14 +133,14 @@ class WandbTracker:
         self._run.log({**{name: float(value) for name, value in metrics.items()}, self.STEP: step})
 
     def log_checkpoint(self, path: Path, step: int) -> None:
-        """Log the files of a checkpoint as a version of the artifact `<run_name>-checkpoint`."""
+        """Log a checkpoint's files as a new version of the artifact `<run_name>-checkpoint`."""
         name = re.sub(r"[^\w.-]", "-", f"{self._name}-checkpoint")
         artifact = self._new_artifact(name, type="model", metadata={self.STEP: step})
         artifact.add_dir(str(path))
         self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
     def truncate_after(self, step: int) -> None:
-        """Start another wandb run if this one starts again from the beginning; a resumed run continues its own."""
+        """Start a new wandb run if training restarts from scratch. A resumed run continues its wandb run."""
         if step < 0 and self._continues:
             self._run.finish()
             self._run = self._start(token_hex(4))
@@ -150,11 +151,12 @@ class WandbTracker:
 
 
 class Tracking:
-    """Logs metrics to `metrics.jsonl` in the run folder, always, and to each of `backends`.
+    """Logs metrics to all `backends`, and always to `metrics.jsonl` in the run folder.
 
-    Files are written in the background. `id_dir`, by default the run folder, keeps the ID of the wandb run.
+    Files are written in the background. `id_dir` (default: the run folder) stores the ID of the wandb run.
 
-    Raises `ConfigError` for an unknown backend, or one that cannot start.
+    Raises:
+        ConfigError: a backend is unknown or cannot start.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class Tracking:
             self._closing = started.pop_all()
 
     def add(self, tracker: Tracker) -> None:
-        """Log to a further backend, too. It is closed with the others."""
+        """Add a backend. `close` closes it, too."""
         if missing := [name for name in ("log", "truncate_after", "close") if not hasattr(tracker, name)]:
             raise ConfigError(
                 f"the tracker {type(tracker).__name__} has no method {' and no '.join(missing)}; see "
@@ -200,9 +202,10 @@ class Tracking:
         self._closing.callback(tracker.close)
 
     def log(self, metrics: Mapping[str, float], step: int, commit: bool = True) -> None:
-        """Log the metrics of a step to every backend; then raise the OSError of this or an earlier write.
+        """Log a step's metrics to all backends. With `commit=False`, keep them until the next committed call.
 
-        Without `commit`, keep them for the next call with it.
+        Raises:
+            OSError: this or an earlier write failed. Raised only after all backends were called.
         """
         self._uncommitted |= metrics
         if not commit:
@@ -221,17 +224,17 @@ class Tracking:
             raise failures[0]
 
     def flush(self) -> None:
-        """Wait until all metrics are in their files, or a disk has refused them; OSError if it does not respond."""
+        """Wait until all metrics are written or refused by the disk. OSError if the disk does not respond."""
         self._writer.flush()
 
     def log_checkpoint(self, path: Path, step: int) -> None:
-        """Log a checkpoint as an artifact of the wandb run, if there is one."""
+        """Log a checkpoint as a wandb artifact, if wandb is a backend."""
         for tracker in self._trackers:
             if isinstance(tracker, WandbTracker):
                 tracker.log_checkpoint(path, step)
 
     def truncate_after(self, step: int) -> None:
-        """Drop what was logged after `step`, from whose checkpoint the run resumes."""
+        """Drop everything logged after `step`, because the run resumes from its checkpoint."""
         self.flush()
         for tracker in self._trackers:
             tracker.truncate_after(step)
@@ -243,7 +246,7 @@ class Tracking:
     def _finish_writing(self) -> None:
         try:
             self._writer.close()
-        except OSError as error:  # closing a file writes what it lacks, or raises
+        except OSError as error:  # not lost: closing a metrics file retries the write, or raises
             logger.warning("Metrics could not be written when they were logged: %s", error)
 
     def __enter__(self) -> Tracking:

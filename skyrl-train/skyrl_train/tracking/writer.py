@@ -1,4 +1,4 @@
-"""A thread that writes files, so that a slow disk does not delay training."""
+"""Background file writes, so that a slow disk does not delay training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 MAX_WAITING = 10_000
 TIMEOUT_S = 60.0
-"""Maximum wait for a disk that does not respond, at the end of a run."""
+"""Maximum wait in seconds for a disk that does not respond, when a run flushes or ends."""
 
 
 class BackgroundWriter:
-    """A thread that makes calls one after the other. An error of a call is raised by the next `submit` or `close`."""
+    """A thread that runs calls in order. If a call fails, the next `submit` or `close` raises its error."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
@@ -22,10 +22,10 @@ class BackgroundWriter:
         self._thread.start()
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Queue a call, then raise the error of an earlier one.
+        """Queue a call, then raise the error of an earlier call, if any.
 
         Raises:
-            OSError: `MAX_WAITING` calls wait already, and this one is dropped.
+            OSError: `MAX_WAITING` calls are already waiting, and this one is dropped.
         """
         try:
             self._calls.put_nowait(call)
@@ -34,13 +34,13 @@ class BackgroundWriter:
         self._raise_failure()
 
     def flush(self) -> None:
-        """Wait until the calls so far were made; OSError after `TIMEOUT_S`."""
+        """Wait until all queued calls have run. OSError after `TIMEOUT_S`."""
         written = threading.Event()
         if not self._put(written.set) or not written.wait(TIMEOUT_S):
             raise OSError(errno.ETIMEDOUT, f"the disk does not respond for {TIMEOUT_S:g} s")
 
     def close(self) -> None:
-        """Make the calls that wait and end the thread, then raise the error of an earlier call.
+        """Run the queued calls and end the thread, then raise the error of an earlier call, if any.
 
         Raises:
             OSError: the disk does not respond for `TIMEOUT_S`.
@@ -67,5 +67,5 @@ class BackgroundWriter:
         while (call := self._calls.get()) is not None:
             try:
                 call()
-            except Exception as error:  # noqa: BLE001, raised where the caller is
+            except Exception as error:  # noqa: BLE001, raised in the caller's thread
                 self._failure = self._failure or error

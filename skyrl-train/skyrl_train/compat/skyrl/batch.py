@@ -77,9 +77,12 @@ def convert_prompts_responses_to_batch_tensors(
     loss_masks: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]] | None = None,
 ) -> BatchTensors:
-    """Return sequences and attention mask (B, L); response mask, rewards, loss mask and log-probs of the engine (B, R).
+    """Return (sequences, attention mask, response mask, rewards, loss mask, engine log-probs).
 
-    Prompts are padded on the left, everything else on the right. All values of a response have its length.
+    The first two are (B, L), the rest (B, R). Prompts are padded on the left, everything else on the right.
+
+    Raises:
+        ValueError: rewards, loss mask or log-probs of a response do not have its length.
     """
     for name, rows in (("rewards", rewards), ("loss_masks", loss_masks), ("logprobs", logprobs)):
         for index, (row, response) in enumerate(zip(rows or (), responses, strict=rows is not None)):

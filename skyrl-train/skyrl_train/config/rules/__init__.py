@@ -1,1 +1,1 @@
-"""Rules of the configuration, which `config.validation` lists: each yields a sentence per problem."""
+"""Rules of the configuration. Each yields a sentence per problem. `config.validation` lists them."""

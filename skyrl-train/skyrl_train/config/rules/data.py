@@ -1,4 +1,4 @@
-"""Rules of data, environments and rewards."""
+"""Rules for data, environments and rewards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 
 
 def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of evaluations without prompts, which are left out, as SkyRL does."""
+    """Warn that evaluations without prompts are skipped, as in SkyRL."""
     if not cfg.data.val_data and cfg.data.custom_cls.path is None and cfg.trainer.eval_interval > 0:
         yield (
             f"data.val_data=[] leaves nothing to evaluate every trainer.eval_interval={cfg.trainer.eval_interval} "
@@ -32,7 +32,7 @@ def training_has_rows(cfg: Section) -> Iterator[str]:
 
 
 def custom_dataset_is_complete(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse half a dataset class, options without one, and a mixture of rows that are not known before."""
+    """Refuse an incomplete dataset class, options without a class, and a class combined with a mixture."""
     custom = cfg.data.custom_cls
     if (custom.path is None) != (custom.name is None):
         given, missing = ("path", "name") if custom.name is None else ("name", "path")
@@ -53,7 +53,7 @@ def custom_dataset_is_complete(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def custom_reward_function_is_called(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a reward function beside an environment that scores replies itself."""
+    """Refuse a reward function combined with an environment that scores replies itself."""
     path, env_class = cfg.custom_reward_function.path, cfg.environment.env_class
     if path is not None and env_class != REWARD_FUNCTION_ENV:
         yield (
@@ -79,18 +79,18 @@ def interpreter_has_processes(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def _repeated_sources(sources: list[str]) -> Iterator[str]:
-    """Yield each source that an earlier entry names too, possibly in another spelling of its path."""
+    """Yield each source that repeats an earlier entry, possibly with a different spelling of its path."""
     paths = [os.path.abspath(os.path.expandvars(os.path.expanduser(source))) for source in sources]
     return (source for index, source in enumerate(sources) if paths[index] in paths[:index])
 
 
 def validation_data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a validation source that is named twice."""
+    """Refuse a validation source that is listed twice."""
     for source in _repeated_sources(cfg.data.val_data):
         yield f"data.val_data has {show(source)} twice, so its rows would count twice; name it once"
 
 
 def training_data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of a training source that is named twice."""
+    """Warn of a training source that is listed twice."""
     for source in _repeated_sources(cfg.data.train_data):
         yield f"data.train_data has {show(source)} twice, so an epoch trains on its rows twice; name it once"

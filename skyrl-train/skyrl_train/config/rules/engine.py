@@ -1,4 +1,4 @@
-"""Rules of the inference engine and of sampling."""
+"""Rules for the inference engine and sampling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNUSUAL_TIMEOUT_S = 1.0
 
 
 def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse an input limit below the longest prompt, or above it when there is a single turn."""
+    """Refuse an input limit below the maximum prompt length, or different from it with a single turn."""
     n_prompt, n_input = cfg.trainer.max_prompt_length, cfg.generator.max_input_length
     if n_input is None:
         return
@@ -33,7 +33,7 @@ def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a transport that cannot reach the engines, and changes that cannot be found or have no receiver."""
+    """Refuse a transport that cannot reach the engines, and delta syncs between GPUs or without a receiver."""
     generator, placement = cfg.generator, cfg.trainer.placement
     backend = generator.weight_sync_backend
     if backend == "cuda_ipc" and not generator.run_engines_locally:
@@ -86,7 +86,7 @@ SERVER_OPTIONS = (
 
 
 def engines_have_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse several engines in one process, and engines that do not fit on the GPUs that they share."""
+    """Refuse several engines in one process, and engines that do not fit on the policy's GPUs."""
     generator, placement = cfg.generator, cfg.trainer.placement
     n_engines, size = generator.num_inference_engines, generator.n_devices_per_engine
     n_nodes, n_per_node = placement.size("policy")
@@ -122,7 +122,7 @@ def engines_have_devices(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def engines_use_all_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of GPUs of the policy that no engine uses."""
+    """Warn of policy GPUs that no engine uses."""
     generator, placement = cfg.generator, cfg.trainer.placement
     n_nodes, n_per_node = placement.size("policy")
     n_engines, n_fitting = generator.n_local_engines, n_nodes * (n_per_node // generator.n_devices_per_engine)
@@ -154,7 +154,7 @@ def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse servers without an address, addresses that are not used, and options that a running server has already."""
+    """Refuse servers without addresses, unused addresses, and options that must be set when a server starts."""
     generator = cfg.generator
     urls = generator.remote_inference_engine_urls
     if generator.run_engines_locally:
@@ -200,7 +200,7 @@ def _default(key: str) -> object:
 
 
 def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse options that the embedded engine does not have, and sampling whose log-probs SGLang does not report."""
+    """Refuse options that the embedded engine lacks, and sampling whose log-probs SGLang cannot report."""
     generator = cfg.generator
     if generator.backend == "sglang":
         for section, name in product(("sampling_params", "eval_sampling_params"), SGLANG_REFUSES):
@@ -241,7 +241,7 @@ def engine_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def conversation_has_one_mode(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse settings of conversations in another mode than that of the run."""
+    """Refuse conversation settings that have no effect in the run's mode."""
     generator = cfg.generator
     if generator.step_wise_trajectories:
         for name in ("use_conversation_multi_turn", "append_eos_token_after_stop_str_in_multi_turn"):
@@ -259,7 +259,7 @@ def conversation_has_one_mode(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def sampling_lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a minimum length of a turn above its maximum."""
+    """Refuse a minimum turn length above the maximum."""
     for key in ("generator.sampling_params", "generator.eval_sampling_params"):
         sampling = value_at(cfg, key)
         if sampling.min_tokens > sampling.max_generate_length:
@@ -270,7 +270,7 @@ def sampling_lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of copies of a greedy reply, of temperatures that sample noise, and of very short time limits."""
+    """Warn of several greedy samples per prompt, near-random temperatures, and very short time limits."""
     generator, gym = cfg.generator, cfg.environment.skyrl_gym
     n_samples = generator.eval_n_samples_per_prompt
     if n_samples > 1 and generator.eval_sampling_params.temperature == 0:

@@ -1,4 +1,4 @@
-"""Rules of processes and the sharding of models over them."""
+"""Rules for processes and for sharding models over them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skyrl_train.config.trainer import PlacementConfig
 
 
 def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
-    """Refuse several ranks or devices without Ray."""
+    """Refuse several ranks or devices with `launcher=inline`."""
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     if placement.launcher != "inline":
         return
@@ -39,7 +39,7 @@ def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
 
 
 def asynchronous_engine_has_its_own_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse asynchronous training with engines on the GPUs of the policy."""
+    """Refuse asynchronous training with engines on the policy's GPUs."""
     placement = cfg.trainer.placement
     is_shared = placement.uses_ray and placement.colocate_all and cfg.generator.n_local_engines > 0
     if cfg.trainer.fully_async.enabled and is_shared:
@@ -51,7 +51,7 @@ def asynchronous_engine_has_its_own_devices(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def asynchronous_settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of settings of asynchronous training that is off."""
+    """Warn of settings for asynchronous training while it is disabled."""
     settings = cfg.trainer.fully_async
     if not settings.enabled and (changed := sorted(changed_fields(settings))):
         key = f"trainer.fully_async.{changed[0]}"
@@ -62,19 +62,19 @@ def asynchronous_settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def critic_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a critic that shares the GPUs of the policy but has another number of them."""
+    """Refuse a critic that shares the policy's GPUs but asks for a different number."""
     if cfg.trainer.critic.model.path is not None:
         yield from find_other_size(cfg.trainer.placement, "critic")
 
 
 def critic_is_placed_if_there_is_one(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of GPUs for a critic that the run does not have."""
+    """Warn of GPUs for a critic in a run without one."""
     if cfg.trainer.critic.model.path is None:
         yield from find_unused_size(cfg.trainer.placement, "critic", "the run has no critic")
 
 
 def find_other_size(placement: PlacementConfig, role: PlacedRole) -> Iterator[str]:
-    """Yield a sentence for each count of a model that shares the GPUs of the policy, but has another number of them."""
+    """Yield a sentence for each node or GPU count of a colocated model that differs from the policy's."""
     if placement.colocate_all:
         sharing = "colocate_all"
     elif role == "ref" and placement.colocate_policy_ref:
@@ -89,13 +89,13 @@ def find_other_size(placement: PlacementConfig, role: PlacedRole) -> Iterator[st
 
 
 def find_unused_size(placement: PlacementConfig, role: PlacedRole, reason: str) -> Iterator[str]:
-    """Yield a sentence for each count that was set for a model that the run does not load."""
+    """Yield a sentence for each node or GPU count set for a model that the run does not load."""
     for key, value, *_ in _other_counts(placement, role):
         yield f"{key}={value} has no effect, because {reason}; remove it"
 
 
 def _other_counts(placement: PlacementConfig, role: PlacedRole) -> list[tuple[str, int, str, int]]:
-    """Return key and value of each count of a model that differs from that of the policy, and the policy's."""
+    """Return (key, value, policy key, policy value) for each count of a model that differs from the policy's."""
     names = ("num_nodes", "num_gpus_per_node")
     counts = zip(names, placement.size(role), placement.size("policy"), strict=True)
     return [
@@ -106,7 +106,7 @@ def _other_counts(placement: PlacementConfig, role: PlacedRole) -> list[tuple[st
 
 
 def colocation_has_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of separate GPUs for the reference if all models share theirs."""
+    """Warn of separate GPUs for the reference if all models share the same GPUs."""
     placement = cfg.trainer.placement
     if placement.colocate_all and not placement.colocate_policy_ref:
         yield (
@@ -116,7 +116,7 @@ def colocation_has_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def idle_memory_is_shared(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse to offload idle models where no engine uses their memory."""
+    """Refuse to offload idle models if no engine can use the freed memory."""
     placement, generator = cfg.trainer.placement, cfg.generator
     if placement.offload_idle is not True or cfg.offloads_idle(has_gpus=True):
         return
@@ -137,7 +137,7 @@ def idle_memory_is_shared(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def ray_is_installed(cfg: Section) -> Iterator[str]:
-    """Refuse several processes if the package that starts them is missing."""
+    """Refuse several processes if Ray is not installed."""
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     if placement.uses_ray and find_spec("ray") is None:
         ranks = " × ".join(map(str, placement.size("policy")))
@@ -152,7 +152,7 @@ def ray_is_installed(cfg: Section) -> Iterator[str]:
 
 
 def megatron_is_installed(cfg: Section) -> Iterator[str]:
-    """Refuse Megatron-Core if its package is missing."""
+    """Refuse `strategy=megatron` if Megatron-Core is not installed."""
     if value_at(cfg, "trainer.strategy") == "megatron" and find_spec("megatron") is None:
         yield (
             "trainer.strategy=megatron needs Megatron-Core, which is not installed; run pip install -c constraints.txt "
@@ -162,7 +162,7 @@ def megatron_is_installed(cfg: Section) -> Iterator[str]:
 
 
 def strategy_has_its_settings(cfg: Section) -> Iterator[str]:
-    """Refuse settings of a strategy that is not used."""
+    """Refuse settings of the other strategy."""
     strategy = value_at(cfg, "trainer.strategy")
     unused, user = ("fsdp_config", "fsdp2") if strategy == "megatron" else ("megatron_config", "megatron")
     for role, section in _models(cfg).items():
@@ -213,12 +213,12 @@ def _models(cfg: Section) -> dict[PlacedRole, Any]:
 
 
 def sharding_fits_ranks(cfg: Section) -> Iterator[str]:
-    """Refuse groups of ranks that do not divide the ranks of a model, and settings of several ranks with one."""
+    """Refuse group sizes that do not divide a model's ranks, and multi-rank settings with a single rank."""
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     for role, section in _models(cfg).items():
         n_ranks = _count_ranks(placement, role)
         counts = f"trainer.placement.{role}_num_gpus_per_node"
-        if counts.rpartition(".")[2] not in type(placement).model_fields:  # all models have the ranks of the policy
+        if counts.rpartition(".")[2] not in type(placement).model_fields:  # all models use the policy's ranks
             counts = "trainer.placement.policy_num_gpus_per_node"
         if value_at(cfg, "trainer.strategy") != "megatron":
             yield from _fsdp_problems(role, section, n_ranks, counts)
@@ -227,7 +227,7 @@ def sharding_fits_ranks(cfg: Section) -> Iterator[str]:
 
 
 def megatron_has_ranks(cfg: Section) -> Iterator[str]:
-    """Warn of Megatron-Core for a policy that is not divided."""
+    """Warn of Megatron-Core with a single rank."""
     n_ranks = _count_ranks(value_at(cfg, "trainer.placement"), "policy")
     if value_at(cfg, "trainer.strategy") == "megatron" and n_ranks == 1:
         yield (
@@ -237,7 +237,7 @@ def megatron_has_ranks(cfg: Section) -> Iterator[str]:
 
 
 def _count_ranks(placement: RunPlacementConfig, role: PlacedRole) -> int:
-    """Return the number of ranks of a model: all processes of torchrun, if it has started this one."""
+    """Return the number of ranks of a model. Under torchrun, this is its world size."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else math.prod(placement.size(role))
 
 

@@ -1,4 +1,4 @@
-"""Rules of every kind of run: its outputs, trackers, optimizers and adapters."""
+"""Rules for all kinds of runs: outputs, trackers, optimizers and adapters."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ WITHOUT_EFFECT = {
     "generator.async_engine": "engines are always asynchronous",
     "trainer.flash_attn": "attention is always PyTorch's SDPA, which uses a flash kernel on a GPU where it can",
 }
-"""Keys of SkyRL whose value changes nothing, each with the reason."""
+"""SkyRL keys that have no effect here, with the reason."""
 
 
 def settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of settings that change nothing."""
+    """Warn of settings that have no effect."""
     for key, reason in WITHOUT_EFFECT.items():
         if (value := value_at(cfg, key)) != FIELDS[key].get_default():
             yield f"{key}={show(value)} has no effect: {reason}"
 
 
 def _optimizers(cfg: Section) -> Iterator[tuple[str, OptimizerConfig]]:
-    """Yield the key and the settings of each optimizer of a run."""
+    """Yield (key, settings) for each optimizer of a run."""
     for role in ("policy", "critic"):
         key = f"trainer.{role}.optimizer_config"
         with suppress(KeyError):  # supervised runs have no critic
@@ -41,7 +41,7 @@ def _optimizers(cfg: Section) -> Iterator[tuple[str, OptimizerConfig]]:
 
 
 def warmup_is_set_once(cfg: Section) -> Iterator[str]:
-    """Refuse a warm-up in steps together with one as a fraction."""
+    """Refuse a warm-up in both steps and as a fraction."""
     for key, optimizer in _optimizers(cfg):
         if optimizer.num_warmup_steps and optimizer.warmup_ratio:
             yield (
@@ -61,7 +61,7 @@ def weight_decay_shrinks_weights(cfg: Section) -> Iterator[str]:
 
 
 def _adapters(cfg: Section) -> Iterator[tuple[str, LoraConfig]]:
-    """Yield the key and the settings of the adapter of each trained model."""
+    """Yield (key, settings) for the adapter of each trained model."""
     for role in ("policy", "critic"):
         key = f"trainer.{role}.model.lora"
         with suppress(KeyError):  # supervised runs have no critic
@@ -69,7 +69,7 @@ def _adapters(cfg: Section) -> Iterator[tuple[str, LoraConfig]]:
 
 
 def rollouts_are_scored_exactly(cfg: Section) -> Iterator[str]:
-    """Refuse dropout in an adapter in reinforcement learning."""
+    """Refuse adapter dropout in reinforcement learning."""
     for key, lora in _adapters(cfg):
         if lora.dropout > 0:
             yield (
@@ -79,7 +79,7 @@ def rollouts_are_scored_exactly(cfg: Section) -> Iterator[str]:
 
 
 def adapters_are_possible(cfg: Section) -> Iterator[str]:
-    """Refuse a choice of matrices for an adapter that has its own."""
+    """Refuse a choice of matrices for a loaded adapter."""
     for key, lora in _adapters(cfg):
         for name in changed_fields(lora) & {"target_modules", "exclude_modules"}:
             if lora.lora_path is not None:
@@ -90,7 +90,7 @@ def adapters_are_possible(cfg: Section) -> Iterator[str]:
 
 
 def adapters_are_on(cfg: Section) -> Iterator[str]:
-    """Warn of settings of an adapter that is off."""
+    """Warn of settings for a disabled adapter."""
     for key, lora in _adapters(cfg):
         if not lora.is_used and (changed := sorted(changed_fields(lora))):
             yield (
@@ -100,7 +100,7 @@ def adapters_are_on(cfg: Section) -> Iterator[str]:
 
 
 def names_are_folders(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse names that are no safe name of a folder."""
+    """Refuse project and run names that are not safe as folder names."""
     for key in ("trainer.project_name", "trainer.run_name"):
         name: str = value_at(cfg, key)
         if not name.isprintable() or any(part.strip() in (".", "..") for part in name.split("/")):
@@ -132,7 +132,7 @@ def _url_problems(key: str, url: str | None) -> Iterator[str]:
 
 
 def checkpoints_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse remote storage that is no URL, or without checkpoints."""
+    """Refuse remote checkpoint storage that is not a URL, or without checkpoints."""
     url = cfg.trainer.remote_ckpt_url
     yield from _url_problems("trainer.remote_ckpt_url", url)
     if url is not None and cfg.trainer.ckpt_interval < 0:
@@ -143,7 +143,7 @@ def checkpoints_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def trajectories_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse storage of trajectories that is no URL, or without trajectories."""
+    """Refuse remote trajectory storage that is not a URL, or without trajectories."""
     url = cfg.trainer.remote_trajectory_url
     yield from _url_problems("trainer.remote_trajectory_url", url)
     if url is not None and not cfg.trainer.dump_eval_results:
@@ -154,7 +154,7 @@ def trajectories_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def resume_path_is_read(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of a path that `resume_mode` ignores."""
+    """Warn of a `resume_path` that `resume_mode` ignores."""
     if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
         yield (
             f"trainer.resume_path={show(cfg.trainer.resume_path)} is not read when "
@@ -163,11 +163,11 @@ def resume_path_is_read(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-"""A part of the names of environment variables that hold secrets."""
+"""Matches names of environment variables that probably hold secrets."""
 
 
 def wandb_can_start(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse Weights & Biases without its package or a login, before the models are loaded."""
+    """Refuse Weights & Biases without its package or a login before any model is loaded."""
     if "wandb" not in cfg.trainer.logger:
         return
     if find_spec("wandb") is None:
@@ -177,7 +177,7 @@ def wandb_can_start(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def wandb_settings_have_a_run(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse settings of Weights & Biases without it, and uploads of secrets."""
+    """Refuse Weights & Biases settings without its logger, and uploads of secrets."""
     trainer = cfg.trainer
     for key, off in (("wandb_artifacts", False), ("wandb_environment", [])):
         if (value := getattr(trainer, key)) != off and "wandb" not in trainer.logger:
@@ -191,7 +191,7 @@ def wandb_settings_have_a_run(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def wandb_login_problem(environ: Mapping[str, str]) -> str | None:
-    """Return None if there is a key, a `wandb login`, or a mode that needs neither; else a sentence on how to log in.
+    """Return a sentence on how to log in, or None with an API key, a `wandb login`, or a mode that needs neither.
 
     Reads only `environ` and the netrc file.
     """

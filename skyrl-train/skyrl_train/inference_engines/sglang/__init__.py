@@ -1,1 +1,1 @@
-"""SGLang's engine: a server, started by the run or by another program, called over its native HTTP interface."""
+"""The SGLang engine: a server, started by the run or separately, called over its native HTTP API."""

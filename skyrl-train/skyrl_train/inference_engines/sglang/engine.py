@@ -1,7 +1,7 @@
 """SGLang behind its native server API (version 0.5.23): `/generate`, weights from a folder, memory control.
 
-`make test-sglang` runs it against SGLang's server on a CPU. It has not been run on a GPU yet. The other tests use a
-server that answers as SGLang does, and samples with the embedded engine.
+`make test-sglang` runs it against SGLang's server on a CPU. It has not been run on a GPU yet. All other tests use a
+server that imitates SGLang's API and samples with the embedded engine.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ ABORT_TIMEOUT_S = 10.0
 
 
 class SGLangEngine(HTTPEngine):
-    """An engine behind a server of SGLang.
+    """An engine behind an SGLang server.
 
-    The server draws its own random numbers: `seed` is passed on, and has an effect if the server was started with
-    `--enable-deterministic-inference`. Its log-probs are those of the model at the request's temperature. It cannot
-    report them with penalties, or the ones of a truncated distribution, so such requests are refused.
+    The server draws its own random numbers. `seed` is passed on, but has an effect only if the server was started with
+    `--enable-deterministic-inference`. Log-probs are the model's at the request's temperature. SGLang cannot report
+    them under penalties, nor log-probs of a truncated distribution, so such requests are refused.
 
-    The server keeps the last tokens of the context to itself: `info.context_length` is a few tokens below the model's.
+    The server reserves the last tokens of the context, so `info.context_length` is a few tokens below the model's.
     """
 
     GENERATE = "/generate"
-    HEALTH = "/server_info"  # SGLang's /health generates a token, also while the memory of the model is released
+    HEALTH = "/server_info"  # SGLang's /health generates a token, even while the model's memory is released
 
     def __init__(
         self,
@@ -55,17 +55,17 @@ class SGLangEngine(HTTPEngine):
         weight_folder: Path,
         end_server: Callable[[], None] | None = None,
     ) -> None:
-        """Connect to the server at `address`, "host:port" or a URL.
+        """Connect to the server.
 
         Args:
-            address: of a server of the model at `model_path`.
-            model_path: a Hugging Face folder or the name of a model on the Hub.
-            tokenizer: the policy's, to find stop strings.
+            address: "host:port" or URL of a server that runs the model at `model_path`.
+            model_path: a Hugging Face folder or model name.
+            tokenizer: the policy's tokenizer, to find stop strings.
             weight_folder: a folder for new weights, at the same path on the server's machine. Engines may share it.
-            end_server: ends the server when the engine is closed. May block.
+            end_server: called to end the server when the engine is closed. May block.
 
         Raises:
-            EngineError: the server does not answer, or is of another version.
+            EngineError: the server does not answer, or has an unsupported version.
         """
         url = server_url(address)
         facts = call_server(url, "GET", "/server_info")
@@ -75,10 +75,10 @@ class SGLangEngine(HTTPEngine):
                 f"{url} is not a server of SGLang 0.5.23: /server_info reports no max_req_input_len; install that "
                 "version"
             )
-        n_context = int(facts["max_req_input_len"])  # a prompt must be shorter, also one that resumes a response
+        n_context = int(facts["max_req_input_len"])  # a prompt must be shorter, even one that resumes a response
         try:
             model_eos = GenerationConfig.from_pretrained(model_path).eos_token_id
-        except OSError:  # the model has none
+        except OSError:  # the model has no generation config
             model_eos = config.eos_token_id
         super().__init__(
             url,
@@ -118,7 +118,7 @@ class SGLangEngine(HTTPEngine):
             "max_new_tokens": sequence.max_tokens - len(sequence.token_ids),
             "temperature": sampling.temperature,
             "stop_token_ids": [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)],
-            "ignore_eos": sampling.ignore_eos,  # ignores stop tokens as well, which end the response here
+            "ignore_eos": sampling.ignore_eos,  # SGLang then ignores stop tokens, too. We end the response ourselves.
             "sampling_seed": sequence.request.seed % 2**31,
             "skip_special_tokens": False,
         }
@@ -138,7 +138,7 @@ class SGLangEngine(HTTPEngine):
         reason = meta["finish_reason"]
         if reason is not None and reason["type"] == "abort":
             raise EngineError(f"the server at {self._url} aborted a request: {reason.get('message')}")
-        # An event has all tokens so far, or with --incremental-streaming-output the new ones.
+        # An event has all tokens so far or, with --incremental-streaming-output, only the new ones.
         n_new = meta["completion_tokens"] - sequence.n_received
         sequence.n_received += n_new
         tops = _last(meta.get("output_top_logprobs") or [], n_new) or [None] * n_new
@@ -156,11 +156,14 @@ class SGLangEngine(HTTPEngine):
         return Output(request_id, choices, meta.get("cached_tokens"))
 
     def _server_id(self, request_id: str) -> str:
-        """Return the name of a request on the server, of which no other name is a prefix: that would abort both."""
+        """Return a request's name on the server. The trailing dash keeps it from being a prefix of another name.
+
+        SGLang aborts all requests whose names start with the given one: "a-1" would also abort "a-12".
+        """
         return f"{self._name}-{request_id}-"
 
     def _drop(self, request_ids: Sequence[str]) -> None:
-        """Abort requests at once; the server would go on for 2 s after a connection is closed."""
+        """Abort requests explicitly. After a closed connection, the server would continue for 2 s."""
         unfinished = [request_id for request_id in request_ids if request_id in self._streams]
         super()._drop(request_ids)
         for request_id in unfinished:
@@ -169,7 +172,7 @@ class SGLangEngine(HTTPEngine):
             task.add_done_callback(self._aborts.discard)
 
     async def _abort_on_server(self, request_id: str) -> None:
-        with suppress(EngineError):  # a server that is lost runs nothing
+        with suppress(EngineError):  # a lost server runs nothing
             abort = {"rid": self._server_id(request_id)}
             await self._request("POST", "/abort_request", json=abort, timeout_s=ABORT_TIMEOUT_S)
 
@@ -180,13 +183,13 @@ class SGLangEngine(HTTPEngine):
             await asyncio.to_thread(write_model, folder, self._model_path, receiver)
             update = {"model_path": str(folder.absolute()), "weight_version": str(plan.version), "flush_cache": False}
             await self._update_weights(update, plan.timeout_s)
-            await self._flush_cache()  # unlike the one of the update, waits for the end of aborted requests
+            await self._flush_cache()  # the update's own flush would not wait until aborted requests have ended
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         return receiver.receipt
 
     async def _update_weights(self, update: dict[str, Any], timeout_s: float) -> None:
-        """Let the server load a folder."""
+        """Let the server load weights from a folder."""
         await self._end_requests()
         try:
             await self._request("POST", "/update_weights_from_disk", json=update, timeout_s=timeout_s)
@@ -197,12 +200,12 @@ class SGLangEngine(HTTPEngine):
             ) from error.__cause__
 
     async def _flush_cache(self) -> None:
-        """Drop all keys and values, once the server has aborted the dropped requests."""
+        """Drop all keys and values after the server has aborted the dropped requests."""
         await self._end_requests()
         await self._request("POST", "/flush_cache", params={"timeout": MAX_FLUSH_S}, timeout_s=2 * MAX_FLUSH_S)
 
     async def _end_requests(self) -> None:
-        """Wait until the server knows which requests were dropped."""
+        """Wait until the server has been told to abort all dropped requests."""
         if self._aborts:
             await asyncio.wait(self._aborts)
 
@@ -223,7 +226,7 @@ class SGLangEngine(HTTPEngine):
 
 
 def _last(values: Sequence[Any], n: int) -> Sequence[Any]:
-    """Return the last n values; n may be 0."""
+    """Return the last n values. n may be 0."""
     return values[max(0, len(values) - n) :]
 
 

@@ -1,4 +1,4 @@
-"""A server of SGLang as a child process."""
+"""An SGLang server as a child process."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ def launch_server(
     start_timeout_s: float,
     command: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server"),
 ) -> tuple[str, Callable[[], None]]:
-    """Start a server on this machine, and wait until it is healthy; return its address, and a function that ends it.
+    """Start a server on this machine and wait until it is healthy. Blocks.
 
-    `options` are fields of SGLang's `ServerArgs`, such as `model_path`. Blocks.
+    `options` are fields of SGLang's `ServerArgs`, such as `model_path`.
+
+    Returns:
+        The server's address, and a function that ends the server.
 
     Raises:
-        EngineError: the server ended, or was not healthy in time; an option is set by the engine itself.
+        EngineError: the server ended or was not healthy in time, or `options` has an option that we set ourselves.
     """
     if clashes := sorted((OWN_OPTIONS.keys() | {"port"}) & options.keys()):
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")
     address = f"127.0.0.1:{free_port()}"
     arguments = list_arguments({**OWN_OPTIONS, "port": int(address.rpartition(":")[2]), **options})
-    process = subprocess.Popen([*command, *arguments], start_new_session=True)  # its own workers end with it
+    process = subprocess.Popen([*command, *arguments], start_new_session=True)  # so `end` can kill its workers, too
 
     def end() -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -72,8 +75,9 @@ def launch_server(
 
 
 def list_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Return options as arguments of the command line: `{"tp_size": 2, "trust_remote_code": True}` as
-    `--tp-size 2 --trust-remote-code`. None and False are left out.
+    """Convert options to command-line arguments. None and False are left out.
+
+    `{"tp_size": 2, "trust_remote_code": True}` becomes `--tp-size 2 --trust-remote-code`.
     """
     arguments = []
     for name, value in options.items():

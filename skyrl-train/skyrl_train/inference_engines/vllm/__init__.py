@@ -1,1 +1,1 @@
-"""vLLM's engines, which generate with copies of the policy's weights: in this process, in others, or behind HTTP."""
+"""vLLM engines with their own copy of the policy's weights: in this process, in other processes, or behind HTTP."""

@@ -1,6 +1,6 @@
-"""vLLM in separate processes: an engine core that steps by itself, and workers that share the model.
+"""vLLM in separate processes: an engine core that steps on its own, and workers that share the model.
 
-This is the client that vLLM's `AsyncLLM` uses, without its tokenizers: requests and results are tokens.
+Uses the same core client as vLLM's `AsyncLLM`, but without its tokenizers: requests and results are tokens.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parall
 
 
 class AsyncVLLMEngine(AsyncEngine):
-    """An engine that generates with vLLM in other processes, on as many GPUs as its options say.
+    """An engine that generates with vLLM in other processes, on one or several GPUs.
 
     Create it in the event loop that uses it.
     """
 
     def __init__(self, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Start the processes and load a model; this takes seconds to minutes.
+        """Start the processes and load a model. This takes seconds to minutes.
 
         Args:
             options: fields of vLLM's `EngineArgs`.
-            tokenizer: the policy's, to find stop strings.
+            tokenizer: the policy's tokenizer, to find stop strings.
 
         Raises:
             EngineError: this machine has too few GPUs, or vLLM does not start with these options.
@@ -64,8 +64,8 @@ class AsyncVLLMEngine(AsyncEngine):
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         own = dict(OWN_OPTIONS)
         if n_devices > 1:
-            own["distributed_executor_backend"] = "mp"  # in an actor, vLLM would start actors on devices of its own
-            if current_platform.is_cpu():  # vLLM binds each worker to a NUMA node of its own, and fails with fewer
+            own["distributed_executor_backend"] = "mp"  # in a Ray actor, vLLM would start more actors elsewhere
+            if current_platform.is_cpu():  # vLLM binds each worker to a separate NUMA node, and fails with fewer nodes
                 n_threads = max(1, torch.get_num_threads() // n_devices)
                 environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(n_threads)}
         with starting(environment):
@@ -97,7 +97,7 @@ class AsyncVLLMEngine(AsyncEngine):
             await self._ask(self._client.add_request_async(core_request(request_id, sequence, self._facts)))
 
     async def _prepare(self) -> None:
-        """Install the sampler, and check that the model runs: some load and fail in their first step."""
+        """Install the sampler and run a trial step. Some models load but fail in their first step."""
         check_results(await self._call_workers("skyrl_prepare", self._eos_token_id, os.getpid()))
         try:
             await self._client.add_request_async(trial_request(self._facts))
@@ -107,7 +107,7 @@ class AsyncVLLMEngine(AsyncEngine):
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        """Put the outputs of the engine core into the queue, until it ends."""
+        """Put the engine core's outputs into the queue until the core ends."""
         try:
             while True:
                 for output in (await self._client.get_output_async()).outputs:
@@ -143,10 +143,10 @@ class AsyncVLLMEngine(AsyncEngine):
         return decode_receipts(await self._call_workers("skyrl_receive_weights", encode_plan(plan)))
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker; return the results in the order of their ranks.
+        """Call a method of all workers. Return the results in rank order.
 
         Raises:
-            EngineLostError: a worker has ended. vLLM then ends the others.
+            EngineLostError: a worker has ended. vLLM then ends all workers.
         """
         try:
             results = await self._ask(self._client.call_utility_all_async("collective_rpc", method, None, args, None))
@@ -158,7 +158,7 @@ class AsyncVLLMEngine(AsyncEngine):
         return [result for replica in results for result in replica]
 
     async def _ask(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the answer of the engine core to a call. If the core ends first, vLLM itself waits forever.
+        """Await a call of the engine core. vLLM itself would wait forever if the core ends, so poll its health.
 
         Raises:
             EngineLostError: the core has ended.

@@ -1,4 +1,4 @@
-"""vLLM's engine core in this process, and everything that is common to engines of vLLM: options, requests, outputs."""
+"""vLLM's engine core in this process, and what all vLLM engines share: options, requests and outputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the V2 runner, on GPUs only, calls samplers differently
 }
 OWN_OPTIONS = {
-    "async_scheduling": False,  # the next step starts after the tokens of the last one are known
+    "async_scheduling": False,  # our sampler needs the last step's tokens before the next step
     "disable_log_stats": True,
     "skip_tokenizer_init": True,
     "speculative_config": None,  # drafts would bypass our sampler
@@ -58,7 +58,7 @@ class Core:
     """The one vLLM engine core of this process. Use it from a single thread."""
 
     def __init__(self, options: Mapping[str, Any], eos_token_id: int | None) -> None:
-        """Start the core with `options`, fields of vLLM's `EngineArgs`, and the tokenizer's `eos_token_id`.
+        """Start the core. `options` are fields of vLLM's `EngineArgs`, and `eos_token_id` is the tokenizer's.
 
         Raises:
             EngineError: vLLM does not start with these options.
@@ -89,14 +89,14 @@ class Core:
             raise cannot_run(error) from error
 
     def step(self, new: Mapping[str, ActiveSequence], dropped: list[str]) -> list[Output]:
-        """Add `new` requests, remove the dropped ones, and run one step."""
+        """Remove the `dropped` requests, add the `new` requests, and run one step."""
         self._client.abort_requests(dropped)
         for request_id, sequence in new.items():
             self._client.add_request(core_request(request_id, sequence, self.facts))
         return [read_output(output) for output in self._client.get_output().outputs]
 
     def load_weights(self, plan: SyncPlan, dropped: list[str]) -> Receipt:
-        """Receive new weights. The remaining requests read their tokens again.
+        """Receive new weights. The tokens of remaining requests are prefilled again.
 
         Raises:
             EngineError: the names do not fit the model.
@@ -106,18 +106,18 @@ class Core:
         return decode_receipts(self._client.collective_rpc("skyrl_receive_weights", args=(encode_plan(plan),)))
 
     def forget(self, dropped: list[str]) -> None:
-        """Drop all keys and values, and some requests; the others are read again."""
+        """Drop all keys and values and the `dropped` requests. The remaining requests are prefilled again."""
         self._client.abort_requests(dropped)
         self._client.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self, dropped: list[str]) -> None:
-        """Release the device's memory where vLLM can, which excludes CPUs."""
+        """Release the device's memory, if vLLM can. On CPUs it cannot."""
         self.forget(dropped)
         if self.facts.can_sleep:
             self._client.sleep(level=1)
 
     def wake_up(self, part: MemoryPart) -> None:
-        """Undo `sleep`, first of the weights, then of the cache."""
+        """Undo `sleep` for one part. Call it first for the weights, then for the cache."""
         if self.facts.can_sleep:
             self._client.wake_up([part])
 
@@ -127,10 +127,10 @@ class Core:
 
 
 def create_config(own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmConfig:
-    """Return vLLM's configuration from `own` options, which the user's `options` must not change.
+    """Create vLLM's configuration from our `own` options and the user's `options`.
 
     Raises:
-        EngineError: an option is set by the engine itself.
+        EngineError: the user sets one of our own options.
         Exception: vLLM refuses the options.
     """
     if clashes := sorted(own.keys() & options.keys()):
@@ -140,22 +140,22 @@ def create_config(own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmCon
 
 
 def cannot_start(options: Mapping[str, Any], error: Exception) -> EngineError:
-    """Return the error of an engine that did not start."""
+    """Return the error for an engine that did not start."""
     return error if isinstance(error, EngineError) else EngineError(f"vLLM cannot start with {dict(options)}: {error}")
 
 
 def cannot_run(error: Exception) -> EngineError:
-    """Return the error of an engine that failed in its first step."""
+    """Return the error for an engine that failed in its first step."""
     return EngineError(f"vLLM cannot run this model here, use generator.backend=hf: {error}")
 
 
 def core_request(request_id: str, sequence: ActiveSequence, facts: Facts) -> EngineCoreRequest:
-    """Return the request to continue a sequence after its tokens so far."""
+    """Return the vLLM request that continues a sequence after its tokens so far."""
     sampling = sequence.sampling
     params = SamplingParams(
         max_tokens=sequence.max_tokens - len(sequence.token_ids),
         stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else facts.eos_ids)],
-        logprobs=0,  # returns everything that our sampler reports
+        logprobs=0,  # makes vLLM return the columns of our sampler
         detokenize=False,
         extra_args=encode_request(sequence.request),
     )
@@ -173,12 +173,12 @@ def core_request(request_id: str, sequence: ActiveSequence, facts: Facts) -> Eng
 
 
 def trial_request(facts: Facts) -> EngineCoreRequest:
-    """Return a request for one token. Some models load and fail in their first step."""
+    """Return a request for one token. Some models load but fail in their first step."""
     return core_request("trial", ActiveSequence(EngineRequest([0], OurParams(max_new_tokens=1), seed=0), 2), facts)
 
 
 def read_output(output: EngineCoreOutput) -> Output:
-    """Return the new tokens of one request."""
+    """Convert vLLM's output of one request."""
     stats = output.prefill_stats
     return Output(
         output.request_id,
@@ -190,10 +190,10 @@ def read_output(output: EngineCoreOutput) -> Output:
 
 @contextmanager
 def starting(environment: dict[str, str]) -> Iterator[None]:
-    """Set variables of the `environment` while vLLM starts, and undo everything that it changes in this process.
+    """Set the variables in `environment` while vLLM starts, and undo what vLLM changes in this process.
 
-    It seeds every random generator, sets environment variables that child processes would inherit (LD_PRELOAD among
-    them), and on a CPU replaces `torch.set_num_threads`.
+    vLLM seeds all random generators, sets environment variables that child processes would inherit (such as
+    LD_PRELOAD), and on a CPU replaces `torch.set_num_threads`.
     """
     before, set_num_threads = dict(os.environ), torch.set_num_threads
     python_state, numpy_state = random.getstate(), np.random.get_state()

@@ -1,4 +1,4 @@
-"""The vLLM engine: vLLM schedules, caches and runs the model; our own sampler chooses the tokens."""
+"""The vLLM engine in this process: vLLM schedules, caches and runs the model, and our sampler chooses the tokens."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from skyrl_train.weight_sync import Receipt, SyncPlan
 
 
 class VLLMEngine(ScheduledEngine):
-    """An engine that generates with vLLM, in this process and with its own copy of the weights. A process has one at
-    a time.
+    """An engine that generates with vLLM in this process, with its own copy of the weights.
 
-    vLLM caches full blocks of keys and values; a partial block is read again.
+    A process can have only one at a time. vLLM caches only full blocks of keys and values, so the tokens of a partial
+    block are prefilled again.
     """
 
     def __init__(
         self, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, executor: ThreadPoolExecutor | None = None
     ) -> None:
-        """Load a model; this takes seconds to minutes.
+        """Load a model. This takes seconds to minutes.
 
         Args:
-            options: fields of vLLM's `EngineArgs`. Without `enforce_eager`, threads of the compilation outlive the
-                engine.
-            tokenizer: the policy's, to find stop strings.
-            executor: one thread in which vLLM runs; None to start one.
+            options: fields of vLLM's `EngineArgs`. Without `enforce_eager`, compilation threads outlive the engine.
+            tokenizer: the policy's tokenizer, to find stop strings.
+            executor: the single thread in which vLLM runs. None starts one.
 
         Raises:
             EngineError: vLLM does not start with these options.

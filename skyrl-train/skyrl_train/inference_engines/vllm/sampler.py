@@ -1,8 +1,9 @@
-"""A sampler that chooses tokens inside vLLM as the embedded engine does, with the same log-probs.
+"""A sampler inside vLLM that chooses tokens as the embedded engine does, with the same log-probs.
 
 vLLM's own sampler reports one log-prob per token: of the raw logits at temperature 1, or of the distribution after
-penalties and truncation. The model's log-prob at the request's temperature is neither. On a CPU it also lacks seeds for
-prompts that are read in chunks. With this sampler, both engines sample the same tokens from the same seed.
+penalties and truncation. Training needs neither, but the model's log-prob at the request's temperature. On a CPU,
+vLLM's sampler also has no seeds for prompts that are prefilled in chunks. With this sampler, both engines sample the
+same tokens from the same seed.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-CHUNK_LOGITS = 1 << 24  # logits copied at once: 64 MiB
+CHUNK_LOGITS = 1 << 24  # maximum logits to copy at once: 64 MiB
 
 
 class PositionSampler:
-    """A stateless sampler: random numbers depend on a request's seed and a token's position."""
+    """A stateless sampler. Random numbers depend only on a request's seed and a token's position."""
 
     def __init__(self, runner: GPUModelRunner, eos_ids: frozenset[int]) -> None:
         self._runner = runner
         self._eos_ids = eos_ids
 
     def __call__(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata) -> SamplerOutput:
-        """Sample a token for every row of `logits` (B, V). vLLM ignores rows whose prompt is not read completely."""
+        """Sample a token for each row of `logits` (B, V). vLLM ignores rows whose prefill is incomplete."""
         draws = [self._draw(row) for row in range(len(logits))]
         n_rows = max(1, CHUNK_LOGITS // logits.shape[-1])
         choices = [
@@ -71,7 +72,7 @@ class PositionSampler:
 
 
 def _foreign_request(state: CachedRequestState) -> Request:
-    """Return a request of another client of vLLM's server. Its random numbers are the same in every worker."""
+    """Convert a request from another client of vLLM's server. All workers draw the same random numbers for it."""
     params = state.sampling_params
     sampling = SamplingParams(
         max_new_tokens=max(1, params.max_tokens or 1),
@@ -92,7 +93,11 @@ def _foreign_request(state: CachedRequestState) -> Request:
 
 
 def to_columns(choices: Sequence[SampledToken]) -> LogprobsTensors:
-    """Pack choices into columns that vLLM passes on as log-probs."""
+    """Pack tokens and all their log-probs into columns that vLLM passes on as log-probs.
+
+    With one top log-prob, a row is (token, logprob), (SAMPLING, …), (RAW, …), (top token, …). Missing values have the
+    token id `MISSING`. `wire.unpack` is the inverse.
+    """
     tops = [choice.top_logprobs or {} for choice in choices]
     n_top = max(len(top) for top in tops)
     values = np.zeros((len(choices), N_LEADING + n_top), dtype=np.float32)
@@ -110,6 +115,6 @@ def to_columns(choices: Sequence[SampledToken]) -> LogprobsTensors:
 
 
 def from_columns(columns: LogprobsLists) -> list[SampledToken]:
-    """Unpack the choices of one request."""
+    """Unpack the sampled tokens of one request."""
     rows = zip(columns.logprob_token_ids.tolist(), columns.logprobs.tolist(), strict=True)
     return [unpack(list(zip(token_ids, values, strict=True))) for token_ids, values in rows]

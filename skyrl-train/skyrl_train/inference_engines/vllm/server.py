@@ -1,7 +1,7 @@
-"""vLLM behind HTTP: a server that another program started with `vllm serve`. Needs no vLLM in this process.
+"""vLLM behind HTTP: a server started separately with `vllm serve`. This process does not need vLLM.
 
-`START_COMMAND` starts such a server: its workers have our extension, and its control endpoints are open. Whoever
-reaches these endpoints controls the server: keep its port inside a trusted network.
+`START_COMMAND` starts such a server with our worker extension and open control endpoints. Anyone who can reach these
+endpoints controls the server, so keep its port inside a trusted network.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ MAX_DROP_S = 30.0
 
 
 class VLLMServerEngine(HTTPEngine):
-    """An engine behind a server of vLLM. Closing it leaves the server running."""
+    """An engine behind a vLLM server. Closing it leaves the server running."""
 
     GENERATE = "/inference/v1/generate"
 
     def __init__(self, address: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Connect to the server at `address`, "host:port" or a URL, and install our sampler there.
+        """Connect to the server and install our sampler there.
 
-        `tokenizer` is the policy's, to find stop strings.
+        Args:
+            address: "host:port" or a URL.
+            tokenizer: the policy's tokenizer, to find stop strings.
 
         Raises:
             EngineError: the server does not answer, or was not started with `START_COMMAND`.
@@ -70,7 +72,7 @@ class VLLMServerEngine(HTTPEngine):
             weight_dtype=self._facts.weight_dtype,
         )
         self.n_weight_copies = self._facts.n_workers
-        self._last_tokens: dict[str, list[SampledToken]] = {}  # of responses whose usage has not arrived
+        self._last_tokens: dict[str, list[SampledToken]] = {}  # of finished responses that still lack their usage
 
     def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:
         sampling = sequence.sampling
@@ -116,12 +118,12 @@ class VLLMServerEngine(HTTPEngine):
             raise EngineError(f"transport=shared cannot reach the server at {self._url}; use transport=auto")
         await self._drop_caches()
         call = {"method": "skyrl_receive_weights", "args": [encode_plan(plan)]}
-        # The ends of the sync limit their waits for each other, and the client watches the server.
+        # No timeout: both ends of the sync have timeouts of their own, and the client watches the server's health.
         answer = await self._request("POST", "/collective_rpc", json=call, timeout_s=None)
         return decode_receipts(answer["results"])
 
     async def _drop_caches(self) -> None:
-        """Drop all keys and values, once the server has noticed that dropped requests are gone."""
+        """Drop all keys and values. The server refuses until it has noticed that dropped requests are gone."""
         try:
             async with asyncio.timeout(MAX_DROP_S):
                 while not (await self._request("POST", "/reset_prefix_cache"))["success"]:
@@ -143,9 +145,10 @@ class VLLMServerEngine(HTTPEngine):
 
 
 def _with_sampled(columns: list[tuple[int, float]], request: EngineRequest) -> list[tuple[int, float]]:
-    """Return the columns of a position without the repeated first one.
+    """Undo how the server rewrites a position's columns: it repeats the first one and merges equal token ids.
 
-    The server has merged columns of the same token: if one of the most likely is missing, it was the sampled one.
+    Drop the repeated column. If the sampled token is among the most likely tokens, its column there was merged into the
+    first one. Then a top column is missing, and the sampled token takes its place.
     """
     sampled, others = columns[0], [column for column in columns[1:] if column[0] != columns[0][0]]
     n_top = sum(token_id >= 0 for token_id, _ in others)

@@ -1,4 +1,4 @@
-"""Messages between an engine and vLLM's workers in plain values, since they may travel over HTTP. Needs no vLLM."""
+"""Messages between an engine and vLLM's workers, as plain values that can travel over HTTP. Does not need vLLM."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from skyrl_train.weight_sync import Receipt, SyncPlan
 EXTENSION = "skyrl_train.inference_engines.vllm.worker.WorkerExtension"
 REQUEST = "skyrl"  # key of our request in the `extra_args` of vLLM's sampling parameters
 N_LEADING = 3  # columns before the most likely tokens: `logprob`, `sampling_logprob`, `raw_logprob`
-MISSING, SAMPLING, RAW = -1, -2, -3  # token ids of columns; each differs, because vLLM's server makes a dict of them
-NAN = 2.0  # in place of NaN, which JSON does not have; log-probs exceed 0 by rounding at most
+MISSING, SAMPLING, RAW = -1, -2, -3  # token ids of columns, all different because vLLM's server makes a dict of them
+NAN = 2.0  # stands for NaN, because JSON has none: no log-prob is that large
 
 
 class Facts(NamedTuple):
-    """The facts about an engine that requests depend on."""
+    """Facts about an engine and its model."""
 
     context_length: int
     vocab_size: int
@@ -34,13 +34,13 @@ class Facts(NamedTuple):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Type of the weights."""
+        """Dtype of the weights."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
 
 class Request(NamedTuple):
-    """The part of an `EngineRequest` that the sampler reads."""
+    """The part of an `EngineRequest` that the sampler needs."""
 
     sampling: SamplingParams
     seed: int
@@ -48,13 +48,13 @@ class Request(NamedTuple):
 
 
 def encode_request(request: EngineRequest) -> dict[str, Any]:
-    """Return the `extra_args` of a request."""
-    seed = request.seed % 2**64  # the largest number that messages of vLLM can carry
+    """Return vLLM's `extra_args` for a request."""
+    seed = request.seed % 2**64  # vLLM's messages carry at most 64 bits
     return {REQUEST: {"sampling": asdict(request.sampling), "seed": seed, "n_prompt": len(request.prompt_ids)}}
 
 
 def decode_request(encoded: dict[str, Any]) -> Request:
-    """Return the request of `extra_args[REQUEST]`."""
+    """Decode `extra_args[REQUEST]`."""
     sampling: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in encoded["sampling"].items()
     }
@@ -62,7 +62,7 @@ def decode_request(encoded: dict[str, Any]) -> Request:
 
 
 def unpack(columns: Sequence[tuple[int, float]]) -> SampledToken:
-    """Unpack a choice from (token id, log-prob) columns, of which the first is the sampled token."""
+    """Unpack a sampled token from (token id, log-prob) columns. The first column is the sampled token."""
     (token_id, logprob), *others = ((i, math.nan if value >= NAN else value) for i, value in columns)
     named = {i: value for i, value in others if i < 0}
     top = {i: value for i, value in others if i >= 0}
@@ -70,7 +70,7 @@ def unpack(columns: Sequence[tuple[int, float]]) -> SampledToken:
 
 
 def encode_plan(plan: SyncPlan) -> dict[str, Any]:
-    """Return the plan in plain values."""
+    """Convert a plan to plain values."""
     encoded: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
     chunks = [
         [(spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")) for spec in chunk]
@@ -80,7 +80,7 @@ def encode_plan(plan: SyncPlan) -> dict[str, Any]:
 
 
 def decode_plan(encoded: Mapping[str, Any], rank: int) -> SyncPlan:
-    """Return the plan of the worker `rank`."""
+    """Decode a plan for the worker `rank`."""
     chunks = tuple(
         tuple(TensorSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in chunk)
         for chunk in encoded["chunks"]
@@ -97,11 +97,11 @@ def check_results(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def decode_receipts(results: Sequence[Mapping[str, Any]]) -> Receipt:
-    """Return the receipt of all workers.
+    """Return the receipt that all workers agree on.
 
     Raises:
-        SyncError: a worker did not receive the weights, or received other ones.
-        EngineError: a worker could not load them.
+        SyncError: a worker did not receive the weights, or received different ones.
+        EngineError: a worker could not load the weights.
     """
     for result in results:
         if "sync_error" in result:

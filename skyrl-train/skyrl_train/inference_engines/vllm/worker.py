@@ -1,6 +1,6 @@
-"""The part of an engine that runs inside vLLM's workers: our sampler, and the weights that they receive.
+"""The part of an engine that runs inside vLLM's workers: our sampler and the receiver of weights.
 
-vLLM mixes the class that `worker_extension_cls`, or `vllm serve … --worker-extension-cls …`, names into its workers.
+vLLM mixes the class named by `worker_extension_cls` (or `vllm serve … --worker-extension-cls …`) into its workers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerExtension:
-    """Methods of every worker of vLLM."""
+    """Methods added to each vLLM worker."""
 
     model_runner: Any
     device: torch.device
@@ -45,9 +45,9 @@ class WorkerExtension:
     vllm_config: VllmConfig
 
     def skyrl_prepare(self, eos_token_id: int | None, owner_pid: int | None = None) -> dict[str, Any]:
-        """Replace the sampler of the model runner; return the facts about the model, or an error.
+        """Install our sampler. Return the `Facts` as a dict, or {"error": …}.
 
-        `eos_token_id` is the tokenizer's. When the process `owner_pid` ends, so does this worker, and vLLM with it.
+        `eos_token_id` is the tokenizer's. If the process `owner_pid` ends, this worker ends, too, and vLLM with it.
         """
         if self.vllm_config.scheduler_config.async_scheduling:
             return {"error": "asynchronous scheduling hides sampled tokens from the sampler; use --no-async-scheduling"}
@@ -63,9 +63,9 @@ class WorkerExtension:
         return facts._asdict()
 
     def _allocate_received_states(self) -> None:
-        """Allocate the memory for the hidden states of the previous stage of a pipeline.
+        """Allocate memory for the hidden states of the previous pipeline stage.
 
-        vLLM does so in a trial pass, which it skips on a CPU whose cache has a given size.
+        vLLM does this in a trial pass, but skips the pass on a CPU if the size of the cache is set.
         """
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
@@ -78,7 +78,10 @@ class WorkerExtension:
         return WeightMirror(get_world_group(), self.device)
 
     def skyrl_receive_weights(self, plan: Mapping[str, Any]) -> dict[str, Any]:
-        """Receive weights by an encoded plan, whose rank is that of the first worker; return a receipt, or an error."""
+        """Receive weights. Return {"receipt": …}, {"sync_error": …} or {"error": …}.
+
+        The rank in the encoded `plan` belongs to the first worker. Later workers add their own rank.
+        """
         parallel = self.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
         try:
@@ -87,13 +90,13 @@ class WorkerExtension:
             return {"receipt": list(receiver.receipt)}
         except SyncError as error:
             return {"sync_error": str(error)}
-        except Exception as error:  # handed to the driver, which may be on another machine
+        except Exception as error:  # raised by the driver, possibly on another machine
             logger.exception("vLLM could not receive weights")
             return {"error": str(error)}
 
 
 def _end_with(pid: int) -> None:
-    """End this process once another one has ended, even if that was killed."""
+    """End this process once the process `pid` has ended, even if it was killed."""
     try:
         owner = psutil.Process(pid)
         while owner.is_running() and owner.status() != psutil.STATUS_ZOMBIE:
@@ -105,7 +108,7 @@ def _end_with(pid: int) -> None:
 
 @torch.no_grad()
 def load_weights(model: Any, config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy tensors, named as in a checkpoint, into a worker's part of the model.
+    """Copy tensors with checkpoint names into a worker's part of the model.
 
     vLLM fuses projections and, on a CPU, keeps packed copies of them. Reloading layer by layer rebuilds both.
 
@@ -131,8 +134,9 @@ def load_weights(model: Any, config: VllmConfig, weights: Iterable[tuple[str, to
 
 @contextmanager
 def _packing_experts(model: Any) -> Iterator[None]:
-    """Make vLLM pack the weights of experts that are loaded inside the context. On a CPU, it packs only layers without
-    a kernel.
+    """Make vLLM pack the weights of experts that are loaded inside the context.
+
+    On a CPU, vLLM packs only layers without a kernel, so hide the kernels meanwhile.
     """
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     methods = [layer.quant_method for layer in experts if current_platform.is_cpu()]
@@ -147,7 +151,7 @@ def _packing_experts(model: Any) -> Iterator[None]:
 
 
 def read_facts(config: VllmConfig, eos_token_id: int | None) -> Facts:
-    """Return the facts about the engine of a configuration; `eos_token_id` is the tokenizer's."""
+    """Read the facts from vLLM's configuration. `eos_token_id` is the tokenizer's."""
     model = config.model_config
     ids = model.try_get_generation_config().get("eos_token_id")
     return Facts(

@@ -1,1 +1,1 @@
-"""Runs on a Ray cluster: ranks and the engine are actors. No other folder of `launch` imports ray."""
+"""Runs on a Ray cluster: ranks and engines are actors. Nothing else in `launch` imports ray."""

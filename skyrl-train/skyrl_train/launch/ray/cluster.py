@@ -1,4 +1,4 @@
-"""The Ray cluster of a run, and the user's registrations in its processes."""
+"""The connection to a Ray cluster, and the user's registrations in its processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Registrations:
-    """Everything that is registered in a process."""
+    """Everything registered in a process: environments, estimators, losses and reward functions."""
 
     environments: dict[str, EnvSpec]
     estimators: dict[str, Any]
@@ -34,8 +34,10 @@ class Registrations:
 
     @classmethod
     def collect(cls) -> Registrations:
-        """Return the registrations of this process. Environments of `__main__`, which is another module in other
-        processes, are resolved.
+        """Collect the registrations of this process.
+
+        Environments named `__main__:…` are resolved to their class, because `__main__` is a different module in other
+        processes.
         """
         environments = {
             name: replace(spec, entry_point=spec.load()) if str(spec.entry_point).startswith("__main__:") else spec
@@ -52,11 +54,10 @@ class Registrations:
 
 
 def initialize_ray(cfg: SkyRLConfig | DictConfig) -> None:
-    """Connect a script to a Ray cluster, as SkyRL's scripts do before they run an experiment in a task.
+    """Connect a script to a Ray cluster, as SkyRL scripts do before they run an experiment in a task.
 
-    Environments, estimators, losses and reward functions that are registered at this point are registered in every
-    process of the cluster. If the cluster is a new one, it has one CPU more than this machine, for the task. `cfg` is
-    not read.
+    Environments, estimators, losses and reward functions registered so far are also registered in all processes of the
+    cluster. A new cluster has one CPU more than this machine, for the task. `cfg` is not read.
 
     Raises:
         ConfigError: no cluster answers at `$RAY_ADDRESS`.
@@ -65,19 +66,21 @@ def initialize_ray(cfg: SkyRLConfig | DictConfig) -> None:
 
 
 def as_task(function: Callable[..., Any]) -> Any:
-    """Return a function as a task of Ray that takes one CPU: `as_task(function).remote(…)`."""
+    """Return a function as a Ray task that takes one CPU: `as_task(function).remote(…)`."""
     return ray.remote(num_cpus=1)(function)
 
 
 def connect(registrations: Registrations | None = None, n_task_cpus: int = 0) -> bool:
-    """Connect this process to the cluster at `$RAY_ADDRESS`, to that of `ray start` on this machine, or to a new one.
+    """Connect this process to a Ray cluster.
+
+    Use the cluster at `$RAY_ADDRESS` or one that `ray start` started on this machine. Otherwise start one.
 
     Args:
-        registrations: Restored in each process that the cluster starts for this one.
-        n_task_cpus: CPUs of a new cluster beside those of the machine.
+        registrations: restored in each process that the cluster starts for this process.
+        n_task_cpus: CPUs that a new cluster has in addition to the machine's.
 
     Returns:
-        False if it was connected already.
+        False if this process was already connected.
 
     Raises:
         ConfigError: no cluster answers at `$RAY_ADDRESS`.
@@ -88,7 +91,7 @@ def connect(registrations: Registrations | None = None, n_task_cpus: int = 0) ->
     folder = os.getcwd()
 
     def set_up() -> None:
-        """Prepare a new process of the cluster: paths are relative to the driver's folder, where it exists."""
+        """Prepare a new process of the cluster. Relative paths start at the driver's folder, if it exists there."""
         with suppress(OSError):
             os.chdir(folder)
         if registrations is not None:
@@ -99,13 +102,13 @@ def connect(registrations: Registrations | None = None, n_task_cpus: int = 0) ->
     _check_address()
     try:
         ray.init(num_cpus=n_cpus, include_dashboard=False, **options)
-    except ValueError:  # a cluster exists, whose size cannot be chosen
+    except ValueError:  # the cluster exists already, and its size cannot be set
         ray.init(**options)
     return True
 
 
 def _check_address() -> None:
-    """Raise ConfigError if nothing listens at `$RAY_ADDRESS`: Ray itself tries for minutes."""
+    """Raise ConfigError if nothing listens at `$RAY_ADDRESS`. Ray itself would retry for minutes."""
     address = os.environ.get("RAY_ADDRESS", "")
     if "://" in address:
         raise ConfigError(f"RAY_ADDRESS={address}: Ray Client is not supported; set it to <head node>:6379")

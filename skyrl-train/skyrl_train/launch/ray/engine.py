@@ -1,4 +1,4 @@
-"""An engine in an actor of a Ray cluster. Ray places and ends it; requests and tokens go over a socket."""
+"""Engines in Ray actors. Ray only places and ends the actor. Requests and tokens go over a socket."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PLACE_TIMEOUT_S = 300.0
 START_TIMEOUT_KEY = "generator.engine_start_timeout_seconds"
 
 RayWrappedInferenceEngine = RemoteEngine
-"""The driver's end of an engine in an actor, as `connect_engine` returns it."""
+"""The driver's client for an engine in an actor, as returned by `connect_engine`."""
 
 _make_engine: Callable[[], InferenceEngine] | None = None
-"""The engine of this process, once it is an `EngineActor`."""
+"""In an `EngineActor` process: the function that makes its engine."""
 
 
 class EngineActor:
@@ -42,10 +42,13 @@ class EngineActor:
     def serve(
         self, make_engine: Callable[[], InferenceEngine], token: bytes, n_processes: int, visible_devices: str
     ) -> tuple[str, str]:
-        """Serve engines that `make_engine` returns; return their address, and the name of this process.
+        """Serve engines made by `make_engine`. Return their address and the name of this process.
 
-        `make_engine` may be a function of the driver's `__main__`. `n_processes` compute at once on the node.
-        `visible_devices` are the GPUs of the engine, of which Ray knows the first; "" without GPUs.
+        Args:
+            make_engine: may be defined in the driver's `__main__`.
+            token: the secret that connections must send.
+            n_processes: number of processes that compute concurrently on the node.
+            visible_devices: `CUDA_VISIBLE_DEVICES` of the engine. Ray knows only its first GPU. "" without GPUs.
         """
         global _make_engine
         _make_engine = make_engine
@@ -62,7 +65,7 @@ class EngineActor:
 
 
 def start_engine_actor(options: dict[str, Any]) -> Any:
-    """Start an `EngineActor` with these options of Ray; it does not wait until it is ready."""
+    """Start an `EngineActor` with these Ray options, without waiting until it is ready."""
     return ray.remote(EngineActor).options(**options).remote()
 
 
@@ -74,9 +77,7 @@ async def connect_engine(
     n_processes: int,
     visible_devices: Awaitable[str] | None = None,
 ) -> RayWrappedInferenceEngine:
-    """Make an engine in an actor, and return the engine, whose `close` ends the actor.
-
-    `visible_devices` are its GPUs, as `EngineActor.serve` takes them.
+    """Make an engine in an actor. Closing the engine ends the actor. For the arguments, see `EngineActor.serve`.
 
     Raises:
         EngineError: the actor ended or found no place on the cluster, or its engine was not ready in `start_timeout_s`.
@@ -115,6 +116,10 @@ async def connect_engine(
 
 
 def _make() -> InferenceEngine:
-    """Return a new engine of this actor. A socket cannot carry functions of the driver's `__main__`; Ray can."""
+    """Make an engine in this actor.
+
+    The socket pickles this function by name. Ray has already delivered the driver's `make_engine`, because Ray can also
+    pickle functions defined in the driver's `__main__`.
+    """
     assert _make_engine is not None
     return _make_engine()

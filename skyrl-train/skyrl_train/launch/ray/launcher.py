@@ -38,7 +38,7 @@ ENGINE = "engine"
 
 
 class RayLauncher:
-    """A launcher whose ranks and engine are actors, on devices that it has reserved."""
+    """A launcher whose ranks and engines are Ray actors on reserved devices."""
 
     policy: PreTrainedModel | None = None
 
@@ -51,13 +51,17 @@ class RayLauncher:
         n_engines: int,
         engine_size: int = 1,
     ) -> None:
-        """Connect to the cluster, for the models in `roles` and `n_engines` engines of `engine_size` devices each.
-        `start` comes next.
+        """Connect to the cluster. Call `start` next.
 
-        `sync` describes how weights are sent from one to another; None if they are not.
+        Args:
+            placement: number of devices for each model.
+            roles: the models to load.
+            sync: how to send weights between models and engines. None if no weights are sent.
+            n_engines: number of engines.
+            engine_size: number of devices per engine.
 
         Raises:
-            ConfigError: the cluster does not answer, or is too small.
+            ConfigError: the cluster does not answer or is too small.
         """
         self._placement = placement
         self._roles = roles
@@ -65,7 +69,7 @@ class RayLauncher:
         self._ranks: dict[Role, list[RayRank]] = {}
         self._n_engines, self._engine_size = n_engines, engine_size
         self._engines: list[Any] = []
-        self._groups: dict[WorkerGroup, RayRank] = {}  # with their first ranks
+        self._groups: dict[WorkerGroup, RayRank] = {}  # first rank of each group
         self._has_connected = connect()
         self._requests = list_requests(placement, roles, n_engines, engine_size)
         try:
@@ -94,7 +98,7 @@ class RayLauncher:
         return start_engine_actor(first.options())
 
     def _engine_devices(self, index: int) -> list[Device]:
-        """Return the devices of an engine, which are on one node: some of the policy's, or its own."""
+        """Return an engine's devices, all on one node. They are part of the policy's devices or separate ones."""
         if not self._placement.shares_devices:
             return self._reservation.devices(_engine_name(index, self._n_engines))
         _, n_per_node = self._placement.size("policy")
@@ -164,9 +168,9 @@ class RayLauncher:
         assert self._sync is not None, "the run sends no weights"
         shares_devices = self._placement.shares_devices and self._n_engines > 0
         sends_changes = self._sync.sends_changes
-        if any(sink in self._groups for sink in sinks.values()):  # the reference, on the policy's devices or others
+        if any(sink in self._groups for sink in sinks.values()):  # the receiver is the reference
             shares_devices = any({"policy", "ref"} <= {*request.users} for request in self._requests)
-            sends_changes = False  # the policy keeps one copy of sent weights, that of the engines
+            sends_changes = False  # the policy keeps only one copy of sent weights, for the engines
         options = with_transport(self._sync, self.device, shares_devices=shares_devices)
         return WeightSync(
             source,
@@ -179,7 +183,7 @@ class RayLauncher:
         )
 
     async def close(self) -> None:
-        """End all ranks and return the devices."""
+        """End all ranks and release the devices."""
         if self._lease is not None:
             await self._lease.close()
         await asyncio.gather(*(rank.close() for ranks in self._ranks.values() for rank in ranks))
@@ -189,9 +193,7 @@ class RayLauncher:
         self._disconnect()
 
     def _n_processes_per_node(self, n_at_once: int) -> int:
-        """Return the number of processes that compute at the same time on a node: models on the same devices take
-        turns.
-        """
+        """Return the number of processes that compute concurrently on a node. Models that share devices take turns."""
         if self._placement.shares_devices:
             return n_at_once
         n_processes = sum(request.n_nodes * request.n_per_node for request in self._requests)
@@ -205,7 +207,7 @@ class RayLauncher:
 def list_requests(
     placement: RunPlacementConfig, roles: Sequence[Role], n_engines: int, engine_size: int = 1
 ) -> list[Request]:
-    """Return the devices of a run: one request for everything that shares them."""
+    """Return the device requests of a run: one for each set of models and engines that share devices."""
     if placement.shares_devices:
         return [Request((*roles, *([ENGINE] if n_engines else [])), *placement.size("policy"))]
     assert isinstance(placement, PlacementConfig), "other runs have one model"

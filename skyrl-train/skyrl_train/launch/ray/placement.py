@@ -1,4 +1,4 @@
-"""Reservation of the GPUs, or CPUs, of a cluster for the models and the engine of a run."""
+"""Reservation of a cluster's GPUs (or CPUs) for the models and engines of a run."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ JOIN_TIMEOUT_VARIABLE = "SKYRL_RAY_JOIN_TIMEOUT_IN_S"
 POLL_S = 1.0
 
 SHARE = 0.2
-"""Part of a GPU, or CPU, that Ray books for each process on it: policy, critic, reference and engine fit together."""
+"""Fraction of a GPU (or CPU) that Ray books for each process, so that policy, critic, reference and engine all fit."""
 
 
 class Request(NamedTuple):
-    """Devices for models that share them."""
+    """A request for devices that several models share."""
 
     users: tuple[str, ...]  # ("policy", "ref")
     n_nodes: int
     n_per_node: int
 
     def describe(self, kind: Kind) -> str:
-        """Return e.g. "2 × 4 GPUs for policy, ref"."""
+        """Format the request, e.g. "2 × 4 GPUs for policy, ref"."""
         return f"{self.n_nodes} × {_count(self.n_per_node, kind)} for {', '.join(self.users)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One reserved GPU, or CPU."""
+    """One reserved GPU (or CPU)."""
 
     group: PlacementGroup
     bundle: int
     kind: Kind
 
     def options(self) -> dict[str, Any]:
-        """Return the options of an actor on this device."""
+        """Return Ray options that place an actor on this device."""
         options: dict[str, Any] = {
             "num_cpus": SHARE,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundle),
@@ -56,7 +56,7 @@ class Device:
 
 
 async def find_visible_devices(devices: Sequence[Device]) -> str:
-    """Return the `CUDA_VISIBLE_DEVICES` of a process that uses several GPUs of one node; "" on CPUs."""
+    """Return `CUDA_VISIBLE_DEVICES` for a process that uses several GPUs of one node, or "" on CPUs."""
     if devices[0].kind == "CPU":
         return ""
     ask = ray.remote(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
@@ -65,13 +65,13 @@ async def find_visible_devices(devices: Sequence[Device]) -> str:
 
 
 class Reservation:
-    """Placement groups of a run: one for each node of a request."""
+    """The placement groups of a run: one per node of each request."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        """Reserve nothing yet, but wait for `$SKYRL_RAY_JOIN_TIMEOUT_IN_S` until enough nodes have joined.
+        """Wait up to `$SKYRL_RAY_JOIN_TIMEOUT_IN_S` until enough nodes have joined. `wait` makes the reservation.
 
         Raises:
-            ConfigError: the cluster is too small, even when nothing else runs on it.
+            ConfigError: the cluster is too small, even if nothing else runs on it.
         """
         self._requests = list(requests)
         self._groups: dict[Request, list[PlacementGroup]] = {}
@@ -92,10 +92,10 @@ class Reservation:
         self.n_cluster_nodes = len(_devices_of_nodes(self.kind))
 
     async def wait(self) -> None:
-        """Reserve everything.
+        """Reserve all devices.
 
         Raises:
-            ConfigError: other programs on the cluster did not release enough in time.
+            ConfigError: other programs on the cluster did not release enough devices in time.
         """
         timeout_s = _read_seconds(TIMEOUT_VARIABLE, 180)
         deadline = time.monotonic() + timeout_s
@@ -117,14 +117,14 @@ class Reservation:
                 )
 
     def devices(self, user: str) -> list[Device]:
-        """Return the devices of a model or the engine, those of a node next to each other."""
+        """Return the devices of a model or an engine, grouped by node."""
         (request,) = (request for request in self._requests if user in request.users)
         return [
             Device(group, bundle, self.kind) for group in self._groups[request] for bundle in range(request.n_per_node)
         ]
 
     def release(self) -> None:
-        """Return everything to the cluster."""
+        """Release all devices."""
         for group in self._all_groups():
             remove_placement_group(group)
         self._groups.clear()
@@ -133,7 +133,7 @@ class Reservation:
         return [group for groups in self._groups.values() for group in groups]
 
     def _fits(self) -> bool:
-        """Return True if the cluster has enough devices, free or not."""
+        """Return True if the cluster has enough devices, whether free or in use."""
         free = _devices_of_nodes(self.kind)
         for request in sorted(self._requests, key=lambda request: -request.n_per_node):
             for _ in range(request.n_nodes):
@@ -150,7 +150,7 @@ class Reservation:
 
 
 def _devices_of_nodes(kind: Kind) -> list[int]:
-    """Return the number of devices of each node. A GPU counts if there is also a CPU for it."""
+    """Return the number of devices per node. A GPU counts only if there is also a CPU for it."""
     resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return sorted(int(min(of_node.get(kind, 0), of_node.get("CPU", 0))) for of_node in resources)
 

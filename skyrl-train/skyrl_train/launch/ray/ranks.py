@@ -1,4 +1,4 @@
-"""Ranks in actors."""
+"""Ranks in Ray actors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RankActor:
     def __init__(self, is_first: bool) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         disable_progress_bar()
-        if is_first:  # the ranks of a model log the same
+        if is_first:  # all ranks of a model log the same messages
             logging.getLogger("skyrl_train").setLevel(logging.INFO)
         self._host: RankHost | None = None
 
@@ -41,15 +41,15 @@ class RankActor:
         return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
 
     def find_address(self) -> str:
-        """Return a free "host:port" of this node."""
+        """Return a free "host:port" on this node."""
         host = ray.util.get_node_ip_address()
         return f"{host}:{free_port(host)}"
 
     def join(self, world: World, address: str, n_processes: int) -> timedelta:
-        """Join the process group of the model's ranks, on a node where `n_processes` compute at once.
+        """Join the process group of the model's ranks. `n_processes` compute concurrently on this node.
 
         Returns:
-            The time for which this rank waits for others in a collective.
+            Maximum time that this rank waits for other ranks in a collective.
         """
         self._host = RankHost(world, f"tcp://{address}", threads_per_process(n_processes))
         return COLLECTIVE_TIMEOUT
@@ -66,27 +66,27 @@ class RankActor:
 
 
 class RayRank:
-    """A rank in an actor. Functions among the arguments of its calls may be those of `__main__`."""
+    """A rank in an actor. Arguments of its calls may contain functions defined in `__main__`."""
 
     def __init__(self, role: Role, world: World, device: Device) -> None:
-        """Start the actor on a reserved device; it does not wait until it is ready."""
+        """Start the actor on a reserved device, without waiting until it is ready."""
         self._role = role
         self._world = world
         self._name = f"rank {world.rank} of the {role}"
         self._actor: Any = ray.remote(RankActor).options(**device.options()).remote(world.rank == 0)
 
     async def join(self, address: str, n_processes: int) -> timedelta:
-        """Join the process group of the model at `address`, on a node where `n_processes` compute at once.
+        """Join the model's process group at `address`. `n_processes` compute concurrently on the rank's node.
 
         Returns:
-            The time for which this rank waits for others in a collective.
+            Maximum time that this rank waits for other ranks in a collective.
         """
         self._name += f" ({await self._ask('describe')})"
         timeout: timedelta = await self._ask("join", self._world, address, n_processes)
         return timeout
 
     async def find_address(self) -> str:
-        """Return a free "host:port" of the rank's node."""
+        """Return a free "host:port" on the rank's node."""
         address: str = await self._ask("find_address")
         return address
 
@@ -106,7 +106,7 @@ class RayRank:
         raise value
 
     async def _ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the actor; WorkerError if that fails."""
+        """Call a method of the actor. WorkerError if that fails."""
         try:
             return await getattr(self._actor, method).remote(*args)
         except RayError as error:
@@ -119,7 +119,7 @@ class RayRank:
             ) from error
 
     async def close(self) -> None:
-        """End the actor; one that hangs in a collective is killed."""
+        """End the actor. Kill it if it hangs in a collective."""
         with suppress(RayError, TimeoutError):
             await asyncio.wait_for(self._actor.close.remote(), CLOSE_TIMEOUT_S)
         ray.kill(self._actor)
