@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from skyrl_train.config.backends import EMBEDDED, ENGINES, EngineTraits, check_engine
 from skyrl_train.config.base import (
     Allowed,
     Count,
@@ -22,6 +23,7 @@ from skyrl_train.config.base import (
     resolved_later,
 )
 
+EngineName = Annotated[str, AfterValidator(check_engine), Allowed(f"one of {', '.join(['auto', *ENGINES])}")]
 Temperature = Annotated[float, Ge(0), Le(100)]
 SyncCheck = Annotated[
     Literal["auto", "off", "checksum", "logprobs"],
@@ -112,7 +114,7 @@ class RewardModelConfig(Section):
 class GeneratorConfig(Section):
     """The inference engine and the agent loop."""
 
-    backend: Literal["auto", "hf", "vllm", "sglang"] = "auto"
+    backend: EngineName = "auto"
     """`hf` is the embedded engine. It generates with the policy's own tensors. `vllm` and `sglang` keep their own copy
     of the weights, and must be installed unless `run_engines_locally=false`. `auto` currently means the embedded
     engine."""
@@ -283,6 +285,11 @@ class GeneratorConfig(Section):
 
     eval_sampling_params: EvalSamplingConfig = EvalSamplingConfig()
     """Sampling of evaluation rollouts."""
+
+    @property
+    def engine(self) -> EngineTraits:
+        """The traits of `backend`."""
+        return ENGINES[EMBEDDED if self.backend == "auto" else self.backend]
 
     @property
     def n_local_engines(self) -> int:

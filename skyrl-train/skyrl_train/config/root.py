@@ -159,7 +159,7 @@ class SkyRLConfig(Section):
 
     def engine_dtype(self, *, has_gpu: bool) -> Literal["float32", "bfloat16"]:
         """Return the dtype of the engine's weights. On GPUs with `trainer.bf16`, vLLM and SGLang use bfloat16."""
-        is_cast = self.generator.backend in ("vllm", "sglang") and self.trainer.bf16 and has_gpu
+        is_cast = not self.generator.engine.is_embedded and self.trainer.bf16 and has_gpu
         return "bfloat16" if is_cast else self.trainer.policy.model.dtype
 
     @property
@@ -168,12 +168,11 @@ class SkyRLConfig(Section):
         trainer, generator = self.trainer, self.generator
         if not trainer.fully_async.enabled or trainer.placement.uses_ray:
             return False
-        is_server = generator.backend == "sglang"  # an HTTP server that reads weights from files
-        return generator.run_engines_locally and not is_server
+        return generator.run_engines_locally and not generator.engine.reads_files
 
     def offloads_idle(self, *, has_gpus: bool) -> bool:
         """Return True if idle models and engines are offloaded from the devices they share."""
         if self.trainer.fully_async.enabled:  # both are busy all the time
             return False
-        has_copy = self.trainer.placement.uses_ray or self.generator.backend in ("vllm", "sglang")
+        has_copy = self.trainer.placement.uses_ray or not self.generator.engine.is_embedded
         return has_copy and self.generator.n_local_engines > 0 and self.trainer.placement.offloads_idle(has_gpus)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import os
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
-from skyrl_train.inference_engines.hf import HFEngine
-from skyrl_train.models.memory import config_cache_bytes_per_token
+from skyrl_train.inference_engines.setup import EngineSetup, weight_folder
 from skyrl_train.types.specs import SyncKind
 from skyrl_train.weight_sync import SyncOptions
 from skyrl_train.weight_sync.base import Transport
@@ -48,30 +45,17 @@ def new_engine(
     """
     generator = cfg.generator
     if not generator.run_engines_locally:
-        return _connect_servers(cfg, tokenizer)
+        return _connect_servers(EngineSetup(cfg, tokenizer))
     free, total = _memory()
     n_sharing = 1 if torch.cuda.is_available() else generator.num_inference_engines  # each GPU has one engine
     usable = int(max(free - reserved_bytes, 0) * generator.gpu_memory_utilization) // n_sharing
-    if generator.backend == "vllm":
-        return _new_vllm_engine(cfg, tokenizer, usable, total, executor)
-    if generator.backend == "sglang":
-        return _new_sglang_engine(cfg, tokenizer, usable / total)
-    assert model is not None
-    return HFEngine(
-        model,
-        tokenizer,
-        max_num_seqs=generator.max_num_seqs,
-        max_num_batched_tokens=generator.max_num_batched_tokens,
-        max_cache_bytes=usable,
-        bf16=cfg.trainer.bf16,
-        executor=executor,
-        owns_model=executor is None,
-    )
+    start: Callable[[EngineSetup], InferenceEngine] = load_attribute(generator.engine.start)
+    return start(EngineSetup(cfg, tokenizer, model, usable, total, executor))
 
 
 def needs_model(cfg: SkyRLConfig) -> bool:
     """Return True if the engine generates with a model of this process."""
-    return cfg.generator.run_engines_locally and cfg.generator.backend in ("auto", "hf")
+    return cfg.generator.run_engines_locally and cfg.generator.engine.is_embedded
 
 
 def sync_kind(cfg: SkyRLConfig) -> SyncKind:
@@ -81,90 +65,18 @@ def sync_kind(cfg: SkyRLConfig) -> SyncKind:
     return "adapter" if needs_model(cfg) else "factors"
 
 
-def _new_vllm_engine(
-    cfg: SkyRLConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    usable: int,
-    total: int,
-    executor: ThreadPoolExecutor | None,
-) -> InferenceEngine:
-    """Create vLLM in this process if it has a thread to share, else in separate processes."""
-    ready_timeout_s = math.ceil(cfg.generator.engine_start_timeout_seconds)
-    os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(ready_timeout_s)  # vLLM reads it when it is imported
-    from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
-    from skyrl_train.inference_engines.vllm.engine import VLLMEngine
-
-    generator, path = cfg.generator, cfg.trainer.policy.model.path
-    options: dict[str, Any] = {
-        "model": path,
-        "dtype": cfg.engine_dtype(has_gpu=torch.cuda.is_available()),
-        "max_num_seqs": generator.max_num_seqs,
-        "max_num_batched_tokens": generator.max_num_batched_tokens,
-        "gpu_memory_utilization": usable / total,
-        "enforce_eager": generator.enforce_eager,
-        "enable_prefix_caching": generator.enable_prefix_caching,
-        "enable_chunked_prefill": generator.enable_chunked_prefill,
-    }
-    if not torch.cuda.is_available():  # a CPU allocates the cache at once
-        config = AutoConfig.from_pretrained(path).get_text_config()
-        bytes_per_token = config_cache_bytes_per_token(config, getattr(torch, options["dtype"]))
-        max_bytes = generator.max_num_seqs * config.max_position_embeddings * bytes_per_token
-        options["kv_cache_memory_bytes"] = min(usable, max_bytes) // generator.n_devices_per_engine  # of each worker
-    options |= _engine_init_kwargs(cfg)
-    if executor is not None:
-        return VLLMEngine(options, tokenizer, executor)
-    for name in ("tensor", "pipeline", "data"):
-        size = getattr(generator, f"inference_engine_{name}_parallel_size")
-        if size > 1:
-            options[f"{name}_parallel_size"] = size
-    return AsyncVLLMEngine(options, tokenizer)
-
-
-def _new_sglang_engine(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, memory_share: float) -> InferenceEngine:
-    """Start a server of SGLang on this machine, and connect to it."""
-    from skyrl_train.inference_engines.sglang.engine import SGLangEngine
-    from skyrl_train.inference_engines.sglang.launch import launch_server
-
-    generator, path = cfg.generator, cfg.trainer.policy.model.path
-    options = {
-        "model_path": path,
-        "dtype": cfg.engine_dtype(has_gpu=torch.cuda.is_available()),
-        "tp_size": generator.inference_engine_tensor_parallel_size,
-        "pp_size": generator.inference_engine_pipeline_parallel_size,
-        "dp_size": generator.inference_engine_data_parallel_size,
-        "mem_fraction_static": memory_share,
-        "max_running_requests": generator.max_num_seqs,
-        "chunked_prefill_size": generator.max_num_batched_tokens if generator.enable_chunked_prefill else -1,
-        "disable_radix_cache": not generator.enable_prefix_caching,
-        "disable_cuda_graph": generator.enforce_eager,
-        **_engine_init_kwargs(cfg),
-    }
-    address, end_server = launch_server(options, generator.engine_start_timeout_seconds)
-    try:
-        return SGLangEngine(address, path, tokenizer, _weight_folder(cfg), end_server)
-    except BaseException:
-        end_server()
-        raise
-
-
-def _connect_servers(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> EngineClient:
+def _connect_servers(setup: EngineSetup) -> EngineClient:
     """Connect to the servers that other programs have started; wait for one that is started again."""
-    urls, timeout_s = cfg.generator.remote_inference_engine_urls, cfg.generator.engine_start_timeout_seconds
-
-    def connect(index: int) -> InferenceEngine:
-        if cfg.generator.backend == "sglang":
-            from skyrl_train.inference_engines.sglang.engine import SGLangEngine
-
-            return SGLangEngine(urls[index], cfg.trainer.policy.model.path, tokenizer, _weight_folder(cfg))
-        from skyrl_train.inference_engines.vllm.server import VLLMServerEngine
-
-        return VLLMServerEngine(urls[index], tokenizer)
+    generator = setup.cfg.generator
+    urls, timeout_s = generator.remote_inference_engine_urls, generator.engine_start_timeout_seconds
+    assert generator.engine.connect is not None
+    connect: Callable[[str, EngineSetup], InferenceEngine] = load_attribute(generator.engine.connect)
 
     async def reconnect(index: int) -> InferenceEngine:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                return await asyncio.to_thread(connect, index)
+                return await asyncio.to_thread(connect, urls[index], setup)
             except EngineError as error:
                 if time.monotonic() > deadline:
                     raise EngineError(
@@ -173,41 +85,31 @@ def _connect_servers(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> En
                     ) from error
             await asyncio.sleep(RECONNECT_INTERVAL_S)
 
-    return EngineClient([connect(index) for index in range(len(urls))], reconnect)
-
-
-def _engine_init_kwargs(cfg: SkyRLConfig) -> dict[str, Any]:
-    """Return the options for the engine itself: `chat_template` is one of the tokenizer."""
-    return {name: value for name, value in cfg.generator.engine_init_kwargs.items() if name != "chat_template"}
-
-
-def _weight_folder(cfg: SkyRLConfig) -> Path:
-    """Return the folder through which servers of SGLang get new weights."""
-    return Path(cfg.trainer.run_dir) / "engine_weights"
+    return EngineClient([connect(url, setup) for url in urls], reconnect)
 
 
 def delete_weight_files(cfg: SkyRLConfig) -> None:
     """Delete weights that were left in this run folder because the run or an engine was killed during a weight sync."""
-    shutil.rmtree(_weight_folder(cfg), ignore_errors=True)
+    shutil.rmtree(weight_folder(cfg), ignore_errors=True)
 
 
 def receiving_servers(cfg: GeneratorConfig) -> list[str]:
-    """Return the addresses of the servers that receive weights themselves. Those of SGLang read files."""
-    return cfg.remote_inference_engine_urls if cfg.backend == "vllm" and not cfg.run_engines_locally else []
+    """Return the addresses of the servers that receive tensors. Other servers read files."""
+    return [] if cfg.run_engines_locally or cfg.engine.reads_files else cfg.remote_inference_engine_urls
 
 
 def sync_options(cfg: GeneratorConfig) -> SyncOptions:
     """Return the settings of weight syncs to other processes."""
     transport: Transport = "shared_memory" if cfg.weight_sync_backend == "shm" else cfg.weight_sync_backend
-    if cfg.backend == "sglang" and transport in ("nccl", "cuda_ipc"):
+    if cfg.engine.reads_files and transport in ("nccl", "cuda_ipc"):
         logger.info(
-            "generator.weight_sync_backend=%s has no effect with generator.backend=sglang: it reads weights from files",
-            transport,
+            "generator.weight_sync_backend=%s has no effect with generator.backend=%s: it reads weights from files",
+            *(transport, cfg.backend),
         )
         transport = "auto"
     return SyncOptions(
         transport,
-        prefers_gpus=cfg.run_engines_locally and cfg.backend != "sglang" and not cfg.weight_sync_delta,
+        prefers_gpus=cfg.run_engines_locally and not cfg.engine.reads_files and not cfg.weight_sync_delta,
         ipc_bytes=int(cfg.weight_transfer_threshold_cuda_ipc_GB * 1e9),
         timeout_s=cfg.weight_sync_timeout_seconds,
         has_checksum=cfg.weight_sync_check != "off",

@@ -34,8 +34,6 @@ from skyrl_train.entrypoints.forecast import (
 from skyrl_train.entrypoints.preflight import read_context_length
 from skyrl_train.types.specs import lora_spec
 
-ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
-
 
 def describe_plan(cfg: SkyRLConfig) -> str:
     """Return the plan of a training run, one `name  value` line per fact.
@@ -230,7 +228,7 @@ def _describe_resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     yield "engine", _describe_engine(cfg, offloads_idle=offloads_idle)
     sources = [] if cfg.data.custom_cls.path is not None else cfg.data.train_data
     on_top, engine_bytes = "activations and the key-value cache", 0.0
-    has_copy = ranks or cfg.has_engine_process or cfg.generator.backend in ENGINE_NAMES
+    has_copy = ranks or cfg.has_engine_process or not cfg.generator.engine.is_embedded
     if cfg.generator.run_engines_locally and has_copy:
         engine_bytes = forecast_engine_bytes(cfg, models[0], has_gpu=has_gpu)
         if not ranks:
@@ -257,13 +255,13 @@ def _describe_offloading(
 def _describe_engine(cfg: SkyRLConfig, *, offloads_idle: bool) -> str:
     generator = cfg.generator
     if not generator.run_engines_locally:
-        return f"{ENGINE_NAMES[generator.backend]} at {', '.join(generator.remote_inference_engine_urls)}"
-    if generator.backend in ENGINE_NAMES:
-        engine = ENGINE_NAMES[generator.backend]
-    else:
+        return f"{generator.engine.label} at {', '.join(generator.remote_inference_engine_urls)}"
+    if generator.engine.is_embedded:
         has_copy = cfg.trainer.placement.uses_ray or cfg.has_engine_process
         sharing = "with a copy of" if has_copy else "shares"
         engine = f"embedded, {sharing} the policy's weights"
+    else:
+        engine = generator.engine.label
     rest = "beside the policy's weights" if offloads_idle else "that training leaves free"
     return f"{engine} · {generator.gpu_memory_utilization:.0%} of the memory {rest}"
 

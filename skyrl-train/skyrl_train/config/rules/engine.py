@@ -53,7 +53,7 @@ def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
             f"generator.weight_sync_backend={backend} sends them from GPU to GPU; set "
             "generator.weight_sync_backend=auto, or generator.weight_sync_delta=false"
         )
-    has_servers = generator.backend == "vllm" and not generator.run_engines_locally
+    has_servers = not generator.run_engines_locally and not generator.engine.reads_files
     has_receivers = placement.uses_ray or has_servers or cfg.has_engine_process
     if generator.weight_sync_delta and not has_receivers:
         yield (
@@ -61,16 +61,6 @@ def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
             "generator.weight_sync_delta=false, or trainer.placement.launcher=ray"
         )
 
-
-SGLANG_REFUSES = (
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-)
 
 ENGINE_SIZES = tuple(f"generator.inference_engine_{name}_parallel_size" for name in ("tensor", "pipeline", "data"))
 
@@ -140,14 +130,14 @@ def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
     for key in ENGINE_SIZES:
         if (size := value_at(cfg, key)) == 1 or not generator.run_engines_locally:
             continue
-        if generator.backend not in ("vllm", "sglang"):
+        if generator.engine.is_embedded:
             yield (
                 f"{key}={size}: generator.backend={generator.backend} is the embedded engine, which computes on one "
                 f"device; set {key}=1, or generator.backend=vllm"
             )
-        elif generator.backend == "vllm" and not placement.uses_ray:
+        elif generator.engine.needs_ray_for_several_devices and not placement.uses_ray:
             yield (
-                f"{key}={size}: without Ray, vLLM computes on one device; set {key}=1, or "
+                f"{key}={size}: without Ray, {generator.engine.label} computes on one device; set {key}=1, or "
                 f"trainer.placement.policy_num_gpus_per_node={generator.n_devices_per_engine}, whose GPUs it then "
                 "shares"
             )
@@ -179,7 +169,7 @@ def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
             f"generator.remote_inference_engine_urls={show(urls)} names a server twice; remove one of them and lower "
             "generator.num_inference_engines"
         )
-    if generator.backend not in ("vllm", "sglang"):
+    if generator.engine.connect is None:
         yield (
             f"generator.backend={generator.backend}: generator.run_engines_locally=false needs the kind of the server; "
             "set generator.backend=vllm or generator.backend=sglang"
@@ -202,15 +192,14 @@ def _default(key: str) -> object:
 def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse options that the embedded engine lacks, and sampling whose log-probs SGLang cannot report."""
     generator = cfg.generator
-    if generator.backend == "sglang":
-        for section, name in product(("sampling_params", "eval_sampling_params"), SGLANG_REFUSES):
-            key = f"generator.{section}.{name}"
-            if (value := value_at(cfg, key)) != _default(key):
-                yield (
-                    f"{key}={show(value)}: generator.backend=sglang cannot report the log-probs of what this samples; "
-                    f"remove {key}, or set generator.backend=vllm"
-                )
-    if generator.backend in ("vllm", "sglang"):
+    for section, name in product(("sampling_params", "eval_sampling_params"), generator.engine.unscored_sampling):
+        key = f"generator.{section}.{name}"
+        if (value := value_at(cfg, key)) != _default(key):
+            yield (
+                f"{key}={show(value)}: generator.backend={generator.backend} cannot report the log-probs of what this "
+                f"samples; remove {key}, or set generator.backend=vllm"
+            )
+    if not generator.engine.is_embedded:
         return
     if kwargs := {name: value for name, value in generator.engine_init_kwargs.items() if name != "chat_template"}:
         yield (
@@ -231,11 +220,10 @@ def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
 
 def engine_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse an engine whose package is missing."""
-    backend = cfg.generator.backend
-    names = {"vllm": "vLLM", "sglang": "SGLang"}
-    if backend in names and cfg.generator.run_engines_locally and find_spec(backend) is None:
+    backend, engine = cfg.generator.backend, cfg.generator.engine
+    if engine.package is not None and cfg.generator.run_engines_locally and find_spec(engine.package) is None:
         yield (
-            f"generator.backend={backend}: {names[backend]} is not installed; run uv sync --extra {backend} in "
+            f"generator.backend={backend}: {engine.label} is not installed; run uv sync --extra {backend} in "
             "skyrl-train/ (docs/start/install.md), or set generator.backend=auto for the embedded engine"
         )
 

@@ -46,7 +46,7 @@ def test_the_page_gives_commands_and_what_differs_among_them() -> None:
     rows = {line.split("`")[1]: line.split(" | ") for line in lines}
     assert rows["trainer.train_batch_size"][1:3] == ["all", "train: `1024`<br>sft, dpo, reward: `32`"]
     assert rows["trainer.train_batch_size"][4].startswith(
-        "train: Prompts per training step.<br>sft, dpo, reward: Rows "
+        "train: Number of prompts per training step.<br>sft, dpo, reward: Number of rows "
     )
     assert rows["data.response_key"][1:3] == ["sft", "`response`"]
     assert rows["trainer.ref.model.path"][1] == "`null`"  # all keys of the section are for the same commands

@@ -1,0 +1,76 @@
+"""What engines can do: one row each.
+
+Other code asks a row, never for the name of an engine. A new engine is a folder in `inference_engines/` and a row here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """Traits of an inference engine."""
+
+    label: str
+    """Name for people, e.g. `vLLM`."""
+
+    start: str
+    """`module:function` that creates an engine from an `inference_engines.setup.EngineSetup`."""
+
+    connect: str | None = None
+    """`module:function` that connects to a running server at an address; None if it does not run as a server."""
+
+    package: str | None = None
+    """Package that an engine on this machine needs; None for the embedded engine."""
+
+    reads_files: bool = False
+    """It reads new weights from files, also if the run has started it. Others receive tensors."""
+
+    needs_ray_for_several_devices: bool = True
+
+    unscored_sampling: tuple[str, ...] = ()
+    """Sampling parameters for which it cannot report log-probs."""
+
+    @property
+    def is_embedded(self) -> bool:
+        """It generates with a model that is loaded with transformers, such as the policy itself, in this process."""
+        return self.package is None
+
+
+EMBEDDED = "hf"
+
+ENGINES = {
+    EMBEDDED: EngineTraits("the embedded engine", "skyrl_train.inference_engines.hf.start:start"),
+    "vllm": EngineTraits(
+        "vLLM",
+        "skyrl_train.inference_engines.vllm.start:start",
+        connect="skyrl_train.inference_engines.vllm.start:connect",
+        package="vllm",
+    ),
+    "sglang": EngineTraits(
+        "SGLang",
+        "skyrl_train.inference_engines.sglang.start:start",
+        connect="skyrl_train.inference_engines.sglang.start:connect",
+        package="sglang",
+        reads_files=True,
+        needs_ray_for_several_devices=False,
+        unscored_sampling=(
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "min_tokens",
+        ),
+    ),
+}
+"""Engines by the value of `generator.backend`."""
+
+
+def check_engine(name: str) -> str:
+    """Return the name of an engine, or `auto`; ValueError for any other."""
+    if name != "auto" and name not in ENGINES:
+        raise ValueError(f"{name} is no engine")
+    return name

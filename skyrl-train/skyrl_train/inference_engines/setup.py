@@ -1,0 +1,44 @@
+"""What an engine is created from."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.config import SkyRLConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """The configuration of a run, and what it leaves to an engine on this machine."""
+
+    cfg: SkyRLConfig
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel | None = None
+    """The policy, for the embedded engine."""
+    usable_bytes: int = 0
+    """Memory for everything that the engine holds, its own weights included."""
+    total_bytes: int = 1
+    """Memory of the device."""
+    executor: ThreadPoolExecutor | None = None
+    """The thread that computes; None if the engine has the process to itself."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """`generator.engine_init_kwargs`, without `chat_template`, which belongs to the tokenizer."""
+        kwargs = self.cfg.generator.engine_init_kwargs
+        return {name: value for name, value in kwargs.items() if name != "chat_template"}
+
+    @property
+    def weight_folder(self) -> Path:
+        """The folder for new weights, for engines that read files."""
+        return weight_folder(self.cfg)
+
+
+def weight_folder(cfg: SkyRLConfig) -> Path:
+    """Return the folder through which engines that read files get new weights."""
+    return Path(cfg.trainer.run_dir) / "engine_weights"
