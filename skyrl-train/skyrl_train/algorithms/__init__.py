@@ -1,4 +1,4 @@
-"""The mathematics of policy optimization: pure functions over tensors."""
+"""Policy optimization as pure functions over tensors: advantages, losses, KL divergence, filters, reductions."""
 
 from skyrl_train.algorithms import advantages, losses
 from skyrl_train.algorithms.inputs import required_inputs

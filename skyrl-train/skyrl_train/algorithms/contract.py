@@ -1,4 +1,4 @@
-"""Checks of estimators and policy losses on an example batch, before a run starts."""
+"""Check estimators and policy losses on an example batch before a run starts."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from skyrl_train.lazy import torch
 RESERVED_METRICS = frozenset(
     {"policy_loss", "final_loss", "policy_kl", "policy_entropy", "policy_lr", "grad_norm", "skipped_updates"}
 ).union(ROLLOUT_GAP_METRICS)
-"""Metrics that the trainer logs for each update."""
+"""Metrics that the trainer logs itself for each update, so a loss cannot use their names."""
 
 
 @cache
 def example_mask() -> torch.Tensor:
-    """Return the sampled tokens (4, 6) of the example: two prompts with two trajectories, some of several turns."""
+    """Return the mask of sampled tokens (4, 6) of the example: two prompts, two trajectories each, some multi-turn."""
     return torch.tensor([[1.0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 1, 1], [1, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPolicyLoss:
-    """A policy loss with a uniform signature and return type; it pickles if `function` does."""
+    """A policy loss with a uniform signature and return type. It can be pickled if `function` can."""
 
     function: Callable[..., tuple[torch.Tensor, Any]]
     traits: LossTraits
     n_arguments: int
-    """Number of the six arguments that `function` takes."""
+    """Number of arguments, of the six in `__call__`, that `function` accepts."""
     reduces: bool
-    """True if it returns a scalar for the whole mini-batch instead of a loss for each token."""
+    """True if it returns a scalar for the whole mini-batch instead of one loss per token."""
 
     @property
     def scope(self) -> Literal["token", "batch"]:
-        """`batch` if the loss must be called once with the whole mini-batch, else `token`."""
+        """`batch` for a loss that must see the whole mini-batch in one call, else `token`."""
         return "batch" if self.reduces or self.traits.whole_batch else "token"
 
     def __call__(
@@ -62,7 +62,7 @@ class ResolvedPolicyLoss:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of each token (B, R), or a scalar if it `reduces`, and detached metrics (B, R) by name.
 
-        A metric that is a number is repeated on every token, so that its mean is the number.
+        A metric that is one number is repeated on every token, so that its mean stays the number.
         """
         inputs = (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)
         loss, metrics = self.function(*inputs[: self.n_arguments])
@@ -86,7 +86,7 @@ def check_advantage_estimator(estimator: AdvantageEstimator, config: AlgorithmCo
 
 
 def estimator_traits(config: AlgorithmConfig) -> EstimatorTraits:
-    """Return the traits of the configured estimator; undeclared ones are observed on the example.
+    """Return the traits of the configured estimator. Undeclared traits are observed on the example.
 
     Raises:
         ConfigError: the estimator is not registered, or fails on the example.
@@ -101,7 +101,12 @@ def estimator_traits(config: AlgorithmConfig) -> EstimatorTraits:
 
 
 def observe_estimator(estimator: AdvantageEstimator, config: AlgorithmConfig) -> EstimatorTraits:
-    """Return the traits that an estimator shows on random rewards of the example."""
+    """Return the traits that an estimator shows on the example with random rewards.
+
+    To find out what it compares, move all rewards but the first trajectory's, and the baseline: if the first advantages
+    stay, it compares `nothing`. Give the trajectories of a prompt equal totals: only a `baseline` yields advantages.
+    Then pay the same totals on other tokens: `parts` yield advantages, and `samples` still none.
+    """
 
     def advantages(rewards: torch.Tensor, baseline: float = 0.0) -> torch.Tensor:
         return _estimate(estimator, config, rewards, baseline)[0]
@@ -123,6 +128,7 @@ def _observe_comparison(advantages: Callable[..., torch.Tensor], noise: torch.Te
     others = torch.tensor([[0.0], [1], [1], [1]]) * mask
     if torch.allclose(advantages(noise + others, baseline=1.0)[0], advantages(noise - others, baseline=-1.0)[0]):
         return "nothing"  # the first trajectory's advantages do not depend on the other rewards
+    # Totals are equal within each prompt: 1 and 1, 0.5 and 0.5. `moved` pays two of them on later tokens.
     equal, moved = torch.zeros_like(mask), torch.zeros_like(mask)
     equal[:, 0] = moved[[0, 1, 2, 3], [0, 4, 0, 3]] = torch.tensor([1.0, 1.0, 0.5, 0.5])
     if _is_not_zero(advantages(equal)):
@@ -135,7 +141,7 @@ def _is_not_zero(advantages: torch.Tensor) -> bool:
 
 
 def resolve_policy_loss(config: AlgorithmConfig) -> ResolvedPolicyLoss:
-    """Return the loss that is registered as `trainer.algorithm.policy_loss_type`, checked by `check_policy_loss`."""
+    """Look up `trainer.algorithm.policy_loss_type` and return the loss, checked by `check_policy_loss`."""
     name = config.policy_loss_type
     return check_policy_loss(POLICY_LOSSES.get(name), config, POLICY_LOSSES.traits(name))
 
@@ -146,8 +152,8 @@ def check_policy_loss(
     """Call a policy loss on two example trajectories and return it with a uniform signature.
 
     Raises:
-        ConfigError: it returns neither a scalar nor a loss for each token, metrics that cannot be logged, or a scalar
-            where the configuration weighs single tokens.
+        ConfigError: it returns neither a scalar nor one loss per token, it returns metrics that cannot be logged, or it
+            returns a scalar although the configuration weighs single tokens.
     """
     key = f"trainer.algorithm.policy_loss_type={config.policy_loss_type}"
     log_probs = torch.tensor([[-1.0, -0.5, -2.0], [-0.1, -1.5, -1.0]], requires_grad=True)
@@ -179,7 +185,7 @@ def _count_arguments(loss: PolicyLoss) -> int:
 
 
 def _by_name(metrics: Any) -> dict[str, Any]:
-    """Return metrics by name; a single value is the fraction of clipped tokens, as in SkyRL."""
+    """Return metrics by name. As in SkyRL, a single value is the fraction of clipped tokens."""
     return metrics if isinstance(metrics, dict) else {"ppo_clip_ratio": metrics}
 
 
@@ -217,7 +223,7 @@ def _noise() -> torch.Tensor:
 def _estimate(
     estimator: AdvantageEstimator, config: AlgorithmConfig, rewards: torch.Tensor, baseline: float = 0.0
 ) -> Any:
-    """Call an estimator on the example; `baseline` is added to values and to rewards of greedy rollouts."""
+    """Call an estimator on the example, with `baseline` added to values and to rewards of greedy rollouts."""
     mask = example_mask()
     random = torch.Generator().manual_seed(0)
     tokens = -torch.rand(mask.shape, generator=random)
@@ -252,7 +258,7 @@ def _call(key: str, call: Callable[[], Any]) -> Any:
         return call()
     except ConfigError:
         raise
-    except Exception as error:  # the boundary to user code
+    except Exception as error:  # user code raises anything
         hint = ""
         if isinstance(error, KeyError) and error.args and str(error.args[0]).isidentifier():
             hint = f"; if it is a setting of yours, set trainer.algorithm.custom.{error.args[0]}"

@@ -1,4 +1,4 @@
-"""Dynamic sampling: prompts are drawn until enough groups have unequal rewards."""
+"""Dynamic sampling: draw prompts until enough groups have unequal rewards."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ Group = list[Trajectory]  # the trajectories of one prompt
 
 
 class GroupCollector:
-    """A collector of the groups of one step, from one or more batches of rollouts.
+    """Collector of the groups of one step, from one or more batches of rollouts.
 
     A group is the trajectories of one draw. It is good if its rewards are not all equal (`filters.informative_groups`).
-    `dynamic_sampling.type` decides on the other groups:
+    `dynamic_sampling.type` decides what happens to groups that are not good:
 
-    null      they are kept: one batch is the step.
-    filter    they are dropped; batches are added until there are `n_prompts` good groups. Surplus groups are dropped.
-    replace   if more than `min_replace_ratio` of `n_prompts` groups are good, copies of randomly chosen good groups
-              replace the others and missing prompts: copies of different groups while there are enough. Else the whole
-              batch is dropped and another one added. A copy has the draw of the group that it replaces, so it never
-              merges with its original.
+    null      They are kept. The step is one batch.
+    filter    They are dropped. Batches are added until there are `n_prompts` good groups, and surplus ones are dropped.
+    replace   They are replaced by copies of randomly chosen good groups, as are missing prompts, if more than
+              `min_replace_ratio` of `n_prompts` groups are good. No group is copied twice while there are enough. With
+              fewer good groups, the whole batch is dropped and the next one tried. A copy has the draw of the group
+              that it replaces, so it never merges with its original.
+
+    Example: `n_prompts` is 4, and a batch has good groups a, b and c. `filter` keeps them and samples another batch.
+    `replace` with `min_replace_ratio` 0.5 completes the step with a copy of one of them.
 
     Source: DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.2, for filter.
     """
 
     def __init__(self, config: DynamicSamplingConfig, tolerance: float, n_prompts: int, random: Random) -> None:
-        """Treat rewards with a standard deviation of at most `tolerance` as equal; `random` selects the copies."""
+        """Treat rewards with a standard deviation of at most `tolerance` as equal. `random` selects the copies."""
         self._config = config
         self._tolerance = tolerance
         self._n_prompts = n_prompts
@@ -41,10 +44,10 @@ class GroupCollector:
         self._n_batches = 0
         self._n_good = 0
         self._n_copies = 0
-        self.is_complete = False  # the step has all the groups that it needs
+        self.is_complete = False  # True once the step has enough groups
 
     def add(self, trajectories: Sequence[Trajectory], draws: Sequence[int]) -> None:
-        """Add one batch of valid trajectories; `draws` includes draws without any.
+        """Add one batch of valid trajectories. `draws` lists all draws, even those without a valid trajectory.
 
         Raises:
             DataError: `max_sample_batches` batches were not enough.
@@ -78,12 +81,12 @@ class GroupCollector:
         return [t for group in self._taken for t in group]
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the step; groups taken = sampled - dropped + replaced.
+        """Return metrics of the step, where groups trained on = sampled - dropped + replaced.
 
         generate/n_sample_batches   sampled batches of prompts
         generate/n_groups_dropped   sampled groups that are not trained on
-        generate/n_groups_replaced  groups that are copies of others
-        generate/signal_ratio       fraction of all sampled groups whose rewards are not equal
+        generate/n_groups_replaced  groups that are copies of good groups
+        generate/signal_ratio       fraction of sampled groups whose rewards are not all equal
         """
         n_originals = len(self._taken) - self._n_copies
         return {
@@ -98,7 +101,7 @@ class GroupCollector:
         return self._groups if self._config.type is None else self._groups[: self._n_prompts]
 
     def _fill_up(self, groups: dict[int, Group], good: set[int], draws: Sequence[int]) -> list[Group]:
-        """Return `n_prompts` groups in the order of their draws: the good ones, and copies in place of the others."""
+        """Return `n_prompts` groups in the order of their draws: the good groups, and copies in all other places."""
         sources = [group for draw, group in groups.items() if draw in good]
         vacant = [draw for draw in draws if draw not in good]
         self._n_copies = min(max(self._n_prompts - len(sources), 0), len(vacant))

@@ -1,4 +1,4 @@
-"""Selection of the tokens with the highest entropy."""
+"""Select the tokens with the highest entropy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from skyrl_train.lazy import torch
 
 
 def top_entropy_mask(entropies: torch.Tensor, loss_mask: torch.Tensor, quantile: float) -> torch.Tensor:
-    """Return 1 on the share `quantile` of a mini-batch's trained tokens with the highest entropy, 0 elsewhere; (B, R).
+    """Return 1 (B, R) on the share `quantile` of a mini-batch's trained tokens with the highest entropy, else 0.
 
     These are the few tokens where the policy could continue in several ways. At least one token is kept, and so are
-    ties with the last one. Call it on the whole mini-batch: a part of it has another threshold.
+    ties with the lowest kept one. Call it on the whole mini-batch, because a part has another threshold.
 
-    Source: Beyond the 80/20 Rule (Wang et al., 2025, arXiv:2506.01939), which keeps 0.2.
+    >>> entropies = torch.tensor([[0.1, 2.0, 0.3], [0.2, 1.5, 9.0]])
+    >>> loss_mask = torch.tensor([[1, 1, 1], [1, 1, 0]])  # the 9.0 is not trained
+    >>> top_entropy_mask(entropies, loss_mask, quantile=0.4)  # 2 of 5 tokens
+    tensor([[0., 1., 0.],
+            [0., 1., 0.]])
+
+    Source: Beyond the 80/20 Rule (Wang et al., 2025, arXiv:2506.01939). It keeps 0.2.
     """
     is_trained = loss_mask > 0
     trained = entropies[is_trained]  # (N,)

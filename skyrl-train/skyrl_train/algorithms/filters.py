@@ -1,7 +1,7 @@
-"""Filters of trajectories and corrections of their rewards, before they become a batch.
+"""Filter trajectories and correct their rewards before they become a batch.
 
-A filter only sets the loss mask to 0: the rewards still count in the baseline of the group. Invalid trajectories are
-not changed.
+A filter only sets the loss mask to 0. The rewards still count in the group's baseline. Invalid trajectories are not
+changed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from skyrl_train.types import Trajectory, last_sampled
 
 
 def informative_groups(rewards: Sequence[float], draws: Sequence[int], tolerance: float) -> set[int]:
-    """Return the draws whose trajectories got unequal total rewards; a group of equal ones has advantages of 0.
+    """Return the draws whose trajectories have unequal total rewards. With equal rewards, all advantages would be 0.
 
-    `rewards` and `draws` have one entry for each trajectory. Rewards are equal if their population standard deviation
-    is at most `tolerance`. A group of one is kept.
+    `rewards` and `draws` have one entry per trajectory. Rewards are equal if their population standard deviation is at
+    most `tolerance`. A group of one is kept.
+
+    >>> informative_groups(rewards=[1, 1, 0, 1, 0], draws=[7, 7, 8, 8, 9], tolerance=1e-6)
+    {8, 9}
 
     Source: DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.2.
     """
@@ -28,9 +31,9 @@ def informative_groups(rewards: Sequence[float], draws: Sequence[int], tolerance
 
 
 def leave_out_truncated(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """Set the loss mask of trajectories whose last turn was cut off (stop reason `length`) to 0.
+    """Set the loss mask to 0 in trajectories whose last turn was cut off (stop reason `length`).
 
-    The reward of a truncated reply is no measure of its tokens.
+    The reward of a truncated reply says nothing about its tokens.
 
     Source: overlong filtering in DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.4.
     """
@@ -43,7 +46,7 @@ def leave_out_truncated(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
 
 
 def zero_reward_on_non_stop(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """Set all rewards of trajectories whose last turn did not end by itself (stop reason `stop`) to 0."""
+    """Set all rewards to 0 in trajectories whose last turn has another stop reason than `stop`."""
     return [
         replace(
             t,
@@ -59,6 +62,11 @@ def zero_reward_on_non_stop(trajectories: Iterable[Trajectory]) -> list[Trajecto
 def soft_overlong_punishment(n_tokens: int, max_tokens: int, buffer: int, factor: float) -> float:
     """Return the punishment of a reply, -factor · clip((n_tokens - (max_tokens - buffer)) / buffer, 0, 1).
 
+    It starts `buffer` tokens before the limit and grows linearly to `factor` at the limit:
+
+    >>> [soft_overlong_punishment(n, max_tokens=100, buffer=20, factor=1.0) for n in (80, 90, 100)]
+    [0.0, -0.5, -1.0]
+
     Source: DAPO (Yu et al., 2025, arXiv:2503.14476), equation 13.
     """
     excess = n_tokens - (max_tokens - buffer)
@@ -68,11 +76,11 @@ def soft_overlong_punishment(n_tokens: int, max_tokens: int, buffer: int, factor
 def punish_overlong(
     trajectories: Iterable[Trajectory], max_generate_length: int, buffer: int, factor: float
 ) -> list[Trajectory]:
-    """Add the soft overlong punishment of its longest turn to the reward of each trajectory's last sampled token.
+    """Add the soft overlong punishment to the reward of each trajectory's last sampled token.
 
-    `max_generate_length` limits turns, so the longest one counts. A trajectory without turns counts as one turn of the
-    tokens in its loss mask, so leave out truncated ones afterwards. If the environment reports components of the
-    reward, the punishment is one more of them, `overlong`.
+    `max_generate_length` limits each turn, so the longest turn counts. A trajectory without turns counts as one turn
+    with the length of its loss mask, so call this before `leave_out_truncated`. If the environment reports reward
+    components, the punishment becomes one more component, `overlong`.
     """
     return [_punish(t, max_generate_length, buffer, factor) if t.is_valid else t for t in trajectories]
 

@@ -1,4 +1,4 @@
-"""Inputs of advantage estimators: their names, and their values for a scored batch."""
+"""Inputs of advantage estimators: the names that an estimator may use, and their values for a scored batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.types import TrainingBatch
 
 FROM_POLICY = frozenset({"old_log_probs", "entropies", "sum_pi_squared"})
 FROM_GREEDY_ROLLOUTS = frozenset({"greedy_rewards"})
-"""Inputs that are computed when an estimator requires them."""
+"""Inputs that are computed only if an estimator requires them."""
 
 INPUTS = (
     frozenset({"token_level_rewards", "response_mask", "index", "reward_components", "values", "ref_log_probs"})
@@ -25,14 +25,14 @@ INPUTS = (
 
 
 def required_inputs(estimator: AdvantageEstimator) -> frozenset[str]:
-    """Return the arguments of an estimator that have no default."""
+    """Return the arguments of an estimator without a default."""
     parameters = inspect.signature(estimator).parameters.values()
     named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     return frozenset(p.name for p in named if p.default is p.empty)
 
 
 def readable_inputs(estimator: AdvantageEstimator) -> frozenset[str]:
-    """Return the inputs that an estimator may read: those it names, or all with `**kwargs`, but not with `**_`."""
+    """Return the inputs that an estimator may read: the ones it names, or all if it takes `**kwargs` (not `**_`)."""
     parameters = inspect.signature(estimator).parameters.values()
     if any(p.kind is p.VAR_KEYWORD and not p.name.startswith("_") for p in parameters):
         return INPUTS
@@ -48,7 +48,7 @@ def named_inputs(estimator: AdvantageEstimator, available: Mapping[str, Any]) ->
 
 
 def estimator_inputs(batch: TrainingBatch, view: TrajectoryView, config: AlgorithmConfig) -> dict[str, Any]:
-    """Return all inputs that a scored batch and the settings provide, with one row for each trajectory."""
+    """Return all inputs that a scored batch and the settings provide, with one row per trajectory."""
     computed = {
         "values": batch.values,
         "old_log_probs": batch.old_logprobs,
@@ -71,7 +71,7 @@ def estimator_inputs(batch: TrainingBatch, view: TrajectoryView, config: Algorit
 
 
 def collect_settings(config: AlgorithmConfig) -> dict[str, Any]:
-    """Return the inputs that are settings."""
+    """Return the inputs that come from the configuration."""
     return {
         "config": config,
         "gamma": config.gamma,

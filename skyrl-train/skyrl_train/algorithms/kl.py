@@ -1,17 +1,19 @@
-"""The divergence KL(policy || reference): estimates from the log-probs of sampled tokens, as a loss or in the reward.
+"""KL(policy || reference), estimated from the log-probs of sampled tokens, as a loss or in the reward.
 
-Every value is an estimate from sampled tokens. Its value and its gradient need not both be right. With
-d = log π_ref - log π of a token sampled from π:
+An estimator can have the right value and the wrong gradient, or the other way round. With d = log π_ref - log π of a
+token sampled from π:
 
-      value              is the mean the divergence?   is the mean of the gradient its gradient?
+      value              is its mean the KL?           is its mean gradient the gradient of the KL?
 k1    -d                 yes                           no: it is 0
 abs   |d|                no                            no
 k2    d² / 2             no                            yes
 k3    e^d - d - 1        yes, and it is never below 0  no: it is the gradient of KL(π_ref || π)
-k1+, k3+, abs+           as without the +              yes: it is that of k2
+k1+, k3+, abs+           as without the +              yes: they take the gradient of k2
 
-That holds for tokens of the current policy. After an update, `importance_weighted_kl` keeps both right.
-Sources: Approximating KL Divergence (Schulman, 2020, http://joschu.net/blog/kl-approx.html); On a few pitfalls in KL
+This holds for tokens of the current policy. After an update the tokens come from an older policy, and
+`importance_weighted_kl` corrects for that.
+
+Sources: Approximating KL Divergence (Schulman, 2020, http://joschu.net/blog/kl-approx.html). On a few pitfalls in KL
 divergence gradient estimation for RL (Tang and Munos, 2025, arXiv:2506.09477).
 """
 
@@ -31,10 +33,16 @@ def compute_approx_kl(
     loss_mask: torch.Tensor | None = None,
     kl_estimator_type: KLEstimator = "k3",
 ) -> torch.Tensor:
-    """Return the KL estimate of each token (B, R), differentiable in `log_probs`; 0 outside the mask, if one is given.
+    """Return the KL estimate of each token (B, R), differentiable in `log_probs` and 0 outside the mask.
 
-    With d = base - policy: k1 = -d, abs = |d|, k2 = d²/2, k3 = e^d - d - 1, where d is held within ±20 and k3 below 10.
-    A `+` keeps the value and takes the gradient of k2. The module docstring compares them.
+    With d = base - policy: k1 = -d, abs = |d|, k2 = d²/2, k3 = e^d - d - 1 (with d clamped to ±20, k3 to 10). A
+    `+` keeps the value and takes the gradient of k2. The module docstring compares them. No mask means all tokens.
+
+    The policy gives a token the probability 0.5, the reference 0.25:
+
+    >>> policy, base = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
+    >>> [round(compute_approx_kl(policy, base, kl_estimator_type=name).item(), 3) for name in ("k1", "k2", "k3")]
+    [0.693, 0.24, 0.193]
 
     Raises:
         ConfigError: the estimator is unknown.
@@ -55,10 +63,10 @@ def importance_weighted_kl(
 ) -> torch.Tensor:
     """Return ρ · KL estimate of each token (B, R) with ρ = π / π_old, for tokens that π_old sampled.
 
-    The mean of ρ f over tokens of π_old is the mean of f over tokens of π. So k1, k3 and abs keep their means, and
-    because ρ has a gradient too, their gradients become those of their means: for k1 and k3 that of the divergence. k2
-    and the estimators with a `+` have that gradient already, so ρ is detached. The exponent of ρ is held within ±20.
-    The ratios of earlier tokens are ignored.
+    The mean of ρ·f over tokens of π_old is the mean of f over tokens of π, so k1, k3 and abs keep their means. Since ρ
+    has a gradient too, the gradient of the mean comes out right as well: for k1 and k3 it is the gradient of the KL. k2
+    and the estimators with a `+` have that gradient without ρ, so their ρ is detached. The exponent of ρ is clamped to
+    ±20, and the ratios of earlier tokens are ignored.
 
     Source: DeepSeek-V3.2 (DeepSeek-AI, 2025, arXiv:2512.02556), section 3.1, for k3.
     """
@@ -78,7 +86,7 @@ def penalize_rewards(
     coefficient: float,
     estimator: KLEstimator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rewards less coefficient · KL of each trained token, and that KL; both (B, R), the KL 0 outside the mask.
+    """Return rewards - coefficient · KL, and the KL, both (B, R). The KL is 0 outside the mask.
 
     Source: Fine-Tuning Language Models from Human Preferences (Ziegler et al., 2019, arXiv:1909.08593), section 2.
     """
@@ -87,7 +95,7 @@ def penalize_rewards(
 
 
 def _within_mask(difference: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the difference within the mask, 0 outside: every estimate of 0 is 0, with gradient 0."""
+    """Return the difference within the mask and 0 outside, where every estimate is then 0 and has gradient 0."""
     return difference if loss_mask is None else torch.where(loss_mask > 0, difference, 0.0)
 
 
@@ -101,7 +109,7 @@ def _estimate(d: torch.Tensor, estimator: str) -> torch.Tensor:
             return d.square() / 2
         case "k3":
             d = d.clamp(-20, 20)
-            return (torch.expm1(d) - d).clamp(max=10)  # expm1 keeps the digits of a small d
+            return (torch.expm1(d) - d).clamp(max=10)  # e^d - 1 would lose the digits of a small d
         case _:
             raise ConfigError(f"unknown KL estimator {estimator!r}; there are k1, k2, k3, abs, k1+, k3+ and abs+")
 
@@ -116,24 +124,33 @@ class FixedKLController:
         """Keep the weight."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return nothing: a resumed run takes the weight from its configuration."""
+        """Return {}, because a resumed run reads the weight from its configuration."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Ignore the state, which may be that of an adaptive controller."""
+        """Ignore the state. An adaptive controller may have saved it."""
 
 
 class AdaptiveKLController:
-    """A weight that rises while the divergence is above its target, and falls while it is below.
+    """A weight that rises while the KL is above its target, and falls while it is below.
 
-    value *= 1 + clip(KL / target - 1, ±0.2) · n / horizon, for n trajectories; n / horizon counts as 1 at most, so that
-    no step changes the weight by more than a fifth or turns its sign. A NaN changes nothing.
+    value *= 1 + clip(KL / target - 1, ±0.2) · min(n / horizon, 1), for a step of n trajectories. So no step changes the
+    weight by more than a fifth, or flips its sign. A NaN changes nothing.
+
+    >>> controller = AdaptiveKLController(init_kl_coef=0.1, target=0.02, horizon=1000)
+    >>> controller.update(current=0.03, n_steps=100)  # 50% above the target: clipped to 20%, times 100 / 1000
+    >>> round(controller.value, 6)
+    0.102
 
     Source: Fine-Tuning Language Models from Human Preferences (Ziegler et al., 2019, arXiv:1909.08593), section 2.2.
     """
 
     def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
-        """`target` in nats per token, `horizon` in trajectories; ConfigError if they are not above 0."""
+        """Start at `init_kl_coef`, with `target` in nats per token and `horizon` in trajectories.
+
+        Raises:
+            ConfigError: target or horizon is not above 0.
+        """
         if target <= 0 or horizon <= 0:
             raise ConfigError(
                 f"the adaptive KL controller has target={target}, horizon={horizon}; both must be above 0"
@@ -154,12 +171,12 @@ class AdaptiveKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a state, which may be that of a fixed controller."""
+        """Continue from a state. The state of a fixed controller has no value and changes nothing."""
         self.value = state.get("value", self.value)
 
 
 def kl_controller(config: AlgorithmConfig) -> FixedKLController | AdaptiveKLController:
-    """Return the controller of `kl_ctrl.type`, which starts from `kl_loss_coef`."""
+    """Return the controller for `kl_ctrl.type`, with `kl_loss_coef` as its first value."""
     if config.kl_ctrl.type == "adaptive":
         return AdaptiveKLController(config.kl_loss_coef, config.kl_ctrl.kl_target, config.kl_ctrl.horizon)
     return FixedKLController(config.kl_loss_coef)

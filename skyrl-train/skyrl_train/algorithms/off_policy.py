@@ -1,9 +1,9 @@
-"""The gap between the engine that sampled and the policy that is trained: its corrections and its metrics.
+"""Correct and measure the gap between the engine that samples and the policy that trains.
 
-Throughout, κ = π_old / π_rollout is the ratio of the trainer's probability of a sampled token to the engine's, with its
-logarithm held within ±20. Everything is detached. Products of κ are sums of logarithms, so none overflows.
+κ = π_old / π_rollout is the trainer's probability of a sampled token divided by the engine's, with log κ clamped to
+±20. Everything is detached. Products of κ are computed as sums of log κ, so none overflows.
 
-A trajectory of several rows is corrected row by row, because its rows may be on different ranks: "trajectory" means a
+A trajectory of several rows is corrected row by row, because its rows may be on different ranks. "Trajectory" means a
 row here.
 """
 
@@ -34,27 +34,34 @@ def correction_weights(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the factor on the policy loss of each token (B, R), 0 outside the mask, and metrics (B, R) by name.
 
-    Four steps, each on the tokens that the steps before it kept:
+    Each of the four steps works on the tokens that the steps before it kept:
 
-    1. outlier: a trajectory with a token whose κ is outside of `outlier_token_is_threshold_{low,high}` is left out.
-    2. token mask: a token whose κ is outside of `token_mask_is_threshold_{low,high}` is left out.
-    3. truncated importance sampling: the weight is min(κ, cap) of the token, or of the product over the trajectory.
-    4. sequence mask: a trajectory is left out if its product of κ, or its geometric mean, is outside of its interval.
+    1. outlier: drop a trajectory if the κ of any token is outside `outlier_token_is_threshold_{low,high}`.
+    2. token mask: drop a token if its κ is outside `token_mask_is_threshold_{low,high}`.
+    3. truncated importance sampling: weigh by min(κ, cap) of the token, or of the product over the trajectory.
+    4. sequence mask: drop a trajectory if its product or geometric mean of κ is outside its interval.
 
-    The divisor of the loss is still that of all trained tokens: the tokens that are kept weigh no more for it.
+    The loss is still divided by all trained tokens, so dropping a token does not raise the weight of the rest.
 
-    Metrics are averaged over the trained tokens of the mini-batch, so those of trajectories count them by their tokens:
+    Example of step 3 per token. The trainer gives the tokens twice, half and ten times the engine's probability:
 
-    outlier_seq_{masked,over_high,under_low}_ratio             left out by step 1, and on which side an outlier is
-    token_mask_ratio                                           left out by step 2
+    >>> kappa = torch.tensor([[2.0, 0.5, 10.0]])
+    >>> config = OffPolicyCorrectionConfig(tis_ratio_type="token", token_tis_ratio_clip_high=2.0)
+    >>> weights, _ = correction_weights(kappa.log(), torch.zeros(1, 3), torch.ones(1, 3), config)
+    >>> weights
+    tensor([[2.0000, 0.5000, 2.0000]])
+
+    Metrics are averaged over the trained tokens of the mini-batch, so a dropped trajectory counts by its tokens:
+
+    outlier_seq_{masked,over_high,under_low}_ratio             dropped by step 1, and on which side
+    token_mask_ratio                                           dropped by step 2
     tis_token_clip_high_ratio, tis_seq_clip_high_ratio         capped by step 3
-    {product,geo}_sequence_mask_{masked,over_high,under_low}_ratio   left out by step 4, and on which side
+    {product,geo}_sequence_mask_{masked,over_high,under_low}_ratio   dropped by step 4, and on which side
     off_policy_weight_mean                                     the weight itself
 
-    Sources: 3 per token, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (Yao et al., 2025,
-    https://fengyao.notion.site/off-policy-rl); 3 per sequence and 4, When Speed Kills Stability (Liu et al., 2025,
-    https://richardli.xyz/rl-collapse); 2, IcePop in Every Step Evolves (Ling Team, 2025,
-    arXiv:2510.18855).
+    Sources: step 3 per token, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (Yao et al., 2025,
+    https://fengyao.notion.site/off-policy-rl). Steps 3 per sequence and 4, When Speed Kills Stability (Liu et al.,
+    2025, https://richardli.xyz/rl-collapse). Step 2, IcePop in Every Step Evolves (Ling Team, 2025, arXiv:2510.18855).
     """
     log_ratio = (old_log_probs - rollout_logprobs).clamp(-20, 20)  # (B, R) log κ, read only on kept tokens
     kept = loss_mask > 0  # (B, R)
@@ -88,7 +95,7 @@ def _truncated_ratio(
     config: OffPolicyCorrectionConfig,
     metrics: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return min(κ, cap) of each token, or of the product over each row's kept tokens (B, R); add the metric."""
+    """Return min(κ, cap) of each token, or of the product over each row's kept tokens (B, R), and add the metric."""
     if config.tis_ratio_type == "token":
         name, cap = "tis_token_clip_high_ratio", config.token_tis_ratio_clip_high
     else:
@@ -99,12 +106,12 @@ def _truncated_ratio(
 
 
 def _log_product(log_ratio: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Return the logarithm of the product of κ over each row's kept tokens (B, 1)."""
+    """Return log Π κ over each row's kept tokens (B, 1)."""
     return torch.where(kept, log_ratio, 0.0).sum(dim=-1, keepdim=True)
 
 
 def _outside(log_ratio: torch.Tensor, low: float | None, high: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masks of the ratios below `low` and of those above `high`; None is no bound."""
+    """Return masks of the ratios below `low` and above `high`. None is no bound."""
     under = log_ratio < (-math.inf if low is None else math.log(low))
     over = log_ratio > (math.inf if high is None else math.log(high))
     return under, over
@@ -113,7 +120,7 @@ def _outside(log_ratio: torch.Tensor, low: float | None, high: float | None) -> 
 def _drop_rows(
     kept: torch.Tensor, under: torch.Tensor, over: torch.Tensor, name: str, metrics: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the kept tokens (B, R) without the rows (B, 1) outside of an interval; add metrics of what is dropped."""
+    """Return the kept tokens (B, R) without the rows (B, 1) outside an interval, and add metrics of dropped tokens."""
     for side, is_out in (("masked", under | over), ("over_high", over), ("under_low", under)):
         metrics[f"{name}_{side}_ratio"] = kept & is_out
     return kept & ~(under | over)
@@ -123,18 +130,18 @@ def _drop_rows(
 def add_rollout_gap(
     sums: MetricSums, old_log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
 ) -> None:
-    """Measure the gap between trainer and engine on the trained tokens; all inputs (B, R).
+    """Add metrics of the gap between trainer and engine on the trained tokens. All inputs are (B, R).
 
-    rollout_train_logprobs_abs_diff_{mean,std,max,min}  of |log κ|, in nats; std is that of the tokens, not an estimate
-    is_ratio_{mean,std,max,min}                         of κ; its mean is near 1 however large the gap is
+    rollout_train_logprobs_abs_diff_{mean,std,max,min}  of |log κ|, in nats (std is the population's, over the tokens)
+    is_ratio_{mean,std,max,min}                         of κ (the mean stays near 1 however large the gap is)
     rollout_train_kl                                    mean of κ - log κ - 1, an unbiased estimate of
                                                         KL(π_rollout || π_old) per token that is never negative (k3)
     is_ratio_ess_share                                  (Σκ)² / (n Σκ²), the effective sample size of tokens weighted by
-                                                        κ as a fraction of them: 1 where κ is the same everywhere, 1/n
-                                                        where one token outweighs all others
+                                                        κ, as a fraction of n: 1 if all κ are equal, 1/n if one token
+                                                        outweighs the rest
 
-    There are no metrics without a trained token. The formulas of the last two: Approximating KL Divergence (Schulman,
-    2020, http://joschu.net/blog/kl-approx.html); Sequential Imputations (Kong et al., 1994).
+    Without a trained token, nothing is added. Sources of the last two: Approximating KL Divergence (Schulman, 2020,
+    http://joschu.net/blog/kl-approx.html). Sequential Imputations (Kong et al., 1994).
     """
     log_ratio = (old_log_probs - rollout_logprobs)[loss_mask > 0]  # (N,) log κ
     sums.add_samples("rollout_train_logprobs_abs_diff", log_ratio.abs(), SUMMARY)
@@ -153,11 +160,18 @@ def sequence_mask(
     loss_mask: torch.Tensor,
     threshold: float,
 ) -> torch.Tensor:
-    """Return 1 on the trained tokens of trajectories that stay in the loss, 0 elsewhere; all (B, R).
+    """Return 1 on the trained tokens of trajectories that stay in the loss, 0 elsewhere. All tensors are (B, R).
 
-    A trajectory is left out if its mean advantage is negative and its tokens have become less likely than they were to
-    the policy μ that sampled them, by more than `threshold` nats on average: mean(log μ - log π) > threshold. The
-    policy no longer makes such a mistake, and unlearning it does harm.
+    A trajectory is dropped if its mean advantage is negative and its tokens have become less likely than under the
+    policy μ that sampled them, by more than `threshold` nats on average: mean(log μ - log π) > threshold. The policy no
+    longer makes such a mistake, and unlearning it further does harm.
+
+    Both trajectories have become less likely by 2 nats per token, but only the first one is bad:
+
+    >>> behavior, advantages = torch.full((2, 2), -1.0), torch.tensor([[-1.0, -1.0], [1.0, 1.0]])
+    >>> sequence_mask(behavior - 2, behavior, advantages, torch.ones(2, 2), threshold=1.0)
+    tensor([[0., 0.],
+            [1., 1.]])
 
     Source: DeepSeek-V3.2 (DeepSeek-AI, 2025, arXiv:2512.02556), section 3.1.
     """

@@ -1,10 +1,10 @@
-"""Reduction of a loss per token to one number, with the divisor of the whole mini-batch.
+"""Reduce a loss per token to one number, with the divisor of the whole mini-batch.
 
-The weights are computed once, before the mini-batch is split; every part then only sums `weights * loss`. So the result
+Weights are computed once, before the mini-batch is split. Every part then only sums `weights * loss`, so the result
 does not depend on the number of micro-batches or ranks.
 
-A row without a trained token (a truncated response, a group of equal rewards) is in no divisor: its mini-batch has the
-loss of one without the row. Tokens that a correction of the loss weighs with zero stay in the divisor.
+A row without a trained token (a truncated response, a group of equal rewards) counts in no divisor. The loss is the
+same as without the row. Tokens that a correction of the loss weighs with zero stay in the divisor.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def token_weights(
     index: Sequence[Any] | torch.Tensor | None = None,
     trajectories: Sequence[Any] | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weight (B, R) of each token's loss in the loss of a mini-batch; zero outside the mask (B, R).
+    """Return the weight (B, R) of each token's loss in the loss of a mini-batch, 0 outside the mask (B, R).
 
-    With T the trained tokens of the mini-batch, T_i those of the trajectory of row i, N the trajectories that have
-    some, T_g those of the prompt of row i, and P the prompts that have some:
+    T is the number of trained tokens in the mini-batch, T_i in row i's trajectory, and T_g in row i's prompt. N and P
+    are the numbers of trajectories and prompts with a trained token.
 
     token_mean               1 / T: every token counts the same (DAPO, Yu et al., 2025, arXiv:2503.14476)
     sequence_mean            1 / (N · T_i): every trajectory counts the same (GRPO, Shao et al., 2024, arXiv:2402.03300)
@@ -37,8 +37,16 @@ def token_weights(
     seq_mean_token_sum       1 / N
     token_sum                1
 
-    `index` [B] names the prompt of each row, which only prompt_mean reads; `trajectories` [B] its trajectory, None if
-    each row is one.
+    `index` [B] names the prompt of each row, for prompt_mean. `trajectories` [B] names its trajectory. None means that
+    every row is one.
+
+    >>> loss_mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    >>> token_weights(loss_mask, "token_mean")  # 1 / 4 each
+    tensor([[0.2500, 0.2500, 0.2500],
+            [0.2500, 0.0000, 0.0000]])
+    >>> token_weights(loss_mask, "sequence_mean")  # half for each row, whatever its length
+    tensor([[0.1667, 0.1667, 0.1667],
+            [0.5000, 0.0000, 0.0000]])
 
     Raises:
         ConfigError: the reduction needs `max_seq_len` or `index`, or is unknown.
@@ -82,7 +90,7 @@ def _group_tokens(
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return Σ weights · values over (B, R); a NaN with weight 0 is ignored."""
+    """Return Σ weights · values over (B, R). A NaN with weight 0 is ignored."""
     return (torch.where(weights > 0, values, 0.0) * weights).sum()
 
 
@@ -93,10 +101,14 @@ def reduce_loss(
     max_seq_len: int | None = None,
     index: Sequence[str] | None = None,
 ) -> torch.Tensor:
-    """Return `weighted_sum` of a loss per token (B, R) with `token_weights`. No mask is a mask of ones.
+    """Reduce a loss per token (B, R) to its `weighted_sum` with `token_weights`. No mask means a mask of ones.
 
-    For custom policy losses that return a scalar. The divisor is that of the given rows: on micro-batches, the result
-    is a mean of means. A loss that returns one value per token is reduced over the whole mini-batch.
+    This is for custom policy losses that return a scalar. The divisor counts the given rows only, so micro-batches
+    yield a mean of means. Return one value per token to have the trainer divide by the whole mini-batch.
+
+    >>> loss, loss_mask = torch.tensor([[3.0, 3.0, 3.0], [1.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    >>> reduce_loss(loss, loss_mask, "token_mean"), reduce_loss(loss, loss_mask, "sequence_mean")
+    (tensor(2.5000), tensor(2.))
 
     Raises:
         ConfigError: the reduction needs `max_seq_len` or `index`, or is unknown.

@@ -1,4 +1,4 @@
-"""Registries of advantage estimators and policy losses: functions by name, with the traits that rules read."""
+"""Registries of advantage estimators and policy losses, by name, with the traits that configuration rules read."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ logger = logging.getLogger(__name__)
 
 
 class AdvantageEstimator(Protocol):
-    """Turns rewards into advantages.
+    """Function that turns rewards into advantages.
 
     It is called with the keyword arguments that its signature names, or with all of them if it takes `**kwargs`. An
     argument without a default is required: a run that cannot provide it is refused before it starts.
 
-    token_level_rewards  (B, R) rewards of the environment, less the KL penalty if there is one
+    token_level_rewards  (B, R) rewards of the environment, minus the KL penalty if there is one
     response_mask        (B, R) 1 on sampled tokens
     index                [B] rows with the same entry answer the same prompt
-    config               the section `trainer.algorithm`; also on their own: gamma, lambd, grpo_norm_by_std
-    values               (B, R) of the critic, when there is one
-    old_log_probs        (B, R) of the policy that the update starts from
+    config               the section `trainer.algorithm`
+    gamma, lambd, grpo_norm_by_std   settings of that section, on their own
+    values               (B, R) of the critic, if there is one
+    old_log_probs        (B, R) of the policy at the start of the update
     ref_log_probs        (B, R) of the reference
     entropies            (B, R) of the distribution that each token was sampled from
     sum_pi_squared       (B, R) Σ_v π(v)² of that distribution
@@ -39,9 +40,7 @@ class AdvantageEstimator(Protocol):
 
 
 class PolicyLoss(Protocol):
-    """A function that returns the loss of each token. The caller reduces it, so that the result does not depend on
-    micro-batches.
-    """
+    """Function that returns the loss per token. The caller reduces it, so micro-batches do not change the result."""
 
     def __call__(
         self,
@@ -54,7 +53,7 @@ class PolicyLoss(Protocol):
     ) -> tuple[torch.Tensor, Any]:
         """Return the loss of each token (B, R), and metrics (B, R) by name that are averaged over trained tokens.
 
-        A scalar, with scalar metrics or the fraction of clipped tokens, is accepted as the loss of the mini-batch.
+        A scalar is accepted as the loss of the mini-batch, with scalar metrics or the fraction of clipped tokens.
         """
         ...
 
@@ -66,18 +65,18 @@ Comparison = Literal["samples", "parts", "baseline", "nothing"]
 class EstimatorTraits:
     """Properties of an advantage estimator that its signature does not show.
 
-    None means undeclared; `contract.estimator_traits` then observes the property on an example batch.
+    None means undeclared. `contract.estimator_traits` then observes the property on an example batch.
     """
 
     compares: Comparison | None = None
-    """The baseline of rewards: the total rewards of a prompt's `samples`, `parts` of them (components, turns or
-    tokens), another `baseline` (a critic, the batch, a greedy rollout), or `nothing`."""
+    """Baseline of a reward: the total rewards of the prompt's `samples`, `parts` of these totals (components, turns or
+    tokens), an independent `baseline` (a critic, the batch, a greedy rollout), or `nothing`."""
 
     per_token: bool | None = None
-    """Advantages differ between the tokens of a trajectory."""
+    """True if advantages differ between the tokens of a trajectory."""
 
     whitens: bool | None = None
-    """Advantages of a batch have mean 0 and variance 1."""
+    """True if the advantages of a batch have mean 0 and variance 1."""
 
     @property
     def compares_samples(self) -> bool:
@@ -87,22 +86,22 @@ class EstimatorTraits:
 
 @dataclass(frozen=True, slots=True)
 class LossTraits:
-    """Properties of a policy loss; the defaults restrict nothing."""
+    """Properties of a policy loss. The defaults restrict nothing."""
 
     whole_batch: bool = False
-    """Compares tokens across the mini-batch, so it must be called with all of it."""
+    """True if the loss compares tokens across the mini-batch, so it must see all of it in one call."""
 
     per_sequence: bool = False
-    """Takes one advantage for each trajectory."""
+    """True if the loss expects one advantage per trajectory."""
 
     reads_rollout_logprobs: bool = False
-    """Corrects for the engine's log-probs itself."""
+    """True if the loss itself corrects for the engine's log-probs."""
 
     reads_eps_clip: bool = True
-    """Reads `eps_clip_low` and `eps_clip_high`."""
+    """True if the loss reads `eps_clip_low` and `eps_clip_high`."""
 
     loss_reduction: LossReduction | None = None
-    """Reduction of the published method, if it matters."""
+    """Reduction in the published method, if it matters."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -121,7 +120,11 @@ class Registry(Generic[Function, Traits]):
         self._entries: dict[str, tuple[Function, Traits]] = {}
 
     def register(self, name: str, function: Function, traits: Traits | None = None) -> None:
-        """Add a function, or replace a built-in one that SkyRL does not have; ConfigError if the name is taken."""
+        """Add a function, or replace a built-in one that is not reserved.
+
+        Raises:
+            ConfigError: the name is taken by another function of the user, or reserved.
+        """
         if name in self._entries:
             if name in self._reserved or is_built_in(function) or not is_built_in(self.get(name)):
                 raise ConfigError(
@@ -131,18 +134,18 @@ class Registry(Generic[Function, Traits]):
         self._entries[name] = (function, traits or self._default_traits)
 
     def unregister(self, name: str) -> None:
-        """Remove a function; ConfigError if the name is unknown."""
+        """Remove a function, or raise ConfigError if the name is unknown."""
         self.get(name)
         del self._entries[name]
 
     def get(self, name: str) -> Function:
-        """Return the function registered under `name`; ConfigError lists the available names."""
+        """Return the function registered under `name`, or raise ConfigError with the available names."""
         if name not in self._entries:
             raise ConfigError(f"{self._key}={name!r} is not registered; available: {', '.join(self.list_available())}")
         return self._entries[name][0]
 
     def traits(self, name: str) -> Traits:
-        """Return the traits that the function under `name` was registered with; ConfigError if it is unknown."""
+        """Return the traits of the function registered under `name`, or raise ConfigError if it is unknown."""
         self.get(name)
         return self._entries[name][1]
 
@@ -151,7 +154,7 @@ class Registry(Generic[Function, Traits]):
         return dict(self._entries)
 
     def update(self, entries: Mapping[str, tuple[Function, Traits]]) -> None:
-        """Add or replace functions, as `entries` of another process returned them."""
+        """Add or replace functions, with the `entries` of another process."""
         self._entries.update(entries)
 
     def list_available(self) -> list[str]:
@@ -160,7 +163,7 @@ class Registry(Generic[Function, Traits]):
 
 
 def is_built_in(function: Callable[..., Any]) -> bool:
-    """Return True for a function of this package."""
+    """Return True for functions of this package."""
     return (getattr(function, "__module__", None) or "").startswith("skyrl_train.")
 
 
@@ -187,7 +190,7 @@ def register_advantage_estimator(
 ) -> Callable[[Function], Function]:
     """Make a function available as `trainer.algorithm.advantage_estimator=name`.
 
-    The keyword arguments declare its `EstimatorTraits`; undeclared ones are observed on an example batch.
+    The keyword arguments declare its `EstimatorTraits`. Undeclared ones are observed on an example batch.
 
     Raises:
         ConfigError: the name is taken.
@@ -211,8 +214,8 @@ def register_policy_loss(
 ) -> Callable[[Function], Function]:
     """Make a function available as `trainer.algorithm.policy_loss_type=name`.
 
-    The keyword arguments declare its `LossTraits`. A loss with `whole_batch` is called once with the whole mini-batch,
-    which costs one more forward pass where the mini-batch is split into several parts.
+    The keyword arguments declare its `LossTraits`. A loss with `whole_batch` is called once with the whole mini-batch.
+    If the mini-batch is split into several parts, that costs one more forward pass.
 
     Raises:
         ConfigError: the name is taken.

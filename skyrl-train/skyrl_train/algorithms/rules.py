@@ -1,7 +1,7 @@
-"""Rules that depend on the configured estimator and policy loss.
+"""Configuration rules that depend on the estimator and the policy loss.
 
-They read the registry, so custom functions obey the same rules as built-in ones. Rules that read the configuration
-alone are in `skyrl_train.config.rules`.
+They read the registry, so custom functions obey the same rules as built-in ones. Rules that need only the configuration
+are in `skyrl_train.config.rules`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from skyrl_train.errors import ConfigError
 
 @dataclass(slots=True)
 class Functions:
-    """Properties of the configured functions; the defaults break no rule."""
+    """Properties of the configured functions. The defaults break no rule."""
 
     estimator: EstimatorTraits = field(default_factory=EstimatorTraits)
     loss: LossTraits = field(default_factory=LossTraits)
-    required: frozenset[str] = frozenset()  # inputs of the estimator
-    readable: frozenset[str] = INPUTS
+    required: frozenset[str] = frozenset()  # inputs that the estimator needs
+    readable: frozenset[str] = INPUTS  # inputs that it may read
 
 
 def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
-    """Return the properties of the registered functions, and a sentence for each that breaks its contract."""
+    """Return the properties of the configured functions, and one sentence for each that breaks its contract."""
     functions, problems = Functions(), []
     if config.advantage_estimator in ADVANTAGE_ESTIMATORS.list_available():
         estimator = ADVANTAGE_ESTIMATORS.get(config.advantage_estimator)
         functions.required, functions.readable = required_inputs(estimator), readable_inputs(estimator)
         functions.estimator = ADVANTAGE_ESTIMATORS.traits(config.advantage_estimator)
         try:
-            if not is_built_in(estimator):  # tests check those, and PyTorch need not be loaded for them
+            if not is_built_in(estimator):  # tests cover built-in ones, and checking would load PyTorch
                 check_advantage_estimator(estimator, config)
                 functions.estimator = estimator_traits(config)
         except ConfigError as error:
@@ -60,7 +60,7 @@ def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
 
 
 def reads_reference(config: AlgorithmConfig) -> bool:
-    """Return whether the KL divergence or the configured estimator needs the log-probs of the reference."""
+    """Return True if a KL term or the estimator needs the log-probs of the reference."""
     name = config.advantage_estimator
     if config.compares_with_reference or name not in ADVANTAGE_ESTIMATORS.list_available():
         return config.compares_with_reference
@@ -68,7 +68,7 @@ def reads_reference(config: AlgorithmConfig) -> bool:
 
 
 def loads_reference(cfg: SkyRLConfig) -> bool:
-    """Return True if the reference is a model of its own."""
+    """Return True if the run loads the reference as a separate model."""
     return reads_reference(cfg.trainer.algorithm) and not cfg.trainer.policy_is_reference
 
 
@@ -130,7 +130,7 @@ def _advantages_suit_the_loss(cfg: SkyRLConfig, functions: Functions) -> Iterato
             f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} gives each token its own; try "
             "trainer.algorithm.policy_loss_type=gspo or dual_clip, or trainer.algorithm.advantage_estimator=grpo"
         )
-    conflicts = {  # reason → whether the loss has it
+    conflicts = {  # reason → True if it applies to the loss
         "chooses tokens by comparing them all, corrected or not": functions.loss.whole_batch,
         "reads the engine's log-probs itself, so that they would count twice": functions.loss.reads_rollout_logprobs,
     }
@@ -209,7 +209,7 @@ def _loss_is_used_as_intended(cfg: SkyRLConfig, traits: LossTraits) -> Iterator[
 
 
 def reference_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a reference that shares the GPUs of the policy but has another number of them."""
+    """Refuse a reference that shares the policy's GPUs but is configured with a different number of them."""
     if loads_reference(cfg):
         yield from find_other_size(cfg.trainer.placement, "ref")
 

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent."""
+"""Checkpoints that are complete or absent, and their copies in remote storage."""
 
 from skyrl_train.checkpoint.durable import DISK_ERRORS, disk_error, make_folder, replace_text, to_bytes
 from skyrl_train.checkpoint.lock import folder_lock

@@ -1,4 +1,4 @@
-"""Files and folders that survive a power cut: their content and their names are synced to disk."""
+"""Files and folders that survive a power cut, because their content and their names are synced to disk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 DISK_ERRORS = frozenset(
     {
         *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS),
-        *(errno.EPERM, errno.EACCES),  # an expired Kerberos ticket or a quota tool, too
-        *(errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT),  # of a network file system
+        *(errno.EPERM, errno.EACCES),  # also from an expired Kerberos ticket or a quota tool
+        *(errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT),  # network file systems
     }
 )
-"""Numbers of the errors of a file system that is full, read-only, protected, broken or gone."""
+"""Error numbers of a file system that is full, read-only, protected, broken or gone."""
 
 
 def disk_error(error: BaseException) -> BaseException:
@@ -29,14 +29,14 @@ def disk_error(error: BaseException) -> BaseException:
 
 
 def to_bytes(state: dict[str, Any]) -> bytes:
-    """Return the content of a file that `torch.load` reads."""
+    """Serialize a state to the content of a file for `torch.load`."""
     content = BytesIO()
     torch.save(state, content)
     return content.getvalue()
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and the missing ones above it."""
+    """Create a folder and its missing parents."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -44,7 +44,11 @@ def make_folder(folder: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the content of a file. The old file is complete until the new one is."""
+    """Replace the content of a file. After a crash, it has either the old or the new content.
+
+    The order matters: the new content is on disk before the rename makes it visible, and the rename is on disk before
+    this returns.
+    """
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     sync(partial)

@@ -1,4 +1,4 @@
-"""A lock that lets one process at a time write into a folder."""
+"""A lock that allows only one process to write into a folder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def folder_lock(folder: Path, fix: str, run: Path | None = None) -> Iterator[None]:
-    """Lock a folder for this process within the context. The system releases the lock of a process that dies.
+    """Lock a folder for this process within the context. The system releases the lock if the process dies.
 
-    `run` is the folder of the run that uses it, if that is another one.
+    `run` is the folder of the run that uses the locked folder, if it is a different folder.
 
     Raises:
-        ConfigError: another process holds it; the message names its pid, host and run, and ends with `fix`. Or the lock
-            belongs to another user.
+        ConfigError: another process holds the lock, or the lock file belongs to another user. The message names the
+            holder's pid, host and run, and ends with `fix`.
     """
     make_folder(folder)
     lock = folder / LOCK_FILE

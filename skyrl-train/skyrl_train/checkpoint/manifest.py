@@ -1,6 +1,6 @@
 """`checksums.json`: size and checksum of each file of a checkpoint.
 
-The checksum is XXH3, which reads files faster than disks deliver them. It detects accidents, not forgery.
+The checksum is XXH3, because it is faster than any disk. It detects accidents, not forgery.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def find_damage(folder: Path) -> list[str]:
 
 
 def parse_manifest(content: bytes) -> dict[str, Fingerprint] | None:
-    """Return the fingerprints in a `checksums.json` by relative path; None if it is damaged."""
+    """Return the fingerprints in a `checksums.json` by relative path, or None if the file is damaged."""
     try:
         manifest = json.loads(content)
         files = {name: Fingerprint(**entry) for name, entry in manifest["files"].items()}

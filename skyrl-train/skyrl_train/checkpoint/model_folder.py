@@ -1,4 +1,4 @@
-"""Folders of models in the format of Hugging Face: read tensor by tensor, and written complete or not at all."""
+"""Model folders in Hugging Face's format. They are read tensor by tensor, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync.base import split_into_chunks
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-"""The type of written weights; `auto` is that of the read ones."""
+"""Dtype of the written weights. `auto` keeps the dtype of each tensor."""
 
 SHARD_BYTES = 5 * 10**9
 """Maximum size of a file, unless one tensor is larger."""
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
-"""Files of a model beside its weights."""
+"""Suffixes of a model's files other than its weights."""
 MORE_TEMPLATES = "additional_chat_templates"
 TOKENIZER_FILES = (
     *("tokenizer*", "*.jinja", "*.model", "*.tiktoken"),
@@ -51,12 +51,12 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Types by their names in safetensors files."""
+"""Dtypes by their names in safetensors files."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """The safetensors files of a model. A file is mapped into memory while one of its tensors is read."""
+    """The safetensors files of a model. A file is mapped into memory only while one of its tensors is read."""
 
     folder: Path
     specs: list[TensorSpec]
@@ -103,10 +103,10 @@ def open_model(path: str, *, local_files_only: bool = False) -> OpenModel:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to `target` at the end, once all its files are on disk: complete or absent.
+    """Yield an empty folder, sync its files at the end, and rename it to `target`. After an error, nothing is left.
 
     Raises:
-        ConfigError: `target` exists, or another process writes it.
+        ConfigError: `target` exists, or another process is writing it.
         CheckpointError: the file system refuses.
     """
     partial = target.parent / f".{target.name}.partial"  # `with_name` fails for the folder "."
@@ -114,7 +114,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         try:
             if target.exists():
                 raise ConfigError(f"{target} already exists; choose a new folder")
-            for leftover in partial.iterdir():  # of a process that was killed
+            for leftover in partial.iterdir():  # files of a killed process
                 if leftover.name != LOCK_FILE:
                     shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             yield partial
@@ -132,10 +132,10 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def copy_settings(sources: Sequence[Path], target: Path, tokenizer: Path | None = None) -> None:
-    """Copy the files of models beside their weights. A later source replaces files of an earlier one.
+    """Copy the files of models other than their weights. Files of a later source replace files of an earlier one.
 
-    The tokenizer and its chat templates are copied as a whole: from `tokenizer` if that folder has one, else from the
-    last source that has one.
+    The tokenizer and its chat templates all come from the same folder: `tokenizer` if it has a tokenizer, else the last
+    source that has one.
     """
     folders = [*sources, *([tokenizer] if tokenizer else [])]
     owner = next((folder for folder in reversed(folders) if (folder / "tokenizer_config.json").is_file()), None)
@@ -159,7 +159,7 @@ def edit_config(folder: Path, **settings: object) -> None:
 def write_model(
     folder: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]], dtype: DType
 ) -> None:
-    """Write tensors, in the order of their specs, into safetensors files; floating-point ones as `dtype`."""
+    """Write tensors into safetensors files, in the order of their specs. Floating-point tensors become `dtype`."""
     specs = [replace(spec, dtype=output_dtype(spec, dtype)) for spec in specs]
     n_bytes = sum(spec.n_bytes for spec in specs)
     if (free := shutil.disk_usage(folder).free) < n_bytes:
@@ -174,19 +174,19 @@ def write_model(
     with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="Merging", disable=None) as progress:
         for name, chunk in zip(names, chunks, strict=True):
             _write_safetensors(folder / name, chunk, tensors, progress)
-    largest = max(specs, key=lambda spec: spec.n_bytes)  # a matrix
+    largest = max(specs, key=lambda spec: spec.n_bytes)  # a matrix, so its dtype is the model's
     if largest.dtype != read_dtype(folder):
         edit_config(folder, dtype=str(largest.dtype).removeprefix("torch."))
 
 
 def output_dtype(spec: TensorSpec, dtype: DType) -> torch.dtype:
-    """Return the type in which a tensor is written."""
+    """Return the dtype in which a tensor is written."""
     chosen: torch.dtype = spec.dtype if dtype == "auto" or not spec.dtype.is_floating_point else getattr(torch, dtype)
     return chosen
 
 
 def read_dtype(folder: Path) -> torch.dtype:
-    """Return the type of a model's weights according to its `config.json`."""
+    """Return the dtype of a model's weights according to its `config.json`."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     dtype: torch.dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
     return dtype
@@ -195,7 +195,7 @@ def read_dtype(folder: Path) -> torch.dtype:
 def _write_safetensors(
     path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]], progress: tqdm[Any]
 ) -> None:
-    """Write one file; safetensors' own writer would need all of its tensors in memory."""
+    """Write one file, tensor by tensor. The safetensors library would need all of them in memory."""
     type_names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -203,7 +203,7 @@ def _write_safetensors(
         start, end = end, end + spec.n_bytes
         header[spec.name] = {"dtype": type_names[spec.dtype], "shape": spec.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors are aligned
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for spec in specs:

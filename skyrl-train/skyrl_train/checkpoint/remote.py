@@ -1,8 +1,10 @@
 """Checkpoints in remote storage: S3, or any file system of fsspec.
 
 <url>/<project>/<model>/<run_name>/
-    latest_ckpt_global_step.txt     the newest step of the run; later folders belong to an abandoned future
-    global_step_N/                  the files of a checkpoint; `checksums.json`, written last, makes it complete
+    latest_ckpt_global_step.txt     the newest step of the run. Later folders belong to an abandoned future
+    global_step_N/                  the files of a checkpoint. `checksums.json` is written last and makes it complete
+
+Object stores cannot rename folders, so `checksums.json` takes the place of the rename in `store`.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ T = TypeVar("T")
 
 CHUNK_BYTES = 8 * 2**20
 N_ATTEMPTS = 3
-"""Attempts of each remote operation, beside those of the client itself."""
+"""Attempts of each remote operation. The client may also retry by itself."""
 
 RETRY_S = 0.5
-"""Seconds before the second attempt; doubled for each further one."""
+"""Seconds before the second attempt, doubled before each further attempt."""
 
 S3_SCHEMES = ("s3", "s3a")
 STORAGE_ERRORS = (OSError, RuntimeError, ValueError, ImportError)
@@ -41,7 +43,7 @@ STORAGE_ERRORS = (OSError, RuntimeError, ValueError, ImportError)
 
 
 def find_credentials_fault(url: str, environ: Mapping[str, str]) -> str | None:
-    """Return what is missing to log in at a URL; None if nothing is, or if its protocol is not S3."""
+    """Return which S3 credentials are missing for a URL, or None if there are enough or the protocol is not S3."""
     if urlsplit(url).scheme not in S3_SCHEMES:
         return None
     keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -64,7 +66,7 @@ class RemoteFolder:
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
+        """Last part of the URL."""
         return self.url.rstrip("/").rpartition("/")[2]
 
     @cached_property
@@ -72,11 +74,11 @@ class RemoteFolder:
         return _open(self.url)
 
     def connect(self) -> None:
-        """Open the file system, which reads no file."""
+        """Open the file system, without reading a file."""
         _ = self._opened
 
     def names(self) -> list[str]:
-        """Return the names of the files and folders in this folder; none if it does not exist."""
+        """Return the names of the files and folders in this folder, an empty list if it does not exist."""
 
         def list_names() -> list[str]:
             system, path = self._opened
@@ -109,7 +111,7 @@ class RemoteFolder:
         return _retried(list_sizes)
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a small file; None if it does not exist."""
+        """Return the content of a small file, or None if it does not exist."""
 
         def read_file() -> bytes | None:
             system, path = self._opened
@@ -137,7 +139,7 @@ class RemoteFolder:
         _retried(remove_file)
 
     def upload_file(self, source: Path, name: str) -> Fingerprint:
-        """Copy a local file to `name`, in parts if it is large; return the fingerprint of what was sent."""
+        """Copy a local file to `name`, in parts if it is large, and return the fingerprint of the sent bytes."""
 
         def upload() -> Fingerprint:
             checksum, n_bytes = xxh3_128(), 0
@@ -156,7 +158,7 @@ class RemoteFolder:
         return _retried(upload)
 
     def download_file(self, name: str, target: Path) -> Fingerprint:
-        """Copy the file `name` to a local path; return the fingerprint of what was received."""
+        """Copy the file `name` to a local path, and return the fingerprint of the received bytes."""
 
         def download() -> Fingerprint:
             system, path = self._opened
@@ -174,7 +176,7 @@ class RemoteFolder:
     def _write(self, name: str, chunks: Iterator[bytes]) -> None:
         system, path = self._opened
         target = f"{path.rstrip('/')}/{name}"
-        if not isinstance(system, ArrowFSWrapper):  # in S3, a folder would be an empty object
+        if not isinstance(system, ArrowFSWrapper):  # S3 has no folders, and would get an empty object instead
             system.makedirs(target.rpartition("/")[0], exist_ok=True)
         with system.open(target, "wb") as file:
             for chunk in chunks:
@@ -184,7 +186,7 @@ class RemoteFolder:
 def _open(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
-    S3 is read with the client of pyarrow, which is installed in any case; $AWS_ENDPOINT_URL names another server.
+    S3 uses pyarrow's client, because pyarrow is always installed. $AWS_ENDPOINT_URL sets another server.
     """
     if urlsplit(url).scheme not in S3_SCHEMES:
         return fsspec.core.url_to_fs(url)
@@ -207,7 +209,7 @@ def _retried(operation: Callable[[], T]) -> T:
         try:
             return operation()
         except (FileNotFoundError, PermissionError, ImportError, ValueError):
-            raise  # would fail again
+            raise  # a retry would fail too
         except STORAGE_ERRORS:
             time.sleep(RETRY_S * 2 ** (attempt - 1))
     return operation()
@@ -225,7 +227,7 @@ class RemoteCheckpoints:
         return sorted(int(match[1]) for match in matches if match)
 
     def is_complete(self, step: int, like: Path | None = None) -> bool:
-        """Return True if each file of a checkpoint is there with its size, and its checksums are those of `like`."""
+        """Return True if every file of a checkpoint is there with its size, and its checksums equal those in `like`."""
         folder = self._folder(step)
         manifest = folder.read(MANIFEST)
         if manifest is None or (like is not None and manifest != (like / MANIFEST).read_bytes()):
@@ -235,9 +237,9 @@ class RemoteCheckpoints:
         return files is not None and all(sizes.get(name) == saved.n_bytes for name, saved in files.items())
 
     def latest_step(self) -> int | None:
-        """Return the newest complete checkpoint up to the pointer's step; later ones were superseded by a resumed run.
+        """Return the newest complete checkpoint up to the pointer's step, or None.
 
-        None if there is none.
+        Later checkpoints are from before the run was resumed at an earlier step.
         """
         pointer = (self.folder.read(POINTER) or b"").strip()
         newest = int(pointer) if pointer.isdigit() else None
@@ -245,14 +247,17 @@ class RemoteCheckpoints:
         return next((step for step in steps if self.is_complete(step)), None)
 
     def point_to(self, step: int) -> None:
-        """Make `step` the newest of the run: a resumed run must not continue from a later one."""
+        """Make `step` the newest step of the run, so that a resumed run does not continue from a later one."""
         self.folder.write(POINTER, f"{step}\n".encode())
 
     def upload(self, checkpoint: Path) -> int:
-        """Upload a local checkpoint, the completion marker last, and check it; return the bytes, 0 if it is there.
+        """Upload a local checkpoint, check it, and write its `checksums.json` last.
+
+        Returns:
+            The number of uploaded bytes, 0 if the checkpoint was already there.
 
         Raises:
-            CheckpointError: a local file has changed since it was saved; uploading it again would not help.
+            CheckpointError: a local file has changed since it was saved. A retry would not help.
         """
         manifest = (checkpoint / MANIFEST).read_bytes()
         files = parse_manifest(manifest)
@@ -262,7 +267,7 @@ class RemoteCheckpoints:
         if self.is_complete(step_of(checkpoint), like=checkpoint):
             return 0
         if target.read(MANIFEST) not in (None, manifest):
-            target.remove(MANIFEST)  # of a checkpoint that this one replaces
+            target.remove(MANIFEST)  # marks the replaced checkpoint as incomplete before its files change
         for name, saved in files.items():
             sent = target.upload_file(checkpoint / name, name)
             if sent != saved:
@@ -276,14 +281,14 @@ class RemoteCheckpoints:
         return sum(saved.n_bytes for saved in files.values())
 
     def size(self, step: int) -> int:
-        """Return the bytes of a checkpoint."""
+        """Return the size of a checkpoint in bytes."""
         return sum(self._folder(step).sizes().values())
 
     def download(self, step: int, folder: Path) -> None:
         """Copy a checkpoint into an existing local folder, and compare each file with its checksum.
 
         Raises:
-            CheckpointError: a file is missing or has changed; the message names it.
+            CheckpointError: a file is missing or has changed. The message names it.
         """
         source = self._folder(step)
         manifest = source.read(MANIFEST)
@@ -321,7 +326,11 @@ class RemoteCheckpoints:
 
 
 def upload_files(source: Path, target: RemoteFolder) -> int:
-    """Upload the files below a local folder that are not there with their size; return the bytes."""
+    """Upload the files below a local folder, except files that exist remotely with the same size.
+
+    Returns:
+        The number of uploaded bytes.
+    """
     paths = {path.relative_to(source).as_posix(): path for path in sorted(source.rglob("*")) if path.is_file()}
     remote_sizes = target.sizes()
     sent = {

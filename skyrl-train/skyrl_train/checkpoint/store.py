@@ -1,9 +1,20 @@
 """A folder of checkpoints, each complete or absent.
 
-latest_ckpt_global_step.txt     the step to resume from, written last
-global_step_N/                  renamed to this once all its files are on disk, with `checksums.json`
-.global_step_N.partial/         incomplete, in progress or left by a crash: never read, removed by the next save
-.global_step_N.replaced/        the step's earlier checkpoint, for the moment in which a new one replaces it
+latest_ckpt_global_step.txt     the pointer: the step to resume from
+global_step_N/                  a complete checkpoint with its `checksums.json`
+.global_step_N.partial/         a save in progress, or left by a crash
+.global_step_N.replaced/        the step's earlier checkpoint, while a new one replaces it
+
+The invariant is that a folder named global_step_N is complete. A save of step 40 keeps it, whenever the process dies:
+
+1. Write all files and `checksums.json` into .global_step_40.partial, and sync every file and folder. After a crash, the
+   partial folder is never read, and the next save removes it.
+2. Rename global_step_40, if it exists, to .global_step_40.replaced. It exists if the run was resumed from step 20 and
+   has reached step 40 again. After a crash, the next start renames it back.
+3. Rename .global_step_40.partial to global_step_40, sync the parent folder, and remove .global_step_40.replaced. After
+   a crash, step 40 is complete, but the pointer still names the previous checkpoint.
+4. Replace the pointer: write the new one to another file, sync it, and rename it. Now the run resumes from step 40.
+5. Remove checkpoints beyond the number to keep. Each removal begins with a rename.
 """
 
 from __future__ import annotations
@@ -28,11 +39,11 @@ POINTER = "latest_ckpt_global_step.txt"
 
 
 Write = Callable[[Path], Awaitable[None]]
-"""Fills an empty folder."""
+"""Function that fills an empty folder."""
 
 
 class CheckpointStore:
-    """Saves, finds and removes the checkpoints under `path`."""
+    """The checkpoints under `path`: save, find, verify and remove them."""
 
     def __init__(
         self,
@@ -41,23 +52,23 @@ class CheckpointStore:
         resume_mode: Literal["none", "latest", "from_path"] = "latest",
         resume_path: str | None = None,
     ) -> None:
-        """Keep the newest `max_to_keep` checkpoints; -1 keeps all that the disk has room for."""
+        """Keep the newest `max_to_keep` checkpoints. -1 keeps as many as the disk has room for."""
         self.path = path
         self._max_to_keep = max_to_keep
         self._resume_mode, self._resume_path = resume_mode, resume_path
         self.pinned: set[int] = set()
-        """Steps that retention keeps, e.g. until they are uploaded."""
+        """Steps that are kept in any case, e.g. until they are uploaded."""
         self._removing = threading.Lock()  # removals run in threads
-        self._resumed_step: int | None = None  # kept until the next save, also if the pointer names another
+        self._resumed_step: int | None = None  # kept until the next save, even if the pointer names another step
 
     async def save(self, step: int, write: Write, expected_bytes: int = 0) -> Path:
-        """Let `write` fill an empty folder, then make it the checkpoint of `step` and the one to resume from.
+        """Let `write` fill an empty folder, make it the checkpoint of `step`, and point to it.
 
-        When fewer than `expected_bytes` are free, old checkpoints are removed first, but never the one to resume from.
-        Files are synced and removed in a thread, so that the event loop is never blocked.
+        If fewer than `expected_bytes` are free, old checkpoints are removed first, but never the one to resume from.
+        Files are synced and removed in a thread, so the event loop is never blocked.
 
         Raises:
-            CheckpointError: a file could not be written, or `write` raised it; the checkpoint to resume from is intact.
+            CheckpointError: a file could not be written, or `write` raised it. The previous checkpoint is intact.
         """
 
         async def write_with_manifest(folder: Path) -> None:
@@ -82,19 +93,19 @@ class CheckpointStore:
         return target
 
     async def receive(self, step: int, write: Write, expected_bytes: int) -> Path:
-        """Let `write` copy a checkpoint with its checksums into an empty folder; make it the one to resume from."""
+        """Let `write` copy a checkpoint with its checksums into an empty folder, and point to it."""
         await asyncio.to_thread(self._make_room, expected_bytes)
         target = await write_complete(self._folder(step), write)
         await asyncio.to_thread(replace_text, self.path / POINTER, f"{step}\n")
         return target
 
     def find(self, downloaded: Path | None = None) -> Path | None:
-        """Return the checkpoint that `trainer.resume_mode` asks for, or None to start anew.
+        """Return the checkpoint that `trainer.resume_mode` selects, or None to start from the beginning.
 
         `downloaded` is the local copy of a `trainer.resume_path` in remote storage.
 
         Raises:
-            CheckpointError: it does not exist, its name lacks its step, or the pointer names none.
+            CheckpointError: the checkpoint or the step in the pointer does not exist, or the folder's name has no step.
         """
         if self._resume_mode == "latest":
             return self.latest()
@@ -113,7 +124,7 @@ class CheckpointStore:
         """Compare the files of a checkpoint with their checksums.
 
         Raises:
-            CheckpointError: one differs or is missing; the message names it and the newest complete checkpoint.
+            CheckpointError: a file differs or is missing. The message names it and the newest complete checkpoint.
         """
         if damage := await asyncio.to_thread(find_damage, folder):
             complete = await asyncio.to_thread(self._newest_complete)
@@ -130,7 +141,7 @@ class CheckpointStore:
         return next((folder for folder in folders if not find_damage(folder)), None)
 
     def latest(self) -> Path | None:
-        """Return the checkpoint to resume from, or None when there is none.
+        """Return the checkpoint to resume from, or None if there is none.
 
         Raises:
             CheckpointError: the pointer names a checkpoint that does not exist.
@@ -157,7 +168,7 @@ class CheckpointStore:
         return int(pointed) if any((self.path / name).is_dir() for name in names) else None
 
     def describe_rerun(self) -> str:
-        """Return what the same command would do next, as a verb phrase."""
+        """Return a verb phrase for what the same command would do next, e.g. "resumes from step 40"."""
         step = self.resumable_step()
         latest = "" if step is None else f"; with trainer.resume_mode=latest, it resumes from step {step}"
         if self._resume_mode == "from_path":
@@ -174,16 +185,16 @@ class CheckpointStore:
         return sorted(int(name[1]) for name in names if name)
 
     def check_space(self, checkpoint_bytes: int) -> None:
-        """Raise CheckpointError if the disk cannot hold one more checkpoint; see `find_shortage`."""
+        """Raise CheckpointError if `find_shortage` finds that the disk cannot hold one more checkpoint."""
         self._tidy_up()
         if shortage := self.find_shortage(checkpoint_bytes):
             raise CheckpointError(shortage)
 
     def find_shortage(self, checkpoint_bytes: int) -> str | None:
-        """Return why the disk is too small for a checkpoint beside the last complete one, with the bytes needed and
-        free; None if it is not. Changes nothing: the folder need not exist.
+        """Return why the disk cannot hold the last complete checkpoint and a new one, or None if it can.
 
-        Checkpoints that `save` would remove to make room count as free.
+        Checkpoints that `save` would remove to make room count as free. Nothing changes on disk, and the folder need
+        not exist.
         """
         needed = checkpoint_bytes * (1 if self.steps() else 2) + SPARE_BYTES
         files = (path for step in self._removable() for path in self._folder(step).rglob("*") if path.is_file())
@@ -198,7 +209,7 @@ class CheckpointStore:
         )
 
     def remove_superseded(self) -> None:
-        """Remove the checkpoints beyond the number to keep that are not pinned and not the one to resume from."""
+        """Remove checkpoints beyond the number to keep, except pinned ones and the one to resume from."""
         with self._removing:
             for removed in self.path.glob(".global_step_*.removed.partial"):
                 shutil.rmtree(removed)
@@ -214,17 +225,24 @@ class CheckpointStore:
         return self.path / f"global_step_{step}"
 
     def _other_steps(self, newest: int) -> list[int]:
-        """Return all steps but `newest`, the least useful first: those of an abandoned future, then the oldest."""
+        """Return all steps but `newest`, least useful first: steps of an abandoned future, then from the oldest on.
+
+        With steps 10, 20, 40 and newest 20, that is 40, 10. Step 40 is from before the run was resumed at an earlier
+        step.
+        """
         return sorted((step for step in self.steps() if step != newest), key=lambda step: (step < newest, step))
 
     def _removable(self) -> list[int]:
-        """Return all steps but those to resume from, pinned ones last; none while the pointer names a missing one."""
+        """Return the steps that may be removed for room, pinned steps last.
+
+        The steps to resume from are never among them. While the pointer names a missing step, no step is removed.
+        """
         pointed = self.resumable_step()
         others = [] if pointed is None else [step for step in self._other_steps(pointed) if step != self._resumed_step]
         return sorted(others, key=lambda step: step in self.pinned)
 
     def _pointed_step(self) -> str | None:
-        """Return the pointer's text, or the newest step if a crash came before the first pointer was written."""
+        """Return the pointer's text, or the newest step if there was a crash before the first pointer."""
         pointer, steps = self.path / POINTER, self.steps()
         if pointer.exists():
             return pointer.read_text(encoding="utf-8", errors="replace").strip()
@@ -241,11 +259,11 @@ class CheckpointStore:
 
     def _remove(self, step: int) -> None:
         doomed = self.path / f".global_step_{step}.removed.partial"
-        self._folder(step).rename(doomed)  # never half a checkpoint under its own name
+        self._folder(step).rename(doomed)  # a crash must not leave half a checkpoint under a complete one's name
         shutil.rmtree(doomed)
 
     def _tidy_up(self) -> None:
-        """Complete or remove what a crash left."""
+        """Restore or remove folders that a crash left behind."""
         make_folder(self.path)
         self._restore_replaced()
         self._remove_leftovers()
@@ -255,7 +273,7 @@ class CheckpointStore:
             shutil.rmtree(leftover)
 
     def _restore_replaced(self) -> None:
-        """Rename an earlier checkpoint back after a crash between the two renames of a replacement."""
+        """Rename an earlier checkpoint back if a crash came between the two renames of a replacement."""
         for replaced in self.path.glob(".global_step_*.replaced"):
             target = self.path / replaced.name.removeprefix(".").removesuffix(".replaced")
             if not target.exists():
@@ -268,9 +286,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 async def write_complete(target: Path, write: Write) -> Path:
-    """Let `write` fill a folder that is renamed to `target` once all its files are on disk: complete or absent.
+    """Let `write` fill a folder, sync its files, and rename it to `target`. An existing `target` is replaced.
 
-    An existing folder of that name is replaced.
+    After a crash, `target` is complete or absent.
     """
     partial = target.with_name(f".{target.name}.partial")
     await asyncio.to_thread(_make_empty, partial)
@@ -278,7 +296,7 @@ async def write_complete(target: Path, write: Write) -> Path:
         await write(partial)
         await asyncio.to_thread(_commit, partial, target)
     except Exception:
-        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)  # frees the disk
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)  # a full disk may be what failed
         raise
     return target
 
@@ -295,7 +313,7 @@ def _commit(partial: Path, target: Path) -> None:
     replaced = target.with_name(f".{target.name}.replaced")
     if replaced.exists():
         shutil.rmtree(replaced)
-    if target.exists():  # a run that was resumed from an earlier step reaches this one again
+    if target.exists():  # the run was resumed from an earlier step and has reached this step again
         target.rename(replaced)
     partial.rename(target)
     sync(target.parent)

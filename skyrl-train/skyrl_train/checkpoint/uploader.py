@@ -1,4 +1,4 @@
-"""Uploads in a background thread."""
+"""Upload folders in a background thread."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Upload:
     """A folder to upload."""
 
     source: Path
-    priority: int  # higher ones first
+    priority: int  # higher priorities come first
     send: Callable[[], int]
-    """Uploads the folder and returns the bytes sent."""
-    step: int | None = None  # of a checkpoint
+    """Function that uploads the folder and returns the number of sent bytes."""
+    step: int | None = None  # step of a checkpoint
     n_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class UploadResult:
-    """The end of one attempt; `error` is None if it succeeded."""
+    """Result of one attempt. `error` is None if it succeeded."""
 
     upload: Upload
     seconds: float
@@ -42,7 +42,7 @@ class UploadResult:
 class Uploader:
     """A background thread that uploads one folder at a time and retries until it succeeds.
 
-    The thread is a daemon, so that an upload that hangs does not keep the process alive.
+    The thread is a daemon, so a hanging upload does not keep the process alive.
     """
 
     _pending: list[Upload] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Uploader:
     _is_closed: bool = False
 
     def submit(self, upload: Upload) -> None:
-        """Upload a folder as soon as no other one is more urgent. A waiting upload of the same folder is replaced."""
+        """Upload a folder once no waiting upload is more urgent. A waiting upload of the same folder is replaced."""
         with self._changed:
             self._pending = [waiting for waiting in self._pending if waiting.source != upload.source]
             self._pending.append(upload)
@@ -63,7 +63,7 @@ class Uploader:
 
     @property
     def n_pending(self) -> int:
-        """Folders that are not uploaded yet."""
+        """Number of folders that are not uploaded yet."""
         with self._changed:
             return len(self._pending)
 
@@ -74,7 +74,7 @@ class Uploader:
             return results
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until everything is uploaded; return False if it is not after `timeout_s`."""
+        """Wait until everything is uploaded. Return False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout_s)
 

@@ -1,4 +1,4 @@
-"""Strategies that spread a model over devices, and save and load its state."""
+"""Strategies that shard a model over devices, and save and load its state."""
 
 from skyrl_train.distributed.fsdp2 import FSDP2Strategy
 from skyrl_train.distributed.single import SingleStrategy

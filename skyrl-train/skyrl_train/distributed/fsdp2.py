@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every rank holds a slice of each parameter and gathers one block at a time."""
+"""Fully sharded data parallelism: every rank holds a slice of each parameter, and gathers one block at a time."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from skyrl_train.types.specs import ModelSpec, World
 
 
 class FSDP2Strategy(HuggingFaceStrategy):
-    """A strategy that shards each transformer block and, as the root, the rest: embeddings, final norm and head.
+    """A strategy that shards each transformer block, and the rest (embeddings, final norm, head) as the root.
 
-    The process group must exist. Gradients are summed over ranks, not averaged: the weights of a loss are those of the
-    whole mini-batch.
+    The process group must exist. Gradients are summed over ranks, not averaged, because the loss weights of each rank
+    are already divided by the counts of the whole mini-batch.
     """
 
     def __init__(self, world: World, timeout: timedelta) -> None:
-        """Let ranks of the same group wait for each other in a collective for at most `timeout`."""
+        """Limit the time that ranks wait for each other in a collective to `timeout`."""
         super().__init__(world, save_group=new_save_group())
         self._device = torch.device(world.device)
         self._timeout = timeout
-        self._sequence_groups: dict[int, dist.ProcessGroup] = {}  # this rank's, by their size
+        self._sequence_groups: dict[int, dist.ProcessGroup] = {}  # this rank's groups, by size
 
     def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
         on_gpu, fsdp = self._device.type == "cuda", spec.fsdp
@@ -54,25 +54,25 @@ class FSDP2Strategy(HuggingFaceStrategy):
                 mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
                 **options,
             )
-        # logits and values need float32 weights: rounded to bfloat16, they would move by more than an update does
+        # The head stays in float32: with bfloat16 weights, logits and values would move by more than an update moves.
         fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
         register_fsdp_forward_method(module, "probe")
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)
-                part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+                part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
         return module
 
     def _sequence_group(self, spec: ModelSpec) -> SequenceGroup | None:
         size = spec.sequence_parallel_size
         if size == 1:
             return None
-        if size not in self._sequence_groups:  # creating a group is collective; models of the same size share it
+        if size not in self._sequence_groups:  # a policy and a critic of the same size share the group
             self._sequence_groups[size], _ = dist.new_subgroups(size, timeout=self._timeout)
         return SequenceGroup(self._sequence_groups[size], f"{spec.section}.sequence_parallel_size")
 
     def _mesh(self, fsdp_size: int) -> DeviceMesh:
-        """Return the mesh of all ranks, in groups of `fsdp_size` that each hold a copy of the weights."""
+        """Return the mesh of all ranks, in groups of `fsdp_size`. Each group holds one copy of the weights."""
         if fsdp_size in (-1, self.world.size):
             return init_device_mesh(self._device.type, (self.world.size,))
         shape = (self.world.size // fsdp_size, fsdp_size)

@@ -1,4 +1,4 @@
-"""Strategies for models of Hugging Face: every rank has all modules, with all or a shard of each parameter."""
+"""Strategies for Hugging Face models: every rank has all modules, with the whole or a shard of each parameter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPTIMIZER_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
-    """A strategy for any model of Hugging Face, which may have an adapter."""
+    """Base class of strategies for Hugging Face models, with or without an adapter."""
 
     def build(self, spec: ModelSpec, *, entropy_grad: bool) -> ScoringModule:
         is_critic = spec.role in ("critic", "reward")
@@ -64,7 +64,8 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         if weights.source is not None:
             continues = spec.lora is not None and spec.lora.config.lora_path is not None
             for name, parameter in merged_names(module.hf_model):
-                if not (continues and parameter.requires_grad):  # the adapter in lora_path includes a trained head
+                # The adapter in lora_path includes the trained head, so the head is not read from the base.
+                if not (continues and parameter.requires_grad):
                     weights.read(name, *local_part(parameter.detach()), dtypes.get(name))
         module.probe(weights.source)
         _reshard(module)
@@ -106,7 +107,7 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
     def _state_dict(self, state: TrainState[ScoringModule], *, with_moments: bool) -> dict[str, Any]:
         module = state.module
         saved: dict[str, Any] = {"model": get_model_state_dict(module, options=_model_options(module))}
-        if adapter_config(module.hf_model) is not None:  # torch keeps the second name of frozen tied weights
+        if adapter_config(module.hf_model) is not None:  # torch does not drop the second name of frozen tied weights
             trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
             saved["model"] = {name: tensor for name, tensor in saved["model"].items() if name in trained}
         if with_moments:
@@ -136,22 +137,22 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         return gather(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)).item()
 
     def _sequence_group(self, spec: ModelSpec) -> SequenceGroup | None:
-        """Return the ranks that divide the tokens of a row with this one; None if this rank computes whole rows."""
+        """Return the ranks that divide the tokens of a row with this rank, or None if it computes whole rows."""
         return None
 
     @abstractmethod
     def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
-        """Spread the parameters of a module over the ranks."""
+        """Shard the parameters of a module over the ranks."""
 
 
 def _model_options(module: ScoringModule) -> StateDictOptions:
-    """Return the options for the state of a model: with an adapter, only what is trained."""
+    """Return the options for a model's state dict. With an adapter, it has only the trained parameters."""
     has_adapter = adapter_config(module.hf_model) is not None
     return StateDictOptions(ignore_frozen_params=has_adapter, strict=not has_adapter)
 
 
 def _reshard(module: ScoringModule) -> None:
-    """Free what a forward pass without a backward pass leaves gathered: the root, and perhaps the blocks."""
+    """Free gathered parameters. A forward pass without a backward pass leaves the root gathered, maybe blocks too."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

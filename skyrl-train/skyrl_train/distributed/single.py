@@ -1,4 +1,4 @@
-"""A single rank with the whole model."""
+"""The strategy for a single rank with the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of strategies that spread a model over ranks, and the work that they share."""
+"""Interface of strategies that shard a model over ranks, and their common work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from skyrl_train.types.specs import ModelSpec, SyncKind, TensorSpec, World
 M = TypeVar("M", bound=Scorer)
 T = TypeVar("T")
 
-# torch warns when a single process saves without a process group
+# Torch warns when a single process saves without a process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 SCHEDULE = "schedule.pt"
@@ -47,15 +47,15 @@ METADATA = ".metadata"
 """File that DCP writes once every rank has written its part."""
 
 BASE_MODEL = "base_model.txt"
-"""File with the model that a run started from, unless it trains an adapter, which names its base."""
+"""File with the path of the model that a run started from. Adapters name their base themselves."""
 
 SAVE_TIMEOUT = timedelta(days=1)
-"""Maximum time that ranks wait for each other's disks in a checkpoint, while training continues."""
+"""Maximum time that ranks wait for each other's disks during a save, while training continues."""
 
 
 @dataclass(slots=True)
 class TrainState(Generic[M]):
-    """The state of a model that changes in a run, except random generators."""
+    """The state of a model that training changes, except random generators."""
 
     module: M
     optimizer: torch.optim.Optimizer | None = None
@@ -63,7 +63,9 @@ class TrainState(Generic[M]):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """A writer of a rank's part that calls a function first. If the function fails, the save fails on all ranks."""
+    """A writer of a rank's part of a checkpoint. It calls `write_files` first. If that fails, the save fails on all
+    ranks.
+    """
 
     def __init__(self, folder: Path, write_files: Callable[[], None]) -> None:
         super().__init__(folder)
@@ -75,7 +77,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _CompletePlanner(dcp.DefaultLoadPlanner):
-    """A planner of a load that fails on all ranks if the checkpoint has weights that none of them loads."""
+    """A load planner that fails on all ranks if the checkpoint has weights that no rank loads."""
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         loaded = {item.dest_index.fqn for plan in global_plan for item in plan.items}
@@ -91,16 +93,19 @@ class _CompletePlanner(dcp.DefaultLoadPlanner):
 
 
 class DistributedStrategy(ABC, Generic[M]):
-    """The distribution of one model over the ranks of a world. All ranks make the same calls in the same order."""
+    """Base class for distributing one model over the ranks of a world.
+
+    All ranks make the same calls in the same order.
+    """
 
     def __init__(self, world: World, save_group: dist.ProcessGroup | None = None) -> None:
-        """Set the process group for writing and reading checkpoints, `save_group`; None for a single rank."""
+        """Use `save_group` to write and read checkpoints, None for a single rank."""
         self.world = world
         self._save_group = save_group
 
     @abstractmethod
     def build(self, spec: ModelSpec, *, entropy_grad: bool) -> M:
-        """Load the model of `spec` and spread it; `entropy_grad` makes its entropies differentiable."""
+        """Load the model of `spec` and shard it. `entropy_grad` makes its entropies differentiable."""
 
     @abstractmethod
     def run(
@@ -114,17 +119,21 @@ class DistributedStrategy(ABC, Generic[M]):
         adapter: bool = True,
         dropout: bool = False,
     ) -> list[T]:
-        """Score every micro-batch and call `consume`, which returns the loss to differentiate if `backward` is set.
+        """Score every micro-batch and pass the scores to `consume`.
 
-        Gradients are summed over micro-batches, and by `clip_gradients` at the latest over ranks. Without `adapter`,
-        the model computes without its adapter; with `dropout`, with the adapter's dropout. Returns the results of
-        `consume`, or none on a rank that has no scores.
+        `consume` returns a loss and a result. With `backward`, the loss is differentiated. Gradients are summed over
+        micro-batches here, and over ranks here or in `clip_gradients`. `adapter=False` disables the adapter, and
+        `dropout` enables the adapter's dropout.
+
+        Returns:
+            The results of `consume`, or an empty list on a rank without scores.
         """
 
     @abstractmethod
     def clip_gradients(self, module: M, max_norm: float) -> float:
-        """Complete the gradients and scale them to a global norm of at most `max_norm`; return the norm before, which
-        may be NaN. Called once for each step.
+        """Complete the gradients, and scale them down to a global norm of `max_norm` if it is larger.
+
+        Call it once per step. Returns the norm before scaling. It may be NaN.
         """
 
     @abstractmethod
@@ -133,25 +142,26 @@ class DistributedStrategy(ABC, Generic[M]):
 
     @abstractmethod
     def _gather_from(self, module: M) -> Gather:
-        """Return the function that gathers a parameter of the module's Hugging Face model. Calling it is collective."""
+        """Return a function that gathers a parameter of the module's Hugging Face model. Its calls are collective."""
 
     @abstractmethod
     def load_tensors(self, module: M, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy whole tensors, named as in `full_tensors`, into the model."""
+        """Copy whole tensors, with names as in `full_tensors`, into the model."""
 
     @abstractmethod
     def _state_dict(self, state: TrainState[M], *, with_moments: bool) -> dict[str, Any]:
-        """Return the weights as `model` and, with `with_moments`, the optimizer state as `optimizer`, by parameter
-        name. Tensors share memory with the state, or are copies.
+        """Return the weights under `model` and, with `with_moments`, the optimizer state under `optimizer`.
+
+        Both are by parameter name. Tensors may share memory with the state.
         """
 
     @abstractmethod
     def _load_state_dict(self, state: TrainState[M], saved: dict[str, Any]) -> None:
-        """Set the state to a state dict of the same form, in place: an engine may generate with these very tensors."""
+        """Copy a state dict of the same form into the state, in place because an engine may use the same tensors."""
 
     @property
     def random_stream(self) -> int:
-        """The rank whose random numbers this one draws: ranks may have to drop the same inputs of an adapter."""
+        """Rank whose random numbers this rank draws. Tensor-parallel ranks must drop the same inputs of an adapter."""
         return self.world.rank
 
     def tensor_specs(self, module: M, kind: SyncKind = "full") -> list[TensorSpec]:
@@ -163,16 +173,19 @@ class DistributedStrategy(ABC, Generic[M]):
     def full_tensors(
         self, module: M, kind: SyncKind = "full", *, as_exported: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a weight sync, gathered on every rank, in the type of exports or in that of training.
+        """Yield the tensors of a weight sync one by one, gathered on every rank, under Hugging Face names.
 
-        Those of the model have Hugging Face names.
+        Every rank must iterate to the end, because each step is collective. A weight of shape (8, 4) on 4 FSDP ranks is
+        a DTensor with shards of (2, 4). Its step all-gathers them and yields (8, 4). No rank ever holds more than one
+        gathered tensor, unless it keeps what it gets. `as_exported` rounds to the dtype of exports. Otherwise tensors
+        keep the dtype of training.
         """
         dtypes = module.export_dtypes if as_exported else {}
         for name, tensor in sync_tensors(module.hf_model, kind, self._gather_from(module)):
             yield name, tensor.to(dtypes.get(name, tensor.dtype))
 
     def frozen_tensors(self, module: M) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every frozen tensor of a model with an adapter, gathered on every rank."""
+        """Yield the frozen tensors of a model with an adapter, gathered on every rank."""
         return frozen_tensors(module.hf_model, self._gather_from(module))
 
     def adapter_norm(self, module: M) -> float:
@@ -185,27 +198,27 @@ class DistributedStrategy(ABC, Generic[M]):
 
     def copy(self, state: TrainState[M]) -> dict[str, Any]:
         """Copy the state to host memory, by parameter name."""
-        has_moments = state.optimizer is not None and bool(state.optimizer.state)  # the first step creates them
-        options = StagingOptions(False, False, False, False)  # one copy, which is complete when the call returns
+        has_moments = state.optimizer is not None and bool(state.optimizer.state)  # the first step creates moments
+        options = StagingOptions(False, False, False, False)  # synchronous: the copy is complete when stage() returns
         copied = DefaultStager(options).stage(self._state_dict(state, with_moments=has_moments))
         assert isinstance(copied, dict)
         return copied
 
     def write(self, copied: dict[str, Any], folder: Path, write_files: Callable[[], None]) -> None:
-        """Write a copy of the state, after this rank's other files. `METADATA` completes the folder.
+        """Write a copy of the state after this rank's other files. DCP writes `METADATA` last.
 
         Raises:
-            CheckpointException: a rank could not write its part; on all ranks.
+            CheckpointException: on all ranks, if a rank could not write its part.
         """
-        torch.serialization.set_crc32_options(False)  # it takes longer than writing, and checksums.json covers the file
+        torch.serialization.set_crc32_options(False)  # slower than writing, and checksums.json covers the file
         group = self._save_group
         dcp.save(copied, storage_writer=_Writer(folder, write_files), process_group=group, no_dist=group is None)
 
     def load(self, state: TrainState[M], folder: Path) -> None:
-        """Load what any number of ranks saved, in any layout. Settings of the optimizer are the configured ones.
+        """Load a checkpoint that any number of ranks saved, in any layout. The optimizer keeps its configured settings.
 
         Raises:
-            CheckpointException: a rank could not read its part, or the model has other tensors; on all ranks.
+            CheckpointException: on all ranks, if a rank could not read its part or the model has other tensors.
         """
         names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         has_moments = state.optimizer is not None and any(name.startswith("optimizer.") for name in names)
@@ -220,14 +233,14 @@ class DistributedStrategy(ABC, Generic[M]):
             state.scheduler.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
         for i, settings in enumerate(configured):
             assert state.optimizer is not None
-            state.optimizer.param_groups[i].update(settings)  # loading may have replaced the list that was read above
+            state.optimizer.param_groups[i].update(settings)  # `groups` is stale: loading may replace param_groups
             if state.scheduler is not None:
                 state.scheduler.base_lrs[i] = settings["initial_lr"]
 
     def export(self, module: M, folder: Path) -> None:
-        """Write a plain Hugging Face folder. Only the first rank writes, and no other waits for its disk."""
+        """Write a plain Hugging Face folder. Only rank 0 writes, and no rank waits for its disk."""
         tensors = {}
-        for name, tensor in self.full_tensors(module):  # gathered one by one; the first rank keeps them
+        for name, tensor in self.full_tensors(module):  # gathered one by one, and only rank 0 keeps them
             if self.world.rank == 0:
                 tensors[name] = tensor.cpu()
         if self.world.rank == 0:
@@ -235,32 +248,32 @@ class DistributedStrategy(ABC, Generic[M]):
 
 
 def new_save_group() -> dist.ProcessGroup:
-    """Return another group of all ranks, which writes checkpoints beside the collectives of the training step."""
+    """Return a second group of all ranks, to write checkpoints while the first group runs the training step."""
     group = dist.new_group(backend="gloo")
     _set_pg_timeout(SAVE_TIMEOUT, group)
     return group
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return False if an element is NaN or infinite. Minimum and maximum take a seventh of the time of `isfinite`."""
+    """Return False if an element is NaN or infinite. `aminmax` takes a seventh of the time of `isfinite`."""
     return all(bool(torch.stack(torch.aminmax(tensor)).isfinite().all()) for tensor in tensors if tensor.numel())
 
 
 def all_finite_on_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -> bool:
-    """Return False on every rank if an element is NaN or infinite on one."""
+    """Return False on every rank if an element is NaN or infinite on any rank."""
     flag = torch.tensor(all_finite(tensors), device=device, dtype=torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag)
 
 
 def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
-    """Limit how long ranks wait for each other in a collective of a mesh, whose groups have torch's own limits."""
+    """Limit how long ranks wait for each other in collectives of a mesh. Torch creates its groups with own limits."""
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
-    """Return the part of a tensor that this rank holds, and its offset."""
+    """Return this rank's part of a tensor, and the offset of the part in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -268,6 +281,6 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor, detached, on every rank that holds a part of it."""
+    """Return the whole tensor, detached, on every rank that holds a part of it. Collective for a DTensor."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,22 @@
-"""The common part of engines that work in steps: an asyncio interface, and one loop that takes step after step.
+"""Base class of engines that work in steps: an asyncio interface, and one loop that takes step after step.
 
-A step is one forward pass. Sequences join and leave between steps. Requests and results belong to the event loop;
-anything slow runs in one other thread.
+A step is one forward pass. Requests and results belong to the event loop, and slow work runs in one other thread.
+
+The invariant is that nothing changes during a step: sequences join and leave, weights change, and memory is released
+only between steps. Two things enforce it. `_n_holds` counts the calls that want no step to start, and the loop ends
+when it is above 0. `_between_steps` is set while no step runs. A call that changes something takes a hold, waits for
+`_between_steps`, makes its change, and releases the hold. The release starts the loop again:
+
+    generate(A, B)      step 1   step 2                                           step 3   step 4
+    pause()                        hold, wait until step 2 ends
+    receive_weights()                                   hold, load, release
+    resume()                                                               release
+
+The hold of `pause` stays until `resume`, so the weights change between step 2 and step 3. A and B keep their tokens,
+and step 3 reads them again with the new weights. Holds are counted, so they may overlap.
+
+If a step fails, all waiting requests fail and all caches are dropped. If that works, the engine is usable again. Every
+request's future is resolved exactly once: with a result, with an error, or by its caller's cancellation.
 """
 
 from __future__ import annotations
@@ -34,15 +49,15 @@ S = TypeVar("S", bound=ActiveSequence)
 
 
 class EngineThread:
-    """The thread in which an engine computes: its own, or one that it shares with a trainer."""
+    """The thread in which an engine computes: its own, or the trainer's."""
 
     def __init__(self, shared: ThreadPoolExecutor | None, name: str) -> None:
-        """`shared` has one thread; without it, a thread called `name` is started."""
+        """Use `shared`, an executor with one thread, or start a thread called `name`."""
         self._executor = shared or ComputeThread(torch.get_num_threads(), name)
         self._is_own = shared is None
 
     def run_blocking(self, function: Callable[..., T], *args: Any) -> T:
-        """Call `function` in the thread, blocking. If it raises, the engine's own thread ends."""
+        """Call `function` in the thread and wait for it. If it raises, the engine's own thread ends."""
         try:
             return self._executor.submit(function, *args).result()
         except BaseException:
@@ -60,7 +75,7 @@ class EngineThread:
 
 
 class SteppedEngine(ABC, Generic[S]):
-    """The part of an `InferenceEngine` that does not depend on what runs the model."""
+    """Base class of engines with everything in `InferenceEngine` except running the model."""
 
     n_weight_copies = 1
 
@@ -81,7 +96,7 @@ class SteppedEngine(ABC, Generic[S]):
         self._thread = thread
         self._weight_version = 0
         self._is_paused, self._is_asleep = False, False
-        self._has_weights = True  # in memory
+        self._has_weights = True  # False while weights are released
         self._n_holds = 0  # while positive, no step starts
         self._between_steps = asyncio.Event()
         self._between_steps.set()
@@ -102,7 +117,7 @@ class SteppedEngine(ABC, Generic[S]):
             done.result()
         finally:
             if not done.cancel() and not done.cancelled():
-                done.exception()  # marks the error as retrieved: a consumer that left early does not need it
+                done.exception()  # marks the error as retrieved, so asyncio does not log it for a consumer that left
 
     def _submit(
         self, requests: Sequence[EngineRequest], chunks: asyncio.Queue[TokenChunk | None] | None = None
@@ -155,7 +170,7 @@ class SteppedEngine(ABC, Generic[S]):
                 f"weights changed to version {plan.version} while {n_unfinished} sequences were being generated; "
                 "call pause() first, or wait for generate() to return"
             )
-        async with self._hold():  # a cancelled call may still be in a step
+        async with self._hold():  # even without unfinished sequences: a cancelled one may still be in a step
             receipt = await self._load_weights(plan)
             self._weight_version = plan.version
         return receipt
@@ -199,7 +214,7 @@ class SteppedEngine(ABC, Generic[S]):
 
     @abstractmethod
     def _new_sequence(self, request: EngineRequest, max_tokens: int) -> S:
-        """Return a sequence of at most `max_tokens` with its prompt; EngineError if it cannot be served."""
+        """Return a sequence of at most `max_tokens` with its prompt, or raise EngineError if it cannot be served."""
 
     @abstractmethod
     def _add(self, sequences: Sequence[S]) -> None:
@@ -207,7 +222,7 @@ class SteppedEngine(ABC, Generic[S]):
 
     @abstractmethod
     def _active_sequences(self) -> Iterable[S]:
-        """Return the sequences that wait or run."""
+        """Return the sequences that are waiting or running."""
 
     @abstractmethod
     def _take_finished(self) -> list[S]:
@@ -215,7 +230,7 @@ class SteppedEngine(ABC, Generic[S]):
 
     @abstractmethod
     async def _step(self) -> None:
-        """Take one step with the active sequences, and `_append` the tokens that it samples."""
+        """Take one step with the active sequences, and `_append` the sampled tokens."""
 
     @abstractmethod
     async def _drop_all(self) -> None:
@@ -223,17 +238,17 @@ class SteppedEngine(ABC, Generic[S]):
 
     @abstractmethod
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
-        """Load the weights of a sync, and drop all caches; active sequences are prefilled again."""
+        """Load the weights of a sync, and drop all caches. Active sequences are prefilled again."""
 
     @abstractmethod
     async def _release_memory(self) -> None:
         """Release memory while no sequence is active."""
 
     def _interrupt_step(self) -> None:
-        """End the current step early if it waits for something else than its own computation."""
+        """End the current step early if it is waiting for something other than its own computation."""
 
     async def _restore_memory(self, part: MemoryPart) -> None:
-        """Undo `_release_memory`, first of the weights, then of the cache; nothing if both are allocated on demand."""
+        """Undo `_release_memory`, first for the weights, then for the cache. The default allocates both on demand."""
 
     async def _shut_down(self) -> None:
         """Release everything, after the last step."""
@@ -249,7 +264,7 @@ class SteppedEngine(ABC, Generic[S]):
 
     @asynccontextmanager
     async def _hold(self) -> AsyncIterator[None]:
-        """Wait for the current step to end and deliver its results; no step starts within."""
+        """Wait for the current step to end, deliver its results, and let no step start within the context."""
         self._add_hold()
         try:
             await self._between_steps.wait()
@@ -273,7 +288,7 @@ class SteppedEngine(ABC, Generic[S]):
             self._between_steps.clear()
             try:
                 await self._step()
-            except Exception as error:  # the boundary of a step: its callers get the error, and the engine continues
+            except Exception as error:  # callers get the error, and the engine continues
                 logger.exception("A generation step failed")
                 await self._recover(error)
             finally:
@@ -281,7 +296,7 @@ class SteppedEngine(ABC, Generic[S]):
             self._deliver_finished()
 
     def _deliver_finished(self) -> None:
-        """Deliver complete results; drop sequences whose caller has left."""
+        """Deliver complete results, and drop sequences whose caller has left."""
         for sequence in self._take_finished():
             assert sequence.done is not None
             if sequence.stop_reason is not None and not sequence.done.done():
@@ -291,7 +306,7 @@ class SteppedEngine(ABC, Generic[S]):
 
     async def _recover(self, error: Exception) -> None:
         """Fail every waiting call, and drop everything that the failed step may have corrupted."""
-        self._deliver_finished()  # aborted requests, and those that the step completed before it failed
+        self._deliver_finished()  # aborted requests, and requests that were complete before the step failed
         self._fail_waiting(str(error) if isinstance(error, EngineError) else f"generation failed: {error!r}", error)
         try:
             await self._drop_all()
@@ -363,7 +378,7 @@ class SteppedEngine(ABC, Generic[S]):
         return [sequence for sequence in self._active_sequences() if not sequence.is_over]
 
     def _fail_waiting(self, message: str, cause: Exception | None = None) -> None:
-        """Fail every waiting request with an error of its own."""
+        """Fail every waiting request, each with its own error object."""
         for sequence in self._unfinished():
             assert sequence.done is not None
             error = EngineLostError(message) if isinstance(cause, EngineLostError) else EngineError(message)

@@ -1,4 +1,4 @@
-"""Elementwise formulas that a GPU computes in one kernel, where PyTorch can compile them."""
+"""Compile elementwise formulas to one GPU kernel each, if PyTorch can compile."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_VARIANTS = 64
-"""Versions of a formula: for each dtype, size of the last dimensions and kind of gradients."""
+"""Maximum number of compiled variants of a formula, one for each dtype, size of the last dimensions and kind of
+gradients."""
 
 
 def compiled_on_gpu(formula: Callable[P, T]) -> Callable[P, T]:
     """Compile `formula` for calls whose first argument is a tensor on a GPU.
 
-    The first dimension, of that tensor and of all others that are equally long, counts tokens and may vary from call to
-    call. Without a compiler, and with `TORCH_COMPILE_DISABLE=1`, the formula runs operation by operation.
+    The first dimension of that tensor counts tokens. It is dynamic: calls with another number of tokens do not
+    recompile. So is the first dimension of every tensor of the same length. Without a compiler, or with
+    `TORCH_COMPILE_DISABLE=1`, the formula runs eagerly.
     """
     compiled = None
 
@@ -44,14 +46,14 @@ def compiled_on_gpu(formula: Callable[P, T]) -> Callable[P, T]:
 
 @cache
 def can_compile() -> bool:
-    """Return True if PyTorch can compile for this GPU, which takes Triton and a C compiler."""
+    """Return True if PyTorch can compile for this GPU. It needs Triton and a C compiler."""
     import torch._inductor.config
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
     torch._inductor.config.compile_threads = 1  # a few small kernels are not worth a pool of processes
     try:
         torch.compile(torch.neg)(torch.ones(8, device="cuda"))
-    except RuntimeError as error:  # all errors of the compiler are
+    except RuntimeError as error:  # the base class of all compiler errors
         logger.info("The sums of the head are not compiled: %s", error)
         return False
     return True

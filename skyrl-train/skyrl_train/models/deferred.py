@@ -1,4 +1,7 @@
-"""Models whose weights are read after they have been sharded, so that no rank ever holds the whole model."""
+"""Deferred weight loading: create a model empty, shard it, then read each rank's shards from the files.
+
+No rank ever holds the whole model.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +29,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class DeferredWeights:
-    """The weights of a model that was created without them."""
+    """The weight files of a model that was created empty."""
 
     source: str | None = None
-    """Configuration key and path of the model, for messages; None if no model was created without its weights."""
+    """Configuration key and path of the model, for messages. None until a model is created empty."""
     files: dict[str, Path] | None = None
-    """File of each tensor. Tensors that are not in a file are 0."""
+    """File of each tensor. Tensors without a file are set to 0."""
 
     @torch.no_grad()
     def read(self, name: str, target: torch.Tensor, offset: Collection[int], dtype: torch.dtype | None = None) -> None:
-        """Read the part of a tensor that begins at `offset` and has the shape of `target`, rounded to `dtype`;
-        ConfigError if it is NaN or infinite.
+        """Read one shard of a tensor into `target`: the slice of target's shape that begins at `offset`.
+
+        Values are rounded to `dtype` first. Raises ConfigError if one is NaN or infinite.
         """
         assert self.files is not None, "no model was created without its weights"
         if name not in self.files:
             target.zero_()
         elif target.numel():
             part = tuple(slice(first, first + n) for first, n in zip(offset, target.shape, strict=True))
-            with safe_open(self.files[name], framework="pt") as tensors:  # unmapped again after each tensor
+            with safe_open(self.files[name], framework="pt") as tensors:  # opened per tensor, to unmap it right after
                 target.copy_(tensors.get_slice(name)[part].to(dtype or target.dtype))
             if not target.isfinite().all():
                 raise ConfigError(
@@ -56,7 +60,7 @@ _deferred: ContextVar[DeferredWeights | None] = ContextVar("deferred", default=N
 
 @contextmanager
 def deferring(is_on: bool = True) -> Iterator[DeferredWeights]:
-    """Make `load_model` and `load_value_model` leave out the weights, and yield where they are."""
+    """Make `load_model` and `load_value_model` create models empty, and yield the weights to read later."""
     weights = DeferredWeights()
     token = _deferred.set(weights if is_on else None)
     try:
@@ -68,15 +72,15 @@ def deferring(is_on: bool = True) -> Iterator[DeferredWeights]:
 def create_without_weights(
     auto_class: Any, source: str, path: str, dtype: torch.dtype, optional: str = "", **settings: Any
 ) -> PreTrainedModel | None:
-    """Create the model at `path` without its weights, if `deferring` asks for it and its files have all its tensors.
+    """Create the model at `path` without its weights, within `deferring`, if its files have all its tensors.
 
     Args:
         auto_class: a class such as AutoModelForCausalLM.
         source: the configuration key and the path, for messages.
         path: a folder or a Hub name.
-        dtype: type of the weights.
-        optional: prefix of tensors that the files may lack.
-        settings: changes of the model's configuration.
+        dtype: dtype of the weights.
+        optional: prefix of tensors that may be missing in the files.
+        settings: overrides of the model's configuration.
 
     Returns:
         None if the model must be loaded as a whole.
@@ -87,11 +91,11 @@ def create_without_weights(
     try:
         config = AutoConfig.from_pretrained(folder, **settings)
         config.name_or_path = path
-        with no_init_weights():  # memory that is never written takes no space
+        with no_init_weights():  # the OS backs memory with pages only when it is written
             model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        model.tie_weights()  # which is otherwise part of initializing them
+        model.tie_weights()  # `no_init_weights` skips this too
         files, shapes = _list_tensors(folder)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:  # loading it whole names the fault
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:  # the full load reports the fault
         logger.debug("%s cannot be created without its weights: %r", source, error)
         return None
     needed = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -119,7 +123,7 @@ def _find_folder(path: str) -> Path | None:
 
 
 def _list_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
-    """Return the file and the shape of each tensor of a model."""
+    """Return the file and the shape of each tensor in a model folder."""
     files, shapes = {}, {}
     for file in list_weight_files(folder):
         with safe_open(file, framework="pt") as tensors:

@@ -1,8 +1,8 @@
 """RMSNorm and rotary embeddings with fewer passes over memory.
 
-Eager PyTorch computes either as about ten elementwise operations in each direction, whose memory traffic takes as long
-as the matrix products: of a small model on a CPU, of any model on a GPU. In bfloat16 on a CPU, models keep their own
-operations.
+Eager PyTorch needs about ten elementwise operations for each of them, forward and backward. Their memory traffic takes
+as long as the matrix products, in small models on a CPU and in all models on a GPU. In bfloat16 on a CPU, models keep
+their own operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 ROTARY = "apply_rotary_pos_emb"
-"""Function that the attention of nearly all models in transformers finds in its own module."""
+"""Function that nearly every attention of transformers looks up in its own module."""
 
 TOLERANCE = 1e-5
 
@@ -27,9 +27,10 @@ Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def fuse_operations(model: PreTrainedModel) -> None:
-    """Replace the RMSNorms and the rotary embedding of a model, if a test finds that they compute the usual formula.
+    """Replace the RMSNorms and the rotary embedding of a model, each only if it computes the usual formula.
 
-    The rotary function belongs to a module of transformers, so it is replaced for all models of the architecture.
+    Architectures vary (Gemma adds 1 to the norm's weight), so each is compared with the fused version on random
+    inputs. The rotary function belongs to a module of transformers, so all models of the architecture get the new one.
     """
     norms: dict[type, bool] = {}
     last_norm = getattr(model.base_model, "norm", None)
@@ -67,6 +68,7 @@ class _RMSNorm(torch.autograd.Function):
         weight_grad = product.sum(dim=0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, weight_grad, None
+        # With n = x · scale: ∂L/∂x = scale · (g∘w - n · mean(g∘w∘n)). Buffers are reused, so the order matters.
         mean = torch.mv(product, weight).div_(size)  # (rows,)
         states_grad = torch.mul(grad, weight, out=product).sub_(normalized.mul_(mean[:, None])).mul_(scale)
         return states_grad.view_as(states), weight_grad, None
@@ -80,13 +82,13 @@ def _inverse_rms(states: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 @cache
 def _scalar(value: float) -> torch.Tensor:
-    """Return a float32 tensor (), made once: for a few tokens, creating it takes as long as the arithmetic."""
-    with torch.inference_mode(False):  # else autograd could not use it
+    """Return a float32 scalar tensor, cached: for a few tokens, creating one takes as long as the arithmetic."""
+    with torch.inference_mode(False):  # autograd refuses tensors that inference mode created
         return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def _rms_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Compute the norm. Under autocast on a GPU, return the dtype of the matrix products that take the result."""
+    """Compute the norm. Under autocast on a GPU, return autocast's dtype: the result goes into matrix products."""
     weight = self.weight
     assert isinstance(weight, torch.Tensor)
     if hidden_states.is_cuda and not (args or kwargs):
@@ -102,7 +104,7 @@ def _rms_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor, *args:
 
 
 def _last_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Compute the last norm. Under autocast, its result keeps the dtype of the weights, which a value head needs."""
+    """Compute the last norm. Under autocast it keeps the dtype of the weights, because a value head needs float32."""
     if hidden_states.is_cuda:
         weight = self.weight
         assert isinstance(weight, torch.Tensor)
@@ -111,9 +113,9 @@ def _last_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor) -> to
 
 
 def _norm_on_gpu(states: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Compute the norm in one of PyTorch's kernels, which takes states and weight of the same dtype."""
+    """Compute the norm in PyTorch's own kernel. It needs states and weight of the same dtype."""
     dtype = dtype or torch.promote_types(states.dtype, weight.dtype)
-    with torch.autocast("cuda", enabled=False):  # else it would copy all states to float32
+    with torch.autocast("cuda", enabled=False):  # autocast would copy all states to float32
         return torch.nn.functional.rms_norm(states, weight.shape, weight.to(states.dtype), epsilon).to(dtype)
 
 
@@ -126,7 +128,7 @@ def _epsilon(module: torch.nn.Module) -> float:
 
 
 def _is_rms_norm(module: torch.nn.Module) -> bool:
-    """Return True if a module computes `_RMSNorm` of its only parameter: some add 1 to their weight, for example."""
+    """Return True if a module computes `_RMSNorm` with its only parameter. Some add 1 to the weight, for example."""
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     if list(shapes) != ["weight"] or not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
         return False
@@ -138,12 +140,12 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
             own = functional_call(module, {"weight": weight}, (states,))
             fused = _RMSNorm.apply(states, weight, _epsilon(module))
             return torch.allclose(own, fused, rtol=TOLERANCE, atol=TOLERANCE)
-    except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes or returns something else
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # another signature or return type
         return False
 
 
 class _HalfRotary(torch.autograd.Function):
-    """The rotation of value i of a head with value i + d/2 (RoFormer, Su et al., 2021), as Llama orders them."""
+    """Rotary embedding in Llama's order: value i of a head rotates with value i + d/2 (RoFormer, Su et al., 2021)."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -167,7 +169,7 @@ def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, directio
 
 
 def _fused_rotary(original: Rotary) -> Rotary:
-    """Return a function that computes `original` with fewer operations where it can."""
+    """Return a function that computes `original` with fewer operations, and calls it where that is not possible."""
 
     def apply_rotary_pos_emb(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
@@ -184,7 +186,7 @@ def _fused_rotary(original: Rotary) -> Rotary:
 
 
 def _is_half_rotary(rotary: Rotary) -> bool:
-    """Return True if a function of transformers computes `_HalfRotary`, and is not replaced yet."""
+    """Return True if a function of transformers computes `_HalfRotary` and has not been replaced yet."""
     if hasattr(rotary, "original"):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -193,7 +195,7 @@ def _is_half_rotary(rotary: Rotary) -> bool:
     cos, sin = angles.cos(), angles.sin()
     try:
         own = rotary(q, k, cos, sin)
-    except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes other arguments
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # another signature
         return False
     fused = (_rotate(states, cos[:, None], sin[:, None], 1) for states in (q, k))
     return all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE) for a, b in zip(own, fused, strict=True))

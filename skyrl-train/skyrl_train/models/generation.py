@@ -13,17 +13,17 @@ FILE = "generation_config.json"
 
 
 def save_generation_config(model: PreTrainedModel, folder: Path, eos_ids: Collection[int] = ()) -> None:
-    """Write a language model's generation config as it was loaded, with `eos_ids` among its EOS tokens."""
+    """Write a language model's generation config as it was loaded, plus `eos_ids` among its EOS tokens."""
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.to_json_file(folder / FILE, keys_to_pop=["compile_config"])
         add_eos_ids(folder, eos_ids)
 
 
 def add_eos_ids(folder: Path, eos_ids: Collection[int | None]) -> None:
-    """Add tokens to the EOS tokens of a model in a folder. None, for a tokenizer without an EOS token, adds nothing.
+    """Add tokens to the EOS tokens in a model folder. None (a tokenizer without an EOS token) adds nothing.
 
-    Transformers and vLLM stop at the tokens in this file. A base model may have `<|endoftext|>` there and be trained to
-    end its turns with the tokenizer's EOS token, `<|im_end|>`: they would continue after each turn.
+    Transformers and vLLM stop at the tokens in this file. A base model may list only `<|endoftext|>` and still be
+    trained to end its turns with the tokenizer's `<|im_end|>`. Without this, they would generate past every turn.
     """
     file = folder / FILE
     if file.is_file():
@@ -41,7 +41,7 @@ def add_eos_ids(folder: Path, eos_ids: Collection[int | None]) -> None:
 def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
     """Swap in a default GenerationConfig while transformers saves the model.
 
-    Transformers refuses to save settings that it loads with a warning, e.g. a temperature without `do_sample`.
+    Transformers loads some settings with a warning and refuses to save them, e.g. a temperature without `do_sample`.
     """
     if not model.can_generate():
         yield

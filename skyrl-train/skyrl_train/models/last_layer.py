@@ -1,8 +1,8 @@
 """A last decoder layer that computes only the tokens whose hidden states are used.
 
-It computes keys and values of all tokens, but queries, attention and what follows it for the wanted tokens only: the
-trained ones in an update, and the last token of each prompt in generation. This is for CPUs, on which small models are
-trained: with 28 layers there is little to gain, and kernels of GPUs would need a mask of queries and keys.
+The layer computes keys and values of all tokens, but queries, attention and MLP only of the wanted ones: the trained
+tokens in an update, the last token of each prompt in generation. This is for small models on CPUs. With 28 layers
+there is little to gain, and GPU kernels would need a mask of queries and keys.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ import torch
 from transformers import PreTrainedModel
 
 MAX_SHARE = 0.75
-"""Maximum share of wanted tokens: with more, computing all of them in one pass is as fast."""
+"""Maximum share of wanted tokens. Above it, computing every token in one pass is as fast."""
 
 
 class KeysAndValues(Exception):
-    """Raised by an attention function to end a pass that needs only keys and values (keyword argument
-    `wants_keys=True`).
-    """
+    """Raised by an attention function to end a pass that needs only keys and values (`wants_keys=True`)."""
 
     def __init__(self, keys: Any, values: Any) -> None:
         self.states = (keys, values)
 
 
 def narrow_last_layer(model: PreTrainedModel) -> None:
-    """Let the last layer compute only the tokens in the argument `wanted_tokens` (M,) of the model's forward pass.
+    """Let the last layer compute only the tokens in `wanted_tokens` (M,), an argument of the model's forward pass.
 
-    Every attention function used with the model must raise `KeysAndValues`, and accept `keys_and_values` of all tokens.
-    Without the argument, the layer is unchanged.
+    The layer runs twice. The first pass covers all tokens and stops in attention, where `KeysAndValues` carries the
+    keys and values out. The second covers the wanted tokens only and attends to those keys. So every attention function
+    used with the model must raise `KeysAndValues` for `wants_keys`, and accept `keys_and_values`. Without
+    `wanted_tokens`, the layer is unchanged.
     """
     if (layer := _last_layer(model)) is not None:
         layer.forward = MethodType(_forward, layer)
 
 
 def widen_last_layer(model: PreTrainedModel) -> None:
-    """Undo `narrow_last_layer`, for a model whose hidden states it would change."""
+    """Undo `narrow_last_layer`, for a model whose hidden states it changes."""
     if is_narrow(model):
         del _last_layer(model).forward
 
 
 def is_narrow(model: PreTrainedModel) -> bool:
-    """Return True if the last layer takes `wanted_tokens`."""
+    """Return True if the last layer accepts `wanted_tokens`."""
     layer = _last_layer(model)
     return layer is not None and "forward" in vars(layer)
 

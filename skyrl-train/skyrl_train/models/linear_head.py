@@ -1,4 +1,4 @@
-"""Scores of chosen tokens from a linear head, computed in blocks of logits that fit in the processor's caches."""
+"""Scores of chosen tokens from a linear head, without ever holding all logits in memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from skyrl_train.models.compilation import compiled_on_gpu
 from skyrl_train.types import TokenScores
 
 CPU_BLOCK = (2048, 1024)
-"""Positions and tokens of the vocabulary in a block: 8 MiB of logits, which stay in the last-level cache."""
+"""Positions and vocabulary tokens in a block on a CPU: 8 MiB of logits, small enough for the last-level cache."""
 GPU_POSITIONS, GPU_LOGITS = 8192, 1 << 26
-"""Positions and logits of a block on a GPU, where few large operations are fastest: 256 MiB."""
+"""Positions and logits in a block on a GPU: 256 MiB, because few large operations are fastest there."""
 MAX_SAVED_BYTES = 1 << 30
-"""Maximum size of the exponentials that a forward pass on a CPU saves for the backward pass, which recomputes the rest.
+"""Maximum size of the exponentials that the forward pass on a CPU saves. The backward pass recomputes the rest.
 
 On a GPU, where memory is scarcer than arithmetic, none are saved."""
 
@@ -34,21 +34,41 @@ def linear_head_scores(
 ) -> TokenScores:
     """Return the scores (N,) of `token_ids` under softmax(scale · (hidden · weightᵀ + bias)), in float32.
 
-    `hidden` is (N, H), `weight` (V, H), `bias` (V,). Products are of the `operand_dtype`, and their sums float32; in
-    float32 the gradients are exact. Memory is two blocks of logits, and on a CPU up to `MAX_SAVED_BYTES` between the
-    passes. Only `entropy_grad` makes entropies differentiable. Σπ² is 0 where gradients are recorded, since only scores
-    before an update are read.
+    `hidden` is (N, H), `weight` (V, H), `bias` (V,). Operands of products have the `operand_dtype` and are summed in
+    float32. If the operands are float32 too, gradients are exact. Peak memory is two blocks of logits, plus up to
+    `MAX_SAVED_BYTES` between the passes on a CPU. Entropies are differentiable only with `entropy_grad`. Σπ² is 0 where
+    gradients are recorded, because only the scores before an update read it.
 
-    With `group`, whose ranks divide the vocabulary, `weight` and `bias` are those of this rank's tokens, and
-    `token_ids` count from the first of them: other ranks have the ids outside of [0, V). Scores are those of the whole
-    vocabulary on every rank; the gradient of `hidden` is this rank's share of it.
+    With tensor parallelism, the ranks of `group` divide the vocabulary. `weight` and `bias` then hold this rank's
+    tokens, and `token_ids` count from its first token, so an id outside [0, V) belongs to another rank. Every rank
+    returns the scores over the whole vocabulary. The gradient of `hidden` is this rank's share: the shares add up.
     """
     is_update = torch.is_grad_enabled()
     return TokenScores(*_LinearHeadScores.apply(hidden, weight, bias, token_ids, scale, entropy_grad, is_update, group))
 
 
 class _LinearHeadScores(torch.autograd.Function):
-    """The running softmax of flash attention, with the vocabulary in place of the keys."""
+    """The running softmax of flash attention (Dao et al., 2022, arXiv:2205.14135), over the vocabulary, not the keys.
+
+    For 8,192 positions and a vocabulary of 150,000, the logits (N, V) would take 4.9 GB in float32. So the vocabulary
+    is visited in blocks. For each position we keep the largest logit so far (`highest`, m below), and three sums
+    relative to it, with z = logit - m:
+
+        total = Σ e^z        moment = Σ z·e^z        squares = Σ e^2z
+
+    When a block raises m by -s, so s = m_old - m_new ≤ 0, every earlier z becomes z + s. The sums follow without
+    another look at the logits:
+
+        total ← e^s · total        moment ← e^s · (moment + s · total)        squares ← e^2s · squares
+
+    Example: logits 1 and 3 in two blocks. After the first, m = 1 and total = 1. The second has m = 3, s = -2 and
+    total = e^-2 · 1 + 1 = 1.135. Then log Z = m + log total = 3 + 0.127 = log(e + e³), and no exponential exceeded 1.
+    At the end log π(y) = logit_y - log Z, H = log total - moment / total and Σπ² = squares / total².
+
+    The backward pass needs π block by block. It is e^(logit - log Z) from recomputed logits, or e^z · e^(m - log Z)
+    where the forward pass saved e^z with the m of that moment. Both passes visit the blocks in the same order, and the
+    saved ones come first.
+    """
 
     @staticmethod
     def forward(
@@ -63,34 +83,33 @@ class _LinearHeadScores(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         lowest = torch.finfo(torch.float32).min
-        highest = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)  # (N,): largest logit so far
-        chosen = torch.zeros_like(highest)
-        # Over the tokens so far, with z = logit - highest: Σ e^z, Σ z · e^z, Σ e^2z.
-        total, moment, squares = (torch.zeros_like(highest) for _ in range(3))
+        highest = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)  # (N,) largest logit so far
+        chosen = torch.zeros_like(highest)  # (N,) logit of the chosen token
+        total, moment, squares = (torch.zeros_like(highest) for _ in range(3))  # (N,) sums so far
         scratch = torch.empty_like(highest[:0])
         can_save = is_update and not entropy_grad and hidden.device.type == "cpu"
         n_saved_tokens = MAX_SAVED_BYTES // (4 * max(len(hidden), 1)) if can_save else 0
-        saved = []  # e^z and `highest` of each block of these tokens
+        saved = []  # e^z (n, v) and `highest` (n,) of each block within the first n_saved_tokens tokens
         dtype = operand_dtype(hidden, weight)
         operand = hidden.to(dtype)
         for rows, tokens, buffer in _blocks(hidden, weight):
-            logits = _compute_logits(operand, weight, bias, scale, rows, tokens, out=buffer)
-            is_inside, columns = _find(token_ids[rows], tokens)
+            logits = _compute_logits(operand, weight, bias, scale, rows, tokens, out=buffer)  # (n, v)
+            is_inside, columns = _find(token_ids[rows], tokens)  # (n,), (n, 1)
             chosen[rows] = torch.where(is_inside, logits.gather(1, columns)[:, 0], chosen[rows])
 
             if logits.is_cuda:
                 sums = (highest[rows], total[rows], moment[rows], squares[rows])
                 highest[rows], total[rows], moment[rows], squares[rows] = _add_block(logits, *sums, is_update)
                 continue
-            new_highest = torch.maximum(highest[rows], logits.amax(dim=1))
-            shift = highest[rows] - new_highest  # ≤ 0
+            new_highest = torch.maximum(highest[rows], logits.amax(dim=1))  # (n,)
+            shift = highest[rows] - new_highest  # (n,) s ≤ 0
             shrink = shift.exp()
             highest[rows] = new_highest
-            logits.sub_(new_highest[:, None])
+            logits.sub_(new_highest[:, None])  # (n, v) z
             if tokens.stop <= n_saved_tokens:
-                powers = torch.exp(logits)
+                powers = torch.exp(logits)  # (n, v) e^z
                 saved += [powers, new_highest]
-            else:
+            else:  # one scratch buffer for all blocks, instead of an allocation of 8 MiB for each
                 if len(scratch) < logits.numel():
                     scratch = torch.empty_like(logits).flatten()
                 powers = torch.exp(logits, out=scratch[: logits.numel()].view_as(logits))
@@ -98,14 +117,14 @@ class _LinearHeadScores(torch.autograd.Function):
             total[rows] = shrink * total[rows] + powers.sum(dim=1)
             if not is_update:
                 squares[rows] = shrink.square() * squares[rows] + powers.square_().sum(dim=1)
-        if group is not None:
+        if group is not None:  # this rank's tokens are one large block, merged with the other ranks' by the same rule
             own_highest = highest.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group)
             shift = own_highest - highest  # ≤ 0
             shrink = shift.exp()
             all_sums = torch.stack(
                 (chosen, shrink * total, shrink * (moment + shift * total), shrink.square() * squares)
-            )
+            )  # (4, N)
             dist.all_reduce(all_sums, group=group)
             chosen, total, moment, squares = all_sums.unbind()
         log_total = total.log()
@@ -133,7 +152,7 @@ class _LinearHeadScores(torch.autograd.Function):
         saved_blocks = zip(saved[::2], saved[1::2], strict=True)
         operand = hidden.to(ctx.operand_dtype)
         for rows, tokens, buffer in _blocks(hidden, weight):
-            # ∂ log π(y) / ∂ logits = [y] - π, and ∂ H / ∂ logits = -π · (log π + H)
+            # For logits (n, v) of a block: ∂ log π(y) / ∂ logits = [y] - π, and ∂ H / ∂ logits = -π · (log π + H).
             by_entropy = None if entropy_grad is None else entropy_grad[rows]
             if block := next(saved_blocks, None):
                 powers, highest = block
@@ -166,7 +185,7 @@ class _LinearHeadScores(torch.autograd.Function):
 
 
 def _blocks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yield positions, tokens and a buffer (n, v) for their logits, which all blocks share."""
+    """Yield positions, tokens and a buffer (n, v) for their logits. All blocks share the buffer's memory."""
     n_positions, n_tokens = len(hidden), len(weight)
     row_step, token_step = CPU_BLOCK
     if hidden.is_cuda:
@@ -182,10 +201,10 @@ def _blocks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice,
 
 
 def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the operands of a head's products, which are added in float32.
+    """Return the dtype of the operands of a head's products. Sums are float32 in any case.
 
-    On a GPU it is the dtype of the products in the body, because those of float32 take ten times as long; elsewhere it
-    is float32.
+    On a GPU, the operands have the dtype of the model's other products, because float32 products take ten times as
+    long. Elsewhere they are float32.
     """
     if hidden.is_cuda and torch.is_autocast_enabled("cuda"):
         return torch.get_autocast_dtype("cuda")
@@ -232,7 +251,7 @@ def _add_block(
     squares: torch.Tensor,
     is_update: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the running sums (n,) of the head with those of a block of logits (n, v)."""
+    """Add a block of logits (n, v) to the running sums (n,) of `_LinearHeadScores`, and return the new sums."""
     new_highest = torch.maximum(highest, logits.amax(dim=1))
     shift = highest - new_highest
     shrink = shift.exp()
@@ -255,7 +274,7 @@ def _block_gradient(
     entropy_grad: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the gradient (n, v) of a block of logits, whose chosen tokens have these `columns` (n,), maybe outside."""
+    """Return the gradient (n, v) of a block of logits. `columns` (n,) are the chosen tokens, maybe of other blocks."""
     logprobs = logits - log_normalizer[:, None]
     by_logit = logprob_grad[:, None]
     if entropy_grad is not None:
@@ -271,7 +290,7 @@ def _add_chosen(grad: torch.Tensor, token_ids: torch.Tensor, tokens: slice, logp
 
 
 def _find(token_ids: torch.Tensor, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whether each of `token_ids` (n,) is in a block, and its column there (n, 1), any column if it is not."""
+    """Return whether each of `token_ids` (n,) is in a block, and its column (n, 1), an arbitrary one if it is not."""
     columns = token_ids - tokens.start
     is_inside = (columns >= 0) & (token_ids < tokens.stop)
     return is_inside, columns.clamp(0, tokens.stop - tokens.start - 1)[:, None]

@@ -45,7 +45,7 @@ AUTO_CLASSES: Mapping[Role, Any] = {
     "critic": AutoModelForTokenClassification,
     "reward": AutoModelForSequenceClassification,
 }
-"""Classes of the models of each role; those of critics and reward models have a head of one output."""
+"""Model class of each role. Critics and reward models have a head with one output."""
 
 
 def default_device() -> torch.device:
@@ -61,13 +61,13 @@ def load_tokenizer(
     *,
     replaces_template: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer at `path`, padding on the left, with a pad token (the EOS token if it has none).
+    """Load the tokenizer at `path`, with padding on the left and a pad token (the EOS token if it has none).
 
-    A tokenizer without a chat template gets `chat_template`; with `replaces_template`, so does any other. `key` and
-    `template_key` are the configuration keys of `path` and of `chat_template`, for error messages.
+    `chat_template` is used if the tokenizer has no template, or always with `replaces_template`. `key` and
+    `template_key` are the configuration keys of `path` and `chat_template`, for error messages.
 
     Raises:
-        ConfigError: no tokenizer at `path`, no EOS token, no chat template, or one with an error of syntax.
+        ConfigError: no tokenizer at `path`, no EOS token, no chat template, or a syntax error in the template.
     """
     with _loading("tokenizer", key, path):
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
@@ -99,13 +99,13 @@ def load_tokenizer(
 
 
 def _check_embeddings(tokenizer: PreTrainedTokenizerBase, key: str, path: str) -> None:
-    """Raise ConfigError if the tokenizer has tokens that the model has no embeddings for.
+    """Raise ConfigError if the tokenizer has tokens without an embedding in the model.
 
-    Placeholders of images do not count: text models of Gemma 3 have one without an embedding.
+    Image placeholders are exempt: Gemma 3's text models have one without an embedding.
     """
     try:
         size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    except (OSError, ValueError, AttributeError) as error:  # loading the model names the fault
+    except (OSError, ValueError, AttributeError) as error:  # loading the model reports the fault
         logger.debug("%s=%s has no configuration with a size of its vocabulary: %r", key, path, error)
         return
     unknown = [token for token, token_id in tokenizer.get_vocab().items() if token_id >= size]
@@ -117,7 +117,7 @@ def _check_embeddings(tokenizer: PreTrainedTokenizerBase, key: str, path: str) -
 
 
 def check_same_vocabulary(path: str, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the tokenizer of the model at `path` has other ids for the policy's tokens."""
+    """Raise ConfigError if the tokenizer of the model at `path` gives a token of the policy another id."""
     try:
         other = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError):
@@ -132,7 +132,7 @@ def check_same_vocabulary(path: str, key: str, tokenizer: PreTrainedTokenizerBas
 
 
 def create_empty(path: str, role: Role, **options: Any) -> PreTrainedModel:
-    """Return the model at `path` in a role, on the meta device; `options` are those of its configuration's loading."""
+    """Return the model at `path` in a role, on the meta device. `options` go to `AutoConfig.from_pretrained`."""
     config: PretrainedConfig = AutoConfig.from_pretrained(path, **options)
     if role in ("critic", "reward"):
         config.num_labels = 1
@@ -149,7 +149,7 @@ def load_model(
     gradient_checkpointing: bool = False,
     key: str = POLICY_PATH,
 ) -> PreTrainedModel:
-    """Load the causal language model at `path`, in evaluation mode: dropout would make log-probs random.
+    """Load the causal language model at `path`, in evaluation mode because dropout would make log-probs random.
 
     `key` is the configuration key of `path`, for error messages.
 
@@ -177,10 +177,10 @@ def load_value_model(
 ) -> PreTrainedModel:
     """Load the critic at `path`, a token classification model with one label, in evaluation mode.
 
-    A causal language model has no value head and gets one of zeros, so that every value starts at 0.
+    A causal language model has no value head. It gets one of zeros, so every value starts at 0.
 
     Raises:
-        ConfigError: no model at `path`, or an architecture that has no token classification.
+        ConfigError: no model at `path`, or an architecture without token classification.
     """
     return _load_scalar_model(
         AutoModelForTokenClassification, "critic", path, CRITIC_PATH, dtype, device, gradient_checkpointing
@@ -198,11 +198,12 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """Load the reward model at `path`, a sequence classification model with one label, in evaluation mode.
 
-    `key` is the configuration key of `path`, for error messages. With `pad_token_id`, which the model then ignores at
-    the end of a row, a causal language model gets a reward head of zeros; without, it is refused.
+    `key` is the configuration key of `path`, for error messages. `pad_token_id` is for training: the model ignores
+    this token at the end of a row, and a causal language model gets a reward head of zeros. Without `pad_token_id`, a
+    model without a reward head is refused.
 
     Raises:
-        ConfigError: no reward model at `path`, or an architecture that has no sequence classification.
+        ConfigError: no reward model at `path`, or an architecture without sequence classification.
     """
     model = _load_scalar_model(
         AutoModelForSequenceClassification,
@@ -230,14 +231,14 @@ def _load_scalar_model(
     *,
     adds_head: bool = True,
 ) -> PreTrainedModel:
-    """Load a model with a head `score` of one output. With `adds_head`, a missing one is set to zero, else refused."""
+    """Load a model with a head `score` of one output. A missing head is zero with `adds_head`, else refused."""
     head = "score." if adds_head else ""
     model: Any = create_without_weights(auto_class, f"{key}={path}", path, dtype, optional=head, num_labels=1)
     is_deferred = model is not None
     if model is None:
         transformers_logger = logging.getLogger("transformers")
         level = transformers_logger.level
-        transformers_logger.setLevel(logging.ERROR)  # new and unused weights are reported below
+        transformers_logger.setLevel(logging.ERROR)  # missing weights are reported below
         try:
             with _loading(kind, key, path):
                 model, report = auto_class.from_pretrained(
@@ -260,7 +261,7 @@ def _load_scalar_model(
 
 
 def check_vocabulary_size(size: int, key: str, path: str, needed: int) -> None:
-    """Raise ConfigError if the policy, which has `needed` embeddings, can sample tokens that the model has none for."""
+    """Raise ConfigError if a model has fewer embeddings (`size`) than the policy that samples its inputs (`needed`)."""
     if size < needed:
         raise ConfigError(
             f"{key}={path} has embeddings of {size:,} tokens, fewer than the {needed:,} of the policy; use a model "
@@ -269,7 +270,7 @@ def check_vocabulary_size(size: int, key: str, path: str, needed: int) -> None:
 
 
 def _check_complete(model: PreTrainedModel, key: str, path: str, missing: Collection[str]) -> None:
-    """Raise ConfigError if weights are missing, and thus random, or NaN or infinite."""
+    """Raise ConfigError if weights are missing (transformers made them random), NaN or infinite."""
     if missing:
         raise ConfigError(
             f"{key}={path} lacks {len(missing)} weights of a {type(model).__name__}, e.g. {min(missing)}; "
@@ -284,10 +285,10 @@ def _check_complete(model: PreTrainedModel, key: str, path: str, missing: Collec
 
 @contextmanager
 def _loading(kind: str, key: str, path: str) -> Iterator[None]:
-    """Turn the errors of transformers into a ConfigError that names the key."""
+    """Turn errors of transformers into a ConfigError that names the key."""
     try:
         yield
-    except Exception as error:  # the boundary to transformers, which raises whatever a malformed file leads to
+    except Exception as error:  # a malformed file makes transformers raise anything
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             f"cannot load the {kind} from {key}={path}: {reason}; use a folder that contains "
@@ -305,7 +306,7 @@ def _prepare(
     *,
     is_deferred: bool,
 ) -> None:
-    """Put a model that was just loaded into the state it trains in on `device`; deferred weights are moved later.
+    """Prepare a loaded model for training and scoring on `device`. Deferred weights are moved later.
 
     Raises:
         ConfigError: an architecture whose log-probs would be wrong.
@@ -316,7 +317,7 @@ def _prepare(
     if not is_deferred:
         module.to(device)
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # rounding of products with a vector depends on its alignment, which files lack
+            if parameter.dim() == 1:  # files do not align vectors, and alignment changes the rounding of products
                 parameter.data = parameter.data.clone()
     fuse_operations(model)
     if device.type == "cpu":
@@ -330,15 +331,15 @@ def _prepare(
 
 
 def _find_fault(config: PretrainedConfig) -> str | None:
-    """Return why the log-probs of a model would be wrong, or would depend on other rows of a batch; None if neither.
+    """Return why a model's log-probs would be wrong or depend on the other rows of the batch, or None.
 
-    Checks by computation see short rows only, so whatever changes with the length is refused by its name. Longrope
-    (Phi-3.5) and dynamic NTK choose the frequencies of all rows by the longest one.
+    `check_head` and `find_sharing_fault` compute only short rows, so features that depend on the length are refused by
+    name. Longrope (Phi-3.5) and dynamic NTK choose the frequencies of all rows by the longest row.
     """
     if getattr(config, "attn_logit_softcapping", None):
         return "has attn_logit_softcapping in its config.json, which PyTorch's attention leaves out"
     rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # one for each type of layer
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one per layer type
         if (kind := part.get("rope_type")) in LENGTH_DEPENDENT_ROPE:
             return f"has position embeddings of rope_type {kind}, which depend on the longest row of a batch"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
@@ -350,8 +351,8 @@ def _find_fault(config: PretrainedConfig) -> str | None:
 def checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
     """Make layers recompute their activations if gradient checkpointing is on.
 
-    Transformers checkpoints a layer only in training mode. Its parts stay in evaluation mode, so that dropout never
-    makes the trained log-probs differ from the engine's.
+    Transformers checkpoints a layer only in training mode. So the layer alone is put in training mode, and the modules
+    in it stay in evaluation mode: dropout would make the trained log-probs differ from the engine's.
     """
     layers = [
         module
@@ -369,7 +370,7 @@ def checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, source: str) -> None:
-    """Raise ConfigError if the model changes its logits in a way that `scaled_logits` does not."""
+    """Raise ConfigError if the model changes its logits after the head in a way that `scaled_logits` does not cover."""
     input_ids = torch.arange(1, 5, device=model.device)[None]  # (1, 4)
     expected = model(input_ids=input_ids, use_cache=False).logits
     output = model.base_model(input_ids=input_ids, use_cache=False)
@@ -385,5 +386,5 @@ def check_head(model: PreTrainedModel, source: str) -> None:
 
 
 def autocast(device: torch.device, bf16: bool) -> torch.autocast:
-    """Return a context that computes in bfloat16 on a GPU if `bf16` is set; a CPU uses the dtype of the weights."""
+    """Return a context that computes in bfloat16 on a GPU if `bf16` is set. A CPU uses the dtype of the weights."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16 and device.type == "cuda")

@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens; the language-model head runs on trained positions only."""
+"""Log-probs of chosen tokens. The language-model head runs on trained positions only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_train.models.prefix_sharing import PrefixTree, remove_padding, tree_h
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types import TokenScores
 
-CHUNK_LOGITS = 1 << 25  # logits in memory at once, for other heads: 128 MiB in float32
+CHUNK_LOGITS = 1 << 25  # logits in memory at once, for heads that are more than a matrix: 128 MiB in float32
 
 
 def response_logprobs(
@@ -33,9 +33,9 @@ def response_logprobs(
         attention_mask: (B, L) 1 on tokens.
         loss_mask: (B, R) for the last R columns of `sequences`.
         temperature: divides the logits, as it did when the tokens were sampled.
-        entropy_grad: makes entropies differentiable, for two more values per logit.
-        shares_prefixes: computes tokens that several rows begin with once.
-        group: computes the tokens on several ranks, which get the same scores; needs `shares_prefixes`.
+        entropy_grad: make entropies differentiable, at a cost of two more values per logit.
+        shares_prefixes: compute a prefix that several rows share once.
+        group: ranks that divide the tokens. All of them return the same scores. Needs `shares_prefixes`.
     """
     predicted_from, mask = hidden_before(model, sequences, attention_mask, loss_mask, shares_prefixes, group)  # (N, H)
     token_ids = sequences[:, -loss_mask.shape[1] :][mask]  # (N,)
@@ -44,9 +44,7 @@ def response_logprobs(
 
 
 def on_mask(values: torch.Tensor, mask: torch.Tensor, group: SequenceGroup | None) -> torch.Tensor:
-    """Scatter values (N,) of the tokens on a mask (B, R) into float32, exactly 0 elsewhere, and add those of the other
-    ranks of `group`.
-    """
+    """Scatter values (N,) of the tokens on a mask into float32 (B, R), exactly 0 elsewhere, summed over `group`."""
     scattered = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values.float())
     return scattered if group is None else group.sum(scattered)
 
@@ -59,13 +57,14 @@ def hidden_before(
     shares_prefixes: bool,
     group: SequenceGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the hidden state (N, H) from which each token with `loss_mask` 1 was predicted, row by row, and the mask
-    (B, R) of these tokens: all of them, or with `group` those that this rank has the hidden states of.
+    """Return the hidden state (N, H) that predicts each token with `loss_mask` 1, and the mask (B, R) of these tokens.
+
+    States are in row-major order of the mask. With `group`, the mask has only the tokens whose states this rank has.
     """
     mask = loss_mask.bool()
     rows, positions = find_predictions(attention_mask, loss_mask)
     if shares_prefixes:
-        is_narrowed = group is None and sequences.device.type == "cpu"  # as models/last_layer.py explains
+        is_narrowed = group is None and sequences.device.type == "cpu"  # models/last_layer.py explains why
         wanted = (rows, positions) if is_narrowed else None
         tree = PrefixTree(remove_padding(sequences, attention_mask), sequences.device, wanted)
         states, index = tree_hidden_states(model, tree, group), tree.index[rows, positions]  # (M or u, H), (N,)
@@ -80,7 +79,10 @@ def hidden_before(
 
 
 def find_predictions(attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row (N,) of each token with `loss_mask` 1, and the position (N,) before it, among the row's tokens."""
+    """Return the row (N,) of each token with `loss_mask` 1, and the position (N,) of the token before it.
+
+    Positions count the tokens of a row, without its padding on the left.
+    """
     rows, columns = loss_mask.nonzero(as_tuple=True)
     n_left_padding = attention_mask.long().argmax(dim=1)  # (B,)
     return rows, columns + attention_mask.shape[1] - loss_mask.shape[1] - n_left_padding[rows] - 1
@@ -89,7 +91,7 @@ def find_predictions(attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> t
 def align_left(sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
     """Return `sequences` (B, L') with each row's tokens moved to the left, L' the longest row.
 
-    The causal mask hides padding on the right, so no attention mask is built and attention takes its fast path.
+    The causal mask hides padding on the right from every token, so attention needs no mask and takes its fast path.
     """
     order = (1 - attention_mask.long()).argsort(dim=1, stable=True)  # (B, L): tokens first, in order
     length = int(attention_mask.sum(dim=1).max())
@@ -109,10 +111,10 @@ def chosen_logprobs(
     temperature: float,
     entropy_grad: bool,
 ) -> TokenScores:
-    """Return the scores of each token (N,), from the hidden states (N, H) that it was predicted from.
+    """Return the scores of each token (N,), from the hidden states (N, H) that predict them.
 
-    No tensor (N, V) of all logits is built. A head that is more than a matrix, such as one with an adapter or with
-    capped logits, processes positions in chunks, whose logits are computed again in the backward pass.
+    All logits (N, V) are never in memory at once. A head that is more than a matrix, e.g. with an adapter or capped
+    logits, processes positions in chunks. The backward pass recomputes their logits.
     """
     head, config = model.get_output_embeddings(), model.config
     if _is_linear(head) and not getattr(config, "final_logit_softcapping", None):
@@ -142,15 +144,15 @@ def chosen_logprobs(
 
 
 def _is_linear(head: torch.nn.Module) -> bool:
-    """Return True for a plain matrix, without hooks such as those of an adapter."""
+    """Return True for a plain matrix. An adapter, for example, would add hooks."""
     return type(head) is torch.nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
 
 
 def lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Return float32 logits (..., V), with the scaling that some architectures apply after the head.
 
-    A plain linear head adds products in float32, also under bf16 autocast and from bf16 weights: rounding a logit of 10
-    to bf16 moves it by up to 0.03 nats, which is more than an update does.
+    A plain linear head adds products in float32, even under bf16 autocast and with bf16 weights. Rounding a logit of 10
+    to bf16 would move it by up to 0.03 nats, more than an update does.
     """
     head = model.get_output_embeddings()
     dtype = next(head.parameters()).dtype

@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) through peft: W + (alpha / rank) · B·A with W frozen.
 
-`add_adapter` replaces modules of a Hugging Face model in place, so that whatever computes with the model, such as the
-embedded engine, computes with the adapter.
+`add_adapter` replaces modules of a Hugging Face model in place. Everything that holds the model, such as the embedded
+engine, then computes with the adapter.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from skyrl_train.types.specs import LoraSpec, Role, SyncKind
 logger = logging.getLogger(__name__)
 
 NAME = "default"
-"""The name of the adapter within the model."""
+"""Name of the adapter within the model."""
 FILE_PREFIX = "base_model.model."
 """Prefix of tensor names in peft's files."""
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 VALUE_HEAD = "score"
+"""Head of a critic or reward model."""
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER_FOLDER = "lora_adapter"
-"""The adapter in peft's format, in a checkpoint and in an export of the merged model."""
+"""Folder with the adapter in peft's format, in checkpoints and in exports of the merged model."""
 BASE_CHECKSUM = "base_checksum.txt"
-"""The checksum of the frozen weights, in a checkpoint of an adapter."""
+"""File with the checksum of the frozen weights, in checkpoints of an adapter."""
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
-"""Returns the values of a whole parameter, detached, on every rank."""
+"""Function that returns the values of a whole parameter, detached, on every rank."""
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
-    """Freeze a model and add a trainable adapter to it, in float32: a new one, which changes nothing, or that of
-    `lora_path`. The head of a critic or reward model stays trainable.
+    """Freeze a model and add a trainable float32 adapter: a new one that changes nothing, or the one in `lora_path`.
+
+    The head of a critic or reward model stays trainable.
 
     Raises:
         ConfigError: no module has a name of `target_modules`, or the adapter in `lora_path` does not fit.
@@ -80,17 +82,17 @@ def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
 
 
 def adapter_config(model: PreTrainedModel) -> peft.LoraConfig | None:
-    """Return the settings of a model's adapter; None without one."""
+    """Return the settings of a model's adapter, or None."""
     return getattr(model, "peft_config", {}).get(NAME)
 
 
 def adapter_layers(model: PreTrainedModel) -> dict[str, Any]:
-    """Return peft's modules of an adapter by path."""
+    """Return peft's LoRA modules by their path in the model."""
     return {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """Return the number of trained parameters, and that of all."""
+    """Return the (trained, total) parameter counts."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad), sum(p.numel() for p in model.parameters())
 
 
@@ -114,7 +116,7 @@ def count_trained(path: str, lora: LoraSpec, role: Role = "policy") -> int:
 def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
     """Compute without the adapter.
 
-    peft's own switch also freezes the adapter, which FSDP would remember if this came before the first update.
+    peft's own switch also freezes the adapter. FSDP would remember that if it happened before the first update.
     """
     layers = adapter_layers(model).values()
     for layer in layers:
@@ -128,7 +130,7 @@ def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def adapter_dropout(model: PreTrainedModel) -> Iterator[None]:
-    """Set inputs of the adapter to 0 at random, with its probability of dropout. Other modules compute exactly."""
+    """Apply the adapter's dropout to its inputs. All other modules stay deterministic."""
     modules = [layer.lora_dropout[NAME] for layer in adapter_layers(model).values()]
     for module in modules:
         module.training = True
@@ -140,25 +142,25 @@ def adapter_dropout(model: PreTrainedModel) -> Iterator[None]:
 
 
 def trained_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """Return the adapter's parameters, and a critic's value head, by name."""
+    """Return the adapter's parameters and the value head of a critic or reward model, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def merged_names(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the model's own parameters under the names that they have without the adapter."""
+    """Yield the model's own parameters under their names without the adapter."""
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), parameter
 
 
 def merged_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the buffers that files of the model have, such as a router's bias, by name without the adapter."""
+    """Return the saved buffers of the model, such as a router's bias, under their names without the adapter."""
     saved = model.state_dict().keys()
     return {name.replace(".base_layer.", "."): buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def merged_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model's tensors, in the order of `merged_names`, with the adapter merged into them."""
+    """Yield the model's tensors with the adapter merged in, in the order of `merged_names`."""
     layers = adapter_layers(model)
     for name, parameter in merged_names(model):
         tensor = gather(parameter)
@@ -169,14 +171,18 @@ def merged_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str
 
 
 def frozen_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the frozen tensors of a model with an adapter, under the names that they have without it."""
+    """Yield the frozen tensors of a model with an adapter, under their names without the adapter."""
     for name, parameter in merged_names(model):
         if not parameter.requires_grad:
             yield name, gather(parameter)
 
 
 def sync_tensors(model: PreTrainedModel, kind: SyncKind, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a weight sync."""
+    """Yield the tensors of a weight sync.
+
+    These are the merged model (`full`), the adapter's parameters (`adapter`), or the low-rank factors of each change.
+    `base_and_factors` adds the frozen tensors.
+    """
     if kind == "full":
         yield from merged_tensors(model, gather)
     elif kind == "adapter":
@@ -200,7 +206,7 @@ def change_norm(model: PreTrainedModel, gather: Gather) -> float:
 
 
 def save_adapter(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], base_path: str, folder: Path) -> None:
-    """Write an adapter in peft's format; `tensors` are the whole ones of `trained_parameters`."""
+    """Write an adapter in peft's format. `tensors` are the gathered `trained_parameters`, by name."""
     config = adapter_config(model)
     assert config is not None
     folder.mkdir(parents=True, exist_ok=True)
@@ -213,29 +219,31 @@ def save_adapter(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], ba
 
 @dataclass(frozen=True, slots=True)
 class TrainedHead:
-    """A tensor of the head of a critic or reward model, which the adapter's file has as a whole."""
+    """A tensor of a critic's or reward model's head. The adapter's file holds its values, not a change."""
 
     values: torch.Tensor
 
     def apply(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the trained values, in place of those of the base."""
+        """Return the trained values in the dtype of the base's weight."""
         return self.values.to(weight.dtype)
 
 
 Changes = Mapping[str, MatrixChange | TrainedHead]
-"""Changes of a model's tensors by name."""
+"""Changes of a model's tensors, by name."""
 
 
 def adapter_role(config: peft.LoraConfig) -> Role:
-    """Return the role of the models that an adapter is for."""
+    """Return the role of the model that an adapter belongs to."""
     roles: Mapping[str, Role] = {"TOKEN_CLS": "critic", "SEQ_CLS": "reward"}
     return roles.get(config.task_type or "", "policy")
 
 
 def read_changes(path: str, base: str) -> tuple[Changes, dict[str, list[str]], list[str]]:
-    """Return the changes that an adapter makes to the model at `base`, by the name of the tensor, the frozen
-    parameters, each with the names of its tensors in files, and the names of buffers in files. Files may have other
-    tensors too, such as a copy of a tied head.
+    """Read the changes that an adapter makes to the model at `base`.
+
+    Returns:
+        The changes by tensor name, the names in files of each frozen parameter, and the names of buffers in files.
+        Files may have more tensors, such as a copy of a tied head.
 
     Raises:
         ConfigError: the adapter cannot be read, or does not fit the model.
@@ -273,7 +281,7 @@ def _factors(layer: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
 
 
 def _matrix_change(layer: Any, a: torch.Tensor, b: torch.Tensor) -> MatrixChange:
-    """Return the change by the factors A (rank, in) and B (out, rank) of a layer, which may be DTensors."""
+    """Return the change by a layer's factors A (rank, in) and B (out, rank). They may be DTensors."""
     a, b = a.float(), b.float() * layer.scaling[NAME]
     if layer.fan_in_fan_out:  # the matrix is (in, out), as in GPT-2
         return MatrixChange(a.T, b.T)
@@ -281,7 +289,7 @@ def _matrix_change(layer: Any, a: torch.Tensor, b: torch.Tensor) -> MatrixChange
 
 
 def name_source(lora: LoraSpec) -> str:
-    """Return the key and the value that an adapter comes from, for error messages."""
+    """Return the configuration key and value that define an adapter, for error messages."""
     if lora.config.lora_path is not None:
         return f"{lora.key}.lora_path={lora.config.lora_path}"
     return f"{lora.key}.target_modules={lora.config.target_modules}"
@@ -332,14 +340,14 @@ def _load_config(path: str, lora: LoraSpec) -> peft.LoraConfig:
 
 
 def read_config(path: str, source: str) -> peft.LoraConfig:
-    """Return the settings of an adapter in a folder or on the Hub; `source` names it in error messages.
+    """Return the settings of an adapter in a folder or on the Hub. `source` names it in error messages.
 
     Raises:
-        ConfigError: there are none, or the adapter is more than a low-rank change of matrices.
+        ConfigError: there are none, or the adapter does more than add B·A to matrices.
     """
     try:
         config = peft.PeftConfig.from_pretrained(path)
-    except Exception as error:  # the boundary to peft, which raises whatever a malformed file leads to
+    except Exception as error:  # a malformed file makes peft raise anything
         raise ConfigError(
             f"{source} has no {CONFIG} that peft can read: {error}; use a folder with {CONFIG} and {WEIGHTS}."
             f"{suggest_folder(path)}"
@@ -364,7 +372,7 @@ def read_config(path: str, source: str) -> peft.LoraConfig:
             raise ConfigError(
                 f"{source} is not a plain LoRA adapter: {fault}; use one that only adds B·A to matrices{conversion}"
             )
-    # The values come from the file. Models are in evaluation mode, so that dropout has no effect.
+    # Values come from the file, so no initialization. Models are in evaluation mode, where dropout has no effect.
     config.lora_dropout, config.inference_mode, config.init_lora_weights = 0.0, False, True
     return config
 
@@ -373,28 +381,28 @@ OTHER_KINDS = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"),
     *("trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
 )
-"""Settings of peft that compute something else than W + B·A."""
+"""Settings of peft that compute something other than W + B·A."""
 
 
 def _changes_base(config: peft.LoraConfig) -> bool:
-    """Return whether the adapter was added to weights that its initialization had changed.
+    """Return True if the adapter's initialization changed the weights of its base.
 
     PiSSA moves the largest singular values of a matrix into the adapter and leaves the rest in the base, so the adapter
-    means nothing on the original weights. OLoRA, CorDA and LoftQ change the base, too; EVA and orthogonal do not.
+    means nothing on the original weights. OLoRA, CorDA and LoftQ change the base too. EVA and orthogonal do not.
     """
     init = config.init_lora_weights
     return isinstance(init, str) and init.partition("_")[0].lower() in ("pissa", "olora", "corda", "loftq", "lora")
 
 
 def read_tensors(path: str, source: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter in a folder or on the Hub, named as in peft's files.
+    """Return the tensors of an adapter in a folder or on the Hub, under their names in peft's files.
 
     Raises:
         ConfigError: there are none, or one has NaN or infinite values.
     """
     try:
         tensors: dict[str, torch.Tensor] = peft.load_peft_weights(path, device="cpu")
-    except Exception as error:  # the boundary to peft and the Hub
+    except Exception as error:  # peft and the Hub raise anything
         raise ConfigError(f"{source} has no {WEIGHTS} that can be read: {error}; save the adapter again") from error
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
@@ -404,14 +412,14 @@ def read_tensors(path: str, source: str) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _load_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy the tensors of peft's files into the adapter."""
+    """Copy tensors from peft's files into the adapter."""
     _check_tensors(model, tensors, source)
     for name, parameter in trained_parameters(model).items():
         parameter.copy_(tensors[_name_in_file(name)])
 
 
 def _check_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-    """Raise ConfigError if the tensors of peft's files are not those of the model's adapter."""
+    """Raise ConfigError if tensors from peft's files differ from the model's adapter in names or shapes."""
     expected = {_name_in_file(name): parameter for name, parameter in trained_parameters(model).items()}
     # peft saves a copy of the base's matrix beside an adapter of the head
     copies = {FILE_PREFIX + name: p for name, p in model.named_parameters() if ".base_layer." in name}
@@ -430,7 +438,7 @@ def _name_in_file(name: str) -> str:
 
 
 def _check_layers(model: PreTrainedModel, lora: LoraSpec) -> None:
-    """Raise ConfigError for adapters of other modules than linear ones, and of a head that is tied to embeddings."""
+    """Raise ConfigError if an adapter is on a module that is not linear, or on a head that is tied to embeddings."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     layers = adapter_layers(model)
     for path, layer in layers.items():

@@ -1,4 +1,4 @@
-"""Low-rank changes of matrices, and the names of their factors in a weight sync."""
+"""Low-rank changes of matrices, and the names of their factors in weight syncs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 LEFT, RIGHT = ".change_left", ".change_right"
-"""Suffixes that the factors of a change have after the name of the changed tensor."""
+"""Suffixes of the factors' names, after the name of the changed tensor."""
 
 
 class MatrixChange(NamedTuple):
@@ -17,12 +17,12 @@ class MatrixChange(NamedTuple):
     right: torch.Tensor  # (rank, columns) float32
 
     def apply(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the changed matrix, on the device of `weight`; the sum is computed in float32."""
+        """Return weight + left · right, summed in float32, in the dtype and on the device of `weight`."""
         left, right = (factor.to(weight.device) for factor in self)
         return (weight.float() + left @ right).to(weight.dtype)
 
     def name_factors(self, name: str) -> list[tuple[str, torch.Tensor]]:
-        """Return the factors with their names, for the change of the tensor `name`."""
+        """Return the (name, tensor) pairs of the factors that change the tensor `name`."""
         return [(name + LEFT, self.left), (name + RIGHT, self.right)]
 
 

@@ -1,4 +1,4 @@
-"""Estimates of the memory that a model takes."""
+"""Estimates of a model's memory, and the default size of a micro-batch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 MAX_TOKENS = {"cpu": 8192, "cuda": 16384}
-"""Maximum number of tokens in a pass by default: more are not faster."""
+"""Upper bound of the default number of tokens per pass. More are not faster."""
 
 MIN_TOKENS = 1024
-"""Tokens in a pass by default, however large the model: fewer would add gradients to its weights too often."""
+"""Lower bound of the same default, for any model: with fewer, passes spend their time adding up weight gradients."""
 
 MAX_ACTIVATION_BYTES = 1 << 30
-"""Memory for activations on a CPU by default."""
+"""Default memory for activations on a CPU."""
 
 
 def default_max_tokens(config: PretrainedConfig, device: torch.device) -> int:
@@ -23,20 +23,20 @@ def default_max_tokens(config: PretrainedConfig, device: torch.device) -> int:
 
 
 def activation_bytes_per_token(config: PretrainedConfig) -> int:
-    """Estimate the bytes that a layer-by-layer forward pass keeps of a token for the backward pass, in float32."""
+    """Estimate the float32 activation bytes per token that an eager forward pass keeps for the backward pass."""
     config = config.get_text_config()
     size = config.hidden_size
     return int(4 * config.num_hidden_layers * (18 * size + 4 * getattr(config, "intermediate_size", 4 * size)))
 
 
 def cache_bytes_per_token(model: PreTrainedModel, *, bf16: bool = False) -> int:
-    """Return the bytes of the keys and values of one token, in the dtype that the model computes in (`autocast`)."""
+    """Return the KV-cache bytes of one token, in the dtype that the model computes in (`loading.autocast`)."""
     dtype = torch.bfloat16 if bf16 and model.device.type == "cuda" else model.dtype
     return config_cache_bytes_per_token(model.config, dtype)
 
 
 def config_cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the keys and values of one token, of a model that is not loaded."""
+    """Return the KV-cache bytes of one token, for a model that is not loaded."""
     config = config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     n_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -1,4 +1,4 @@
-"""The memory of tensors, released on their device while their values are in host memory."""
+"""Offloading: release the device memory of tensors while their values wait in host memory."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
-BLOCK_BYTES = 1 << 26  # a power of two, to which PyTorch rounds pinned memory up
+BLOCK_BYTES = 1 << 26  # PyTorch rounds pinned memory up to a power of two
 
 
 class OffloadedTensors:
-    """Tensors whose values are in host memory, while the memory of the tensors themselves is released.
+    """Tensors whose values are in host memory while their own memory is released.
 
-    `restore` undoes it, bit for bit. The tensors stay the same objects, and what shares their memory shares it again
-    afterwards: tied weights, views, the shards of FSDP2. Until then, reading them crashes the process.
+    `restore` brings the values back bit for bit. The tensors stay the same objects, and tied weights, views and FSDP2's
+    shards share memory again as before. Until then, reading one of them crashes the process.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-        """Release the memory of the tensors that are on this kind of device, except that of files mapped into memory.
+        """Release the memory of all tensors on this type of device, except files mapped into memory.
 
         Raises:
             RuntimeError: the host has too little memory. Nothing is released.
@@ -34,13 +34,13 @@ class OffloadedTensors:
                 piece.copy_(values, non_blocking=self._is_pinned)
             copies.append((storage, pieces))
         _synchronize(device)
-        self.n_bytes = sum(storage.nbytes() for storage, _ in copies)  # that are released
+        self.n_bytes = sum(storage.nbytes() for storage, _ in copies)  # released, read before the sizes become 0
         for storage, _ in copies:
             storage.resize_(0)
         self._copies = copies
 
     def restore(self) -> None:
-        """Allocate the memory of the tensors and copy their values back. It may be called again after an error.
+        """Allocate the memory of the tensors and copy their values back. After an error, call it again to continue.
 
         Raises:
             RuntimeError: the device has too little memory.
@@ -55,14 +55,14 @@ class OffloadedTensors:
 
 
 class _HostMemory:
-    """Host memory in blocks, of which tensors take pieces."""
+    """Host memory in blocks, handed out in pieces."""
 
     def __init__(self, *, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
-        self._rest = torch.empty(0, dtype=torch.uint8)  # of the last block
+        self._rest = torch.empty(0, dtype=torch.uint8)  # free end of the last block
 
     def take(self, n_bytes: int) -> list[torch.Tensor]:
-        """Return consecutive pieces (n,) of `n_bytes` in all."""
+        """Return pieces (n,) with `n_bytes` in total."""
         pieces = []
         while n_bytes > 0:
             if not len(self._rest):
@@ -74,9 +74,9 @@ class _HostMemory:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Return the memory that PyTorch keeps for later tensors to the device, where other processes can use it."""
+    """Give PyTorch's cached memory back to the device, so that other processes can use it."""
     if device.type == "cuda":
-        torch.cuda.ipc_collect()  # of memory that receivers of a weight sync no longer use
+        torch.cuda.ipc_collect()  # memory that receivers of a weight sync have released
         torch.cuda.empty_cache()
 
 
@@ -86,7 +86,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:
-    """Return the distinct memory of those tensors that are on a kind of device and whose memory can be released."""
+    """Return the distinct storages of the tensors that are on this type of device and can be resized."""
     storages = {}
     for tensor in tensors:
         local = tensor.detach()
@@ -97,6 +97,6 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[tor
 
 
 def _pair(pieces: list[torch.Tensor], storage: torch.UntypedStorage) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each piece with the bytes of the storage that belong to it."""
+    """Return each piece with its bytes of the storage, in order."""
     content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return zip(pieces, content.split(list(map(len, pieces))), strict=True)

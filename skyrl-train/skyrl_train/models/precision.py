@@ -1,4 +1,4 @@
-"""Types of weights: trained ones are at least float32, whatever the type that they are loaded and exported in."""
+"""Dtypes of weights: train in float32, load and export in any dtype."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from skyrl_train.models.generation import default_generation_config, save_genera
 
 
 def train_in_float32(model: PreTrainedModel, *, is_empty: bool) -> dict[str, torch.dtype]:
-    """Make parameters of shorter types float32, in place, and return the types that they had, by name.
+    """Convert parameters of shorter dtypes to float32 in place, and return their previous dtypes by name.
 
-    A step of AdamW changes a weight by about the learning rate. A bfloat16 weight has 8 significant bits, so most steps
-    would leave it as it is. With `is_empty`, values are not copied, because they are written later.
+    A step of AdamW changes a weight by about the learning rate. A bfloat16 weight has 8 significant bits, so near 0.02
+    its neighbors are 1e-4 apart, and a step of 1e-6 would round to nothing. With `is_empty`, values are not copied,
+    because they are written later.
     """
     dtype, dtypes = model.dtype, {}
     for name, parameter in model.named_parameters():
@@ -22,12 +23,12 @@ def train_in_float32(model: PreTrainedModel, *, is_empty: bool) -> dict[str, tor
             dtypes[name] = parameter.dtype
             values = parameter.detach()
             parameter.data = torch.empty_like(values, dtype=torch.float32) if is_empty else values.float()
-    model.config.dtype = dtype  # of exports, which the configuration in a checkpoint describes
+    model.config.dtype = dtype  # a checkpoint's config.json describes exports, not the trained weights
     return dtypes
 
 
 def save_model(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Tensor] | None = None) -> None:
-    """Write a Hugging Face folder with these tensors, or else the model's own. Its configuration names their type.
+    """Write a Hugging Face folder with `tensors`, by default the model's own. Its config.json names their dtype.
 
     Transformers empties the dictionary.
     """
@@ -36,5 +37,5 @@ def save_model(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Te
         model.save_pretrained(folder, state_dict=tensors)
     save_generation_config(model, folder)
     if dtype != model.dtype:
-        model.config.dtype = dtype  # transformers has set that of the model
+        model.config.dtype = dtype  # save_pretrained has written the model's dtype
         model.config.save_pretrained(folder)

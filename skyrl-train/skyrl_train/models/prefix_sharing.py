@@ -1,9 +1,22 @@
-"""Prefix sharing: tokens that several rows begin with are computed once.
+"""Prefix sharing: compute a prefix that several rows share once.
 
-The samples of a group begin with the same prompt, and each row of a step-wise trajectory with the row before it. Every
-layer but attention computes each token of the tree of prefixes once; attention reads the tokens of each row from it.
+The samples of a group begin with the same prompt, and each row of a step-wise trajectory begins with the row before it.
+Such rows form a tree. A token of the tree stands for all tokens with the same id and the same tokens before them. These
+B = 3 rows have 8 tokens, and their tree has U = 6:
 
-The last layer computes only the tokens whose hidden states are needed, and of all others their keys and values.
+    row 0   5 6 7 8          token_ids      4 5 6 7 8 9
+    row 1   5 6 9            position_ids   0 0 1 2 3 2
+    row 2   4                index          row 0: 1 2 3 4    row 1: 1 2 5 .    row 2: 0 . . .
+
+The model runs on the tree as one row of U tokens. A causal model's hidden state depends only on a token, its position
+and the tokens before it, and these are equal for all rows that share it. So embeddings, norms, MLPs and projections
+compute each token once, packed and without padding. Only attention needs rows: it gathers the keys and values of each
+row through `index`, and computes the queries of the tokens that the row adds. Its result is scattered back to the tree.
+The invariant is `states[index[b, t]]` = the hidden state of token t of row b computed on its own, and
+`find_sharing_fault` tests it on every model that is loaded.
+
+On a CPU, the last layer computes keys and values of all tokens, but everything else only of the `wanted` ones
+(`models/last_layer.py`).
 """
 
 from __future__ import annotations
@@ -23,27 +36,26 @@ from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow, w
 from skyrl_train.models.sequence_parallel import SequenceGroup
 
 NAME = "skyrl_prefix_tree"
-BUCKET = 32  # tokens; positions and lengths in one attention call differ by less than this or a quarter
-SPAN = 192  # minimum queries of a call on a CPU, if there are so many; of fewer, the kernel takes 32 at a time
-TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value, in float32 and in shorter types
+BUCKET = 32  # tokens by which positions and lengths in one attention call may differ (a quarter of large lengths)
+SPAN = 192  # minimum queries per call on a CPU: with fewer, the kernel processes only 32 at a time
+TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value, in float32 and in shorter dtypes
 
 
 @dataclass(slots=True)
 class AttentionCall:
-    """The queries of one call of attention: T positions of the b rows of a bucket, and keys up to the last of them."""
+    """The queries of one attention call: T positions of the b rows of a bucket, with keys up to the last position."""
 
     positions: torch.Tensor  # (T,), ascending
     queries: torch.Tensor  # (b, T) indices into the tokens that have queries
-    n_keys: int
-    is_contiguous: bool  # the positions are 0, 1, … T - 1
+    n_keys: int  # last position + 1
+    is_contiguous: bool  # the positions are 0, 1, … T - 1, so a plain causal mask fits
     _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the mask (queries, keys) to add to the scores: 0 for the keys that a query sees, up to itself and
-        within the sliding window, and else -inf.
+        """Return the mask (T, n_keys) to add to the attention scores, or None if the call is plainly causal.
 
-        Return None for a plain causal mask. Masks hold numbers, because attention would convert a boolean mask, and
-        keep the copy, in every layer.
+        It is 0 for the keys that a query sees, up to itself and within the sliding window, and -inf for all others. It
+        is not boolean, because attention would convert a boolean mask, and keep the copy, in every layer.
         """
         if window is not None and self.n_keys <= window:
             window = None
@@ -63,31 +75,37 @@ class AttentionCall:
 class Bucket:
     """Rows of similar length that attend in the same calls."""
 
-    keys: torch.Tensor  # (b, L) indices into the tokens of the tree; beyond the end of a row, 0
+    keys: torch.Tensor  # (b, L) indices into the tokens of the tree, 0 beyond the end of a row
     calls: list[AttentionCall]
 
 
 class Queries:
-    """The calls of attention that compute chosen tokens of a tree."""
+    """The attention calls that compute chosen tokens of a tree.
+
+    Rows whose queries span similar positions share a bucket, and are padded to each other. The padding is computed and
+    ignored: `outputs` takes each token's result from one of the real queries. In the module's example, row 2 has one
+    query, row 0 four, and row 1 only one, for token 9 at position 2.
+    """
 
     def __init__(self, index: np.ndarray, is_query: np.ndarray, tokens: np.ndarray, device: torch.device) -> None:
-        """`index` (B, L) has the tokens of each row, of which `is_query` (B, L) marks those to compute there: at least
-        one for each of the `tokens` (M,), in ascending order.
+        """Plan calls for the rows in `index` (B, L).
+
+        `is_query` (B, L) marks the queries to compute. Each of the `tokens` (M,), ascending, needs at least one.
         """
         sizes = {}
         for row in np.flatnonzero(is_query.any(axis=1)).tolist():
             first, last = np.flatnonzero(is_query[row])[[0, -1]].tolist()
             sizes[row] = (_round_down(first), -_round_down(-last - 1))
-        outputs = np.zeros(len(tokens), dtype=np.int64)  # index of each token among the queries of all calls
+        outputs = np.zeros(len(tokens), dtype=np.int64)  # (M,) index of each token among the queries of all calls
         n_queries = 0
         self.buckets: list[Bucket] = []
         for _, members in groupby(sorted(sizes, key=sizes.__getitem__), key=sizes.__getitem__):
-            picked = np.array(list(members))
-            columns = np.flatnonzero(is_query[picked].any(axis=0))
+            picked = np.array(list(members))  # (b,)
+            columns = np.flatnonzero(is_query[picked].any(axis=0))  # positions where any of these rows has a query
             calls = []
             for positions in np.array_split(columns, max(1, len(columns) // SPAN) if device.type == "cpu" else 1):
                 slots = np.searchsorted(tokens, index[np.ix_(picked, positions)]).clip(max=len(tokens) - 1)  # (b, T)
-                is_real = is_query[np.ix_(picked, positions)]
+                is_real = is_query[np.ix_(picked, positions)]  # (b, T)
                 outputs[slots[is_real]] = n_queries + np.flatnonzero(is_real)
                 n_queries += slots.size
                 n_keys = int(positions[-1]) + 1
@@ -105,7 +123,7 @@ class Queries:
 
 
 class PrefixTree:
-    """The U distinct tokens of B rows: tokens with the same tokens before them are one."""
+    """The U distinct tokens of B rows. The module's docstring has an example."""
 
     def __init__(
         self,
@@ -113,9 +131,13 @@ class PrefixTree:
         device: torch.device,
         wanted: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """Build the tree of rows of token ids. Pass the rows (N,) and positions (N,) of the `wanted` tokens if hidden
-        states of others are not read.
+        """Build the tree of rows of token ids.
+
+        `wanted` are the rows (N,) and positions (N,) of the only tokens whose hidden states will be read. None reads
+        all.
         """
+        # In lexicographic order, no earlier row shares a longer prefix with a row than the one right before it. So
+        # comparing neighbors builds the whole tree.
         order, n_shared = sort_by_prefix(rows)
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         index = np.zeros((len(rows), max(lengths, default=0)), dtype=np.int64)
@@ -128,17 +150,18 @@ class PrefixTree:
             index[row, shared : lengths[row]] = np.arange(n_tokens, n_tokens + n_new)
             token_ids.append(rows[row][shared:])
             position_ids.append(np.arange(shared, lengths[row]))
-            # Tokens of a shared prefix need no queries here; where they are few, causal attention over all is faster.
+            # An earlier row has the queries of the shared prefix. If it is short, computing them again is faster: the
+            # row is then plainly causal, without a mask.
             starts[row] = shared if 4 * shared >= lengths[row] else 0
             n_tokens += n_new
             previous = row
         columns = np.arange(index.shape[1])
         is_query = (columns >= starts[:, None]) & (columns < lengths[:, None])
         self.queries = Queries(index, is_query, np.arange(n_tokens), device)
-        self.index = torch.from_numpy(index).to(device)  # (B, L) of each row's tokens; beyond the end of a row, 0
+        self.index = torch.from_numpy(index).to(device)  # (B, L) of each row's tokens, 0 beyond the end of a row
         self.token_ids = torch.from_numpy(np.concatenate([*token_ids, []]).astype(np.int64)).to(device)  # (U,)
         self.position_ids = torch.from_numpy(np.concatenate([*position_ids, []]).astype(np.int64)).to(device)  # (U,)
-        self.wanted: torch.Tensor | None = None  # (M,) the distinct tokens that are wanted, ascending
+        self.wanted: torch.Tensor | None = None  # (M,) distinct wanted tokens, ascending
         if wanted is not None:
             indices = tuple(part.cpu().numpy() for part in wanted)
             tokens = np.unique(index[indices])
@@ -150,20 +173,20 @@ class PrefixTree:
 
 
 def _round_down(n_tokens: int) -> int:
-    """Return a multiple of `BUCKET`, or of an eighth to a quarter of a large number."""
+    """Round down to a multiple of `BUCKET`, or of a power of two that is an eighth to a quarter of a large number."""
     unit = max(BUCKET, 1 << max(0, abs(n_tokens).bit_length() - 3))
     return n_tokens // unit * unit
 
 
 def sort_by_prefix(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
-    """Sort rows of token ids lexicographically; return the order, and how many tokens each shares with the last one."""
-    texts = [row.astype(">u4").tobytes() for row in rows]
+    """Return the lexicographic order of rows of token ids, and how many tokens each shares with the row before it."""
+    texts = [row.astype(">u4").tobytes() for row in rows]  # big-endian, so that bytes sort like numbers
     order = sorted(range(len(rows)), key=texts.__getitem__)
     return order, count_shared([rows[i] for i in order])
 
 
 def count_shared(rows: Sequence[np.ndarray]) -> list[int]:
-    """Return the number of tokens that each row shares with the beginning of the one before it."""
+    """Return the length of the prefix that each row shares with the row before it."""
     n_shared = [0] * len(rows)
     for i, (last, row) in enumerate(pairwise(rows), start=1):
         n = min(len(last), len(row))
@@ -173,14 +196,15 @@ def count_shared(rows: Sequence[np.ndarray]) -> list[int]:
 
 
 def remove_padding(sequences: torch.Tensor, attention_mask: torch.Tensor) -> list[np.ndarray]:
-    """Return the tokens of each row of (B, L)."""
+    """Return the tokens (n,) of each row of (B, L)."""
     masks = attention_mask.cpu().numpy().astype(bool)
     return [row[mask] for row, mask in zip(sequences.cpu().numpy(), masks, strict=True)]
 
 
 def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree, group: SequenceGroup | None = None) -> torch.Tensor:
-    """Return the final hidden states (M, H) of the wanted tokens of a tree, or of all if it has none; with `group`, of
-    this rank's slice (u, H) of all tokens.
+    """Return the final hidden states (M, H) of a tree's wanted tokens, or (U, H) if all are wanted.
+
+    With `group`, return this rank's slice (u, H) of all tokens.
     """
     token_ids, position_ids = tree.token_ids, tree.position_ids
     if group is not None:
@@ -201,8 +225,9 @@ def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree, group: Sequence
 
 @contextmanager
 def use_attention(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
-    """Use a registered attention function, by default that of prefix trees, also in layers that are computed again in
-    the backward pass.
+    """Switch a model to a registered attention function, by default the one for prefix trees.
+
+    With gradient checkpointing, the backward pass computes layers again and must be inside the context too.
     """
     config = model.config.get_text_config()
     previous = config._attn_implementation
@@ -232,9 +257,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention (1, U, heads, d) of each token of a tree to itself and the tokens before it.
 
-    The signature is that of transformers' attention functions; query is (1, heads, U, d). With `sequence_group`, query
-    and attention are those of this rank's slice. With `keys_and_values` of all tokens, they are those of the wanted
-    tokens (1, M, heads, d).
+    Transformers defines the signature. `query` is (1, heads, U, d). With `sequence_group`, queries and results cover
+    this rank's slice (u). With `keys_and_values` of all tokens, they cover the wanted tokens (M).
     """
     if softcap is not None or s_aux is not None:
         raise NotImplementedError("attention with capped scores or sinks")
@@ -256,9 +280,9 @@ def _attend(
 
     outputs = []
     for bucket in plan.buckets:
-        row_keys, row_values = rows(keys, bucket.keys), rows(values, bucket.keys)
+        row_keys, row_values = rows(keys, bucket.keys), rows(values, bucket.keys)  # (b, key heads, L, d)
         for call in bucket.calls:
-            mask = call.mask(sliding_window, values.dtype)
+            mask = call.mask(sliding_window, values.dtype)  # (T, n_keys) or None
             attended = scaled_dot_product_attention(
                 rows(queries, call.queries),
                 row_keys[:, :, : call.n_keys],
@@ -267,7 +291,7 @@ def _attend(
                 is_causal=mask is None,
                 scale=scaling,
                 enable_gqa=True,
-            )
+            )  # (b, heads, T, d)
             outputs.append(attended.transpose(1, 2).flatten(0, 1))  # (b · T, heads, d)
     states = torch.cat(outputs).index_select(0, plan.outputs)  # (U or M, heads, d)
     if sequence_group is not None:
@@ -280,10 +304,11 @@ AttentionInterface.register(NAME, _attend)
 
 @torch.no_grad()
 def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = None) -> str | None:
-    """Return why rows of a model cannot share prefixes, with tokens divided among the ranks of `group`; None if they
-    can. Some architectures mix neighboring tokens.
+    """Return why rows of a model cannot share prefixes, or None if they can.
 
-    If they can, but hidden states change when the last layer computes the wanted tokens only, let it compute all.
+    Some architectures mix neighboring tokens outside of attention, e.g. with convolutions. The test compares four short
+    rows with the same rows computed separately. With `group`, its ranks divide the tokens. If only the narrowed last
+    layer changes hidden states, it is widened again and sharing stays on.
 
     Raises:
         ConfigError: the heads of the model cannot be divided among the ranks.
@@ -312,7 +337,7 @@ def _find_fault(
     expected: Sequence[torch.Tensor],
     group: SequenceGroup | None = None,
 ) -> str | None:
-    """Return how the hidden states of a tree at the `indices` differ from the `expected` ones; None if they do not."""
+    """Return how a tree's hidden states at the `indices` differ from the `expected` ones, or None if they agree."""
     tolerance = TOLERANCE if model.dtype == torch.float32 else LOW_PRECISION_TOLERANCE
     try:
         states = tree_hidden_states(model, tree, group).float()

@@ -1,4 +1,4 @@
-"""A model and its head as one module, which a strategy may wrap."""
+"""A model and its head as one module, for a strategy to wrap."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Scorer(torch.nn.Module):
 
     scores_type: type[TokenScores | ValueScores] = TokenScores
     shares_prefixes = False
-    """True if tokens that several rows of a micro-batch begin with are computed once."""
+    """True if a prefix that several rows of a micro-batch share is computed once."""
 
     export_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
-    """Types of the tensors of exports and weight syncs, by name, where weights are trained in another one."""
+    """Dtypes of tensors in exports and weight syncs, by name, where they differ from the trained weights."""
 
     @property
     @abstractmethod
     def hf_model(self) -> PreTrainedModel:
-        """The Hugging Face model, or one on the meta device that describes weights in another form."""
+        """The Hugging Face model. If weights have another form, a model on the meta device that describes them."""
 
 
 class ScoringModule(Scorer):
-    """A scorer with a language model, a critic or a reward model of Hugging Face.
+    """A scorer with a Hugging Face language model, critic or reward model.
 
-    One forward pass calls body and head, so that FSDP gathers the parameters of both, and the head runs on trained
-    positions only.
+    Body and head run in one forward pass, so FSDP gathers the parameters of both. The head runs on trained positions
+    only.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class ScoringModule(Scorer):
         is_critic: bool = False,
         sequence_group: SequenceGroup | None = None,
     ) -> None:
-        """Divide logits by `temperature`; with `entropy_grad`, make entropies differentiable (two more values per
-        logit). The ranks of `sequence_group` get the same rows, and divide their tokens.
+        """Divide logits by `temperature`. `entropy_grad` makes entropies differentiable, at a cost of two more values
+        per logit. The ranks of `sequence_group` get the same rows and divide their tokens.
         """
         super().__init__()
         self.model = model
@@ -86,11 +86,10 @@ class ScoringModule(Scorer):
         )
 
     def probe(self, source: str | None = None) -> None:
-        """Find out with a few tokens if rows can share prefixes.
+        """Run a few tokens to find out if rows can share prefixes, and to check the head if there is a `source`.
 
         Raises:
-            ConfigError: `source` names a model whose head is not supported, or tokens of the model cannot be divided
-                among ranks.
+            ConfigError: the model's head is not supported, or its tokens cannot be divided among ranks.
         """
         fault = find_sharing_fault(self.model, self._sequence_group)
         self.shares_prefixes = fault is None
@@ -119,9 +118,9 @@ def response_values(
     shares_prefixes: bool = False,
     group: SequenceGroup | None = None,
 ) -> torch.Tensor:
-    """Return values (B, R) of the states in which the tokens with `loss_mask` 1 were sampled, exactly 0 elsewhere.
+    """Return values (B, R) at the tokens with `loss_mask` 1, exactly 0 elsewhere.
 
-    The value at a token is that of its prefix, without the token itself.
+    The value at a token is the value of the state before it: of its prefix, without the token itself.
     """
     hidden, mask = hidden_before(model, sequences, attention_mask, loss_mask, shares_prefixes, group)  # (N, H)
     value_head = cast(torch.nn.Linear, model.score)

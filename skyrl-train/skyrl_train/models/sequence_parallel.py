@@ -1,7 +1,9 @@
-"""Sequence parallelism: ranks that hold the same rows compute a slice of their tokens each.
+"""Sequence parallelism: ranks with the same rows each compute a slice of the tokens.
 
-Attention reads all tokens of a row, but computes each head separately. Before it, the ranks exchange tokens for heads,
-and after it heads for tokens (DeepSpeed-Ulysses, Jacobs et al., 2023, arXiv:2309.14509).
+Only attention needs all tokens of a row, and it computes each head separately. So the ranks exchange tokens for heads
+before attention, and heads for tokens after it (DeepSpeed-Ulysses, Jacobs et al., 2023, arXiv:2309.14509). With 2
+ranks, 10 tokens and 4 heads, a rank has tokens 0-4 with all 4 heads, then heads 0-1 of all 10 tokens, then tokens 0-4
+with all heads again.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from skyrl_train.errors import ConfigError
 
 
 class SequenceGroup:
-    """The ranks that divide the tokens of a micro-batch into equal slices, of which this rank computes one.
+    """The ranks that divide the tokens of a micro-batch into equal slices, one for each rank.
 
-    U is the number of tokens, u that of a slice: U / size, rounded up. The last slices end with padding.
+    U is the number of tokens, u = ⌈U / size⌉ the length of a slice. The last slices end with padding.
     """
 
     def __init__(self, group: dist.ProcessGroup, key: str) -> None:
-        """Use the ranks of a process group; `key` is the configuration key of its size, for error messages."""
+        """Use the ranks of a process group. `key` is the configuration key of its size, for error messages."""
         self._group = group
         self.size = group.size()
         self.setting = f"{key}={self.size}"
@@ -44,10 +46,10 @@ class SequenceGroup:
     def tokens_to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, n_tokens: int
     ) -> list[torch.Tensor]:
-        """Exchange all heads of this rank's tokens, (u, heads, d) each, for a part of the heads of all U = `n_tokens`.
+        """Exchange all heads of this rank's tokens, (u, heads, d) each, for a share of the heads of all U tokens.
 
-        Query heads come with the heads of the keys and values that they read, which several ranks get if there are
-        fewer of them than ranks.
+        U is `n_tokens`. A rank gets its query heads together with the key and value heads that they read. If there are
+        fewer key and value heads than ranks, several ranks get a copy of the same head.
 
         Raises:
             ConfigError: the number of query heads is not a multiple of the number of ranks.
@@ -66,7 +68,7 @@ class SequenceGroup:
         return [states.unflatten(1, part.shape[2:]) for states, part in zip(columns, parts, strict=True)]
 
     def heads_to_tokens(self, states: torch.Tensor) -> torch.Tensor:
-        """Exchange a part of the heads of all tokens (U, heads, d) for all heads of this rank's tokens (u, …)."""
+        """Exchange a share of the heads of all tokens (U, heads, d) for all heads of this rank's tokens (u, …)."""
         n_tokens = len(states)
         n_padding = self.size * self._slice_length(n_tokens) - n_tokens
         padded = torch.nn.functional.pad(states, (0, 0, 0, 0, 0, n_padding))
@@ -79,7 +81,7 @@ class SequenceGroup:
         return received
 
     def gather(self, states: torch.Tensor, n_tokens: int) -> torch.Tensor:
-        """Return the states (U, …) of all tokens, detached, from those of each slice (u, …)."""
+        """Gather the slices (u, …) of all ranks, and return the states of all tokens (U, …), detached."""
         parts = [torch.empty_like(states) for _ in range(self.size)]
         dist.all_gather(parts, states.detach().contiguous(), group=self._group)
         return torch.cat(parts)[:n_tokens]
@@ -90,10 +92,10 @@ class SequenceGroup:
 
 
 def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of the ranks' values, for a loss that each rank computes from all of them.
+    """Return the sum of the ranks' values, for a loss that each rank computes from the total.
 
-    Gradients are not summed: each rank differentiates the same loss in its own values, and gradients of parameters add
-    up over all ranks, so every token counts once.
+    Gradients are not summed. Each rank differentiates the same loss in its own values, and the parameters' gradients
+    are summed over all ranks later, so every token counts once.
     """
     total: torch.Tensor = _Sum.apply(values, group)
     return total
@@ -111,7 +113,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Exchange.forward(ctx, grad, ctx.group), None  # gradients return to where the values came from
+        return _Exchange.forward(ctx, grad, ctx.group), None  # the exchange is its own inverse
 
 
 class _Sum(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The files of a model's weights. Imports neither torch nor transformers."""
+"""The weight files of a model folder. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
 def suggest_folder(path: str) -> str:
-    """Return a sentence that suggests a folder with a name like a missing one's; empty if there is none beside it, or
-    `path` exists.
+    """Return a sentence that suggests the sibling folder with the most similar name to a missing one.
+
+    It is empty if no name is similar, or if `path` exists.
     """
     folder = Path(path)
     try:
@@ -25,10 +26,10 @@ def suggest_folder(path: str) -> str:
 
 
 def list_weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that belong to the model in a folder, none if it has no such weights.
+    """Return the safetensors files of the model in a folder, an empty list if it has none.
 
-    Other files may lie beside them: Mistral's repositories have the weights a second time as
-    `consolidated.safetensors`, with other names.
+    The folder may have more safetensors files: Mistral's repositories hold the weights a second time, as
+    `consolidated.safetensors` with other tensor names.
     """
     if (folder / INDEX).is_file():
         weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -37,8 +38,9 @@ def list_weight_files(folder: Path) -> list[Path]:
 
 
 def find_damaged_weights(folder: Path) -> str | None:
-    """Return why the safetensors files of a model are incomplete, as after an interrupted download, and the fix; None
-    if they are whole. Reads their headers only.
+    """Return why a model's safetensors files are incomplete and how to fix it, or None if they are complete.
+
+    An interrupted download leaves such files. Only headers are read.
     """
     again = "download or save the model again"
     try:

@@ -1,1 +1,1 @@
-"""Conversations as text and tokens, for every kind of training: RL, SFT, preferences and the endpoint of agents."""
+"""Render conversations as text and tokens, for RL, SFT, preferences and the agents' endpoint."""

@@ -1,4 +1,4 @@
-"""Messages as chat templates expect them. Imports neither torch nor transformers."""
+"""Prepare messages for chat templates. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from skyrl_gym.tools.calls import parse_arguments
 from skyrl_train.errors import DataError
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation"})
-"""Roles that templates of published models write. Others are used if the template names them."""
+"""Roles in the templates of published models. Any other role is accepted if the template names it."""
 
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message with the thought before the answer. Qwen's templates read the first, gpt-oss's the last."""
+"""Fields of a message that may hold the thought. Qwen's templates read the first, gpt-oss's the last."""
 
 MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def check_media(row: Mapping[str, Any], location: str) -> None:
-    """Raise DataError for a row with a column of images or other media."""
+    """Raise DataError if a row has a column with images or other media."""
     for name in MEDIA_FIELDS:
         if row.get(name):
             raise DataError(f"{location} has a column {name!r}, which models here do not read; remove the column")
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return a value without the fields that a table fills with null because another row has them.
+    """Drop null fields, because a table fills a field with null in every row that lacks it.
 
-    `content` of a message stays: OpenAI writes null there beside tool calls.
+    The `content` of a message stays, because OpenAI writes null there beside tool calls.
     """
     if isinstance(value, list):
         return [drop_nulls(item) for item in value]
@@ -44,10 +44,10 @@ def drop_nulls(value: Any) -> Any:
 def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return copies of messages in the form that every chat template reads.
 
-    Fields that are null are dropped. Arguments of tool calls become objects. Nulls inside them are kept, because the
-    file reader has already dropped the table's. Text parts are joined into one string: templates disagree on parts, and
-    Qwen3's writes none of them. A thought is written to every field that a template may read it from, except `thinking`
-    beside content and tool calls.
+    - Null fields are dropped.
+    - Arguments of tool calls become objects. Their nulls stay, because the file reader has already dropped the table's.
+    - Text parts are joined to one string, because templates disagree on parts. Qwen3's writes none of them.
+    - A thought is written to every field that a template may read, except to `thinking` beside content and tool calls.
 
     Raises:
         DataError: a message has an image, a video or audio.
@@ -73,41 +73,41 @@ def _prepare(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     elif content is None and "tool_calls" in prepared:
         prepared["content"] = ""
     if thought := find_thought(prepared):
-        # gpt-oss's template, the one that reads `thinking`, raises if a message has it, content and tool calls
+        # gpt-oss's template reads `thinking`, and raises if a message also has content and tool calls.
         adds_thinking = not (prepared.get("content") and prepared.get("tool_calls"))
         prepared |= {name: thought for name in THOUGHT_FIELDS if name != "thinking" or adds_thinking}
     return prepared
 
 
 def find_thought(message: Mapping[str, Any]) -> str | None:
-    """Return the thought in a field of a message."""
+    """Return the thought in a field of a message, or None."""
     return next((str(message[name]) for name in THOUGHT_FIELDS if message.get(name)), None)
 
 
 def get_function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the name and the arguments of a tool call, in OpenAI's form or without the level `function`."""
+    """Return the name and arguments of a tool call, in OpenAI's form or without the level `function`."""
     function: Mapping[str, Any] = call.get("function", call)
     return function
 
 
 def replace_function(call: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """Return a tool call with another name or other arguments."""
+    """Return a copy of a tool call with another name or other arguments."""
     function = {**get_function(call), **fields}
     return {**call, "function": function} if "function" in call else function
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template expects tool calls: arguments as text or object, empty content as null or ''."""
+    """The form in which a template expects tool calls: arguments as text or object, empty content as null or ''."""
 
-    arguments_are_text: bool  # JSON as text, which DeepSeek V3's and R1's templates join to other text
-    content_is_null: bool  # beside calls, if it is empty; the same templates write no calls otherwise
+    arguments_are_text: bool  # DeepSeek V3's and R1's templates concatenate them, so they must be JSON text
+    content_is_null: bool  # the same templates write calls only if the content is null
 
     def write(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return prepared messages in this form.
 
         Raises:
-            DataError: a message has content beside its calls, and the template writes the calls without it only.
+            DataError: a message has content beside its calls, and the template writes only one of them.
         """
         written = []
         for index, message in enumerate(messages):
@@ -127,7 +127,7 @@ class CallForm:
 
 
 CALL_FORMS = tuple(CallForm(is_text, is_null) for is_null in (False, True) for is_text in (False, True))
-"""The forms that templates of published models read. Most read the first."""
+"""Forms that templates of published models expect. Most expect the first."""
 
 
 def _write_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """Chat templates: conversations as text, and the token ids of text that follows other text.
 
 Published templates differ in how they write thoughts, tool calls and past turns. `ChatTemplate` does not parse them. It
-renders a conversation a second time with placeholders (`MARK`) in place of some of its text, and looks where they are.
+renders a conversation a second time with placeholders (`MARK`) for some of its text, and looks where they end up.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from skyrl_train.rendering.messages import (
     replace_function,
 )
 
-# placeholders for text of a message, to find its position in the rendered text; random, so no message contains them
+# Placeholders for a message's text, to find where the template writes it. Random, so that no message contains them.
 MARK, LAST_MARK, THOUGHT_MARK, CALL_MARK = (
     name + token_hex(8) for name in ("ASSISTANTTURN", "LASTMESSAGE", "ASSISTANTTHOUGHT", "ASSISTANTCALL")
 )
-ANCHORS = ("\n", ".", "a")  # text that a fragment can follow if it would merge with its real context
-MAX_TAIL_CHARS = 1000  # end of a context that is searched for its last special token
+ANCHORS = ("\n", ".", "a")  # stand-ins for a context whose end would merge with the fragment after it
+MAX_TAIL_CHARS = 1000  # length of a context's end that is searched for the last special token
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An assistant's turn: the prompt that the model reads and the answer that it learns to write."""
+    """An assistant's turn: the prompt that the model reads, and the answer that it learns to write."""
 
     prompt: str
     answer: str
@@ -49,7 +49,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class SplitContent:
-    """An assistant's message, split into its thought and its answer."""
+    """An assistant's message, split into thought and answer."""
 
     thought: str | None
     answer: str
@@ -57,7 +57,7 @@ class SplitContent:
 
     @property
     def texts(self) -> dict[str, str]:
-        """The nonempty parts, without the white space around them, which templates may drop."""
+        """The nonempty parts without surrounding white space, because templates may drop it."""
         parts = {"thought": (self.thought or "").strip(), "content": self.answer.strip()}
         return {part: text for part, text in parts.items() if text}
 
@@ -71,24 +71,24 @@ class ChatTemplate:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Use `template` instead of the tokenizer's own, if given, and pass it `variables`."""
+        """Use `template`, by default the tokenizer's own, and pass it `variables`."""
         self.tokenizer = tokenizer
         self.options: dict[str, Any] = {"chat_template": template, **(variables or {})}
         source = self.options["chat_template"] or tokenizer.chat_template
         self._source = "\n".join(source.values()) if isinstance(source, Mapping) else str(source)
-        # other tags, such as a <reasoning> that the task asks for, are visible text to this model
+        # All other tags are visible text to this model, such as a <reasoning> that the task asks for.
         self._thought_tags = {
             opening: closing
             for opening, closing in THOUGHT_TAGS.items()
             if opening in self._source or closing in self._source
         }
-        self._call_form: CallForm | None = None  # of this template, once it has rendered a call
+        self._call_form: CallForm | None = None  # known once the template has rendered a call
         self._added_tokens = list(tokenizer.get_added_vocab())
 
     # -- text
 
     def check_roles(self, messages: Messages) -> None:
-        """Raise DataError for a role that neither this template nor published ones use, such as "human"."""
+        """Raise DataError for a role that no published template and not this one uses, such as "human"."""
         for index, message in enumerate(messages):
             role = message["role"]
             if role not in ROLES and role not in _string_literals(self._source):
@@ -98,7 +98,7 @@ class ChatTemplate:
                 )
 
     def check_tools(self, messages: Messages, tools: Sequence[Any]) -> None:
-        """Raise DataError if the template does not write the schemas of tools."""
+        """Raise DataError if the template ignores tools."""
         with_tools, without = (self.render(messages, given, adds_header=True) for given in (tools, None))
         if with_tools == without:
             raise DataError(
@@ -116,7 +116,7 @@ class ChatTemplate:
         return self._apply(self.prepare(messages, tools), tools, adds_header=adds_header)
 
     def prepare(self, messages: Messages, tools: Sequence[Any] | None = None) -> list[dict[str, Any]]:
-        """Return messages in the form that this template reads, see `prepare_messages`.
+        """Return messages in the form that this template reads: `prepare_messages`, with calls in its `CallForm`.
 
         Raises:
             DataError: a message has an image, a video or audio, or the template does not write tool calls.
@@ -130,9 +130,9 @@ class ChatTemplate:
         return self._call_form.write(prepared)
 
     def _find_call_form(self, prepared: list[dict[str, Any]], index: int, tools: Sequence[Any] | None) -> CallForm:
-        """Return the first form of the tool calls of message `index` that the template writes.
+        """Return the first form in which the template writes the tool calls of message `index`.
 
-        It has to write the name and the arguments of a call, and the arguments not as a Python object, `{'a': True}`.
+        A form fits if the text has the call's name and arguments, and the arguments are not Python (`{'a': True}`).
         """
         name, argument = CALL_MARK + "NAME", CALL_MARK + "ARGUMENT"
         call = replace_function(prepared[index]["tool_calls"][0], name=name, arguments={argument: True})
@@ -162,7 +162,7 @@ class ChatTemplate:
                     prepared, tokenize=False, add_generation_prompt=adds_header, **options
                 )
             )
-        except Exception as error:  # the boundary of a template, which may raise anything
+        except Exception as error:  # templates raise anything
             roles = ", ".join(str(message.get("role")) for message in prepared)
             raise DataError(
                 f"the chat template refuses messages with the roles {roles or 'none'} ({describe_error(error)}); "
@@ -172,12 +172,12 @@ class ChatTemplate:
     def prompt(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
         """Return the text that the model continues.
 
-        A last message of the assistant is the beginning of its reply, and the model continues its content. A thought
-        beside it, in a field or between tags, is complete. A thought that the content opens and does not close is
-        continued.
+        If the last message is from the assistant, it is the beginning of the reply, and the model continues its
+        content. A thought in a field or between tags is complete. If the content opens a thought without closing it,
+        the model continues the thought.
 
         Raises:
-            DataError: the last message has tool calls, which nothing can continue, or the template does not write it.
+            DataError: the last message has tool calls, so it cannot be continued, or the template does not write it.
         """
         if messages[-1]["role"] != "assistant":
             return self.render(messages, tools, adds_header=True)
@@ -205,12 +205,12 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         start: Mapping[str, Any] | None = None,
     ) -> Turn:
-        """Return the prompt and the answer of an assistant's message.
+        """Return the prompt and the answer of the assistant's message at `index`.
 
-        With `start`, the prompt ends with this message of the assistant, which begins the one at `index`.
+        `start` is an assistant's message with the beginning of that answer. It then belongs to the prompt.
 
         Raises:
-            DataError: the template does not write a part of the message, or not after the header.
+            DataError: the template does not write a part of the message, or does not write it after the header.
         """
         past = list(messages[:index])
         header, reply = self._render_reply(past, prepare_messages([messages[index]])[0], tools)
@@ -224,9 +224,9 @@ class ChatTemplate:
         return Turn(prompt, text[len(prompt) :])
 
     def _render_reply(self, past: Messages, message: Mapping[str, Any], tools: Sequence[Any] | None) -> tuple[str, str]:
-        """Return the prompt of generation, and a prepared message as the reply that continues it.
+        """Return the generation prompt, and a prepared message as the reply that continues it.
 
-        Templates write a finished turn in another way than the prompt of generation and a reply (␣ is a space):
+        A template may write a finished turn differently from a generation prompt plus reply (␣ is a space):
 
             template       end of the prompt             finished turn               reply
             ChatML         2+2?<end>assistant\\n          2+2?<end>assistant\\n4<end>  4<end>
@@ -234,8 +234,10 @@ class ChatTemplate:
             Qwen3, closed  2+2?<bot><think>\\n</think>\\n  2+2?<bot>4<end>             4<end>
             Mistral v0.3   Be brief. 2+2?[/INST]         2+2?[/INST]␣4</s>           ␣4</s>
 
-        The reply is what follows the header in the finished turn. If the two texts differ before it, they are compared
-        from the end of the last message on, and without the thought that the header opens or closes.
+        The reply is the text after the header (the generation prompt) in the finished turn. If the two texts already
+        differ within the header, they are compared from the end of the last message on, without a thought tag that the
+        header opens or closes. If the header opens a thought, the reply must close it, even if the template drops the
+        thought of a finished turn, as R1's does.
         """
         index = len(past)
         split = self._split_thought(message, index)
@@ -260,7 +262,7 @@ class ChatTemplate:
                 if "thought" in lost:
                     reply = f"{thought}\n" + reply.lstrip("\n")
                     lost.remove("thought")
-        # Hunyuan's template reads the content "It is <answer>4</answer>", and writes "4"
+        # Hunyuan's template turns the content "It is <answer>4</answer>" into "4".
         lost |= {f"whole {part}" for part, text in split.texts.items() if part not in lost and text not in reply}
         if lost:
             raise DataError(
@@ -272,10 +274,10 @@ class ChatTemplate:
     def _find_lost_parts(
         self, past: Messages, message: Mapping[str, Any], split: SplitContent, tools: Sequence[Any] | None
     ) -> set[str]:
-        """Return the parts of a message that the template does not read: its thought, its content, or a call.
+        """Return the parts of a message that the template drops: its thought, its content, or a call.
 
-        The text does not show it: a thought "4" is in the content "2 + 2 = 4". The message is therefore rendered with a
-        placeholder for each part.
+        A search for the parts in the text would not do: a thought "4" is also in the content "2 + 2 = 4". So the
+        message is rendered with a placeholder for each part.
         """
         marks = {"thought": THOUGHT_MARK, "content": MARK + "CONTENT"}
         parts = [(part, marks[part]) for part in split.texts]
@@ -297,7 +299,7 @@ class ChatTemplate:
     def _reply_after_rewritten_prompt(
         self, past: Messages, message: Mapping[str, Any], tools: Sequence[Any] | None, header: str
     ) -> str:
-        """Return the reply if the finished turn does not begin with `header`, the prompt of generation."""
+        """Return the reply if the finished turn does not begin with `header`, the generation prompt."""
         *earlier, last = prepare_messages(past)
         marked = [*earlier, {**last, "content": (last["content"] or "") + LAST_MARK}]
         _, found, end = self.render(marked, tools, adds_header=True).rpartition(LAST_MARK)
@@ -320,8 +322,8 @@ class ChatTemplate:
     def _split_thought(self, message: Mapping[str, Any], index: int) -> SplitContent:
         """Return the thought and the answer of a prepared message.
 
-        A content with only a closing tag begins with a thought. R1-style models write such replies, since their header
-        has the opening tag.
+        If the content has only a closing tag, it begins with a thought. R1-style models write such replies, because
+        their header has the opening tag.
 
         Raises:
             DataError: the content opens a thought and does not close it, has text before its thought or a second tag,
@@ -352,19 +354,19 @@ class ChatTemplate:
     # -- tokens
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of text that begins a sequence."""
+        """Return the token ids of text at the beginning of a sequence."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def encode_after(self, context: str, fragment: str) -> list[int]:
-        """Return the token ids of `fragment` where it follows `context`.
+        """Return the token ids of `fragment` after `context`.
 
-        A fragment alone may have other tokens. SentencePiece marks the beginning of a text with a space: Llama's
-        tokenizer writes "It is" as `▁It ▁is`, but as `It ▁is` after "<|assistant|>\\n". The fragment is therefore
-        tokenized together with the context since its last special token, where every tokenizer starts anew, and the
+        Alone, a fragment may have other tokens. SentencePiece marks the beginning of a text with a space: Llama's
+        tokenizer writes "It is" as `▁It ▁is`, but as `It ▁is` after "<|assistant|>\\n". So the fragment is tokenized
+        together with the end of the context, from the last special token on, because tokenizers restart there. Then the
         tokens of the context are cut off.
 
-        That fails if the fragment merges with the end of the context, e.g. two line ends to one token. The model was
-        given the context's own tokens, so the fragment is then tokenized after a character that it does not merge with.
+        This fails if the fragment merges with the end of the context, e.g. two line ends to one token. The model has
+        read the context's own tokens, so the fragment is then tokenized after a character that it does not merge with.
         """
         if not fragment:
             return []
@@ -378,11 +380,11 @@ class ChatTemplate:
 
 
 def _strip_opening(reply: str, opening: str) -> str:
-    """Remove the tag that opens a thought from the beginning of a reply, if it is there."""
+    """Remove the opening tag of a thought from the beginning of a reply, if it is there."""
     stripped = reply.lstrip()
     return stripped.removeprefix(opening).removeprefix("\n") if stripped.startswith(opening) else reply
 
 
 def _string_literals(source: str) -> set[str]:
-    """Return the text of the string literals in a template's expressions."""
+    """Return the string literals in a template's expressions."""
     return {str(value)[1:-1] for _, kind, value in Environment(autoescape=True).lex(source) if kind == "string"}

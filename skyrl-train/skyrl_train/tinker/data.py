@@ -1,4 +1,4 @@
-"""Trajectories as training data of a Tinker service."""
+"""Convert trajectories to training data of a Tinker service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl_train.types import Segment, Trajectory
 
 
 def apply_overlong_filtering(segment: Segment, max_sequence_length: int) -> Segment:
-    """Return a segment that is longer than `max_sequence_length` truncated, with a loss mask of 0; others unchanged.
+    """Truncate a segment that is longer than `max_sequence_length`, and set its loss mask to 0. Others stay as is.
 
     Source: overlong filtering in DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.4.
     """
@@ -33,7 +33,7 @@ def apply_overlong_filtering(segment: Segment, max_sequence_length: int) -> Segm
 
 
 def grpo_advantages(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Return the advantage of each valid trajectory over the valid ones of its prompt."""
+    """Return the GRPO advantage of each trajectory. All of them must be valid."""
     if not trajectories:
         return []
     rewards = torch.tensor([[t.total_reward] for t in trajectories], dtype=torch.float32)  # (B, 1)
@@ -45,9 +45,10 @@ def grpo_advantages(trajectories: Sequence[Trajectory]) -> list[float]:
 def training_data(
     trajectories: Sequence[Trajectory], max_sequence_length: int
 ) -> tuple[list[tinker.Datum], dict[str, float]]:
-    """Return the data of a step, for the loss `ppo`, and metrics. Invalid trajectories are in no baseline and no datum.
+    """Return the data of a step for the loss `ppo`, and metrics.
 
-    A segment without advantage or trained token has no datum. `advantage/*` are over all valid trajectories.
+    Invalid trajectories are in no baseline and no datum. A segment with advantage 0 or without a trained token has no
+    datum. The metrics `advantage/*` cover all valid trajectories.
 
     Raises:
         EngineError: the service reported no log-probs.
@@ -69,7 +70,7 @@ def training_data(
 
 
 def _datum(segment: Segment, advantage: float) -> tinker.Datum:
-    """Return the datum of a segment; the target of a position is the next token."""
+    """Return the datum of a segment. The target at a position is the next token."""
     if segment.logprobs is None:
         raise EngineError(
             "the Tinker service reported no log-probs, which the loss ppo needs; check the sampling client"

@@ -1,4 +1,4 @@
-"""A Tinker service as rollout engine."""
+"""Sample rollouts with a Tinker service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEED_MASK = 2**31 - 1
 
 
 class TinkerEngine:
-    """The part of `InferenceEngine` that a generator calls, on a Tinker sampling client that changes with each step."""
+    """The part of `InferenceEngine` that a generator calls, on a Tinker sampling client. Each step loads its own."""
 
     def __init__(self, context_length: int) -> None:
         self.info = EngineInfo(context_length, context_length)
@@ -23,15 +23,15 @@ class TinkerEngine:
         self._version = 0
 
     def load(self, client: tinker.SamplingClient, version: int) -> None:
-        """Sample from new weights."""
+        """Sample from new weights from now on."""
         self._client, self._version = client, version
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
-        """Return one result for each request, in order; EngineError if a request has other settings than Tinker's."""
+        """Return one result per request, in order, or raise EngineError for settings that Tinker does not support."""
         return list(await asyncio.gather(*map(self._sample, requests)))
 
     async def end_session(self, session_id: str) -> None:
-        """Do nothing: Tinker has no sessions."""
+        """Do nothing, because Tinker has no sessions."""
 
     async def _sample(self, request: EngineRequest) -> EngineResult:
         sampling = request.sampling

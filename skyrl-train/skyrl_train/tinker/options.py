@@ -1,4 +1,4 @@
-"""The command line of a run with a Tinker service."""
+"""Command line of a run with a Tinker service."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from skyrl_train.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TinkerOptions:
-    """The options of a run. Names that `generator.*` has too mean the same.
+    """Options of a run. Options with the name of a `generator.*` key have its meaning.
 
-    Subclasses add options (numbers or strings), change defaults and extend `settings`. A field with `init=False` is no
-    option; they set it in `__post_init__`.
+    Subclasses add options (numbers or strings), change defaults and extend `settings`. A field with `init=False` is not
+    an option. Set it in `__post_init__`.
 
-    max_sequence_length: tokens of prompt and response together; longer sequences are truncated and not trained on.
-    tokenizer: folder or name of the tokenizer; the model's by default.
+    max_sequence_length: maximum tokens of prompt and response. Longer sequences are truncated and not trained on.
+    tokenizer: folder or name of the tokenizer. Defaults to the model's.
     """
 
     train_data: str
@@ -57,11 +57,11 @@ class TinkerOptions:
             )
 
     def config(self) -> SkyRLConfig:
-        """Return the configuration of the generator and of evaluations; ConfigError for settings that do not fit."""
+        """Return the configuration of generator and evaluations, or raise ConfigError for settings that do not fit."""
         return load_config(self.settings())
 
     def settings(self) -> dict[str, Any]:
-        """Return the keys of the configuration that differ from their defaults, nested."""
+        """Return the configuration keys that differ from their defaults, nested."""
         sampling = {"max_generate_length": self.max_generate_length, "temperature": 1.0}
         return {
             "data": {"train_data": [self.train_data], "val_data": [self.eval_data] if self.eval_data else []},
@@ -90,9 +90,10 @@ Options = TypeVar("Options", bound=TinkerOptions)
 
 
 def parse_options(options_class: type[Options], argv: Sequence[str] | None, description: str) -> Options:
-    """Parse `--option value …`, by default the arguments of the process; ConfigError for values that do not fit.
+    """Parse `--option value …`, by default from the process's arguments. Options without a default are required.
 
-    Options without a default are required.
+    Raises:
+        ConfigError: values do not fit.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     types = get_type_hints(options_class)

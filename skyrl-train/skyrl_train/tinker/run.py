@@ -1,6 +1,6 @@
 """A training run with a Tinker service, on the machine that plays the rollouts.
 
-Subclass `TinkerRun` for a generator, checks, metrics or alerts of your own, and `TinkerOptions` for its options:
+Subclass `TinkerRun` to change the generator, checks, metrics or alerts, and `TinkerOptions` to add options:
 
     run_command(lambda: MyRun(parse_options(MyOptions, sys.argv[1:], "Train my agent")).run())
 
@@ -63,9 +63,9 @@ def speed_metrics(trajectories: Sequence[Trajectory], rollout_s: float) -> dict[
 
 
 class TinkerRun:
-    """A run: rollouts with the sampling client, updates with the training client.
+    """Base class of a run: rollouts with the sampling client, updates with the training client.
 
-    Subclasses override `get_generator`, `check_rows`, `step_metrics` and `alert`.
+    Subclasses may override `get_generator`, `check_rows`, `step_metrics` and `alert`.
     """
 
     def __init__(self, options: TinkerOptions) -> None:
@@ -82,22 +82,22 @@ class TinkerRun:
             asyncio.run(self._run())
 
     def get_generator(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase) -> RolloutGenerator:
-        """Create the generator that plays the rollouts. The engine has `info`, `generate` and `end_session` only."""
+        """Create the generator that plays the rollouts. The engine has only `info`, `generate` and `end_session`."""
         return GymGenerator(self.cfg.generator, self.cfg.environment.skyrl_gym, engine, tokenizer)
 
     def check_rows(self, rows: Iterable[TaskRow]) -> None:
-        """Raise ConfigError or DataError if the generator cannot play one of the rows of a dataset."""
+        """Raise ConfigError or DataError if the generator cannot play a row of a dataset."""
         check_environments(rows, self.cfg.environment, self.cfg.generator.max_turns)
 
     def step_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Return the metrics of the rollouts of a step."""
+        """Return the metrics of a step's rollouts."""
         rewards = training_reward_metrics(
             trajectories, self.options.n_samples_per_prompt, self.cfg.generator.success_reward
         )
         return rollout_metrics(trajectories) | rewards
 
     async def alert(self, step: int, metrics: dict[str, float]) -> None:
-        """Report problems that the metrics of a step, or of the evaluation after it, show. The default does nothing."""
+        """Report problems in the metrics of a step or of an evaluation. The default does nothing."""
 
     async def _run(self) -> None:
         options = self.options
@@ -112,7 +112,9 @@ class TinkerRun:
             prompts.load_state_dict(state["prompts"])
             logger.info("Resuming after step %d from %s", state["step"], state["path"])
         engine = TinkerEngine(options.max_input_length + options.max_generate_length)
-        generator = self.get_generator(cast(InferenceEngine, engine), tokenizer)  # the part that a generator calls
+        generator = self.get_generator(
+            cast(InferenceEngine, engine), tokenizer
+        )  # it has the part that a generator calls
         backends = options.logger.split(",")
         async with self._training_client(state) as trainer:
             with Tracking(
@@ -145,7 +147,7 @@ class TinkerRun:
 
     @asynccontextmanager
     async def _training_client(self, state: dict[str, Any]) -> AsyncIterator[tinker.TrainingClient]:
-        """Open a session with a new adapter, or with the saved one; finish it with the outcome of the block."""
+        """Open a session with a new or the saved adapter, and close it with the outcome of the block."""
         options, service = self.options, tinker.ServiceClient()
         outcome: Literal["success", "errored", "interrupted"] = "errored"
         try:
@@ -168,7 +170,7 @@ class TinkerRun:
     async def _step(
         self, prompts: ShuffledPrompts, generator: RolloutGenerator, trainer: tinker.TrainingClient, step: int
     ) -> dict[str, float]:
-        """Play a batch and update the weights; return the metrics."""
+        """Play a batch, update the weights, and return metrics."""
         options, cfg = self.options, self.cfg
         started = time.perf_counter()
         requests = rollout_requests(prompts.next_batch(), options.n_samples_per_prompt, cfg.environment.env_class)
@@ -201,7 +203,7 @@ class TinkerRun:
         return metrics
 
     async def _save(self, trainer: tinker.TrainingClient, prompts: ShuffledPrompts, step: int) -> None:
-        """Save weights and optimizer on the service, then the position of the run."""
+        """Save weights and optimizer on the service, then the step and the prompt order in the run folder."""
         name = f"{self.options.run_name}-{step:06d}"
         saved = await trainer.save_state(name, overwrite=True)
         replace_text(self._state_path, json.dumps({"step": step, "path": saved.path, "prompts": prompts.state_dict()}))

@@ -1,6 +1,6 @@
-"""The shared types: trajectories of rollouts, training batches, and metrics.
+"""Shared types: trajectories of rollouts, training batches, metrics, and specifications of models.
 
-Letters: P prompts in a step, G samples of each, B rows of L tokens, the last R of them response.
+Letters in shapes: P prompts per step, G samples per prompt, B rows of L tokens, the last R of which are the response.
 """
 
 from skyrl_train.types.batch import Scores, Shard, TokenScores, TrainingBatch, ValueScores

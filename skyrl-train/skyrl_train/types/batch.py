@@ -1,4 +1,4 @@
-"""Rows of tokens as tensors, and the part of them that one rank processes."""
+"""Rows of tokens as tensors, and the shard of them that one rank processes."""
 
 from __future__ import annotations
 
@@ -12,31 +12,36 @@ from skyrl_train.lazy import torch
 
 @dataclass(slots=True)
 class TrainingBatch:
-    """B rows as tensors. Prompts are padded left, responses right: every response starts at column L - R.
+    """B rows as tensors. Prompts are padded left, responses right, so every response starts at column L - R.
 
-    Only the first four fields are always set; others are None until they are computed, or if the run does not need
-    them. Rows of one draw are adjacent, and so are those of one trajectory.
+    With L = 6 and R = 3, the prompts `1 2` and `1 2 3` with the responses `7 8` and `7 8 9` are
+
+        sequences       . 1 2 7 8 .      attention_mask   0 1 1 1 1 0      loss_mask   1 1 0
+                        1 2 3 7 8 9                       1 1 1 1 1 1                  1 1 1
+
+    Only the first four fields are always set. All other fields are None until they are computed, or if the run does not
+    need them. Rows of one draw are adjacent, and so are rows of one trajectory.
     """
 
     sequences: torch.Tensor  # (B, L) int64
     attention_mask: torch.Tensor  # (B, L) int64, 1 on tokens, 0 on padding
     loss_mask: torch.Tensor  # (B, R) float, 1 on trained tokens
-    draws: torch.Tensor  # (B,) int64: rows that answer the same drawn prompt share it
-    trajectories: torch.Tensor | None = None  # (B,) int64: rows of one trajectory share it; None: a row each
+    draws: torch.Tensor  # (B,) int64, equal for rows that answer the same drawn prompt
+    trajectories: torch.Tensor | None = None  # (B,) int64, equal for rows of one trajectory. None: one row each
     rewards: torch.Tensor | None = None  # (B, R) float
-    rollout_logprobs: torch.Tensor | None = None  # (B, R) float, of the engine
-    versions: torch.Tensor | None = None  # (B, R) int32: weights that sampled each token; -1 elsewhere
+    rollout_logprobs: torch.Tensor | None = None  # (B, R) float, from the engine
+    versions: torch.Tensor | None = None  # (B, R) int32, version of the weights that sampled a token, -1 elsewhere
     old_logprobs: torch.Tensor | None = None  # (B, R) of the policy at the start of the update
     ref_logprobs: torch.Tensor | None = None  # (B, R)
-    entropies: torch.Tensor | None = None  # (B, R) at the start of the update, of each token's distribution
-    sum_pi_squared: torch.Tensor | None = None  # (B, R) likewise, Σ_v π(v)²
+    entropies: torch.Tensor | None = None  # (B, R) of each token's distribution, at the start of the update
+    sum_pi_squared: torch.Tensor | None = None  # (B, R) Σ_v π(v)² of the same distribution
     values: torch.Tensor | None = None  # (B, R) of the critic at the start of the update
     advantages: torch.Tensor | None = None  # (B, R)
     returns: torch.Tensor | None = None  # (B, R)
     greedy_rewards: torch.Tensor | None = None  # (B,) total reward of a greedy rollout of each row's prompt
-    loss_weights: torch.Tensor | None = None  # (B, R): Σ weights · loss is the loss of the whole mini-batch
-    sequence_weights: torch.Tensor | None = None  # (B, R): likewise for terms in which every row counts the same
-    logprob_gradient: torch.Tensor | None = None  # (B, R) in log-probs or values, of a loss of a whole batch
+    loss_weights: torch.Tensor | None = None  # (B, R), Σ weights · loss is the loss of the whole mini-batch
+    sequence_weights: torch.Tensor | None = None  # (B, R), the same for terms in which every trajectory counts equally
+    logprob_gradient: torch.Tensor | None = None  # (B, R) gradient of a whole batch's loss in log-probs or values
     reward_components: dict[str, torch.Tensor] = field(default_factory=dict)  # (B,) each, totals by name
 
     def __post_init__(self) -> None:
@@ -57,12 +62,12 @@ class TrainingBatch:
 
     @property
     def response_length(self) -> int:
-        """R, the longest response of the batch in tokens."""
+        """R, the length of the longest response in tokens."""
         return self.loss_mask.shape[1]
 
     @property
     def n_prompts(self) -> int:
-        """Drawn prompts that the rows answer."""
+        """Number of drawn prompts that the rows answer."""
         return len(self._starts())
 
     @property
@@ -88,13 +93,13 @@ class TrainingBatch:
         return self._map(lambda tensor: tensor.to(device))
 
     def chunk(self, n_prompts: int) -> list[TrainingBatch]:
-        """Split into consecutive batches of `n_prompts` drawn prompts (the last may hold fewer), views of this one."""
+        """Split into consecutive batches of `n_prompts` drawn prompts (the last may have fewer), as views."""
         edges = [*self._starts()[::n_prompts], len(self)]
         return [self._map(lambda tensor, s=start, e=end: tensor[s:e]) for start, end in pairwise(edges)]  # type: ignore[misc]
 
     @staticmethod
     def cat(batches: Sequence[TrainingBatch]) -> TrainingBatch:
-        """Join batches of the same L and R row by row."""
+        """Concatenate the rows of batches with the same L and R."""
         joined: dict[str, Any] = {}
         for name in TENSOR_FIELDS:
             parts = [getattr(batch, name) for batch in batches]
@@ -120,20 +125,20 @@ TENSOR_FIELDS = tuple(f.name for f in fields(TrainingBatch) if f.name != "reward
 class Shard:
     """The part of a batch that one data-parallel rank processes."""
 
-    rows: TrainingBatch  # (b, L); fillers, whose loss mask is 0, come after the rank's own rows
-    micro_batches: list[list[int]]  # rows of each pass; equally many on every rank
+    rows: TrainingBatch  # (b, L), the rank's own rows, then fillers with loss mask 0
+    micro_batches: list[list[int]]  # rows of each pass, in equally many passes on every rank
 
 
 class TokenScores(NamedTuple):
-    """Scores of a language model for chosen tokens, (B, R) or (N,) each; 0 elsewhere."""
+    """A language model's scores of chosen tokens, each (B, R) and 0 elsewhere, or (N,)."""
 
     logprobs: torch.Tensor
-    entropy: torch.Tensor  # of the distribution the token came from, in nats
-    sum_pi_squared: torch.Tensor  # Σ_v π(v)² of it, detached; may be 0 in a pass that records gradients
+    entropy: torch.Tensor  # of the distribution that the token came from, in nats
+    sum_pi_squared: torch.Tensor  # Σ_v π(v)² of it, detached (may be 0 in a pass that records gradients)
 
 
 class ValueScores(NamedTuple):
-    """Values of the states in which the chosen tokens were sampled, by a critic or reward model; 0 elsewhere."""
+    """A critic's or reward model's values of the states before the chosen tokens, 0 elsewhere."""
 
     values: torch.Tensor  # (B, R)
 

@@ -12,15 +12,20 @@ MetricKind = Literal["mean", "std", "ess", "sum", "max", "min"]
 
 
 class Metric(NamedTuple):
-    """The sums behind one number, e.g. `Metric("mean", value=6.0, weight=4.0)` is 1.5.
+    """The sums behind one number, so that metrics of parts merge to the metric of the whole.
 
     `mean`, `std` (of the population) and `ess` (effective sample size as a fraction of the samples, (Σx)² / (n Σx²))
     cover all merged samples.
+
+    >>> Metric("mean", value=6.0, weight=4.0).number
+    1.5
+    >>> Metric("mean", value=6.0, weight=4.0).merge(Metric("mean", value=3.0, weight=1.0)).number  # 9 / 5
+    1.8
     """
 
     kind: MetricKind
     value: float
-    """Σ weight · x; of `sum`, `max` and `min` the number itself."""
+    """Σ weight · x, or for `sum`, `max` and `min` the number itself."""
     weight: float = 1.0
     """Σ weight."""
     square: float = 0.0
@@ -28,7 +33,7 @@ class Metric(NamedTuple):
 
     @property
     def number(self) -> float:
-        """The number to report."""
+        """Number to report."""
         match self.kind:
             case "mean":
                 return self.value / self.weight
@@ -39,7 +44,7 @@ class Metric(NamedTuple):
         return self.value
 
     def merge(self, other: Metric) -> Metric:
-        """Return the metric of both sets of samples."""
+        """Return the metric of both sets of samples together."""
         assert self.kind == other.kind, f"cannot merge a {self.kind} with a {other.kind}"
         if self.kind in ("max", "min"):
             choose = max if self.kind == "max" else min
@@ -52,11 +57,11 @@ class Metrics(dict[str, Metric]):
 
     @classmethod
     def of(cls, numbers: Mapping[str, float]) -> Metrics:
-        """Wrap numbers; merged with others of the same name, they are averaged."""
+        """Wrap numbers. Numbers of the same name are averaged when they merge."""
         return cls({name: Metric("mean", float(value)) for name, value in numbers.items()})
 
     def merge(self, *others: Metrics) -> Metrics:
-        """Return all of these metrics together; associative and commutative up to rounding."""
+        """Return all of these metrics merged by name. Merging is associative and commutative up to rounding."""
         merged = Metrics(self)
         for metrics in others:
             for name, metric in metrics.items():
@@ -73,11 +78,11 @@ class Metrics(dict[str, Metric]):
 
 
 class MetricSums:
-    """An accumulator for metrics of tensors that moves them off the device all at once."""
+    """Accumulator for metrics of tensors. It copies them from the device in one go, not one by one."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, MetricKind] = {}
-        self._sums: list[torch.Tensor] = []  # of three numbers each: value, weight, square
+        self._sums: list[torch.Tensor] = []  # (3,) each: value, weight, square
 
     def add(
         self,
@@ -87,14 +92,14 @@ class MetricSums:
         weight: torch.Tensor | float = 1.0,
         square: torch.Tensor | float = 0.0,
     ) -> None:
-        """Add a metric; the arguments are the fields of `Metric`."""
+        """Add a metric. The arguments are the fields of `Metric`."""
         self._kinds[name] = kind
         fields = (value, weight, square)
         device = next((field.device for field in fields if isinstance(field, torch.Tensor)), None)
         self._sums.append(torch.stack([torch.as_tensor(field, device=device).detach().double() for field in fields]))
 
     def add_samples(self, name: str, values: torch.Tensor, kinds: tuple[MetricKind, ...] = ("mean",)) -> None:
-        """Add metrics of samples (N,), called `name` followed by the kind where there are several kinds."""
+        """Add metrics of samples (N,). They are called `name`, or `name_kind` if there are several kinds."""
         if not len(values):
             return
         values = values.detach().double()

@@ -13,15 +13,18 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.lazy import torch
 
 SPARE_BYTES = 64 * 2**20
-"""Free disk beyond what a checkpoint needs, for logs and metrics."""
+"""Disk space to keep free beyond a checkpoint, for logs and metrics."""
 
 Role = Literal["policy", "critic", "ref", "reward"]
 SyncKind = Literal["full", "adapter", "factors", "base_and_factors"]
-"""The tensors of a weight sync: `full`, those of the model with its adapter merged into them. `adapter`, those of the
-adapter, for copies that have its modules. `factors`, those of the adapter's change of each matrix, for copies that hold
-the model without it. `base_and_factors`, the factors and then the model without the adapter."""
+"""Tensors of a weight sync.
+
+full              the model, with its adapter merged
+adapter           the adapter, for copies that have its modules
+factors           the low-rank factors of each changed matrix, for copies that hold the base
+base_and_factors  the factors, then the base"""
 ModelPart = Literal["weights", "optimizer", "all"]
-"""A part of a model in memory: its weights, or its gradients and the state of its optimizer."""
+"""Part of a model in memory. `optimizer` includes the gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,20 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The division of a model's ranks into groups that compute the same rows.
+    """Division of a model's ranks into groups that compute the same rows.
 
-    `tensor_size` consecutive ranks share each matrix (tensor parallelism), and `context_size` such groups, also
-    consecutive, share the tokens of each row (context parallelism). `n_stages` groups of these ranks share the layers
-    (pipeline parallelism). Together they are a data-parallel rank, which has its own rows. All ranks of a stage are
-    consecutive.
+    `tensor_size` consecutive ranks divide each matrix (tensor parallelism). `context_size` consecutive groups of these
+    divide the tokens of each row (context parallelism). `n_stages` groups of these divide the layers (pipeline
+    parallelism). Together they are one data-parallel rank with its own rows. All ranks of a stage are consecutive.
+
+    Eight ranks with tensor_size 2 and n_stages 2 are two data-parallel ranks:
+
+        stage 0   ranks 0 1 (data-parallel rank 0)   2 3 (data-parallel rank 1)
+        stage 1   ranks 4 5 (data-parallel rank 0)   6 7 (data-parallel rank 1)
+
+    >>> layout = Layout(n_ranks=8, tensor_size=2, n_stages=2)
+    >>> [layout.data_parallel_rank(rank) for rank in range(8)], layout.leader(1)
+    ([0, 0, 1, 1, 0, 0, 1, 1], 6)
     """
 
     n_ranks: int
@@ -63,7 +74,7 @@ class Layout:
         return rank // self.group_size % self.data_parallel_size
 
     def leader(self, data_parallel_rank: int) -> int:
-        """Return the rank that returns the results of a data-parallel rank: the first one of its last stage."""
+        """Return the rank that reports the results of a data-parallel rank: the first rank of its last stage."""
         return ((self.n_stages - 1) * self.data_parallel_size + data_parallel_rank) * self.group_size
 
 
@@ -78,7 +89,7 @@ class OptimizerSpec:
     scheduler: str
     n_warmup_steps: int
     n_steps: int
-    n_decay_steps: int = 0  # at the end of the schedule wsd
+    n_decay_steps: int = 0  # last steps of the schedule wsd
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +97,21 @@ class LoraSpec:
     """A low-rank adapter of a model."""
 
     config: LoraConfig
-    key: str  # of `config`, e.g. "trainer.policy.model.lora"; for error messages
+    key: str  # configuration key, e.g. "trainer.policy.model.lora", for error messages
     base_path: str
-    """Folder or Hub name of the model without the adapter, which is written into the adapter's settings."""
-    seed: int = 0  # of its initial values: the same on every rank
+    """Folder or Hub name of the model without the adapter. It is written into the adapter's settings."""
+    seed: int = 0  # for initial values, the same on every rank
 
 
 def lora_spec(model: PolicyModelConfig | CriticModelConfig, key: str, seed: int) -> LoraSpec | None:
-    """Return the specification of a model's adapter, whose settings are at `key`; None if it has none."""
+    """Return the specification of a model's adapter, with its settings at `key`, or None without an adapter."""
     if model.path is None or not model.lora.is_used:
         return None
     return LoraSpec(model.lora, key, absolute(model.path), seed)
 
 
 def absolute(path: str) -> str:
-    """Return the absolute path of a folder; another name is one on the Hub."""
+    """Return the absolute path of a folder. A name that is no folder is a Hub name and stays."""
     return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
@@ -110,15 +121,15 @@ class ModelSpec:
 
     role: Role
     load: Callable[[], Any]
-    """Returns the `PreTrainedModel`, on the rank's device."""
+    """Function that returns the `PreTrainedModel`, on the rank's device."""
     save_tokenizer: Callable[[str], Any]
-    """Writes the tokenizer into a folder; called for exports and checkpoints."""
+    """Function that writes the tokenizer into a folder, for exports and checkpoints."""
     eos_ids: tuple[int, ...] = ()  # tokens that end a trained turn, for exports
     optimizer: OptimizerSpec | None = None  # None: the model is frozen
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    sequence_parallel_size: int = 1  # ranks that get the same rows, and divide their tokens
-    megatron: MegatronConfig | None = None  # set: several ranks use Megatron-Core, not FSDP2
-    lora: LoraSpec | None = None  # set: only the adapter, and a critic's value head, are trained
+    sequence_parallel_size: int = 1  # ranks that get the same rows and divide their tokens
+    megatron: MegatronConfig | None = None  # if set, several ranks use Megatron-Core instead of FSDP2
+    lora: LoraSpec | None = None  # if set, only the adapter and a critic's value head are trained
     temperature: float = 1.0
     bf16: bool = False  # compute in bfloat16 on a GPU
     max_tokens_per_micro_batch: int | None = None  # None: `default_max_tokens` of the model
@@ -127,19 +138,19 @@ class ModelSpec:
 
     @property
     def trains_all_weights(self) -> bool:
-        """True if the weights of the model are trained, not only an adapter."""
+        """True if all weights of the model are trained, not only an adapter."""
         return self.optimizer is not None and self.lora is None
 
     @property
     def section(self) -> str:
-        """The section of the model in the configuration, for error messages."""
+        """Configuration section of the model, for error messages."""
         return f"trainer.{'policy' if self.role == 'reward' else self.role}"
 
     def layout(self, n_ranks: int) -> Layout:
-        """Return the division of `n_ranks` ranks; a single one has the whole model.
+        """Return the division of `n_ranks` ranks. A single rank has the whole model.
 
         Raises:
-            ConfigError: the ranks are not a multiple of those that compute the same rows.
+            ConfigError: `n_ranks` is not a multiple of the ranks that compute the same rows.
         """
         if self.megatron is None or n_ranks == 1:
             layout = Layout(n_ranks, context_size=self.sequence_parallel_size)
@@ -160,7 +171,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a model, named as in a Hugging Face checkpoint."""
+    """One tensor of a model, under its name in a Hugging Face checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -168,5 +179,5 @@ class TensorSpec:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize

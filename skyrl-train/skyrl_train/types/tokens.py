@@ -1,4 +1,4 @@
-"""Prompts, turns and trajectories, with tokens as lists."""
+"""Prompts, turns and trajectories, with token ids in lists."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class PromptRow:
 
     @property
     def data_source(self) -> str:
-        """The dataset of the row, for grouping metrics; "unknown" if the row does not name it."""
+        """Dataset of the row, to group metrics. "unknown" if the row does not name it."""
         return str(self.env_extras.get("data_source") or "unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnPrompt(Generic[T]):
-    """A row drawn from the dataset, in reinforcement learning a `PromptRow`. A row drawn again gets another draw."""
+    """A row drawn from the dataset, in RL a `PromptRow`. If it is drawn again, it gets a new draw number."""
 
     draw: int  # number of the draw in this run
     row: T
-    index: int  # of the row in its dataset
-    ends_epoch: bool = False  # the last prompt of its epoch
+    index: int  # index of the row in its dataset
+    ends_epoch: bool = False  # True for the last prompt of its epoch
 
 
 Phase = Literal["train", "eval"]
@@ -48,8 +48,8 @@ Phase = Literal["train", "eval"]
 class TrajectoryID:
     """One sample of one drawn prompt: `TrajectoryID("17", 3, draw=4711)` is the fourth sample of draw 4711."""
 
-    instance_id: str  # dataset row; for metrics and messages only
-    repetition_id: int  # 0 … G-1; G is the greedy sample
+    instance_id: str  # dataset row, for metrics and messages only
+    repetition_id: int  # 0 … G-1, or G for the greedy sample
     draw: int = 0  # as in `DrawnPrompt`
     phase: Phase = "train"
 
@@ -58,7 +58,7 @@ class TrajectoryID:
         return f"{self.instance_id}_{self.repetition_id}"
 
     def session_id(self, attempt: int = 0) -> str:
-        """Return the engine's name for one attempt, e.g. "train-4711-17-3-0"; it is unique in a run."""
+        """Return the engine's name for one attempt, e.g. "train-4711-17-3-0". It is unique in a run."""
         return f"{self.phase}-{self.draw}-{self.instance_id}-{self.repetition_id}-{attempt}"
 
 
@@ -77,7 +77,7 @@ class Turn:
     end: int
     prompt_length: int  # tokens of the engine's input for this turn, the first prompt included
     reward: float
-    stop_reason: str  # the engine's: "stop", "length" or "abort"
+    stop_reason: str  # from the engine: "stop", "length" or "abort"
     weight_spans: tuple[WeightSpan, ...] = ()
 
 
@@ -85,17 +85,15 @@ class Turn:
 class Segment:
     """One row of tokens: a prompt, then sampled tokens (mask 1) and observations between them (mask 0, log-prob 0.0).
 
-    Rewards are per token, each turn's on its last sampled token.
+    Rewards are per token. A turn's reward is on its last sampled token.
     """
 
     token_ids: list[int]  # [n_prompt + r]
     n_prompt: int
     loss_mask: list[int]  # [r], like the next three
     rewards: list[float]
-    logprobs: list[float] | None = None  # nats; None: not reported
-    sampling_logprobs: list[float] | None = (
-        None  # of the truncated or penalized distribution, if it was sampled from one
-    )
+    logprobs: list[float] | None = None  # in nats. None: the engine reported none
+    sampling_logprobs: list[float] | None = None  # under the truncated or penalized distribution, if there was one
     turns: tuple[Turn, ...] = ()
 
     def __post_init__(self) -> None:
@@ -106,12 +104,12 @@ class Segment:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The prompt's tokens."""
+        """Token ids of the prompt."""
         return self.token_ids[: self.n_prompt]
 
     @property
     def response_ids(self) -> list[int]:
-        """The tokens after the prompt [r]."""
+        """Token ids after the prompt [r]."""
         return self.token_ids[self.n_prompt :]
 
 
@@ -122,18 +120,18 @@ class SegmentBuilder:
     token_ids: list[int]
     n_prompt: int
     loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = field(default_factory=list)  # None if any turn came without
+    logprobs: list[float] | None = field(default_factory=list)  # None if any turn came without log-probs
     sampling_logprobs: list[float] | None = None  # None while they equal `logprobs`
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.loss_mask)
 
     def append_sampled(
         self, token_ids: list[int], logprobs: list[float] | None, sampling_logprobs: list[float] | None
     ) -> None:
-        """Add sampled tokens; `sampling_logprobs=None` means that they equal `logprobs`."""
+        """Add sampled tokens. `sampling_logprobs=None` means that they equal `logprobs`."""
         n_tokens = len(token_ids)
         if sampling_logprobs is not None and self.sampling_logprobs is None:
             self.sampling_logprobs = list(self.logprobs or [0.0] * self.response_length)
@@ -147,7 +145,7 @@ class SegmentBuilder:
         self.loss_mask += [1] * n_tokens
 
     def append_observed(self, token_ids: list[int]) -> None:
-        """Add tokens of an observation."""
+        """Add the tokens of an observation."""
         zeros = [0.0] * len(token_ids)
         self.token_ids += token_ids
         self.loss_mask += [0] * len(token_ids)
@@ -163,7 +161,7 @@ class SegmentBuilder:
                 del values[length:]
 
     def build(self, rewards: list[float], turns: Iterable[Turn]) -> Segment:
-        """Return the segment; `rewards` has one entry for each token of the response."""
+        """Return the segment. `rewards` has one entry per response token."""
         return Segment(
             self.token_ids, self.n_prompt, self.loss_mask, rewards, self.logprobs, self.sampling_logprobs, tuple(turns)
         )
@@ -173,9 +171,9 @@ class SegmentBuilder:
 class Trajectory:
     """One rollout, from the prompt to the last sampled token.
 
-    Most are one segment. A conversation whose history is rewritten has a segment for each version of the history; they
-    share the trajectory's reward and advantage. `prompt_ids`, `response_ids`, `loss_mask`, `rewards` and `logprobs`
-    are those of the last one.
+    Most trajectories have one segment. If the history of a conversation is rewritten, each version of the history is a
+    segment, and all segments share the trajectory's reward and advantage. `prompt_ids`, `response_ids`, `loss_mask`,
+    `rewards` and `logprobs` refer to the last segment.
 
     A trajectory with an `error` is *invalid*: no baseline, metric or loss reads its rewards.
     """
@@ -184,31 +182,31 @@ class Trajectory:
     env_class: str
     data_source: str
     segments: tuple[Segment, ...]
-    stop_reason: str  # the last turn's, or "length", "max_turns", "env_error", …
-    error: str | None = None  # makes it invalid
+    stop_reason: str  # from the last turn, or "length", "max_turns", "env_error", …
+    error: str | None = None  # if set, the trajectory is invalid
     reward_components: dict[str, float] = field(default_factory=dict)  # totals by name, if reported
     greedy_reward: float | None = None  # total reward of a greedy rollout of the prompt, if there is one
     env_metrics: dict[str, Any] = field(default_factory=dict)
     env_extras: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)  # seconds: "generate", "env"
-    n_attempts: int = 1  # rollouts until it was valid or given up
+    n_attempts: int = 1  # rollouts until one was valid, or until the retries ran out
 
     def __post_init__(self) -> None:
         assert self.segments, f"trajectory {self.id} has no segment"
 
     @property
     def is_valid(self) -> bool:
-        """True unless it has an error."""
+        """True unless there is an error."""
         return self.error is None
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The prompt of the last segment."""
+        """Prompt of the last segment."""
         return self.segments[-1].prompt_ids
 
     @property
     def response_ids(self) -> list[int]:
-        """The response of the last segment [r]."""
+        """Response of the last segment [r]."""
         return self.segments[-1].response_ids
 
     @property
@@ -218,52 +216,55 @@ class Trajectory:
 
     @property
     def logprobs(self) -> list[float] | None:
-        """The engine's log-probs of the last segment [r]."""
+        """Log-probs of the last segment from the engine [r]."""
         return self.segments[-1].logprobs
 
     @property
     def rewards(self) -> list[float] | None:
-        """The rewards of the last segment's tokens [r]; None if the trajectory is invalid."""
+        """Rewards of the last segment's tokens [r], or None if the trajectory is invalid."""
         return self.segments[-1].rewards if self.is_valid else None
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns of all segments, in order."""
+        """Turns of all segments, in order."""
         return tuple(turn for segment in self.segments for turn in segment.turns)
 
     @property
     def total_reward(self) -> float:
-        """Sum of all rewards of all segments; only valid trajectories have one."""
+        """Sum of all rewards of all segments, for valid trajectories only."""
         assert self.is_valid, f"trajectory {self.id} is invalid: {self.error}"
         return sum(sum(segment.rewards) for segment in self.segments)
 
     @property
     def last_stop_reason(self) -> str:
-        """The stop reason of the last turn, or of the trajectory if its turns are unknown."""
+        """Stop reason of the last turn, or of the trajectory if its turns are unknown."""
         turns = self.turns
         return turns[-1].stop_reason if turns else self.stop_reason
 
     @property
     def n_response_tokens(self) -> int:
-        """Tokens after the prompt, in all segments."""
+        """Number of tokens after the prompt, in all segments."""
         return sum(len(segment.loss_mask) for segment in self.segments)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all segments, their prompts included."""
+        """Number of tokens in all segments, with prompts."""
         return sum(len(segment.token_ids) for segment in self.segments)
 
     @property
     def weight_versions(self) -> list[int]:
-        """The versions of the weights that sampled it, in ascending order."""
+        """Versions of the weights that sampled the trajectory, ascending."""
         return sorted({span.version for turn in self.turns for span in turn.weight_spans})
 
 
 def last_sampled(loss_mask: Sequence[int], end: int | None = None) -> int:
-    """Return the index of the last sampled token [r] before `end`, by default of all tokens.
+    """Return the index of the last sampled token before `end`, by default in all of the mask [r].
 
-    If none was sampled there, return that of the first sampled token after it; if none was sampled at all, that of the
-    last token before `end`, or -1 without tokens.
+    If there is none before `end`, return the first sampled token after it. If no token was sampled, return the last
+    token before `end`, or -1 without tokens.
+
+    >>> last_sampled([1, 1, 0, 1, 0]), last_sampled([1, 1, 0, 1, 0], end=3), last_sampled([0, 0, 1], end=2)
+    (3, 1, 2)
     """
     end = len(loss_mask) if end is None else end
     for position in (*range(end - 1, -1, -1), *range(end, len(loss_mask))):

@@ -1,4 +1,4 @@
-"""The transfer of new weights from the policy to engines and to the reference."""
+"""Transfer new weights from the policy to engines and to the reference."""
 
 from skyrl_train.weight_sync.base import Receipt, SyncPlan
 from skyrl_train.weight_sync.mirror import MirroredReceiver, WeightMirror

@@ -1,4 +1,4 @@
-"""The plan of a weight sync, and the receipt of each end."""
+"""The plan of a weight sync, and the receipt that each end returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Transport = Literal["shared", "shared_memory", "gloo", "nccl", "cuda_ipc", "auto
 
 
 def split_into_chunks(specs: Sequence[TensorSpec], chunk_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-    """Divide tensors, in order, into chunks of at most `chunk_bytes`; a larger tensor has a chunk of its own."""
+    """Divide tensors, in order, into chunks of at most `chunk_bytes`. A larger tensor gets a chunk alone."""
     chunks: list[list[TensorSpec]] = []
     size = 0
     for spec in specs:
@@ -27,28 +27,31 @@ def split_into_chunks(specs: Sequence[TensorSpec], chunk_bytes: int) -> tuple[tu
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """A transfer of the weights of a model, or of its adapter.
+    """Plan of one transfer of a model's weights, or of its adapter.
 
-    `shared` passes references within one process, without a copy. The other transports send a stream of bytes from
-    rank 0 of the model to `n_receivers` processes: `shared_memory` through memory of their common machine, `gloo`
-    through the network, and `auto` through memory to each receiver on the sender's machine and through gloo to the
-    others. On GPUs, `nccl` sends it to other GPUs, and `cuda_ipc` to the receivers on the GPUs of the model, each from
-    the rank on its GPU.
+    `shared` passes references within one process, without a copy. All other transports send a stream of bytes from
+    rank 0 of the model to `n_receivers` processes:
+
+    shared_memory  through memory of the machine that all of them run on
+    gloo           through the network
+    auto           through memory to receivers on the sender's machine, through gloo to remote ones
+    nccl           from GPU to GPU
+    cuda_ipc       through GPU memory, to receivers on the model's GPUs, each from the rank on its GPU
     """
 
     version: int
     transport: Transport
-    address: str  # "host:port" of the sender's store; for `shared`, the key of the references
+    address: str  # "host:port" where the sender listens, or for `shared` the key of the references
     chunks: tuple[tuple[TensorSpec, ...], ...] = ()  # the tensors in order
     n_receivers: int = 1
     rank: int = 0  # 0 sends, 1 … n_receivers receive
     timeout_s: float = 300.0
     kind: SyncKind = "full"
-    chunk_bytes: int = 1 << 24  # size of a piece of the stream; each end holds a few pieces at a time
+    chunk_bytes: int = 1 << 24  # size of a piece of the stream (each end holds a few pieces at a time)
     has_checksum: bool = True  # False: receipts have the checksum 0
-    tracks_changes: bool = False  # the sender keeps a copy of what it sends, for `base_version` of the next plan
-    base_version: int | None = None  # set: each tensor is sent as its changes since this version, where that is shorter
-    names: tuple[str, ...] = ()  # of sender and receivers, for error messages
+    tracks_changes: bool = False  # the sender keeps a copy of what it sends, so the next plan can send changes
+    base_version: int | None = None  # send each tensor as its changes since this version, if that is shorter
+    names: tuple[str, ...] = ()  # names of sender and receivers, for error messages
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -56,14 +59,14 @@ class SyncPlan:
         return list(chain.from_iterable(self.chunks))
 
     def name(self, rank: int) -> str:
-        """Return the name of an end."""
+        """Return the name of the sender (rank 0) or of a receiver."""
         return self.names[rank] if self.names else f"receiver {rank}" if rank else "the sender"
 
 
 class Receipt(NamedTuple):
-    """A summary of what one end of a sync sent or received; all ends must agree."""
+    """Summary of what one end of a sync sent or received. All ends must agree."""
 
     version: int
     n_bytes: int
-    checksum: int = 0  # of the tensors' bits; 0 if nothing was copied
-    n_sent: int = 0  # bytes of the stream, which are fewer than `n_bytes` if only changes were sent
+    checksum: int = 0  # checksum of the tensors' bits, 0 if nothing was copied
+    n_sent: int = 0  # bytes of the stream, fewer than `n_bytes` if only changes were sent

@@ -1,7 +1,7 @@
 """Exact differences between two versions of a tensor: the new bits of the values that changed.
 
-Each change is stored as its distance from the previous change, in one byte, and its new bits. Where changes are more
-than 256 values apart, unchanged values between them are sent as well.
+A change is stored as its distance from the previous change, in one byte, and its new bits. If two changes are more than
+256 values apart, some unchanged values between them are sent as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_GAP = 256
 class Changes(NamedTuple):
     """Values of a tensor to set."""
 
-    gaps: torch.Tensor  # (n,) uint8: distance from the previous value, less 1
+    gaps: torch.Tensor  # (n,) uint8: distance from the previous value, minus 1
     bits: torch.Tensor  # (n,) integers of the size of a value
 
     @property
@@ -32,7 +32,11 @@ class Changes(NamedTuple):
 
 
 def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
-    """Return the changes from old to new bits (N,)."""
+    """Return the changes from old to new bits (N,).
+
+    >>> find_changes(old=torch.tensor([1, 2, 3, 4]), new=torch.tensor([1, 9, 3, 8]))  # positions 1 and 3, after -1
+    Changes(gaps=tensor([1, 1], dtype=torch.uint8), bits=tensor([9, 8]))
+    """
     positions = (old != new).nonzero().squeeze(1)
     gaps = positions.diff(prepend=positions.new_full((1,), -1))  # at least 1
     n_steps = (gaps - 1) // MAX_GAP + 1
@@ -42,5 +46,5 @@ def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a contiguous tensor as integers (N,) with the same memory."""
+    """View the values of a contiguous tensor as integers (N,), without a copy."""
     return tensor.detach().view(-1).view(INT_OF_SIZE[tensor.element_size()])

@@ -1,4 +1,4 @@
-"""A checksum of tensors that notices changed and swapped values, and adds up over the tensors of a model."""
+"""A checksum that detects changed and swapped values, and that adds up over the tensors of a model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 WORD_BYTES = 8
 ROW_WORDS = 1 << 13
 ROW_BYTES = ROW_WORDS * WORD_BYTES
-BLOCK_BYTES = 1 << 20  # for each core: a block and its copy stay in the cache of the core
+BLOCK_BYTES = 1 << 20  # per core: a block and its copy fit into the core's cache
 
 
 def tensor_checksum(name: str, tensor: torch.Tensor) -> int:
     """Return Σ (2i + 1) · (wordᵢ + c) mod 2⁶⁴ over the tensor's words of 8 bytes, where c is a checksum of its name.
 
-    The last word is filled up with zeros. The checksums of a model's tensors add up, modulo 2⁶⁴, in any order.
+    The last word is padded with zeros. An odd weight has an inverse modulo 2⁶⁴, so no change of a single word goes
+    unnoticed. The checksum of a model is the sum over its tensors, modulo 2⁶⁴, in any order.
     """
     checksum = Checksum(name)
     for block in split_into_blocks(flat_bytes(tensor)):
@@ -26,16 +27,21 @@ def tensor_checksum(name: str, tensor: torch.Tensor) -> int:
 
 
 class Checksum:
-    """The checksum of a tensor whose bytes come in parts, in order. All parts but the last consist of whole words.
+    """Running checksum of a tensor whose bytes arrive in parts, in order. All parts but the last are whole words.
 
-    In rows of C words, i = rC + c: sums of rows and sums of columns, each with its own weights, are enough. They take
-    half as long as products of all words. All sums wrap around at 2⁶⁴, as intended.
+    Multiplying every word by its weight would take twice as long as adding words up. In a matrix with C words per row,
+    word i is in row r and column c with i = rC + c, and its weight 2i + 1 = 2rC + (2c + 1) splits into a part for the
+    row and a part for the column:
+
+        Σ (2i + 1) · wordᵢ = Σ_r 2rC · (sum of row r) + Σ_c (2c + 1) · (sum of column c)
+
+    So only the sums are multiplied. All arithmetic wraps around at 2⁶⁴, as intended.
     """
 
     def __init__(self, name: str) -> None:
         self._c = zlib.crc32(name.encode())
-        self._total = 0  # Σ (2i + 1) · wordᵢ, less the part of the columns
-        self._columns: torch.Tensor | int = 0  # (C,) with the weights 2c + 1
+        self._total = 0  # Σ (2i + 1) · wordᵢ without the part of the columns
+        self._columns: torch.Tensor | int = 0  # (C,) sums of columns
         self.n_words = 0
 
     def add(self, part: torch.Tensor) -> None:
@@ -56,7 +62,7 @@ class Checksum:
             self.n_words += 1
 
     def _add_words(self, sums: torch.Tensor, weights: torch.Tensor, n_words: int) -> None:
-        """Add Σ (weightⱼ + 2s) · sumⱼ, where s words come before these."""
+        """Add Σ (weightⱼ + 2s) · sumⱼ, where s is the number of words before these."""
         self._total += _dot(sums, weights) + 2 * self.n_words * int(sums.sum())
         self.n_words += n_words
 
@@ -74,7 +80,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split_into_blocks(flat: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return bytes (n,) in blocks that fit into the caches of the computing cores; on a GPU, in one."""
+    """Split bytes (n,) into blocks that fit into the cores' caches. On a GPU, return one block."""
     return flat.split(BLOCK_BYTES * torch.get_num_threads()) if flat.is_cpu else (flat,)
 
 

@@ -1,4 +1,4 @@
-"""Memory of a GPU that processes on this GPU share, through CUDA IPC."""
+"""GPU memory that several processes on the same GPU share through CUDA IPC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HandleField = bytes | int | bool
 
 
 class CudaMemory:
-    """A block of GPU memory. CUDA frees it when the last process that uses it has dropped `buffer`, or has ended."""
+    """A block of GPU memory. CUDA frees it once every process that uses it has dropped `buffer` or ended."""
 
     def __init__(self, buffer: torch.Tensor, address: str) -> None:
         """Use `create` or `open_cuda_memory`."""
@@ -33,7 +33,7 @@ class CudaMemory:
 
 
 def open_cuda_memory(address: str, device: torch.device) -> CudaMemory:
-    """Return the memory at an address. `device` is this process's name for the GPU of that memory."""
+    """Return the memory at an address. `device` is the memory's GPU, under its index in this process."""
     handle, n_bytes, offset, counter, counter_offset, event, needs_event = decode_handle(address)
     buffer = rebuild_cuda_tensor(
         torch.Tensor,
@@ -49,10 +49,10 @@ def open_cuda_memory(address: str, device: torch.device) -> CudaMemory:
 
 
 def encode_handle(fields: Sequence[HandleField]) -> str:
-    """Encode a handle as JSON, so that the reader never unpickles data of another process."""
+    """Encode a handle as JSON, so that the receiver never unpickles data from another process."""
     return json.dumps([base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in fields])
 
 
 def decode_handle(text: str) -> list[HandleField]:
-    """Decode the fields of a handle that `encode_handle` has encoded."""
+    """Decode the fields of a handle from `encode_handle`."""
     return [base64.b64decode(x) if isinstance(x, str) else x for x in json.loads(text)]

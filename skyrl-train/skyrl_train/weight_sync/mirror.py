@@ -1,7 +1,7 @@
-"""Whole tensors for engines that hold the weights in another layout, from syncs that send less than that.
+"""Whole tensors for engines with their own weight layout, from syncs that send less than whole tensors.
 
-Such an engine loads tensors under the policy's names. If a sync sends only what changed, or only the factors of an
-adapter, they are applied to a copy of the weights in host memory, its mirror.
+Such an engine (vLLM fuses matrices, for example) can only load whole tensors under the policy's names. If a sync sends
+only changes, or only the factors of an adapter, they are applied to a copy of the weights in host memory, the mirror.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from skyrl_train.weight_sync.sync import Receiver
 
 
 class Peers(Protocol):
-    """The processes that together hold an engine's weights, and receive the same syncs."""
+    """The processes that together hold an engine's weights and receive the same syncs."""
 
     rank_in_group: int
     world_size: int
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """Return the object of the process `src`."""
+        """Return the object of the process `src`, in every process."""
         ...
 
     def barrier(self) -> None:
-        """Wait for all of them."""
+        """Wait until every process has called this."""
         ...
 
 
 class WeightMirror:
-    """The weights that a policy sent last, in memory that the peers on one machine share.
+    """The weights that the policy sent last, in memory that the peers on one machine share.
 
-    Every peer writes into it. Since all of them write the same values, none waits for another.
+    Every peer writes into it. No lock is needed, because all of them write the same values.
     """
 
     def __init__(self, peers: Peers | None = None, device: torch.device | None = None) -> None:
@@ -46,11 +46,11 @@ class WeightMirror:
         self.device = device or torch.device("cpu")
         self._peers = peers
         self._specs: list[TensorSpec] = []
-        self._version: int | None = None  # that all tensors belong to
+        self._version: int | None = None  # version of all tensors, None while they are incomplete
         self.tensors: dict[str, torch.Tensor] = {}
 
     def prepare(self, plan: SyncPlan) -> dict[str, torch.Tensor]:
-        """Return the tensors to receive a plan into; none if no later plan will refer to them.
+        """Return the tensors to receive a plan into. There are none if no later plan will need them.
 
         Raises:
             SyncError: the plan continues from weights that were not received.
@@ -70,12 +70,12 @@ class WeightMirror:
         return self.tensors
 
     def complete(self, version: int) -> None:
-        """Mark the tensors as those of a version."""
+        """Mark the tensors as complete, with this version."""
         self._version = version
 
     def _allocate(self, specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
         """Return tensors in one block of memory."""
-        self.tensors = {}  # first: the old ones may need as much memory
+        self.tensors = {}  # drop the old ones first, because there may not be memory for both
         memory = allocate_host_memory(sum(pad_size(spec.n_bytes) for spec in specs), self._peers)
         tensors, start = {}, 0
         for spec in specs:
@@ -85,10 +85,9 @@ class WeightMirror:
 
 
 class MirroredReceiver(Receiver):
-    """A receiver that yields all tensors of the model whole: values that were not sent are those of the mirror, and an
-    adapter is merged.
+    """A receiver that yields every tensor of the model whole.
 
-    Tensors stay valid until the next sync.
+    Values that were not sent come from the mirror, and an adapter is merged. Tensors stay valid until the next sync.
     """
 
     def __init__(self, plan: SyncPlan, mirror: WeightMirror) -> None:
@@ -117,7 +116,7 @@ class MirroredReceiver(Receiver):
 
 
 def allocate_host_memory(n_bytes: int, peers: Peers | None) -> torch.Tensor:
-    """Return host memory (n_bytes,) uint8. Peers on one machine, which must call this together, get the same memory."""
+    """Return host memory (n_bytes,) uint8, the same for all peers on a machine. All peers must call this together."""
     if peers is None or peers.world_size == 1 or not can_share_memory():
         return torch.empty(n_bytes, dtype=torch.uint8)
     memory: SharedMemory | None = None
@@ -126,8 +125,8 @@ def allocate_host_memory(n_bytes: int, peers: Peers | None) -> torch.Tensor:
         peers.broadcast_object(memory.address)
     else:
         memory = open_memory(peers.broadcast_object())
-    peers.barrier()  # the address is valid for as long as the first one has the file open
-    if memory is None:  # on another machine
+    peers.barrier()  # the address is valid only while peer 0 has the file open
+    if memory is None:  # peer 0 is on another machine
         return torch.empty(n_bytes, dtype=torch.uint8)
     memory.close()
     return memory.buffer

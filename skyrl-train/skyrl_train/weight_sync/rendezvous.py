@@ -1,6 +1,6 @@
 """Control connections of a weight sync: receivers connect to the sender, and both ends exchange lines of JSON.
 
-An end that closes its connection, fails or stays silent for too long ends the sync at once, with its name.
+If an end closes its connection, fails or stays silent for too long, the sync fails at once, and the error names it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from skyrl_train.weight_sync.base import SyncPlan
 HELLO, MESSAGE, FAILED = "hello", "message", "failed"
 MIN_POLL_S, MAX_POLL_S = 0.002, 0.1
 CALL_OFF_TIMEOUT_S = 2.0
-GRACE_S = 5.0  # beyond the timeout, so that the sender names the end that it waits for
-LINGER_S = 10.0  # a sender that failed still informs receivers that connect within this time
+GRACE_S = 5.0  # receivers wait this much longer than the sender, because the sender can name the silent end
+LINGER_S = 10.0  # a failed sender still informs receivers that connect within this time
 READ_BYTES = 1 << 16
 
 
@@ -34,7 +34,7 @@ class _Connection:
     """A connection of the sender to a receiver, or to the driver."""
 
     sock: socket.socket
-    rank: int | None = None  # None until it has introduced itself
+    rank: int | None = None  # None until the receiver has sent it
     received: bytes = b""
     messages: deque[Any] = field(default_factory=deque)
     is_open: bool = True
@@ -55,14 +55,14 @@ class SenderEndpoint:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._connections: list[_Connection] = []
-        self._failed: set[int] = set()  # ranks of receivers that have failed themselves
+        self._failed: set[int] = set()  # ranks of receivers that reported a failure
 
     def gather(self, stage: str, deadline: float | None = None) -> dict[int, Any]:
         """Return the next message of every receiver, by rank.
 
         Args:
-            stage: completes "did not …".
-            deadline: `time.monotonic()` at which to give up; by default, after the timeout of the plan.
+            stage: completes "did not …" in error messages.
+            deadline: `time.monotonic()` at which to give up, by default after the plan's timeout.
 
         Raises:
             SyncError: an end has failed, or a receiver sent nothing in time.
@@ -86,11 +86,11 @@ class SenderEndpoint:
         line = _encode(MESSAGE, message)
         for connection in self._connections:
             if connection.rank is not None:
-                with suppress(OSError):  # reading reports it
+                with suppress(OSError):  # the next read reports a closed connection
                     connection.sock.sendall(line)
 
     def fail(self, error: BaseException) -> None:
-        """Inform all receivers, also those that connect within `LINGER_S`, that the sync has failed."""
+        """Inform all receivers that the sync has failed, even if they connect only within the next `LINGER_S`."""
         informed: set[int | None] = {None, *self._failed}
         deadline = time.monotonic() + LINGER_S
         while len(informed) <= len(self._receivers) and time.monotonic() < deadline:
@@ -114,7 +114,7 @@ class SenderEndpoint:
         return next((c.messages for c in self._connections if c.rank == rank), deque())
 
     def _receive(self, timeout_s: float) -> None:
-        """Wait for data, and sort it into messages."""
+        """Wait for data or a connection, at most `timeout_s`, and split data into messages."""
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 connection = _Connection(self._listener.accept()[0])
@@ -151,7 +151,7 @@ class ReceiverEndpoint:
     """A receiver's connection to the sender."""
 
     def __init__(self, plan: SyncPlan) -> None:
-        """Connect to the sender, which may start to listen later."""
+        """Connect to the sender. It may begin to listen later."""
         self._plan = plan
         self._sock = _connect(plan, plan.timeout_s)
         self._received = b""
@@ -166,7 +166,7 @@ class ReceiverEndpoint:
         """Return the next message of the sender.
 
         Raises:
-            SyncError: the sender has failed, or sent nothing in time; `stage` completes "did not …".
+            SyncError: the sender has failed, or sent nothing in time. `stage` completes "did not …".
         """
         deadline = time.monotonic() + self._plan.timeout_s + GRACE_S
         while not self._messages:
@@ -176,11 +176,11 @@ class ReceiverEndpoint:
         return self._messages.popleft()
 
     def check(self, stage: str) -> None:
-        """Raise SyncError if the sender has failed or ended; `stage` completes "ended before it could …"."""
+        """Raise SyncError if the sender has failed or ended. `stage` completes "ended before it could …"."""
         self._read(0, stage)
 
     def _read(self, timeout_s: float, stage: str) -> None:
-        """Sort the data that arrives within a time into messages."""
+        """Wait for data, at most `timeout_s`, and split it into messages."""
         self._sock.settimeout(timeout_s)
         try:
             data = self._sock.recv(READ_BYTES)
@@ -200,7 +200,7 @@ class ReceiverEndpoint:
             )
 
     def fail(self, error: BaseException) -> None:
-        """Inform the sender, and through it the other receivers, that this one has failed."""
+        """Inform the sender, and through it all other receivers, that this receiver has failed."""
         self._send(FAILED, [str(error), [self._plan.rank]])
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class ReceiverEndpoint:
 
     def _send(self, kind: str, value: Any) -> None:
         self._sock.settimeout(self._plan.timeout_s)
-        with suppress(OSError):  # reading reports it
+        with suppress(OSError):  # the next read reports a closed connection
             self._sock.sendall(_encode(kind, value))
 
 
@@ -217,7 +217,7 @@ def call_off(plan: SyncPlan, reason: BaseException, failed: Sequence[int] = ()) 
     """Inform the sender that an end failed, perhaps before it connected, and which receivers have `failed`.
 
     Returns:
-        False if the sender does not listen.
+        False if the sender is not listening.
     """
     try:
         with _connect(plan, CALL_OFF_TIMEOUT_S) as sock:
@@ -239,7 +239,7 @@ def group_errors(plan: SyncPlan, others: Collection[int]) -> Iterator[None]:
 
 
 def open_store(plan: SyncPlan, port: int = 0) -> dist.TCPStore:
-    """Return the store through which a process group connects; the sender opens it on a free port."""
+    """Return the store through which a process group connects. The sender creates it on a free port."""
     host, _ = _parse(plan.address)
     timeout = timedelta(seconds=plan.timeout_s)
     return dist.TCPStore(host, port, is_master=plan.rank == 0, timeout=timeout, wait_for_workers=False)
@@ -250,7 +250,7 @@ def _connect(plan: SyncPlan, timeout_s: float) -> socket.socket:
     while True:
         try:
             sock = socket.create_connection(_parse(plan.address), timeout_s)
-            if sock.getsockname() != sock.getpeername():  # a free port of this machine may connect to itself
+            if sock.getsockname() != sock.getpeername():  # TCP can connect a local port to itself
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return sock
             sock.close()

@@ -1,4 +1,4 @@
-"""Weight sync within one process: tensors are passed by reference, not copied."""
+"""Weight sync within one process: pass tensors by reference, without a copy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def receive_shared(plan: SyncPlan) -> Generator[tuple[str, torch.Tensor], None, 
 
 
 def release(address: str) -> None:
-    """Drop the references under an address."""
+    """Drop the references that are stored under an address."""
     _SENT.pop(address, None)
 
 

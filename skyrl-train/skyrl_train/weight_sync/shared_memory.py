@@ -1,4 +1,4 @@
-"""Memory that processes of one user on one machine share. It has no name in any file system."""
+"""Memory that processes of one user on one machine share. No file system lists it, so nothing is left behind."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NAME: Final = "skyrl-weights"
 
 
 class SharedMemory:
-    """A block of memory, which the kernel frees when the last process that uses it closes it or is killed."""
+    """A block of memory. The kernel frees it once every process that uses it has closed it or was killed."""
 
     def __init__(self, fd: int, size: int, address: str) -> None:
-        """Map an open file; use `create` or `open_memory`."""
+        """Map an open file. Use `create` or `open_memory` instead."""
         self.address = address
         self._fd = fd
         self.buffer = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)  # (size,)
@@ -34,22 +34,22 @@ class SharedMemory:
             raise
 
     def close(self) -> None:
-        """Close the file; the mapping ends with the last tensor of `buffer`."""
+        """Close the file. The memory stays mapped until the last tensor on `buffer` is gone."""
         os.close(self._fd)
 
 
 def can_share_memory() -> bool:
-    """Return True if this system has memory without a name."""
+    """Return True if this system has anonymous memory files (`memfd_create`, Linux)."""
     return hasattr(os, "memfd_create")
 
 
 def open_memory(address: str) -> SharedMemory | None:
-    """Return the memory at an address; None if its process runs on another machine or belongs to another user."""
+    """Return the memory at an address, or None if its process runs on another machine or as another user."""
     process, _, rest = address.partition("/")
     number, _, name = rest.partition("/")
     path = f"/proc/{process}/fd/{number}"
     try:
-        if not os.readlink(path).startswith(f"/memfd:{name}"):  # a process of the same number on another machine
+        if not os.readlink(path).startswith(f"/memfd:{name}"):  # another machine's process has the same id here
             return None
         fd = os.open(path, os.O_RDWR)
     except OSError:

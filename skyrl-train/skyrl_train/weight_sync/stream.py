@@ -1,11 +1,26 @@
-"""A stream of bytes from the sender of a weight sync to all receivers, in pieces of bounded size.
+"""A stream of bytes from the sender of a weight sync to all receivers, in bounded memory.
 
-Each piece is written into one of a few slots. Receivers that can open the memory of the slots read them in place; a
-process group copies them to the others, with gloo between CPUs and with NCCL between GPUs. A slot is written again when
-every receiver has read it.
+The sender cuts the stream into pieces of at most `chunk_bytes`, and writes piece p into slot p % 4 of a ring of
+`N_SLOTS` = 4 slots. Bytes travel through slots, and short messages through the sockets of `rendezvous`:
 
-With `cuda_ipc`, a process can open only memory of its own GPU. Each rank of the model then writes the same stream into
-slots on its GPU. The ranks write synchronously. Only rank 0 exchanges messages with receivers.
+    sender                                      each receiver
+    write piece 0 into slot 0, send its size    read slot 0, send "read"
+    write pieces 1, 2 and 3, send their sizes   read slots 1, 2 and 3, send "read" for each
+    wait for every "read" of piece 0
+    write piece 4 into slot 0, send its size    …
+
+The invariant is n_pieces - n_read ≤ 4: a slot is written again only when all receivers have read it. So a model of
+15 GB passes through 64 MiB, and the sender is at most four pieces ahead of the slowest receiver.
+
+Receivers that can open the memory of the slots read it in place. Remote receivers cannot. A process group broadcasts
+each piece into a buffer of theirs, with gloo between CPUs and NCCL between GPUs.
+
+A record is the bytes of one tensor. It may span several pieces, and the next record starts at the next multiple of 64
+bytes, so a record within one piece can be viewed as values of any dtype.
+
+With `cuda_ipc`, a process can open only memory of its own GPU. So each rank of the model writes the same stream into
+slots on its GPU. Only rank 0 exchanges messages with receivers, and a barrier before each message makes sure that all
+ranks have written the piece.
 """
 
 from __future__ import annotations
@@ -26,19 +41,19 @@ from skyrl_train.weight_sync.rendezvous import GRACE_S, ReceiverEndpoint, Sender
 from skyrl_train.weight_sync.shared_memory import SharedMemory, can_share_memory, open_memory
 
 N_SLOTS = 4
-ALIGNMENT = 64  # bytes; every record starts at a multiple of it
+ALIGNMENT = 64  # every record starts at a multiple of this many bytes
 POLL_S = 2e-4
 
 Memory = SharedMemory | CudaMemory
 
 
 def pad_size(n_bytes: int) -> int:
-    """Return the size of a record with its padding."""
+    """Return the size of a record with its padding: 100 bytes take 128."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def slot_bytes(plan: SyncPlan) -> int:
-    """Return the size of a slot: `chunk_bytes`, or less if all tensors fit into less."""
+    """Return the size of a slot: `chunk_bytes`, or less if all tensors fit into one smaller slot."""
     total = sum(pad_size(spec.n_bytes) for spec in plan.specs)
     return max(ALIGNMENT, min(pad_size(plan.chunk_bytes), total))
 
@@ -51,12 +66,12 @@ def stream_device(plan: SyncPlan) -> torch.device:
 
 
 def memory_location(device: torch.device) -> str:
-    """Return the location of a device's memory, which processes at the same location can open: the UUID of a GPU."""
+    """Return where a device's memory is: "host", or a GPU's UUID. Processes at the same place can open the memory."""
     return "host" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 class StreamWriter:
-    """The sender's end. With `cuda_ipc`, every rank of the model has one, and all of them take the same calls."""
+    """The sender's end. With `cuda_ipc`, every rank of the model has one, and all ranks make the same calls."""
 
     def __init__(self, plan: SyncPlan) -> None:
         """Wait until every receiver has connected.
@@ -67,10 +82,11 @@ class StreamWriter:
         self._plan = plan
         self._device = stream_device(plan)
         self._size = slot_bytes(plan)
-        self._remote: list[int] = []  # receivers that the process group reaches
+        self._remote: list[int] = []  # receivers that cannot open the slots
         self._group: Any = None
-        self._sending: list[Any] = [None] * N_SLOTS  # broadcasts in progress
-        self._n_pieces, self._n_read, self._used = 0, 0, 0  # published and read pieces; bytes in the current one
+        self._sending: list[Any] = [None] * N_SLOTS  # broadcast in progress from each slot
+        self._n_pieces, self._n_read = 0, 0  # published pieces, pieces that every receiver has read
+        self._used = 0  # bytes in the current piece
         self.n_sent = 0
         self._n_ranks = dist.get_world_size() if plan.transport == "cuda_ipc" and dist.is_initialized() else 1
         self._is_first = self._n_ranks == 1 or dist.get_rank() == 0
@@ -88,6 +104,15 @@ class StreamWriter:
         self._endpoint = SenderEndpoint(self._plan)
 
     def _connect(self) -> None:
+        """Allocate the slots, and agree with each receiver on how it reads them.
+
+        receiver   "here"
+        sender     addresses of the slots, by memory location
+        receiver   True if it could open the slots at its location
+        sender     [], or the port of a process group and the receivers in it
+        receiver   "connected"
+        sender     "start"
+        """
         size, memory = N_SLOTS * self._size, None
         if self._plan.transport == "cuda_ipc":
             memory = create_memory(size, self._device)
@@ -114,14 +139,14 @@ class StreamWriter:
         self._on_first_rank(self._start)
 
     def _start(self) -> None:
-        """Start the transfer once every receiver has connected. Otherwise a fast receiver could close its connections
-        while a slow one is still connecting.
+        """Start the transfer once every receiver has connected. Without this, a fast receiver could be done and close
+        its connections while a slow one is still connecting.
         """
         self._gather("connect", self._connect_deadline)
         self._send("start")
 
     def _introduce(self, addresses: dict[str, str]) -> None:
-        """Send the addresses of the memory to the receivers, and find those that cannot open it."""
+        """Send the addresses of the slots, and record the receivers that cannot open them as remote."""
         self._gather("connect", self._connect_deadline)
         self._send(addresses)
         opened = self._gather("connect", self._connect_deadline)
@@ -140,7 +165,7 @@ class StreamWriter:
             )
 
     def write(self, record: torch.Tensor) -> None:
-        """Append bytes (n,), which may be on any device, and padding."""
+        """Append a record of bytes (n,), on any device, and padding."""
         start = 0
         while start < len(record):
             slot = self._slot()
@@ -154,7 +179,7 @@ class StreamWriter:
             self._publish()
 
     def finish(self) -> None:
-        """Publish the rest, and wait until every receiver has read everything."""
+        """Publish the last piece, and wait until every receiver has read everything."""
         if self._used:
             self._publish()
         while self._n_read < self._n_pieces:
@@ -207,7 +232,7 @@ class StreamWriter:
         return self._endpoint.gather(stage, deadline)
 
     def _on_first_rank(self, act: Callable[[], Any]) -> None:
-        """Act on rank 0, once all ranks have called this. If it fails, raise SyncError on every rank."""
+        """Call `act` on rank 0, once all ranks have reached this. If it fails, raise SyncError on every rank."""
         if self._n_ranks == 1:
             act()
             return
@@ -238,9 +263,9 @@ class StreamReader:
         self.device = stream_device(plan)
         self._group: Any = None
         self._size = slot_bytes(plan)
-        self._n_pieces = 0  # begun
+        self._n_pieces = 0  # pieces that this receiver has begun to read
         self._piece = torch.empty(0, dtype=torch.uint8)
-        self._used = 0  # bytes of the current piece
+        self._used = 0  # bytes of the current piece that were read
         self.n_received = 0
         self._endpoint = ReceiverEndpoint(plan)
         try:
@@ -268,7 +293,7 @@ class StreamReader:
         self._endpoint.receive("connect")
 
     def read(self, n_bytes: int) -> Iterator[torch.Tensor]:
-        """Yield the next record, in parts (n,) on the device of the stream that are valid until the next one."""
+        """Yield the next record in parts (n,), on the device of the stream. Each is valid until the next part."""
         while n_bytes:
             if self._used == len(self._piece):
                 self._next_piece()
@@ -279,7 +304,7 @@ class StreamReader:
 
     @property
     def n_left(self) -> int:
-        """Bytes of the current piece that were not read."""
+        """Number of unread bytes in the current piece. Waits for the next piece if all are read."""
         if self._used == len(self._piece):
             self._next_piece()
         return len(self._piece) - self._used
@@ -311,7 +336,7 @@ class StreamReader:
         self.n_received += n_bytes
 
     def _wait_for_device(self) -> None:
-        """Wait until the GPU has received the piece. It would wait forever for a sender that has ended."""
+        """Poll until the GPU has received the piece. A blocking wait would never return if the sender has ended."""
         if self.device.type == "cpu":
             return
         received = torch.cuda.Event()
@@ -330,17 +355,17 @@ class StreamReader:
 
 
 def create_memory(size: int, device: torch.device) -> Memory:
-    """Allocate memory of a device that other processes can open."""
+    """Allocate memory on a device that other processes can open."""
     return SharedMemory.create(size) if device.type == "cpu" else CudaMemory.create(size, device)
 
 
 def open_device_memory(address: str, device: torch.device) -> Memory | None:
-    """Return the memory of a device at an address; None if this process cannot open it."""
+    """Return the memory of a device at an address, or None if this process cannot open it."""
     if device.type == "cpu":
         return open_memory(address)
     try:
         return open_cuda_memory(address, device)
-    except RuntimeError:  # of CUDA: the memory belongs to another GPU or container
+    except RuntimeError:  # CUDA's error for memory of another GPU or container
         return None
 
 
@@ -351,7 +376,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def process_group(plan: SyncPlan, store: dist.TCPStore, remote: Sequence[int], device: torch.device) -> Any:
-    """Connect the sender with remote receivers, of which this may be one.
+    """Connect the sender with its remote receivers. Each of these ends calls this.
 
     Raises:
         SyncError: an end did not connect in time.
@@ -361,7 +386,7 @@ def process_group(plan: SyncPlan, store: dist.TCPStore, remote: Sequence[int], d
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout + timedelta(seconds=4 * GRACE_S)  # later, NCCL's watchdog would end the process
+    options._timeout = timeout + timedelta(seconds=4 * GRACE_S)  # NCCL's watchdog ends the process, so ours comes first
     group: Any = dist.ProcessGroupNCCL(store, rank, len(ranks), options)  # torch's stubs lack its methods
 
     def connect() -> None:
@@ -379,13 +404,13 @@ def process_group(plan: SyncPlan, store: dist.TCPStore, remote: Sequence[int], d
 
 
 def close_group(group: Any, device: torch.device) -> None:
-    """End the communication of a process group; broadcasts that still wait for an end are given up."""
+    """End the communication of a process group, and abort broadcasts that are still waiting for an end."""
     if group is not None and device.type == "cuda":
         group.abort()
 
 
 def run_within(timeout_s: float, function: Callable[[], None], describe: Callable[[], str]) -> None:
-    """Call a function that may hang, in another thread; SyncError with a description if it has not ended in time."""
+    """Call a function that may hang in another thread, and raise SyncError(describe()) if it takes too long."""
     outcome: list[BaseException | None] = []
 
     def run() -> None:
@@ -406,7 +431,7 @@ def run_within(timeout_s: float, function: Callable[[], None], describe: Callabl
 
 
 def describe_stall(plan: SyncPlan, others: Sequence[int]) -> str:
-    """Return the message of a transfer between GPUs that did not complete in time."""
+    """Return the error message for a transfer between GPUs that did not complete in time."""
     names = ", ".join(map(plan.name, others))
     return (
         f"weight sync {plan.version}: NCCL reached no connection to {names} within {plan.timeout_s:g} s; see its own "

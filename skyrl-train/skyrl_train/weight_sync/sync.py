@@ -1,4 +1,4 @@
-"""Weight sync from end to end: from a model to all holders of a copy of its weights."""
+"""Weight sync from end to end: from a model to everything that holds a copy of its weights."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ ADVICE = "Training on its samples would be wrong; rerun the command to resume fr
 def send(
     plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None = None
 ) -> Receipt:
-    """Send tensors, in the order of the plan. Call it on every rank of the model: gathering them is collective.
+    """Send tensors in the order of the plan. Call it on every rank of the model, because gathering is collective.
 
-    A plan that `tracks_changes` needs the `sent_weights` of the previous call, which it updates.
+    A plan that `tracks_changes` needs the `sent_weights` of the previous call, and updates them.
     """
     return send_shared(plan, tensors) if plan.transport == "shared" else send_stream(plan, tensors, sent_weights)
 
 
 class Receiver:
-    """The receiving end of a plan, in a process that holds a copy of the weights: iterate over the tensors.
+    """The receiving end of a plan, in a process that holds a copy of the weights. Iterate over it to receive tensors.
 
     Each tensor is valid until the next one.
     """
@@ -44,9 +44,10 @@ class Receiver:
     """Set after the last tensor."""
 
     def __init__(self, plan: SyncPlan, into: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write tensors of the same name, shape and dtype straight `into` those of the receiver, and yield these.
+        """Write tensors straight `into` the receiver's tensors of the same name, shape and dtype, and yield these.
 
-        The receipt then proves what the receiver holds. Without them, a plan with a `base_version` fails.
+        The receipt's checksum then covers what the receiver holds, not only what it received. A plan with a
+        `base_version` needs `into`.
         """
         self._plan = plan
         self._into = into or {}
@@ -57,14 +58,14 @@ class Receiver:
 
 
 class WeightSource(Protocol):
-    """A model whose weights are sent: a `WorkerGroup`."""
+    """A model that sends its weights: a `WorkerGroup`."""
 
     async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
-        """Return the tensors of the model, or of its adapter."""
+        """Return the tensors that a sync of this kind sends."""
         ...
 
     async def send_weights(self, plan: SyncPlan) -> Receipt:
-        """Send the weights by `plan`."""
+        """Send the weights according to `plan`."""
         ...
 
 
@@ -73,29 +74,32 @@ class WeightSink(Protocol):
 
     @property
     def n_weight_copies(self) -> int:
-        """Number of processes that receive; each is a separate receiver."""
+        """Number of processes that receive weights, each as a separate receiver."""
         ...
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
-        """Receive weights, as the receivers `plan.rank` and following."""
+        """Receive weights, as the receivers with ranks from `plan.rank` on."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SyncOptions:
-    """The settings of a weight sync."""
+    """Settings of a weight sync."""
 
     transport: Transport = "shared"
-    prefers_gpus: bool = False  # `auto` does not leave the GPUs, where both ends are on them
+    prefers_gpus: bool = False  # `auto` sends from GPU to GPU if both ends are on GPUs
     chunk_bytes: int = 1 << 24  # size of a piece of the stream
-    ipc_bytes: int = 10**9  # of each GPU, for all pieces that `cuda_ipc` holds there
+    ipc_bytes: int = 10**9  # memory on each GPU for all slots of `cuda_ipc`
     timeout_s: float = 300.0
     has_checksum: bool = True
-    sends_changes: bool = False  # since the last sync, instead of all weights, where that is shorter
+    sends_changes: bool = False  # send only changes since the last sync, for tensors where that is shorter
 
 
 def transport_between(options: SyncOptions, device: torch.device, *, shares_devices: bool) -> Transport:
-    """Return the transport between models on this kind of device, of which a receiver may share one with the sender."""
+    """Return the transport between models on this type of device.
+
+    `shares_devices` tells if a receiver is on the same GPU as a rank of the sender.
+    """
     if options.transport not in ("nccl", "cuda_ipc") and not (options.transport == "auto" and options.prefers_gpus):
         return options.transport
     if device.type == "cpu":
@@ -117,13 +121,18 @@ class WeightSync:
         dtype: torch.dtype | None = None,
         holding_devices: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """Connect the source to its sinks, by name. `transport="shared"` requires them in one process.
+        """Connect a source to its sinks, by name.
 
-        `find_address` returns a free "host:port" of the source's rank 0, which is on this machine by default. If the
-        source has an adapter, sinks that have it as well take the kind `adapter`, sinks with a `WeightMirror`
-        `factors`, and others `full`. Factors are preceded by the base where sinks do not hold it. Whole models travel
-        in `dtype`, that of the sinks, where it is smaller. A sync runs inside `holding_devices()`, which brings the
-        weights of source and sinks to devices that they share with others.
+        Args:
+            source: the model that sends.
+            sinks: the holders of copies. `transport="shared"` needs all of them in this process.
+            options: settings of every sync.
+            find_address: returns a free "host:port" where the source's rank 0 can listen, by default on this machine.
+            kind: `full` sends merged weights. If the source has an adapter, `adapter` is for sinks that have it too,
+                and `factors` for sinks with a `WeightMirror`. The base is sent before the factors if a sink lacks it.
+            dtype: dtype of the sinks. A whole model is sent in it if it is smaller.
+            holding_devices: context of a sync. It brings the weights of source and sinks to their devices, if they
+                share these with other models.
         """
         self._source = source
         self._sinks = dict(sinks)
@@ -133,11 +142,11 @@ class WeightSync:
         self._dtype = dtype
         self._holding_devices = holding_devices
         self.recover: Callable[[], Awaitable[bool]] | None = None
-        """Called after a failed sync to replace lost sinks; if it returns True, the weights are sent once more."""
-        self._version: int | None = None  # that every sink holds
+        """Called after a failed sync to replace lost sinks. If it returns True, the weights are sent once more."""
+        self._version: int | None = None  # version that every sink holds, if known
 
     async def __call__(self, version: int) -> Metrics:
-        """Send the weights to every sink, as those of `version`. Sinks must be idle or paused.
+        """Send the weights to every sink as `version`. Sinks must be idle or paused.
 
         Raises:
             SyncError: a sink received different bytes, or none in time.
@@ -153,7 +162,7 @@ class WeightSync:
         return Metrics.of({"sync/megabytes": receipt.n_sent / 1e6, **verified})
 
     async def _send_to_all(self, version: int) -> Receipt:
-        """Send the weights to every sink. After a failure, lost sinks are replaced, and all weights sent once more."""
+        """Send the weights to every sink. After a failure, replace lost sinks and send all weights once more."""
         try:
             return await self._send(self._sinks, version, is_update=True)
         except (EngineError, SyncError):
@@ -162,27 +171,27 @@ class WeightSync:
             return await self._send(self._sinks, version)
 
     async def send_to(self, name: str, sink: WeightSink, version: int) -> None:
-        """Send all weights, as those of `version`, to a sink that replaces another one of this name.
+        """Send all weights as `version` to a new sink that replaces the previous sink of this name.
 
-        During an update, they differ from those that the other sinks received as `version`: the next sync sends no
-        changes.
+        During an update, they already differ from what all other sinks received as `version`. So the next sync sends
+        whole weights instead of changes.
         """
         try:
             await self._send({name: sink}, version)
         finally:
-            self.forget()  # a sync that ends meanwhile sets the version
+            self.forget()  # a sync that ended meanwhile has set the version
 
     def forget(self) -> None:
-        """Send all weights in the next sync: a sink does not hold those of the last one."""
+        """Make the next sync send all weights, because a sink does not hold the last version."""
         self._version = None
 
     async def _send(self, sinks: Mapping[str, WeightSink], version: int, *, is_update: bool = False) -> Receipt:
-        """Send all weights or, for an update, what the sinks do not hold yet."""
+        """Send all weights, or for an update only what the sinks do not hold yet."""
         held = self._version if is_update else None
         plan = await self._plan(sinks, version, held)
-        if held is not None and self._version is None:  # a sink was replaced while the plan was made
+        if held is not None and self._version is None:  # a sink was replaced during the await
             plan = await self._plan(sinks, version)
-        self._version = None  # until all sinks hold the new one
+        self._version = None  # until all sinks hold the new version
         first, plans = 1, {}
         for name, sink in sinks.items():
             plans[name] = replace(plan, rank=first)
@@ -202,7 +211,7 @@ class WeightSync:
                 first_error = next((error for task in tasks if task.done() and (error := task.exception())), None)
                 if first_error is not None:
                     failed = [
-                        plans[name].rank  # of a sink with several copies, some may still connect
+                        plans[name].rank  # sinks with several copies are not listed: some may still connect
                         for name, task in receiving.items()
                         if sinks[name].n_weight_copies == 1 and task.done() and task.exception() is not None
                     ]
@@ -250,9 +259,9 @@ class WeightSync:
         )
 
     def _narrow(self, specs: Sequence[TensorSpec], kind: SyncKind) -> Sequence[TensorSpec]:
-        """Return the tensors of a model in the type of the sinks, where it is smaller: they would round to it anyway.
+        """Return the tensors in the dtype of the sinks if it is smaller, because sinks would round to it anyway.
 
-        Adapters are not rounded: sinks merge them first.
+        Adapters are not rounded, because sinks merge them first.
         """
         dtype = self._dtype
         if dtype is None or kind != "full":
@@ -268,7 +277,7 @@ class WeightSync:
 async def _end_sender(
     sending: asyncio.Future[Receipt], plan: SyncPlan, reason: BaseException, failed: Sequence[int]
 ) -> None:
-    """Call a sync off until the sender has ended: it may not listen yet, and would then wait for the failed ends."""
+    """Call a sync off until the sender has ended. One call is not enough if the sender is not listening yet."""
     deadline = time.monotonic() + plan.timeout_s
     while not sending.done() and time.monotonic() < deadline:
         if await asyncio.to_thread(call_off, plan, reason, failed):
@@ -282,7 +291,7 @@ async def _local_address() -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port of this machine."""
+    """Return a free TCP port on this machine."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The tensors of a plan as a stream: sent from rank 0 of a model, and received as whole tensors."""
+"""Write the tensors of a plan to a stream, and read them back as whole tensors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from skyrl_train.weight_sync.changes import INT_OF_SIZE, Changes, bits_of, find_
 from skyrl_train.weight_sync.checksum import Checksum, flat_bytes, split_into_blocks, tensor_checksum
 from skyrl_train.weight_sync.stream import StreamReader, StreamWriter
 
-WHOLE = -1  # instead of the number of changes, before a tensor that is sent whole
+WHOLE = -1  # takes the place of the number of changes if a tensor is sent whole
 
 
 class SentWeights:
-    """A copy of the weights that the last sync sent; the next one sends the changes since then."""
+    """A copy of the weights that the last sync sent, so that the next sync can send only changes."""
 
     def __init__(self) -> None:
         self._version: int | None = None
         self._bits: dict[str, torch.Tensor] = {}
 
     def check(self, plan: SyncPlan) -> None:
-        """Raise SyncError if a plan starts from another version than this one."""
+        """Raise SyncError if a plan sends changes since another version than this copy's."""
         if plan.base_version is not None and plan.base_version != self._version:
             raise SyncError(
                 f"weight sync {plan.version} sends the changes since version {plan.base_version}, but the sender has "
@@ -35,7 +35,7 @@ class SentWeights:
         self._version = None  # until the new one is complete
 
     def replace(self, name: str, tensor: torch.Tensor) -> Changes | None:
-        """Keep a copy of a tensor; return its changes since the last one, if there is one."""
+        """Replace the copy of a tensor, and return its changes since the previous copy, or None without one."""
         new, old = bits_of(tensor), self._bits.get(name)
         if old is None or old.shape != new.shape or old.dtype != new.dtype:
             self._bits[name] = new.clone()
@@ -45,18 +45,20 @@ class SentWeights:
         return changes
 
     def complete(self, version: int) -> None:
-        """Mark the copy as that of a version."""
+        """Mark the copy as complete, with this version."""
         self._version = version
 
 
 def send_stream(
     plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None
 ) -> Receipt:
-    """Send the tensors in the order of the plan from rank 0. The other ranks help to gather them and, with `cuda_ipc`,
-    write them into memory of their GPUs.
+    """Send the tensors in the order of the plan from rank 0.
+
+    Iterating over `tensors` gathers them from all ranks, so every rank must iterate to the end, even after an error.
+    With `cuda_ipc`, all ranks also write the stream, each into memory of its GPU.
 
     Raises:
-        SyncError: the model's tensors are not those of the plan, or a receiver failed or did not answer in time.
+        SyncError: the model's tensors differ from the plan, or a receiver failed or did not answer in time.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if not is_first and plan.transport != "cuda_ipc":
@@ -66,7 +68,7 @@ def send_stream(
     try:
         return _send(plan, tensors, sent_weights, has_checksum=plan.has_checksum and is_first)
     except BaseException:
-        for _ in tensors:  # the other ranks still gather them
+        for _ in tensors:  # all other ranks are still gathering
             pass
         raise
 
@@ -84,7 +86,7 @@ def _send(
             if name != spec.name or tuple(tensor.shape) != spec.shape:
                 raise SyncError(f"the model has {name} {tuple(tensor.shape)} where the plan has {spec}")
             n_bytes += spec.n_bytes
-            with half_of_cores():  # the receiver has the other half
+            with half_of_cores():  # the receiver may run on the same machine and uses the other half
                 tensor = tensor.detach().to(spec.dtype).contiguous()
                 found = Checksum(name) if has_checksum else None
                 _write(writer, plan, spec, tensor, sent_weights, found)
@@ -109,7 +111,10 @@ def _write(
     sent_weights: SentWeights | None,
     checksum: Checksum | None,
 ) -> None:
-    """Write a tensor, or its changes. If all of its bytes are copied at once, add them to `checksum`."""
+    """Write a tensor or its changes, in the format that `_read` documents.
+
+    If the whole tensor is written, add its bytes to `checksum` block by block, while they are in a cache.
+    """
     changes = None if sent_weights is None else sent_weights.replace(spec.name, tensor.cpu())
     if plan.base_version is None and checksum is not None:
         for block in split_into_blocks(flat_bytes(tensor)):
@@ -129,7 +134,10 @@ def _write(
 def receive_stream(
     plan: SyncPlan, parameters: Mapping[str, torch.Tensor]
 ) -> Generator[tuple[str, torch.Tensor], None, Receipt]:
-    """Yield the tensors: those in `parameters`, where name, shape and dtype are the same, and others from a buffer.
+    """Yield the tensors of the plan.
+
+    A tensor with the same name, shape and dtype as one of `parameters` is written straight into it. Any other tensor is
+    yielded from a buffer, and valid until the next one.
 
     Raises:
         SyncError: the sender failed, or did not answer in time.
@@ -156,7 +164,7 @@ def receive_stream(
 
 
 def find_destination(parameters: Mapping[str, torch.Tensor], spec: TensorSpec) -> torch.Tensor | None:
-    """Return the receiver's tensor if the stream can be written into it."""
+    """Return the receiver's tensor if the stream can be written straight into it."""
     destination = parameters.get(spec.name)
     if destination is None or not destination.is_contiguous():
         return None
@@ -171,7 +179,11 @@ def _read(
     destination: torch.Tensor | None,
     checksum: Checksum | None,
 ) -> torch.Tensor:
-    """Return the next tensor. If all of its bytes are copied, add them to `checksum`."""
+    """Return the next tensor. If it is copied whole, add its bytes to `checksum`.
+
+    A plan without `base_version` has one record per tensor, its bytes. With `base_version`, the first record is the
+    number of changes (int64), then come `gaps` and `bits` of `Changes`. If that number is `WHOLE`, the bytes follow.
+    """
     if plan.base_version is not None:
         if destination is None:
             raise SyncError(
@@ -190,7 +202,7 @@ def _read(
 
 
 def _read_record(reader: StreamReader, n_values: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return values (n,) that are valid until the next record: a view of the stream if they are in one piece of it."""
+    """Return values (n,) that are valid until the next record, without a copy if they are within one piece."""
     n_bytes = n_values * dtype.itemsize
     if 0 < n_bytes <= reader.n_left:
         (part,) = reader.read(n_bytes)

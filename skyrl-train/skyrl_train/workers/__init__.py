@@ -1,1 +1,1 @@
-"""One worker for each rank of a model, and the group through which the driver calls them."""
+"""One worker per rank of a model, and the group through which the driver calls them."""

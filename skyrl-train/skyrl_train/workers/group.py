@@ -1,4 +1,4 @@
-"""The ranks of one model behind one interface: whole batches in, whole results out."""
+"""One interface to all ranks of a model: whole batches in, whole results out."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from skyrl_train.workers.split import draws_fit, join, split
 from skyrl_train.workers.worker import NEEDED_PARTS
 
 FINISH_TIMEOUT_S = 60.0
-"""Seconds that other ranks may take to gather the rest of the weights after a failed weight sync."""
+"""Seconds to wait for ranks that still gather weights after a failed weight sync."""
 
 CAUSE_TIMEOUT_S = 2.0
-"""Seconds that other ranks of a failed call may take to fail as well."""
+"""Seconds to wait for more ranks to fail, to find the one that failed first."""
 
 SAVE_POLL_S = 0.05
 """Polling interval of a save in progress, in seconds."""
 
 
 class WorkerGroup:
-    """Calls every rank of a model, one call at a time.
+    """The ranks of one model. Every rank gets every call, and calls run one at a time.
 
-    A rank that fails breaks the group, because other ranks may still wait for it inside the call.
+    If a rank fails, the group is unusable from then on, because other ranks may still wait for it inside the call.
     """
 
     def __init__(self, spec: ModelSpec, ranks: Sequence[Rank], objective: Objective | None = None) -> None:
-        """Create the group of a model that minimizes `objective`; the reference has none.
+        """Create the group of a model that minimizes `objective`. The reference has no objective.
 
         Raises:
             ConfigError: `spec.layout` cannot divide the ranks.
@@ -47,38 +47,38 @@ class WorkerGroup:
         self._spec = spec
         self._ranks = list(ranks)
         self._layout = spec.layout(len(ranks))
-        self._shares_prefixes = False  # like the maximum of tokens, known once the model is loaded
+        self._shares_prefixes = False  # this and the maximum of tokens are known once the model is loaded
         self._max_tokens = self._layout.context_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
         self.n_optimizer_steps = 0
-        """Optimizer steps that have begun."""
+        """Number of optimizer steps that have begun."""
         self.hold_devices: Callable[[WorkerGroup, ModelPart], AbstractAsyncContextManager[None]] | None = None
         """Waits for the devices that the model shares with others, e.g. `Lease.holding`; None if it has them alone."""
 
     @property
     def role(self) -> Role:
-        """The role of the model in a run."""
+        """Role of the model in a run."""
         return self._spec.role
 
     @property
     def temperature(self) -> float:
-        """The temperature of the scored distribution."""
+        """Temperature of the scored distribution."""
         return self._spec.temperature
 
     async def load(self) -> None:
-        """Load the model on every rank; ConfigError if its path holds none."""
+        """Load the model on every rank, or raise ConfigError if there is no model at its path."""
         await self._gather(rank.load(self._spec, self._objective) for rank in self._ranks)
         self._shares_prefixes = (await self._call("shares_prefixes"))[0]
         self._max_tokens = self._layout.context_size * (await self._call("max_tokens_per_micro_batch"))[0]
 
     async def n_embeddings(self) -> int:
-        """Return the number of tokens that the model has embeddings for."""
+        """Return the number of embeddings of the model."""
         counts: list[int] = await self._call("n_embeddings")
         return counts[0]
 
     async def count_parameters(self) -> tuple[int, int]:
-        """Return the number of trained parameters, and that of all."""
+        """Return the (trained, total) parameter counts."""
         counts: list[tuple[int, int]] = await self._call("count_parameters")
         return counts[0]
 
@@ -90,10 +90,10 @@ class WorkerGroup:
     async def score(
         self, batch: TrainingBatch, *, adapter: bool = True, beside_others: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Return the scores of the model, or of its base without the adapter: (B, R) float32 on the CPU, 0 off the
-        mask.
+        """Score a batch: (B, R) float32 on the CPU, 0 off the mask. `adapter=False` disables the adapter.
 
-        With `beside_others`, others that share the devices stay there: the batch is small, and the weights are there.
+        With `beside_others`, models that share the devices are not moved away first. Use it for small batches while the
+        weights are on their devices.
         """
         shards, rows = self._split(batch, self._spec.max_rows_forward)
         results = await self._call_with_shards("score", shards, adapter, beside_others=beside_others)
@@ -102,10 +102,10 @@ class WorkerGroup:
     async def forward_backward(self, mini_batch: TrainingBatch, scores: torch.Tensor | None = None) -> Metrics:
         """Add the gradient of a mini-batch's loss to the parameters.
 
-        The divisors of the loss are those of the whole mini-batch, whatever the micro-batches and ranks.
-        `scores` (B, R) are the log-probs or values of the current weights, if known. A loss that reads the whole
-        mini-batch at once needs them, and so does one that reads whole draws if they do not fit into micro-batches:
-        without them, the mini-batch is scored first.
+        The loss is divided by the counts of the whole mini-batch, however it is split into micro-batches and ranks.
+        `scores` (B, R) are the log-probs or values of the current weights, if known. A loss over the whole mini-batch
+        needs them, and so does a loss over pairs that do not fit into micro-batches. If `scores` is None, such a loss
+        costs one more forward pass.
         """
         objective, max_rows = self._objective, self._spec.max_rows_train
         assert objective is not None, f"the {self._spec.role} has no objective"
@@ -119,13 +119,13 @@ class WorkerGroup:
         return metrics.merge(*await self._call_with_shards("forward_backward", shards))
 
     async def optim_step(self) -> Metrics:
-        """Clip and apply the gradients; return the metrics of the first rank, which are those of all."""
+        """Clip and apply the gradients. Return the first rank's metrics, because all ranks have the same."""
         self.n_optimizer_steps += 1
         metrics: list[Metrics] = await self._call("optim_step")
         return metrics[0]
 
     async def update(self, mini_batch: TrainingBatch, scores: torch.Tensor | None = None) -> Metrics:
-        """Take one optimizer step on a mini-batch; `scores` as in `forward_backward`."""
+        """Take one optimizer step on a mini-batch. `scores` are as in `forward_backward`."""
         return (await self.forward_backward(mini_batch, scores)).merge(await self.optim_step())
 
     async def is_finite(self) -> bool:
@@ -144,14 +144,14 @@ class WorkerGroup:
         return metrics
 
     async def save(self, folder: Path) -> Awaitable[Any]:
-        """Return once training may continue; await the result until `folder` is on disk."""
+        """Begin to save. Training may continue once this returns. Await the result to know that `folder` is on disk."""
         await self._call("begin_save", folder)
         return self._finish_save(folder)
 
     async def _finish_save(self, folder: Path) -> None:
         """Wait until all ranks have written their part, while other calls run.
 
-        Ranks report failures between calls only; the folder shows that it is complete even during a call.
+        Ranks can report a failure only between calls. Success shows in the folder, even during a call.
         """
         while not await asyncio.to_thread((folder / METADATA).exists):
             if not self._lock.locked() and all(await self._call("is_written")):
@@ -160,37 +160,41 @@ class WorkerGroup:
             await asyncio.sleep(SAVE_POLL_S)
 
     async def load_state(self, folder: Path) -> None:
-        """Load what any number of ranks saved; CheckpointError if it is incomplete or belongs to another model."""
+        """Load a checkpoint that any number of ranks saved.
+
+        Raises:
+            CheckpointError: it is incomplete, or belongs to another model.
+        """
         await self._call("load_state", folder)
 
     async def export(self, folder: Path) -> None:
-        """Write a plain Hugging Face folder; OSError if the file system refuses, and training may continue."""
+        """Write a plain Hugging Face folder. After an OSError of the file system, training may continue."""
         _raise_first(await self._call("export", folder))
 
     async def tensor_specs(self, kind: SyncKind = "full") -> list[TensorSpec]:
-        """Return the tensors of the model, or of its adapter."""
+        """Return the tensors that a sync of this kind sends."""
         specs: list[list[TensorSpec]] = await self._call("tensor_specs", kind)
         return specs[0]
 
     @property
     def n_weight_copies(self) -> int:
-        """Number of ranks; each receives weights separately."""
+        """Number of ranks. Each receives weights separately."""
         return len(self._ranks)
 
     async def send_weights(self, plan: SyncPlan) -> Receipt:
-        """Send the weights. Every rank takes part in gathering them; the first one sends."""
+        """Send the weights. All ranks gather them, and the first rank sends."""
         receipts: list[Receipt] = await self._call("send_weights", plan, beside_others=True)
         return receipts[0]
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
-        """Load weights of a model of the same architecture; SyncError if ranks received different ones."""
+        """Load weights of a model of the same architecture, or raise SyncError if ranks received different weights."""
         receipts: list[Receipt] = await self._call("receive_weights", plan, beside_others=True)
         if len(set(receipts)) > 1:
             raise SyncError(f"the ranks of the {self._spec.role} received different weights: {receipts}")
         return receipts[0]
 
     async def move(self, to: Literal["cpu", "device"], part: ModelPart = "all") -> int:
-        """Move a part of the model to host memory or back, on every rank; return the number of bytes that were moved.
+        """Move a part of the model to host memory or back, on every rank, and return the number of moved bytes.
 
         Raises:
             WorkerError: host memory is too small.
@@ -216,7 +220,7 @@ class WorkerGroup:
     async def _call_with_shards(
         self, method: str, shards: Sequence[Shard], *args: Any, beside_others: bool = False
     ) -> list[Any]:
-        """Call a method of every worker with the shard of its data-parallel rank; return one result for each shard."""
+        """Call a method of every worker with the shard of its data-parallel rank, and return one result per shard."""
         layout = self._layout
         own = [(shards[layout.data_parallel_rank(rank)],) for rank in range(layout.n_ranks)]
         results = await self._call(method, *args, first_args=own, beside_others=beside_others)
@@ -229,9 +233,9 @@ class WorkerGroup:
         first_args: Sequence[tuple[Any, ...]] | None = None,
         beside_others: bool = False,
     ) -> list[Any]:
-        """Call a method of every worker, with the first arguments of each; return the result of each.
+        """Call a method of every worker, and return one result per rank. `first_args` has each rank's own arguments.
 
-        Others that share the devices leave them first, unless the model is to compute `beside_others`.
+        Other models that share the devices leave them first, unless `beside_others`.
         """
         async with nullcontext() if beside_others else self._holding_devices(method), self._lock:
             if self._broken_by is not None:
@@ -250,7 +254,7 @@ class WorkerGroup:
         return self.hold_devices(self, NEEDED_PARTS[method])
 
     async def _gather(self, calls_of_ranks: Iterable[Awaitable[Any]]) -> list[Any]:
-        """Return the result of each rank. The failure of one of several ranks breaks the group."""
+        """Return the result of each rank. If one of several ranks fails, the group is broken."""
         calls = [asyncio.ensure_future(call) for call in calls_of_ranks]
         if len(calls) == 1:
             return [await calls[0]]
@@ -258,7 +262,7 @@ class WorkerGroup:
             return await asyncio.gather(*calls)
         except Exception as error:
             if isinstance(error, SyncError) and await _all_finish(calls):
-                raise  # a receiver failed, and no rank waits for another one
+                raise  # a receiver failed, but no rank waits for another rank, so the group is still usable
             self._broken_by = cause = await _find_cause(error, calls)
             if cause is error:
                 raise
@@ -280,9 +284,10 @@ async def _all_finish(calls: Sequence[asyncio.Future[Any]]) -> bool:
 
 
 async def _find_cause(error: Exception, calls: Sequence[asyncio.Future[Any]]) -> Exception:
-    """Return the failure of a call that explains `error`, the first one: the end of another rank's process, if any.
+    """Return the failure behind `error`, the first to arrive: a rank's process that ended, if there is one.
 
-    The ranks that wait for a killed one fail in a collective, often before the launcher notices its end.
+    When a rank is killed, the ranks that wait for it fail in a collective, often before the launcher notices the
+    killed rank. So this waits a little for a WorkerError.
     """
     done, _ = await asyncio.wait(calls, timeout=CAUSE_TIMEOUT_S)
     failures = [call.exception() for call in done if not call.cancelled()]

@@ -1,4 +1,4 @@
-"""The state of the process's random generators, in types that `torch.load(weights_only=True)` accepts."""
+"""The state of a process's random generators, in types that `torch.load(weights_only=True)` accepts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 
 def random_state(device: str = "cpu") -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and PyTorch's global generators, which environments may use, and of the
-    generator of `device`, e.g. "cuda:1".
+    """Return the state of Python's, NumPy's and PyTorch's global generators, and of `device`'s, e.g. "cuda:1".
+
+    Environments may use any of them.
     """
     name, keys, *rest = np.random.get_state(legacy=True)
     numpy_state = (name, np.asarray(keys).tolist(), *rest)
@@ -20,9 +21,9 @@ def random_state(device: str = "cpu") -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: str = "cpu") -> None:
-    """Restore what `random_state` returned, on a device that may have another index.
+    """Restore a state from `random_state`. The device may have another index than the one that saved it.
 
-    Old checkpoints have the states of all GPUs that the saving process saw.
+    Old checkpoints have a list with the states of all GPUs that the saving process could see.
     """
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]

@@ -1,4 +1,4 @@
-"""The interface through which the driver calls a rank, and its implementation within this process."""
+"""The driver's interface to a rank, and its implementation within this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rank(Protocol):
 
 
 class LocalRank:
-    """The only rank of a model, in this process. Its calls run in `executor`, which has one thread."""
+    """The only rank of a model, in this process. Its calls run in `executor`, on a single thread."""
 
     worker: Worker
 

@@ -39,11 +39,11 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 NEEDED_PARTS: dict[str, ModelPart] = {}
-"""The part of the model that a method of `Worker` needs on the device. Other methods do not touch its values."""
+"""Part of the model that each method of `Worker` needs on the device. Methods without an entry need none."""
 
 
 def needing(part: ModelPart) -> Callable[[Callable[Concatenate[Worker, P], T]], Callable[Concatenate[Worker, P], T]]:
-    """Let a method of `Worker` raise WorkerError while a part of the model is in host memory."""
+    """Decorate a method of `Worker` to raise WorkerError while a part of the model is in host memory."""
 
     def check(method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate[Worker, P], T]:
         NEEDED_PARTS[method.__name__] = part
@@ -59,13 +59,13 @@ def needing(part: ModelPart) -> Callable[[Callable[Concatenate[Worker, P], T]], 
 
 
 class Worker:
-    """One rank of a model that scores tokens and, where its spec has an optimizer, learns.
+    """One rank of a model. It scores tokens, and trains if its spec has an optimizer.
 
     Every method is synchronous. All ranks of a model get the same calls in the same order.
     """
 
     def __init__(self, spec: ModelSpec, strategy: DistributedStrategy[Any], objective: Objective | None = None) -> None:
-        """Load the model. `objective` is what it minimizes; the reference has none."""
+        """Load a model that minimizes `objective`. The reference has no objective."""
         self._spec = spec
         self._strategy = strategy
         self._objective = objective
@@ -89,13 +89,13 @@ class Worker:
         return optimizer, make_scheduler(optimizer, spec)
 
     def move(self, to: Literal["cpu", "device"], part: ModelPart = "all") -> int:
-        """Move a part of the model to host memory, or back to its device, bit for bit. Parts that are there stay there.
+        """Move a part of the model to host memory, or back to its device, bit for bit.
 
         Returns:
-            The number of bytes that were moved.
+            The number of moved bytes, 0 if the part was already there.
 
         Raises:
-            WorkerError: host memory is too small; the part stays on its device.
+            WorkerError: host memory is too small. The part stays on its device.
         """
         device, n_bytes = torch.device(self._strategy.world.device), 0
         for name in _parts(part):
@@ -139,7 +139,7 @@ class Worker:
                 )
 
     def shares_prefixes(self) -> bool:
-        """Return True if the model computes tokens that several rows of a micro-batch begin with once."""
+        """Return True if the model computes a prefix that several rows of a micro-batch share once."""
         return self.module.shares_prefixes
 
     def max_tokens_per_micro_batch(self) -> int:
@@ -149,16 +149,17 @@ class Worker:
         )
 
     def n_embeddings(self) -> int:
-        """Return the number of tokens that the model has embeddings for."""
+        """Return the number of embeddings of the model."""
         return len(self.module.hf_model.get_input_embeddings().weight)
 
     def count_parameters(self) -> tuple[int, int]:
-        """Return the number of trained parameters, and that of all."""
+        """Return the (trained, total) parameter counts."""
         return count_parameters(self.module.hf_model)
 
     def checkpoint_bytes(self) -> int:
-        """Estimate the size of a checkpoint: weights, unless they belong to the base of an adapter, and two moments of
-        trained parameters.
+        """Estimate the size of a checkpoint: trained weights with two moments each, and frozen weights.
+
+        Frozen weights do not count if they are the base of an adapter.
         """
         n_frozen_copies = 1 if self._spec.lora is None else 0
         return sum(
@@ -168,8 +169,10 @@ class Worker:
 
     @needing("weights")
     def score(self, shard: Shard, adapter: bool = True) -> dict[str, torch.Tensor]:
-        """Return the scores of the shard's rows, of the model or of its base without the adapter: (b, R) float32 on the
-        CPU, 0 off the mask. Of the ranks that get the same rows, all but the leader of the layout return none.
+        """Score the shard's rows: (b, R) float32 on the CPU, 0 off the mask. `adapter=False` disables the adapter.
+
+        Several ranks get the same rows with tensor or sequence parallelism. Only their leader returns scores. All other
+        ranks return {}.
         """
         scored = self._run(shard, lambda scores, _: (None, scores), backward=False, adapter=adapter)
         layout, rank = self._spec.layout(self._strategy.world.size), self._strategy.world.rank
@@ -256,9 +259,9 @@ class Worker:
 
     @needing("all")
     def begin_save(self, folder: Path) -> None:
-        """Copy weights, optimizer, schedule and this rank's random state to host memory; write in the background.
+        """Copy weights, optimizer, schedule and this rank's random state to host memory, and write in the background.
 
-        Touches no disk in this thread. `METADATA` in the folder shows that every rank has written its part.
+        This thread touches no disk. The file `METADATA` appears in the folder once every rank has written its part.
         """
         self.finish_save()
         state, lora, rank = self._state, self._spec.lora, self._strategy.world.rank
@@ -283,30 +286,30 @@ class Worker:
         self._saving = self._writer.submit(self._strategy.write, self._strategy.copy(state), folder, write_files)
 
     def _save_description(self, folder: Path) -> None:
-        """Write what a Hugging Face folder has beside the weights."""
+        """Write the files of a Hugging Face folder other than the weights."""
         model = self.module.hf_model
         model.config.save_pretrained(folder)
         save_generation_config(model, folder, self._spec.eos_ids)
         self._spec.save_tokenizer(str(folder))
 
     def is_written(self) -> bool:
-        """Return True once `finish_save` would not wait."""
+        """Return True if `finish_save` would not wait."""
         return self._saving is None or self._saving.done()
 
     def finish_save(self) -> OSError | None:
-        """Wait for the last save, if any. Return an OSError if it failed; training may continue."""
+        """Wait for the last save, if any. Return an OSError if it failed. Training may continue then."""
         if self._saving is None:
             return None
         saving, self._saving = self._saving, None
         try:
             saving.result()
-        except CheckpointException as error:  # a BaseException
+        except CheckpointException as error:  # a BaseException, so `except Exception` would miss it
             return OSError(f"the {self._spec.role} could not be written: {_root_cause(error)}")
         return None
 
     @needing("all")
     def load_state(self, folder: Path) -> None:
-        """Load what any number of ranks saved. The learning rate follows the schedule of this worker's specification.
+        """Load a checkpoint that any number of ranks saved. The learning rate follows this worker's schedule.
 
         Raises:
             CheckpointError: a file is missing, or belongs to another model.
@@ -319,7 +322,7 @@ class Worker:
             self._strategy.load(self._state, folder)
             self._follow_schedule()
             rng = folder / f"rng_{self._strategy.random_stream}.pt"
-            if rng.exists():  # the saving run may have had fewer ranks
+            if rng.exists():  # the run that saved may have had fewer ranks
                 set_random_state(torch.load(rng, weights_only=True), self._strategy.world.device)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
@@ -328,9 +331,9 @@ class Worker:
             ) from error
 
     def _follow_schedule(self) -> None:
-        """Set the learning rate of the loaded step, which differs from the saved one if the schedule has changed.
+        """Set the learning rate to this schedule's value at the loaded step. Warn if the checkpoint had another value.
 
-        A checkpoint that was written before the first update has no state of the optimizer, and thus no learning rate.
+        A checkpoint from before the first update has no optimizer state, and thus no learning rate.
         """
         optimizer, scheduler = self._state.optimizer, self._state.scheduler
         if optimizer is None or scheduler is None:
@@ -346,8 +349,10 @@ class Worker:
 
     @needing("weights")
     def export(self, folder: Path) -> OSError | None:
-        """Write a plain Hugging Face folder, or the adapter in peft's format. Return an OSError if the file system
-        refuses; training may continue, because every collective comes before the first file.
+        """Write a plain Hugging Face folder, or the adapter in peft's format.
+
+        Return an OSError if the file system refuses. Training may continue then, because all collectives run before the
+        first file is written.
         """
         lora = self._spec.lora
         is_merged = lora is None or lora.config.merge_on_export
@@ -372,28 +377,28 @@ class Worker:
 
     @needing("weights")
     def send_weights(self, plan: SyncPlan) -> Receipt:
-        """Send the weights to the receivers of `plan`. Gathering is collective: every rank must call this."""
+        """Send the weights to the receivers of `plan`. Every rank must call this, because gathering is collective."""
         if plan.tracks_changes and self._sent is None:
             self._sent = SentWeights()
         sent_weights = self._sent if plan.tracks_changes else None
-        is_shared = plan.transport == "shared"  # an engine with the model's own tensors must not get rounded ones
+        is_shared = plan.transport == "shared"  # the engine uses the model's own tensors, so they must not be rounded
         return send(plan, self._strategy.full_tensors(self.module, plan.kind, as_exported=not is_shared), sent_weights)
 
     @needing("weights")
     def receive_weights(self, plan: SyncPlan) -> Receipt:
-        """Load the weights of a model of the same architecture, as the receiver `plan.rank` plus this rank."""
+        """Load weights of a model of the same architecture, as receiver number `plan.rank` + this rank."""
         receiver = Receiver(replace(plan, rank=plan.rank + self._strategy.world.rank))
         self._strategy.load_tensors(self.module, receiver)
         return receiver.receipt
 
     @cached_property
     def _base_checksum(self) -> int:
-        """The checksum of the frozen weights. Computing it is collective."""
+        """Checksum of the frozen weights. Computing it is collective."""
         checksums = (tensor_checksum(name, tensor) for name, tensor in self._strategy.frozen_tensors(self.module))
         return sum(checksums) % 2**64
 
     def _check_base(self, folder: Path, lora: LoraSpec) -> None:
-        """Raise ValueError if a checkpoint has no adapter, or one of another base model."""
+        """Raise ValueError if a checkpoint has no adapter, or if its adapter has another base model."""
         path = folder / BASE_CHECKSUM
         if not path.exists():
             if not (folder / ADAPTER_FOLDER).is_dir():
@@ -418,7 +423,7 @@ def _parts(part: ModelPart) -> tuple[ModelPart, ...]:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> LambdaLR:
-    """Return the schedule of the learning rate."""
+    """Return the learning-rate schedule."""
     is_wsd = spec.scheduler == "wsd"
     scheduler: LambdaLR = get_scheduler(
         "warmup_stable_decay" if is_wsd else spec.scheduler,
@@ -431,7 +436,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> Lam
 
 
 def _root_cause(error: BaseException) -> str:
-    """Return the first of the errors that DCP collects from its ranks."""
+    """Return the first error of those that DCP collects from its ranks."""
     if isinstance(error, CheckpointException):
         error = next((reason for reason, _ in error.failures.values()), error)
     error = disk_error(error)

@@ -1,4 +1,4 @@
-"""Estimators that compare the score of a trajectory with its group: one advantage for all its tokens."""
+"""Estimators that compare a trajectory's score with its group, with the same advantage for all its tokens."""
 
 from __future__ import annotations
 
@@ -27,12 +27,22 @@ def grpo(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute group-relative advantages: A = (S - mean_group(S)) / (std_group(S) + 1e-6), the same for every token.
 
-    S is the sum of a trajectory's rewards, std the unbiased one; `grpo_norm_by_std=false` leaves the division
-    out. A group of one has no baseline: its advantage is S itself. A group of equal rewards gets exactly 0; by the
-    formula alone it would get the rounding of their sums, divided by 1e-6.
+    S is the sum of a trajectory's rewards, and std is unbiased. `grpo_norm_by_std=false` omits the division. A group of
+    one has no baseline, so its advantage is S. A group of equal rewards gets exactly 0, where the formula alone would
+    divide the rounding of their sums by 1e-6.
 
-    Source: DeepSeekMath (Shao et al., 2024, arXiv:2402.03300), section 4.1; without the division, Dr. GRPO
-    (Liu et al., 2025, arXiv:2503.20783).
+    Four samples of one prompt. Only the first is right, and the second has only one token:
+
+    >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    >>> mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]])
+    >>> grpo(rewards, mask, index=["a"] * 4)[0]
+    tensor([[ 1.5000,  1.5000],
+            [-0.5000,  0.0000],
+            [-0.5000, -0.5000],
+            [-0.5000, -0.5000]])
+
+    Sources: DeepSeekMath (Shao et al., 2024, arXiv:2402.03300), section 4.1. Without the division, Dr. GRPO (Liu et
+    al., 2025, arXiv:2503.20783).
     """
     scores = trajectory_scores(token_level_rewards, response_mask)  # (B,)
     return _same_for_every_token(group_normalized(scores, index, grpo_norm_by_std), response_mask)
@@ -42,12 +52,16 @@ def grpo(
 def rloo(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute REINFORCE leave-one-out advantages: A = S - mean of the other scores = (S - mean_group(S)) · n / (n -
-    1).
+    """Compute REINFORCE leave-one-out advantages: A = S - the mean score of the rest of the group.
 
-    S is the sum of a trajectory's rewards, n the size of its group. A group of one has no others: its advantage is 0.
+    S is the sum of a trajectory's rewards. For a group of n, A = (S - mean_group(S)) · n / (n - 1). A group of one gets
+    0.
 
-    Source: Buy 4 REINFORCE Samples, Get a Baseline for Free! (Kool et al., 2019); Back to Basics (Ahmadian et al.,
+    >>> rewards = torch.tensor([[1.0], [0.0], [0.5]])
+    >>> rloo(rewards, torch.ones(3, 1), index=["a"] * 3)[0].squeeze()  # the first: 1 - (0 + 0.5) / 2
+    tensor([ 0.7500, -0.7500,  0.0000])
+
+    Sources: Buy 4 REINFORCE Samples, Get a Baseline for Free! (Kool et al., 2019). Back to Basics (Ahmadian et al.,
     2024, arXiv:2402.14740).
     """
     centred, size = _centred_scores(token_level_rewards, response_mask, index)
@@ -58,11 +72,11 @@ def rloo(
 def reinforce_plus_plus_baseline(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute REINFORCE++ advantages with a group baseline: A = whiten(S - mean_group(S)) over the batch's sampled
-    tokens.
+    """Compute REINFORCE++ advantages with a group baseline: A = whiten(S - mean_group(S)) over the sampled tokens.
 
-    S is the sum of a trajectory's rewards. Whitening weighs trajectories by their length, so it shifts all groups by a
-    common mean, and a group of equal rewards is not exactly 0; a batch of such groups only is.
+    S is the sum of a trajectory's rewards. Whitening runs over the tokens of the batch, so long trajectories weigh more
+    and the mean it subtracts is rarely 0. A group of equal rewards is therefore not exactly 0, unless all groups are
+    such groups.
 
     Source: REINFORCE++ (Hu et al., 2025, arXiv:2501.03262), the variant with baseline.
     """
@@ -75,11 +89,11 @@ def reinforce_plus_plus_baseline(
 def opo(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Subtract the optimal reward baseline: A = S - Σ_group l·S / Σ_group l, with l the number of a trajectory's
-    sampled tokens.
+    """Subtract the optimal reward baseline: A = S - Σ_group l·S / Σ_group l, where l counts a trajectory's tokens.
 
-    The baseline of least variance weighs each score by the squared norm of its gradient, which grows with length; a
-    trajectory whose mask is all 0 weighs nothing. A group of one, or of equal rewards, gets exactly 0.
+    The baseline with the least variance weighs each score by the squared norm of its gradient. The norm grows with the
+    length, so sampled tokens approximate it. A trajectory whose mask is all 0 has weight 0. A group of one, or of equal
+    rewards, gets exactly 0.
 
     Source: On-Policy RL with Optimal Reward Baseline (Hao et al., 2025, arXiv:2505.23585).
     """
@@ -95,13 +109,13 @@ def opo(
 def gpg(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group policy gradient: A = α · (S - mean_group(S)), with α = trajectories / trajectories of non-zero score.
+    """Compute group policy gradient advantages: A = α · (S - mean_group(S)).
 
-    α makes up for trajectories that earned nothing; both counts are of the whole batch, and of trajectories with
-    sampled tokens. It presumes rewards of 0 for failure: with -1 for failure it is 1. (In the paper α leaves out the
-    trajectories of groups of equal rewards; this is the variant in common use.)
+    α = trajectories / trajectories with a score other than 0, counted over the batch and over trajectories with sampled
+    tokens. It compensates for trajectories that earned nothing. It expects rewards of 0 for failure, and is 1 with
+    rewards of -1. The paper's α omits groups of equal rewards. This is the variant in common use.
 
-    Source: GPG (Chu et al., 2025, arXiv:2504.02546); its loss is `policy_loss_type=policy_gradient`.
+    Source: GPG (Chu et al., 2025, arXiv:2504.02546). Its loss is `policy_loss_type=policy_gradient`.
     """
     scores = trajectory_scores(token_level_rewards, response_mask)  # (B,)
     mean, std, _size = group_statistics(scores, index)
@@ -115,15 +129,18 @@ def gpg(
 def maxrl(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute maximum-likelihood RL advantages: A = (S - mean_group(S)) / (mean_group(S) - floor + 1e-6), floor =
-    min(0, min_group(S)).
+    """Compute maximum-likelihood RL advantages: A = (S - mean_group(S)) / (mean_group(S) - floor + 1e-6).
 
-    S is the sum of a trajectory's rewards. Without negative rewards the floor is 0 and this is the paper's estimator:
-    with rewards of 0 and 1, prompts that are solved with probability p weigh 1/p. With signed rewards the paper's
-    denominator, the mean, may be near 0 or negative; scores are therefore counted from the floor. So rewards of ±1 give
-    the advantages of rewards of 0 and 1, and a group of n has them within [-1, n - 1].
+    S is the sum of a trajectory's rewards, floor = min(0, min_group(S)). Without negative rewards the floor is 0, and
+    this is the paper's estimator: with rewards of 0 and 1, a prompt that is solved with probability p has weight 1/p.
+    With negative rewards, the mean in the paper's denominator may be near 0 or below. Scores therefore count from the
+    floor, so rewards of ±1 give the advantages of rewards of 0 and 1. In a group of n, they are within [-1, n - 1].
 
-    A group of equal rewards gets exactly 0; a group of one keeps its score, as in GRPO.
+    >>> rewards = torch.tensor([[1.0], [0.0], [0.0], [0.0]])  # solved by one in four
+    >>> maxrl(rewards, torch.ones(4, 1), index=["a"] * 4)[0].squeeze().round(decimals=2)
+    tensor([ 3., -1., -1., -1.])
+
+    A group of equal rewards gets exactly 0. A group of one keeps its score, as in GRPO.
 
     Source: Maximum Likelihood Reinforcement Learning (Tajwar et al., 2026, arXiv:2602.02710).
     """
@@ -143,11 +160,14 @@ def grpo_passk(
     grpo_norm_by_std: bool = True,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute pass@k advantages: the best of a group gets A = (its score - the second best) / (std_group + 1e-6), the
-    others 0.
+    """Compute pass@k advantages: only a group's best trajectory gets one, (best - second best) / (std_group + 1e-6).
 
-    The group is the k samples, its value is its best score, and A is the part of it that the best one adds. A tie for
-    the best adds nothing, and neither does a group of one. `grpo_norm_by_std=false` leaves the division out.
+    pass@k values k samples by their best score. The advantage is what the best sample adds to that value. A tie for the
+    best gets 0, and so does a group of one. `grpo_norm_by_std=false` omits the division.
+
+    >>> rewards = torch.tensor([[1.0], [0.4], [0.0]])
+    >>> grpo_passk(rewards, torch.ones(3, 1), index=["a"] * 3, grpo_norm_by_std=False)[0].squeeze()
+    tensor([0.6000, 0.0000, 0.0000])
 
     Source: Optimizing Language Models for Inference Time Objectives using Reinforcement Learning (Tang et al., 2025,
     arXiv:2503.19595).
@@ -158,7 +178,7 @@ def grpo_passk(
     best = groups.highest(scores)
     is_best = scores == best
     is_alone = groups.total(is_best.to(scores.dtype)) == 1
-    second = groups.highest(torch.where(is_best, -torch.inf, scores))  # of the others
+    second = groups.highest(torch.where(is_best, -torch.inf, scores))  # (B,) -inf in a group of one
     advantages = torch.where(is_best & is_alone & (std > 0) & ~are_equal(best, second), best - second, 0.0)
     if grpo_norm_by_std:
         advantages = advantages / (std + 1e-6)
@@ -166,7 +186,7 @@ def grpo_passk(
 
 
 def group_normalized(scores: torch.Tensor, index: list[str], by_std: bool = True) -> torch.Tensor:
-    """Return scores (B,) less the mean of their group, divided by its std + 1e-6; a group of one keeps its score."""
+    """Return (scores - group mean) / (group std + 1e-6), all (B,). A group of one keeps its score."""
     mean, std, size = group_statistics(scores, index)
     normalized = torch.where(std > 0, scores - mean, 0.0)
     if by_std:
@@ -177,13 +197,13 @@ def group_normalized(scores: torch.Tensor, index: list[str], by_std: bool = True
 def _centred_scores(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores (B,) less the mean of their group, exactly 0 in a flat group or one of one, and its size (B,)."""
+    """Return scores (B,) minus their group's mean, exactly 0 if the group is flat or has one row, and its size (B,)."""
     scores = trajectory_scores(token_level_rewards, response_mask)
     mean, std, size = group_statistics(scores, index)
     return torch.where(std > 0, scores - mean, 0.0), size
 
 
 def _same_for_every_token(advantages: torch.Tensor, response_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages (B,) as the advantages and returns of each sampled token, both (B, R)."""
+    """Repeat advantages (B,) on every sampled token (B, R), and return them as advantages and as returns."""
     on_tokens = on_sampled_tokens(advantages, response_mask)
     return on_tokens, on_tokens

@@ -1,6 +1,6 @@
-"""Estimators with an advantage for each token, from later rewards or from the token itself.
+"""Estimators with one advantage per token, from later rewards or from the token itself.
 
-Time is counted in sampled tokens: an observation between two turns neither discounts nor earns.
+Time counts sampled tokens only: an observation between two turns neither discounts nor earns a reward.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from skyrl_train.lazy import torch
 def reinforce_plus_plus(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float = 1.0, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute REINFORCE++ advantages: the reward-to-go G_t = r_t + γ G_{t+1}, whitened over the sampled tokens of the
-    batch.
+    """Compute REINFORCE++ advantages: G_t = r_t + γ G_{t+1}, whitened over the sampled tokens of the batch.
 
-    The batch is the only baseline, so one sample of a prompt is enough. Returns are G.
+    The batch is the only baseline, so one sample per prompt is enough. Returns are the rewards-to-go G.
 
     Source: REINFORCE++ (Hu et al., 2025, arXiv:2501.03262).
     """
@@ -40,8 +39,16 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute generalized advantage estimates, whitened over the sampled tokens of the batch.
 
-    With V (B, R) the critic's values and V = 0 after the end: δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γλ A_{t+1},
-    where t + 1 is the next sampled token. Returns, the critic's targets, are V plus A before whitening.
+    δ_t = r_t + γ V_{t+1} - V_t and A_t = δ_t + γλ A_{t+1}, where t + 1 is the next sampled token, V (B, R) are the
+    critic's values, and V = 0 after the end. Returns, the critic's targets, are V + A before whitening.
+
+    The reward 1 comes at the last token. The column in the middle is an observation, so its value does not count:
+
+    >>> rewards, mask = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[1, 0, 1]])
+    >>> values = torch.tensor([[0.5, 9.0, 0.8]])
+    >>> advantages, returns = gae(rewards, response_mask=mask, values=values, gamma=1.0, lambd=0.0)
+    >>> returns  # with λ = 0: r_t + V_{t+1}
+    tensor([[0.8000, 0.0000, 1.0000]])
 
     Source: High-Dimensional Continuous Control Using Generalized Advantage Estimation (Schulman et al., 2015,
     arXiv:1506.02438).
@@ -60,7 +67,8 @@ def remax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ReMax advantages: A_t = G_t - b, where b is the reward of a greedy rollout of the same prompt.
 
-    G_t = r_t + γ G_{t+1}; b is `greedy_rewards` (B,), the total of one more rollout at temperature 0. Returns are G.
+    G_t = r_t + γ G_{t+1}, and b is `greedy_rewards` (B,), the total of one more rollout at temperature 0. Returns are
+    G.
 
     Source: ReMax (Li et al., 2023, arXiv:2310.10505).
     """
@@ -78,16 +86,15 @@ def optimal_token_baseline(
     gamma: float = 1.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Subtract the optimal token baseline: A_t = G_t - B_t, with B_t = Σ_group G_t W_t / Σ_group W_t for each token
-    position.
+    """Subtract the optimal token baseline: A_t = G_t - B_t, with B_t = Σ_group G_t W_t / Σ_group W_t per position.
 
-    G_t = r_t + γ G_{t+1} is the reward-to-go. W_t = Σ_{s≤t} (1 - 2 π_s + Σ_v π_s(v)²) adds up the squared gradient
-    norms, in the logits, of the tokens sampled so far: the baseline of least variance weighs by them. π_s is the
-    probability of the sampled token, Σ_v π_s(v)² is `sum_pi_squared` (B, R).
+    G_t = r_t + γ G_{t+1} is the reward-to-go. The baseline with the least variance weighs by squared gradient norms.
+    In the logits, the norm at a token with probability π_s is 1 - 2 π_s + Σ_v π_s(v)², so W_t is its sum over s ≤ t.
+    Σ_v π_s(v)² is `sum_pi_squared` (B, R).
 
-    The t-th token is the t-th sampled one, so that observations of unequal length do not misalign later turns. B_t is
-    of the trajectories that reach t; if there is only one, or if all G_t are equal, the advantage is exactly 0. Tokens
-    that were certain up to t (W = 0) count alike. Returns are G.
+    Position t is the t-th sampled token, so observations of unequal length do not misalign later turns. B_t compares
+    the trajectories that reach t. If there is only one, or if all G_t are equal, the advantage is exactly 0. If all
+    tokens up to t were certain (W = 0), trajectories have equal weights. Returns are G.
 
     Source: The Optimal Token Baseline (Li et al., 2026, arXiv:2602.07078).
     """
@@ -95,7 +102,7 @@ def optimal_token_baseline(
     returns = reward_to_go(token_level_rewards, response_mask, gamma)
     energy = (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0)
     weights = on_sampled_tokens(energy, response_mask).cumsum(dim=-1) + 1e-8
-    positions = _same_position(is_sampled, prompt_groups(index, returns.device))  # of N sampled tokens
+    positions = _same_position(is_sampled, prompt_groups(index, returns.device))  # cells of the N sampled tokens
     reached = returns[is_sampled]  # (N,)
     _mean, std, _size = positions.statistics(reached)
     baseline = positions.weighted_mean(reached, weights[is_sampled])
@@ -108,13 +115,13 @@ def optimal_token_baseline(
 def on_policy_distillation(
     response_mask: torch.Tensor, old_log_probs: torch.Tensor, ref_log_probs: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute distillation advantages: A_t = log π_teacher - log π_old of each sampled token; rewards are ignored.
+    """Compute distillation advantages: A_t = log π_teacher - log π_old of each sampled token.
 
-    The teacher is the reference model. On the policy's own samples the mean of -A is the reverse KL divergence to the
-    teacher. There is no discount, because each token is graded separately.
+    The teacher is the reference model, and rewards are ignored. On the policy's own samples, the mean of -A is the
+    reverse KL divergence to the teacher. There is no discount, because each token is graded separately.
 
-    Source: On-Policy Distillation (Lu and Thinking Machines Lab, 2025,
-    https://thinkingmachines.ai/blog/on-policy-distillation); GKD (Agarwal et al., 2023, arXiv:2306.13649).
+    Sources: On-Policy Distillation (Lu and Thinking Machines Lab, 2025,
+    https://thinkingmachines.ai/blog/on-policy-distillation). GKD (Agarwal et al., 2023, arXiv:2306.13649).
     """
     advantages = on_sampled_tokens(ref_log_probs - old_log_probs, response_mask)  # (B, R)
     return advantages, advantages
@@ -130,7 +137,11 @@ def token_rewards(
 
 
 def reward_to_go(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return G_t = r_t + γ G_{t+1} (B, R), where t + 1 is the next sampled token; 0 outside the mask."""
+    """Return G_t = r_t + γ G_{t+1} (B, R), where t + 1 is the next sampled token, and 0 outside the mask.
+
+    >>> reward_to_go(torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[1, 0, 1]]), gamma=0.5)
+    tensor([[0.5000, 0.0000, 1.0000]])
+    """
     is_sampled = response_mask > 0
     returns = torch.zeros_like(token_level_rewards)
     following = torch.zeros_like(token_level_rewards[:, 0])  # (B,)
@@ -145,7 +156,7 @@ def generalized_advantages(
 ) -> torch.Tensor:
     """Return A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} - V_t (B, R), where t + 1 is the next step in the mask.
 
-    Values outside the mask are of no step.
+    Results outside the mask are meaningless.
     """
     is_step = mask > 0
     advantages = torch.zeros_like(rewards)
@@ -159,7 +170,10 @@ def generalized_advantages(
 
 
 def _same_position(is_sampled: torch.Tensor, groups: Cells) -> Cells:
-    """Return the N sampled tokens in cells of equal group and equal ordinal among the sampled tokens of their row."""
+    """Put each of the N sampled tokens in a cell with the tokens of its group that are at the same position.
+
+    The position is the ordinal among the sampled tokens of a row.
+    """
     response_length = is_sampled.shape[1]
     ordinal = is_sampled.cumsum(dim=-1) - 1  # (B, R)
     cell = groups.cell[:, None] * response_length + ordinal

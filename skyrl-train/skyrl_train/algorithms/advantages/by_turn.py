@@ -1,6 +1,6 @@
-"""Estimators with one advantage for all tokens of a turn, from the rewards of that turn and later ones.
+"""Estimators with one advantage per turn, from the rewards of that turn and later turns.
 
-A turn is a run of sampled tokens between observations. B rows, R tokens of response, T turns of the longest row.
+A turn is a run of sampled tokens between observations. Shapes: B rows, R response tokens, T turns in the longest row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from skyrl_train.lazy import torch
 
 
 def turn_index(response_mask: torch.Tensor) -> torch.Tensor:
-    """Return the index of each token's turn (B, R), from 0; -1 outside the mask."""
+    """Return the index of each token's turn (B, R), from 0, or -1 outside the mask.
+
+    >>> turn_index(torch.tensor([[1, 1, 0, 1, 0, 0]]))
+    tensor([[ 0,  0, -1,  1, -1, -1]])
+    """
     is_sampled = response_mask > 0
     return torch.where(is_sampled, _starts(is_sampled).cumsum(dim=-1) - 1, -1)
 
@@ -29,13 +33,25 @@ def grpo_per_turn(
     grpo_norm_by_std: bool = True,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute GRPO advantages per turn: A_k = (G_k - mean(G_k)) / (std(G_k) + 1e-6) among the group's trajectories
-    with a turn k.
+    """Compute GRPO advantages per turn: A_k = (G_k - mean(G_k)) / (std(G_k) + 1e-6) over the group's turns k.
 
-    G_k = r_k + γ G_{k+1} with r_k the rewards on the tokens of turn k: a turn gets no credit for earlier rewards. A
-    trajectory that is alone at a turn gets 0 there. `grpo_norm_by_std=false` leaves the division out. Returns are G.
+    G_k = r_k + γ G_{k+1}, where r_k is the sum of rewards on the tokens of turn k. A turn gets no credit for earlier
+    rewards. A trajectory that is alone in reaching turn k gets 0 there. `grpo_norm_by_std=false` omits the division.
+    Returns are G.
 
-    Source: Group Turn Policy Optimization (Ding et al., 2025, arXiv:2511.14846); turn-level credit for GRPO is from
+    Two samples with two turns each. The first is paid after its first turn, the second after its last:
+
+    >>> rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    >>> mask = torch.tensor([[1, 0, 1], [1, 0, 1]])
+    >>> advantages, returns = grpo_per_turn(rewards, mask, index=["a", "a"], grpo_norm_by_std=False)
+    >>> returns
+    tensor([[1., 0., 0.],
+            [1., 0., 1.]])
+    >>> advantages
+    tensor([[ 0.0000,  0.0000, -0.5000],
+            [ 0.0000,  0.0000,  0.5000]])
+
+    Sources: Group Turn Policy Optimization (Ding et al., 2025, arXiv:2511.14846). Turn-level credit for GRPO is from
     Zeng et al., 2025, arXiv:2505.11821.
     """
     turns = turn_index(response_mask)
@@ -48,11 +64,10 @@ def grpo_per_turn(
 def rloo_per_turn(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], gamma: float = 1.0, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute leave-one-out advantages per turn: A_k = (G_k - mean(G_k)) · n_k / (n_k - 1) among the n_k trajectories
-    with a turn k.
+    """Compute leave-one-out advantages per turn: A_k = (G_k - mean(G_k)) · n / (n - 1) over the group's n turns k.
 
-    G_k = r_k + γ G_{k+1} with r_k the rewards on the tokens of turn k. A trajectory that is alone at a turn gets 0
-    there. Returns are G.
+    G_k = r_k + γ G_{k+1}, where r_k is the sum of rewards on the tokens of turn k. A trajectory that is alone in
+    reaching turn k gets 0 there. Returns are G.
 
     Source: the estimator of RLOO (Ahmadian et al., 2024, arXiv:2402.14740) on the turns of Zeng et al., 2025,
     arXiv:2505.11821.
@@ -73,9 +88,9 @@ def gae_per_turn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute generalized advantage estimates over turns, whitened over the sampled tokens of the batch.
 
-    V_k is the critic's value at the first token of turn k, and 0 after the last turn: δ_k = r_k + γ V_{k+1} - V_k,
-    A_k = δ_k + γλ A_{k+1}, with r_k the rewards on the tokens of turn k. All its tokens get A_k. Returns, the critic's
-    targets, are V_k plus A_k before whitening.
+    δ_k = r_k + γ V_{k+1} - V_k and A_k = δ_k + γλ A_{k+1}, where r_k is the sum of rewards on the tokens of turn k. V_k
+    is the critic's value at the first token of turn k, and 0 after the last turn. All tokens of the turn get A_k.
+    Returns, the critic's targets, are V_k + A_k before whitening.
 
     Source: Turn-PPO (Li et al., 2025, arXiv:2512.17008).
     """
@@ -90,10 +105,11 @@ def gae_per_turn(
 def _compare_turns(
     token_level_rewards: torch.Tensor, turns: torch.Tensor, index: list[str], gamma: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return G_k of each turn, G_k less the mean of the group's turns k, and their std and number; (B, T) all.
+    """Compare each turn with the turns of the same index in its group.
 
-    The second is exactly 0 where a turn is alone or all are equal. Turns that a row does not reach hold 0, and 1 as
-    their number.
+    Returns:
+        G_k, G_k minus the mean of the group's turns k, their std, and their number, all (B, T). The difference is
+        exactly 0 for a turn that is alone or if all are equal. Turns that a row does not reach hold 0, with number 1.
     """
     rewards = _sum_by_turn(token_level_rewards, turns)  # (B, T)
     returns = reward_to_go(rewards, torch.ones_like(rewards), gamma)
@@ -117,11 +133,11 @@ def _starts(is_sampled: torch.Tensor) -> torch.Tensor:
 
 def _sum_by_turn(values: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """Return Σ of token values (B, R) over each turn (B, T)."""
-    n_turns = max(int(turns.max()) + 1, 1)  # an empty one if nothing was sampled
+    n_turns = max(int(turns.max()) + 1, 1)  # one empty turn if nothing was sampled
     totals = values.new_zeros(len(values), n_turns + 1)  # column 0 collects tokens outside the mask
     return totals.scatter_add(1, turns + 1, values)[:, 1:]
 
 
 def _on_tokens(per_turn: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Return values of turns (B, T) on each of their tokens (B, R); 0 outside the mask."""
+    """Return values of turns (B, T) on each of their tokens (B, R), 0 outside the mask."""
     return on_sampled_tokens(per_turn.gather(1, turns.clamp(min=0)), turns >= 0)

@@ -1,4 +1,4 @@
-"""The estimator that compares each named component of the reward with the group separately."""
+"""An estimator that compares each named component of the reward with the group separately."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ def gdpo(
     config: AlgorithmConfig,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group reward-decoupled normalization: A = whiten(Σ_c w_c · (S_c - mean_group(S_c)) / (std_group(S_c) + 1e-6)).
+    """Compute group reward-decoupled advantages: normalize each component in its group, add them up, whiten the sum.
 
-    S_c (B,) is a trajectory's total of component c, w_c its weight in `gdpo.weights`, 1 where none is given. GRPO on
-    the sum would not distinguish trajectories that earned the same sum in different ways, and would lose a component of
-    small spread beside one of large spread. Whitening over the sampled tokens of the batch makes the size of the
-    advantages independent of the number of components. `token_level_rewards` is not read.
+    A = whiten(Σ_c w_c · (S_c - mean_group(S_c)) / (std_group(S_c) + 1e-6)), where S_c (B,) is a trajectory's total of
+    component c and w_c its weight in `gdpo.weights`, by default 1. GRPO on the sum could not distinguish trajectories
+    that earned the same sum in different ways, and a component with a large spread would hide one with a small spread.
+    Whitening over the batch's sampled tokens keeps the size of advantages independent of the number of components.
+    `token_level_rewards` is not read.
 
     Source: GDPO (Liu et al., 2026, arXiv:2601.05242).
 
     Raises:
-        ConfigError: there are no components, or `gdpo.weights` names one that there is not.
+        ConfigError: there are no components, or `gdpo.weights` names an unknown one.
     """
     weights = config.gdpo.weights
     _check(weights, reward_components)
-    # double precision: whitening magnifies the rounding of components that cancel
+    # In double precision, because whitening magnifies the rounding of components that cancel.
     total = torch.stack(
         [
             weights.get(name, 1.0) * group_normalized(scores.double(), index)

@@ -1,4 +1,4 @@
-"""Groups of values that are compared: the trajectories of a prompt, or their turns or tokens of the same index."""
+"""Groups of values to compare: the trajectories of a prompt, or their turns or tokens at the same index."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Literal
 
 from skyrl_train.lazy import torch
 
-ROUNDING = 1e-6  # values that differ by no more than the rounding of a sum are equal; relative above 1
+ROUNDING = 1e-6  # values that differ by no more than a sum's rounding count as equal (relative above 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """N values sorted into cells: only values of the same cell are compared.
+    """N values sorted into cells, to compare only values of the same cell.
 
-    Every method takes values (N,) and returns a number for each of them, of its own cell (N,).
+    Every method takes values (N,) and returns (N,): for each value, a statistic of its cell.
+
+    >>> Cells(torch.tensor([0, 0, 1]), n_cells=2).total(torch.tensor([1.0, 2.0, 5.0]))
+    tensor([3., 3., 5.])
     """
 
-    cell: torch.Tensor  # (N,) the number of each value's cell
+    cell: torch.Tensor  # (N,) index of each value's cell
     n_cells: int
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
@@ -44,7 +47,7 @@ class Cells:
         return mean, torch.where(is_flat, 0.0, std), size
 
     def weighted_mean(self, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the mean of the cell by non-negative weights; 0 if they are all 0."""
+        """Return the mean of the cell with non-negative weights, or 0 if all weights are 0."""
         total_weight = self.total(weights)
         return self.total(values * weights) / torch.where(total_weight > 0, total_weight, 1.0)
 
@@ -54,7 +57,7 @@ class Cells:
 
 
 def prompt_groups(index: list[str], device: torch.device) -> Cells:
-    """Return the groups of B rows: those with equal `index`, adjacent or not."""
+    """Group the B rows with equal `index`, adjacent or not."""
     groups: dict[str, int] = {}
     group_of_row = [groups.setdefault(uid, len(groups)) for uid in index]
     return Cells(torch.tensor(group_of_row, dtype=torch.long, device=device), len(groups))
@@ -63,8 +66,11 @@ def prompt_groups(index: list[str], device: torch.device) -> Cells:
 def group_statistics(scores: torch.Tensor, index: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return mean, unbiased standard deviation and size of each row's group, all (B,).
 
-    Groups are the rows with equal `index`. A group of one, or of scores that differ by no more than the rounding of a
-    sum (1e-6, relative above 1), has std exactly 0.
+    Groups are the rows with equal `index`. If a group has one row, or scores that differ by no more than a sum's
+    rounding (1e-6, relative above 1), its std is exactly 0.
+
+    >>> group_statistics(torch.tensor([1.0, 0.0, 5.0]), index=["a", "a", "b"])
+    (tensor([0.5000, 0.5000, 5.0000]), tensor([0.7071, 0.7071, 0.0000]), tensor([2., 2., 1.]))
     """
     return prompt_groups(index, scores.device).statistics(scores)
 
@@ -75,10 +81,10 @@ def are_equal(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def trajectory_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Return the total reward of each trajectory (B,): of all its tokens (B, R), sampled or not.
+    """Return the total reward of each trajectory (B,), summed over all its tokens (B, R), sampled or not.
 
-    So a trajectory that is left out of the loss, its mask all 0, still counts in its group. A NaN outside the mask is
-    no reward.
+    A trajectory that is filtered out (its mask is all 0) thus still counts in its group. A NaN outside the mask counts
+    as 0.
     """
     is_padding = token_level_rewards.isnan() & (response_mask <= 0)
     return torch.where(is_padding, 0.0, token_level_rewards).sum(dim=-1)

@@ -1,7 +1,7 @@
-"""Policy losses, one value per token (B, R), and the critic's loss; `reduction.token_weights` reduces them.
+"""Policy losses with one value per token (B, R), and the critic's loss. `reduction.token_weights` reduces them.
 
-Each policy loss is registered under its name, except `clipped_surrogate`, which is `regular`; `gspo` is also
-`gspo_token`.
+A policy loss is registered under its function's name, except that `clipped_surrogate` is `regular`. `gspo_token` is a
+second name of `gspo`.
 """
 
 from skyrl_train.algorithms.losses.clipped import clipped_surrogate, dual_clip

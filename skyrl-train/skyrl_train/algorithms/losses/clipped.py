@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate of each token, and its variants."""
+"""PPO's clipped surrogate per token, and its variants."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from skyrl_train.lazy import torch
 def clipped_surrogate(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """Compute PPO's clipped surrogate: -min(ρA, clip(ρ, 1 - eps_clip_low, 1 + eps_clip_high) A) with ρ = π / π_old.
 
-    All tensors (B, R). Metric `ppo_clip_ratio`: the fraction of tokens where the clip wins, which have no gradient.
+    All tensors (B, R). Metric `ppo_clip_ratio`: the fraction of tokens where the clip wins and the gradient is 0.
 
-    Source: Proximal Policy Optimization (Schulman et al., 2017, arXiv:1707.06347), equation 7; a separate upper bound,
-    DAPO (Yu et al., 2025, arXiv:2503.14476).
+    Two tokens have become 1.5 times as likely. The clip at 1.2 stops the good one, but lets the bad one be corrected:
+
+    >>> advantages, ratio = torch.tensor([[1.0, -1.0]]), torch.tensor([[1.5, 1.5]])
+    >>> loss, metrics = clipped_surrogate(ratio.log(), torch.zeros(1, 2), advantages, AlgorithmConfig())
+    >>> loss, metrics["ppo_clip_ratio"]
+    (tensor([[-1.2000,  1.5000]]), tensor([[1., 0.]]))
+
+    Sources: Proximal Policy Optimization (Schulman et al., 2017, arXiv:1707.06347), equation 7. The separate upper
+    bound is from DAPO (Yu et al., 2025, arXiv:2503.14476).
     """
     loss, is_clipped = pessimistic_surrogate(tokens.ratio, tokens.advantages, config)
     return loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
@@ -28,11 +35,17 @@ def dual_clip(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """Compute the clipped surrogate, bounded by -A · clip_ratio_c where A < 0 (PPO leaves ρ unbounded there).
 
     With clip_ratio_c > 1 + eps_clip_high this is the two-sided clip, -min(min(ρ, δ) A, clip(ρ) A) for δ = clip_ratio_c.
-    All tensors (B, R). Metrics: `ppo_clip_ratio` as in `regular`; `dual_clip_ratio`, the fraction of tokens at the
+    All tensors (B, R). Metrics: `ppo_clip_ratio` as in `regular`, and `dual_clip_ratio`, the fraction of tokens at the
     bound.
 
-    Source: Mastering Complex Control in MOBA Games (Ye et al., 2019, arXiv:1912.09729); as the two-sided
-    clip, INTELLECT-2 (Prime Intellect Team, 2025, arXiv:2505.07291), section 4.1.
+    A bad token has become 20 times as likely. PPO's loss would be 20, and one such token could dominate the update:
+
+    >>> loss, _ = dual_clip(torch.tensor([[20.0]]).log(), torch.zeros(1, 1), -torch.ones(1, 1), AlgorithmConfig())
+    >>> loss  # -A · clip_ratio_c
+    tensor([[3.]])
+
+    Sources: Mastering Complex Control in MOBA Games (Ye et al., 2019, arXiv:1912.09729). The two-sided clip is from
+    INTELLECT-2 (Prime Intellect Team, 2025, arXiv:2505.07291), section 4.1.
     """
     loss, is_clipped = pessimistic_surrogate(tokens.ratio, tokens.advantages, config)
     bound = -config.clip_ratio_c * tokens.advantages
@@ -46,7 +59,7 @@ def dual_clip(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 def pessimistic_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return -min(ρA, clip(ρ) A) and where the clip wins, both (B, R); `ratio` is (B, R) or (B, 1)."""
+    """Return -min(ρA, clip(ρ) A) and a mask of where the clip wins, both (B, R). `ratio` ρ is (B, R) or (B, 1)."""
     surrogate = -ratio * advantages
     clipped = -ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high) * advantages
     return torch.maximum(surrogate, clipped), clipped > surrogate

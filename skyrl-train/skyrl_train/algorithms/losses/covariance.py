@@ -1,7 +1,7 @@
-"""Losses that preserve entropy by restraining tokens of high covariance between log-prob and advantage.
+"""Losses that preserve entropy by restraining tokens with a high covariance of log-prob and advantage.
 
-Such tokens lower the policy's entropy. The covariance compares a token with all others of the mini-batch, so these
-losses are called with the whole mini-batch.
+Such tokens lower the policy's entropy. The covariance compares a token with the rest of the mini-batch, so these losses
+need the whole mini-batch in one call.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from skyrl_train.lazy import torch
 @register_policy_loss("clip_cov", whole_batch=True)
 @within_mask
 def clip_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """Compute PPO's clipped surrogate, with 0 for a few randomly chosen tokens of high covariance.
+    """Compute PPO's clipped surrogate, but 0 for a few randomly chosen tokens of high covariance.
 
-    Candidates are the tokens with clip_cov_lb < cov < clip_cov_ub that PPO does not clip; of these,
-    max(⌊clip_ratio · N⌋, 1) are left out, with N the trained tokens of the mini-batch. They are drawn with torch's CPU
-    generator. All tensors (B, R). Metrics: `ppo_clip_ratio` as in `regular`; `masked_token_ratio`, the
-    fraction of tokens left out.
+    Candidates are the tokens with clip_cov_lb < cov < clip_cov_ub that PPO does not clip. For N trained tokens in the
+    mini-batch, max(⌊clip_ratio · N⌋, 1) candidates are dropped. Torch's CPU generator draws them. All tensors (B, R).
+    Metrics: `ppo_clip_ratio` as in `regular`, and `masked_token_ratio`, the fraction of dropped tokens.
 
     Source: The Entropy Mechanism of Reinforcement Learning (Cui et al., 2025, arXiv:2505.22617), section 4.2.
     """
@@ -43,7 +42,7 @@ def clip_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 def kl_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """Compute -ρA, plus ppo_kl_coef · |log ρ| on the tokens of highest covariance, with ρ = π / π_old.
 
-    These are max(⌊kl_cov_frac · N⌋, 1) of the N trained tokens of the mini-batch. All tensors (B, R). Metric
+    Of the N trained tokens in the mini-batch, max(⌊kl_cov_frac · N⌋, 1) have the penalty. All tensors (B, R). Metric
     `kl_cov_ratio`: the fraction of tokens with the penalty.
 
     Source: The Entropy Mechanism of Reinforcement Learning (Cui et al., 2025, arXiv:2505.22617), section 4.2.
@@ -62,19 +61,19 @@ def kl_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 
 
 def token_covariance(log_probs: torch.Tensor, advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Return (A - mean A)(log π - mean log π) of each token (B, R), detached; means are over trained tokens."""
+    """Return (A - mean A)(log π - mean log π) of each token (B, R), detached, with means over trained tokens."""
     log_probs = log_probs.detach()
     return (advantages - masked_mean(advantages, loss_mask)) * (log_probs - masked_mean(log_probs, loss_mask))
 
 
 def _n_chosen(share: float, loss_mask: torch.Tensor) -> int:
-    """Return a fraction of the trained tokens, rounded down, but at least one if there is any."""
+    """Return a share of the number of trained tokens, rounded down, but at least 1 if there is any token."""
     n_tokens = int((loss_mask > 0).sum())
     return min(max(int(share * n_tokens), 1), n_tokens)
 
 
 def _choose(candidates: torch.Tensor, n: int) -> torch.Tensor:
-    """Mark `n` of the candidates (B, R) at random, or all if there are fewer; padding does not affect the draw."""
+    """Mark `n` random candidates (B, R), or all if there are fewer. Padding does not affect the draw."""
     rows, columns = candidates.nonzero(as_tuple=True)
     drawn = torch.rand(len(rows), device="cpu").topk(min(n, len(rows))).indices.to(candidates.device)
     chosen = torch.zeros_like(candidates)

@@ -1,4 +1,4 @@
-"""A trust region in probability: tokens whose probability has changed too much are left out."""
+"""A trust region in probability: drop tokens whose probability has changed too much."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from skyrl_train.lazy import torch
 def dppo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """Compute -sg(min(ρ, max_ratio)) · A · log π with ρ = π / μ, and 0 for tokens outside the trust region.
 
-    μ is the policy that sampled: the engine's probabilities, or the old ones if it reports none. A token is outside if
-    A > 0, π > μ and D(μ, π) > delta_high, or if A < 0, π < μ and D(μ, π) > delta_low. D is a distance between the
-    Bernoulli distributions "this token or another": |π - μ| for `binary_tv`, KL(μ || π) for `binary_kl`. Unlike PPO's
-    ratio, D is small for rare tokens whose probability hardly changed, and large for frequent ones with a large change.
+    μ is the policy that sampled: the engine's probabilities, or the old ones if the engine reports none. A token is
+    outside if A > 0, π > μ and D(μ, π) > delta_high, or if A < 0, π < μ and D(μ, π) > delta_low. D is a distance of two
+    Bernoulli distributions, "this token or any other": |π - μ| for `binary_tv`, KL(μ || π) for `binary_kl`. Unlike
+    PPO's ratio, D measures the change in probability. A token that goes from 0.001 to 0.002 stays (D = 0.001), and one
+    that goes from 0.5 to 0.9 does not (D = 0.4).
 
-    All tensors (B, R). Metric `masked_token_ratio`: the fraction of tokens left out.
+    All tensors (B, R). Metric `masked_token_ratio`: the fraction of dropped tokens.
 
     Source: Rethinking the Trust Region in LLM Reinforcement Learning (Qi et al., 2026, arXiv:2602.04879).
     """
@@ -45,5 +46,5 @@ def _binary_kl(log_mu: torch.Tensor, log_pi: torch.Tensor) -> torch.Tensor:
 
 
 def _complement(log_p: torch.Tensor) -> torch.Tensor:
-    """Return 1 - p from log p: exact for p close to 1, and never 0, so that its logarithm is finite."""
+    """Return 1 - p from log p, precise for p close to 1, and never 0, so that its logarithm is finite."""
     return (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)

@@ -1,4 +1,4 @@
-"""The inputs of policy losses, set to 0 outside of the loss mask."""
+"""Inputs of policy losses, set to 0 outside the loss mask."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ LossOutput: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"
 
 @dataclass(frozen=True)
 class Tokens:
-    """Inputs of a policy loss, all (B, R) and 0 outside of the mask."""
+    """Inputs of a policy loss, all (B, R) and 0 outside the mask."""
 
     log_probs: torch.Tensor
-    """Of the policy; the others are detached."""
+    """Log-probs of the policy. Only they have a gradient."""
     old_log_probs: torch.Tensor
-    """At the start of the update."""
+    """Log-probs at the start of the update."""
     advantages: torch.Tensor
     mask: torch.Tensor
     """Above 0 on trained tokens."""
     rollout_logprobs: torch.Tensor | None
-    """Of the engine, if it reports them."""
+    """Log-probs of the engine, if it reports them."""
 
     @property
     def log_ratio(self) -> torch.Tensor:
@@ -42,15 +42,15 @@ class Tokens:
 
 
 def importance_ratio(log_probs: torch.Tensor, behavior_log_probs: torch.Tensor) -> torch.Tensor:
-    """Return π / μ per token (B, R); the exponent is held within ±20 so that no ratio overflows."""
+    """Return π / μ per token (B, R), with log(π / μ) clamped to ±20 so that no ratio overflows."""
     return (log_probs - behavior_log_probs).clamp(-20, 20).exp()
 
 
 def within_mask(loss: Callable[[Tokens, AlgorithmConfig], LossOutput]) -> PolicyLoss:
     """Turn a function of `Tokens` into a policy loss.
 
-    A NaN in padding then affects no value and no gradient, a sum over a row is one over its trained tokens, and the
-    gradient outside of the mask is exactly 0. Without a mask, every token is trained.
+    Inputs outside the mask become 0. So a NaN in padding affects no value and no gradient, a sum over a row is a sum
+    over its trained tokens, and the gradient outside the mask is exactly 0. Without a mask, every token is trained.
     """
 
     @wraps(loss)

@@ -14,9 +14,9 @@ from skyrl_train.lazy import torch
 def policy_gradient(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """Compute the plain policy gradient -A log π, without a correction for tokens of an older policy.
 
-    All tensors (B, R); no metrics. With the estimator `gpg` this is Group Policy Gradient.
+    All tensors (B, R), no metrics. With the estimator `gpg` this is Group Policy Gradient.
 
-    Source: Simple Statistical Gradient-Following Algorithms (Williams, 1992, Machine Learning 8); GPG (Chu et al.,
+    Sources: Simple Statistical Gradient-Following Algorithms (Williams, 1992, Machine Learning 8). GPG (Chu et al.,
     2025, arXiv:2504.02546).
     """
     return -tokens.advantages * tokens.log_probs, {}
@@ -25,7 +25,7 @@ def policy_gradient(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("cross_entropy", reads_eps_clip=False)
 @within_mask
 def cross_entropy(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """Compute -log π: imitate the tokens, whatever their advantages. All tensors (B, R); no metrics."""
+    """Compute -log π: imitate the tokens, whatever their advantages. All tensors (B, R), no metrics."""
     return -tokens.log_probs, {}
 
 
@@ -44,8 +44,8 @@ def importance_sampling(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 def rollout_is(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """Compute -sg(ρ) · A · log π with ρ = π / π_rollout, and 0 where ρ is outside [ratio_low, ratio_high].
 
-    One ratio corrects both for updates since the rollout and for the gap between engine and trainer. All tensors (B,
-    R). Metric `masked_token_ratio`: the fraction of tokens left out.
+    One ratio corrects for the updates since the rollout and for the gap between engine and trainer. All tensors (B, R).
+    Metric `masked_token_ratio`: the fraction of dropped tokens.
 
     Source: IcePop, in Every Step Evolves (Ling Team, 2025, arXiv:2510.18855).
 
@@ -68,8 +68,8 @@ def rollout_is(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 def cispo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """Compute -sg(clip(ρ, 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)) · A · log π with ρ = π / π_old.
 
-    The weight is clipped, not the update: every token keeps a gradient. All tensors (B, R). Metric `ppo_clip_ratio`:
-    the fraction of tokens whose weight is clipped.
+    Only the weight is clipped, so every token keeps a gradient. PPO's clip would set it to 0. All tensors (B, R).
+    Metric `ppo_clip_ratio`: the fraction of tokens whose weight is clipped.
 
     Source: MiniMax-M1 (MiniMax, 2025, arXiv:2506.13585), section 3.1.
     """
@@ -84,8 +84,8 @@ def cispo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 def sapo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """Compute -(4 / τ) σ(τ(ρ - 1)) · A with ρ = π / π_old: a sigmoid instead of the clip.
 
-    τ is `tau_pos` where A > 0, else `tau_neg`. All tensors (B, R). Metric `sapo_gate`: 4 σ (1 - σ), the factor on
-    the gradient of -ρA; 1 on policy.
+    τ is `tau_pos` where A > 0, else `tau_neg`. All tensors (B, R). Metric `sapo_gate`: 4 σ (1 - σ), the factor on the
+    gradient of -ρA. It is 1 on policy.
 
     Source: Soft Adaptive Policy Optimization (Gao et al., 2025, arXiv:2511.20347).
     """
@@ -98,13 +98,12 @@ def sapo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("dro", reads_eps_clip=False)
 @within_mask
 def dro(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """Compute -(A log π - β/2 · (log ρ)²) with ρ = π / π_old: a penalty for moving away from the old policy instead
-    of a clip.
+    """Compute -(A log π - β/2 · (log ρ)²) with ρ = π / π_old. A penalty takes the place of the clip.
 
     All tensors (B, R). Metric `dro_penalty`: β/2 · (log ρ)².
 
-    Source: Offline Regularized Reinforcement Learning (Richemond et al., 2024, arXiv:2405.19107); per token, with any
-    advantage, Kimi k1.5 (Kimi Team, 2025, arXiv:2501.12599).
+    Sources: Offline Regularized Reinforcement Learning (Richemond et al., 2024, arXiv:2405.19107). The form per token
+    with any advantage is from Kimi k1.5 (Kimi Team, 2025, arXiv:2501.12599).
     """
     penalty = config.dro.beta / 2 * tokens.log_ratio.square()
     return -(tokens.log_probs * tokens.advantages - penalty), {"dro_penalty": penalty.detach()}

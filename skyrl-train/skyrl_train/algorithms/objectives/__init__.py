@@ -1,4 +1,4 @@
-"""Objectives: losses of a mini-batch as sums, with weights that are computed from the whole mini-batch."""
+"""Objectives: losses as weighted sums over tokens, with weights computed once from the whole mini-batch."""
 
 from skyrl_train.algorithms.objectives.objective import Objective, SupervisedObjective
 from skyrl_train.algorithms.objectives.policy import PolicyObjective

@@ -1,4 +1,4 @@
-"""The policy's objective: policy loss, KL divergence from the reference, and entropy."""
+"""The policy's objective: policy loss, KL divergence to the reference, and entropy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from skyrl_train.types import Metrics, MetricSums, TokenScores, TrainingBatch
 class PolicyObjective:
     """Σ loss_weights · policy loss + Σ sequence_weights · (kl_loss_coef · KL - entropy_loss_coef · entropy).
 
-    A policy loss that compares tokens across the mini-batch, or reduces to a scalar by itself, has the scope `batch`.
-    The driver computes its gradient in the log-probs (`differentiate`), and the ranks minimize
-    Σ logprob_gradient · log π instead, which by the chain rule has the same gradient.
+    A policy loss that compares tokens across the mini-batch, or returns a scalar, has the scope `batch`. No rank has
+    the whole mini-batch, so the driver computes the gradient g = ∂loss / ∂log π on all log-probs (`differentiate`), and
+    the ranks minimize Σ g · log π. By the chain rule, its gradient in the weights is the same.
     """
 
     score_name = "logprobs"
@@ -32,7 +32,7 @@ class PolicyObjective:
         self.needs_entropy_grad = algorithm.use_entropy_loss
 
     def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
-        """Return the mini-batch with its weights; tokens outside of the top entropies have weight 0 in the loss."""
+        """Return the mini-batch with its weights. Tokens outside the top entropies have weight 0 in the policy loss."""
         algorithm, mask = self._algorithm, mini_batch.loss_mask
         draws, trajectories = mini_batch.draws, mini_batch.trajectories
         loss = token_weights(mask, algorithm.loss_reduction, algorithm.max_seq_len, draws, trajectories)
@@ -45,7 +45,7 @@ class PolicyObjective:
     def differentiate(self, log_probs: torch.Tensor, mini_batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
         """Return the weighed mini-batch with the gradient of its policy loss in `log_probs` (B, R), and metrics.
 
-        Only rows with a trained token are read.
+        Rows without a trained token are not read.
         """
         rows = mini_batch.loss_mask.any(dim=1).nonzero()[:, 0]
         gradient = torch.zeros_like(mini_batch.loss_mask)
@@ -56,7 +56,7 @@ class PolicyObjective:
             loss = self._policy_loss(chosen, trained, sums)
             (gradient[rows],) = torch.autograd.grad(loss, chosen)
             sums.add("mean", "policy_loss", loss)
-            sums.add("mean", "final_loss", loss, 0.0)  # the ranks add the other terms, and the weight
+            sums.add("mean", "final_loss", loss, 0.0)  # the ranks add KL and entropy, and the weight
         return replace(mini_batch, logprob_gradient=gradient), sums.metrics()
 
     def __call__(self, scores: TokenScores, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
@@ -96,7 +96,7 @@ class PolicyObjective:
     def _correct_weights(
         self, weights: torch.Tensor, log_probs: torch.Tensor, old: torch.Tensor, rows: TrainingBatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss weights (B, R) with the off-policy corrections, and their metrics (B, R)."""
+        """Apply the off-policy corrections to the loss weights (B, R), and return them with metrics (B, R)."""
         algorithm, mask = self._algorithm, rows.loss_mask
         metrics: dict[str, torch.Tensor] = {}
         if algorithm.off_policy_correction.is_on:
@@ -119,7 +119,7 @@ class PolicyObjective:
     def _regularization(
         self, scores: TokenScores, rows: TrainingBatch, weight: torch.Tensor, sums: MetricSums
     ) -> torch.Tensor:
-        """Return the KL and entropy terms; both are measured even if they are not in the loss."""
+        """Return the KL and entropy terms of the loss, and measure both even if they are not part of it."""
         algorithm, weights = self._algorithm, rows.sequence_weights
         assert weights is not None
         loss = scores.logprobs.new_zeros(())
@@ -142,5 +142,5 @@ class PolicyObjective:
 
 
 def _start_logprobs(log_probs: torch.Tensor, rows: TrainingBatch) -> torch.Tensor:
-    """Return log-probs (B, R) at the start of the update; they are not computed for rows that are updated once."""
+    """Return log-probs (B, R) at the start of the update. Rows that are updated once have their current ones."""
     return log_probs.detach() if rows.old_logprobs is None else rows.old_logprobs

@@ -1,4 +1,4 @@
-"""Preferences: of two answers to a prompt, prefer the chosen one to the rejected one."""
+"""Preference losses: prefer the chosen answer of a prompt to the rejected one."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from skyrl_train.types import Metrics, MetricSums, TrainingBatch
 
 
 class PairObjective(ABC):
-    """The mean of a loss over pairs of answers: the chosen one of each pair, then the rejected one.
+    """Base class for the mean of a loss over pairs of answers. The chosen answer comes first in each pair.
 
-    An answer is a trajectory, or a row of a batch without `trajectories`; a pair is a draw. If the pairs of a
-    mini-batch do not fit into micro-batches, their rows are scored first, and the driver computes the gradient in the
-    scores (`differentiate`).
+    An answer is a trajectory, or a row of a batch without `trajectories`. A pair is a draw. If a pair does not fit into
+    one micro-batch, rows are scored first, and the driver computes the gradient in the scores (`differentiate`).
     """
 
     scope = "draw"
     needs_entropy_grad = False
     score_name: ClassVar[Literal["logprobs", "values"]]
-    """The score that the loss reads."""
+    """Score that the loss reads."""
 
     def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
-        """Return the mini-batch with the share of a pair in the loss as its weights.
-
-        Every row needs a trained token.
-        """
+        """Return the mini-batch with weights 1 / pairs. Every row needs a trained token."""
         assert bool(mini_batch.loss_mask.any(dim=1).all()), "an answer has no trained token"
         return replace(mini_batch, loss_weights=torch.full_like(mini_batch.loss_mask, 1 / mini_batch.n_prompts))
 
@@ -40,11 +36,11 @@ class PairObjective(ABC):
         return replace(mini_batch, logprob_gradient=gradient), sums.metrics()
 
     def __call__(self, scores: Any, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
-        """Return Σ weight · loss over the pairs in these rows; after `differentiate`, Σ gradient · score instead."""
+        """Return Σ weight · loss over the pairs in these rows, or after `differentiate` Σ gradient · score."""
         values = getattr(scores, self.score_name)
         if rows.logprob_gradient is not None:
             return (values * rows.logprob_gradient).sum(), Metrics()
-        if not rows.loss_mask.any():  # a filler
+        if not rows.loss_mask.any():  # a filler row, added so that all ranks have equally many micro-batches
             return values.sum() * 0, Metrics()
         assert rows.loss_weights is not None, "weigh() comes first"
         losses, sums = self._losses(values, rows)
@@ -62,10 +58,12 @@ class PairObjective(ABC):
 class PreferenceObjective(PairObjective):
     """Direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290) and variants of it.
 
-    With h the sum over an answer's tokens of log π - log π_ref, β · h is its reward, and m = β (h_chosen - h_rejected)
-    the margin of a pair. The loss `sigmoid` is -(1 - ε) log σ(m) - ε log σ(-m), where ε is `label_smoothing` (Mitchell,
-    2023). The loss `ipo` is (h_chosen - h_rejected - 1 / (2 β))² with the mean over the tokens in place of the sum
-    (Azar et al., 2023, arXiv:2310.12036).
+    h is the sum of log π - log π_ref over an answer's tokens. β · h is the answer's reward, and the margin of a pair is
+    m = β (h_chosen - h_rejected). The loss `sigmoid` is -(1 - ε) log σ(m) - ε log σ(-m), where ε is `label_smoothing`
+    (Mitchell, 2023). The loss `ipo` is (h_chosen - h_rejected - 1 / (2 β))², where h is the mean over tokens (Azar et
+    al., 2023, arXiv:2310.12036).
+
+    At the start π = π_ref, so m = 0 and the loss `sigmoid` is log 2 = 0.693.
     """
 
     score_name = "logprobs"
@@ -96,7 +94,7 @@ class PreferenceObjective(PairObjective):
 
 
 class RewardObjective(PairObjective):
-    """The loss of a reward model under the model of Bradley and Terry: -log σ(r_chosen - r_rejected).
+    """Loss of a reward model under the Bradley-Terry model: -log σ(r_chosen - r_rejected).
 
     r is the value at the trained token of an answer's row.
     """
@@ -115,7 +113,7 @@ class RewardObjective(PairObjective):
 
 
 def _answer_sums(values: torch.Tensor, rows: TrainingBatch) -> torch.Tensor:
-    """Return the sum over the tokens of each answer (A,) of values (B, R), in float64."""
+    """Sum values (B, R) over the tokens of each answer (A,), in float64."""
     sums = values.double().sum(dim=1)  # (B,)
     if rows.trajectories is not None:
         _, answers = torch.unique_consecutive(rows.trajectories, return_inverse=True)  # (B,)
@@ -125,7 +123,7 @@ def _answer_sums(values: torch.Tensor, rows: TrainingBatch) -> torch.Tensor:
 
 
 def _pair_metrics(losses: torch.Tensor, rewards: torch.Tensor) -> MetricSums:
-    """Return metrics of pairs (P,) from the rewards of their answers (2 P,)."""
+    """Return metrics of pairs from their losses (P,) and the rewards of their answers (2 P,)."""
     margins = rewards[0::2] - rewards[1::2]
     sums = MetricSums()
     sums.add_samples("loss", losses)

@@ -12,7 +12,7 @@ from skyrl_train.types import Metric, Metrics, MetricSums, TokenScores, Training
 
 
 class CrossEntropyObjective:
-    """-log π of the trained tokens, by default their mean over the mini-batch."""
+    """-log π of the trained tokens, by default the mean over the mini-batch."""
 
     needs_entropy_grad = False
 

@@ -11,7 +11,7 @@ from skyrl_train.types import Metrics, MetricSums, TrainingBatch, ValueScores
 
 
 class ValueObjective:
-    """The clipped squared error of the values; every trajectory counts the same."""
+    """The clipped squared error of the values, with the same weight for every trajectory."""
 
     needs_entropy_grad = False
 

@@ -1,4 +1,4 @@
-"""An adapter merged into its base."""
+"""Merge an adapter into its base."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def merge_adapter(adapter: str, target: Path, base: str | None = None, dtype: DT
     Args:
         adapter: folder or Hub name of an adapter in peft's format.
         target: the folder to write.
-        base: folder or Hub name of the base model; by default that in the adapter's settings.
-        dtype: type of the merged weights; by default that of the base.
+        base: folder or Hub name of the base model. Defaults to the base in the adapter's settings.
+        dtype: dtype of the merged weights. Defaults to the base's.
 
     Raises:
         ConfigError: `target` exists, or the adapter does not fit the base.
@@ -68,7 +68,7 @@ def merge_into_base(
     *,
     allow_unchanged: bool = False,
 ) -> MergeReport:
-    """Merge an adapter; `settings` has the configuration and the tokenizer of its checkpoint, if it is from one."""
+    """Merge an adapter. If it is from a checkpoint, `settings` is the folder with its configuration and tokenizer."""
     config = read_config(adapter, f"the adapter {adapter}")
     base = base or config.base_model_name_or_path
     if not base:
@@ -91,7 +91,7 @@ def merge_into_base(
             add_eos_ids(partial, [AutoTokenizer.from_pretrained(partial).eos_token_id])
         write_model(partial, specs, _apply_changes(source, specs, changes, dtype, tally), dtype)
         if settings is not None:
-            if not frozen.keys() <= {spec.name for spec in source.specs}:  # the model has one tensor of all experts
+            if not frozen.keys() <= {spec.name for spec in source.specs}:  # transformers joins experts to one tensor
                 parameters = load_model(source.folder, read_dtype(settings), role).named_parameters()
                 tally.checksum = sum(tensor_checksum(name, tensor) for name, tensor in parameters if name in frozen)
             _check_base(settings.parent, base, tally.checksum % 2**64)
@@ -133,7 +133,7 @@ def _find_folder(adapter: str) -> Path:
 
 
 def _describe_scores(folder: Path, role: Role, adapter: str, *, is_complete: bool) -> None:
-    """Turn the configuration of a base into that of a critic or reward model; that of a checkpoint already is one."""
+    """Edit a base's configuration to describe a critic or reward model. A checkpoint's only needs its architecture."""
     if not is_complete:
         edit_config(folder, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
         if role == "reward":
@@ -142,7 +142,7 @@ def _describe_scores(folder: Path, role: Role, adapter: str, *, is_complete: boo
 
 
 def _find_pad_token(folder: Path, adapter: str) -> int:
-    """Return the id of the pad token: a reward is read at the last token that is another one."""
+    """Return the id of the pad token. The reward head reads the last non-pad token."""
     if not (folder / "tokenizer_config.json").is_file():
         raise ConfigError(
             f"neither the adapter {adapter} nor its base has a tokenizer, whose pad token a reward model needs; copy "
@@ -155,10 +155,10 @@ def _find_pad_token(folder: Path, adapter: str) -> int:
 
 @dataclass(slots=True)
 class _Tally:
-    """The checksum of the base and the number of changed tensors."""
+    """Running checksum of the base and number of changed tensors."""
 
     trained_dtype: torch.dtype | None = None
-    """Type in which the base was loaded, for its checksum; None for none."""
+    """Dtype in which the run loaded the base, for the checksum. None computes no checksum."""
     frozen: Collection[str] = ()
     """Names of the tensors in the checksum."""
     checksum: int = 0
@@ -168,7 +168,7 @@ class _Tally:
 def _apply_changes(
     source: OpenModel, specs: Sequence[TensorSpec], changes: Changes, dtype: DType, tally: _Tally
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a merged model: those of its base, with the changes of an adapter."""
+    """Yield the tensors of a base with the changes of an adapter applied."""
     names = {spec.name for spec in source.specs}
     for spec in specs:
         tensor = source.read(spec.name) if spec.name in names else torch.zeros(spec.shape, dtype=spec.dtype)
@@ -182,7 +182,7 @@ def _apply_changes(
 
 
 def _check_base(checkpoint: Path, base: str, checksum: int) -> None:
-    """Raise CheckpointError if the adapter in a checkpoint was trained on other weights."""
+    """Raise CheckpointError if the adapter in a checkpoint was trained on other weights than these."""
     expected = (checkpoint / BASE_CHECKSUM).read_text(encoding="utf-8").strip()
     if expected != str(checksum):
         raise CheckpointError(

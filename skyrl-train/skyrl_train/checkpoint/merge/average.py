@@ -1,4 +1,4 @@
-"""The weighted mean of models."""
+"""Average models: the weighted mean of their weights."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from skyrl_train.types.specs import Role
 def average_models(
     sources: Sequence[str], target: Path, weights: Sequence[float] | None = None, dtype: DType = "auto"
 ) -> MergeReport:
-    """Write the weighted mean of models of the same architecture into a new folder, with the settings of the first.
+    """Write the weighted mean of models of the same architecture into a new folder, with the first model's settings.
 
     Args:
         sources: two or more folders or Hub names.
         target: the folder to write.
-        weights: one for each model, with a sum of 1; by default equal.
-        dtype: type of the merged weights; by default that of the first model.
+        weights: one weight per model, with a sum of 1. Equal by default.
+        dtype: dtype of the merged weights. Defaults to the first model's.
 
     Raises:
         ConfigError: `target` exists, the weights do not add up to 1, or the models have different tensors.
@@ -57,7 +57,7 @@ def average_models(
     def probe_sources(dtype: torch.dtype) -> torch.Tensor:
         mean = load_model(first.folder, dtype, role)
         parameters = _averaged_tensors(mean)
-        is_stored = parameters.keys() <= {spec.name for spec in first.specs}  # not if it has one tensor of all experts
+        is_stored = parameters.keys() <= {spec.name for spec in first.specs}  # False if transformers joins experts
         for parameter in parameters.values():
             parameter.mul_(shares[0])
         for share, model in zip(shares[1:], models[1:], strict=True):
@@ -79,7 +79,7 @@ def average_models(
 
 
 def _averaged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model that an average takes the mean of."""
+    """Return the tensors of a model that are averaged: parameters and floating-point buffers."""
     buffers = merged_buffers(model)
     return dict(model.named_parameters()) | {name: one for name, one in buffers.items() if one.is_floating_point()}
 
@@ -87,9 +87,7 @@ def _averaged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _average(
     models: Sequence[OpenModel], shares: Sequence[float], dtype: DType, changed: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weighted means of the tensors of several models, and append to `changed` the names of those that differ
-    from the first model's.
-    """
+    """Yield the weighted means of the models' tensors. Append names that differ from the first model to `changed`."""
     for spec in models[0].specs:
         mean = models[0].read(spec.name)
         if spec.dtype.is_floating_point:
@@ -103,7 +101,7 @@ def _average(
 
 
 def _read_role(folder: Path) -> Role:
-    """Return the role of a model, by the architecture in its `config.json`."""
+    """Return the role of a model according to the architecture in its `config.json`."""
     architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
     roles: Mapping[str, Role] = {"ForTokenClassification": "critic", "ForSequenceClassification": "reward"}
     return next((role for suffix, role in roles.items() if architectures[0].endswith(suffix)), "policy")

@@ -1,4 +1,4 @@
-"""The result of a merge, and its comparison with the sources."""
+"""Report of a merge, and the comparison of its logits with the sources."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from skyrl_train.models.loading import AUTO_CLASSES
 from skyrl_train.types.specs import Role
 
 N_PROBED_TOKENS = 32
-TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-4, 1e-1  # relative to the norm of the logits, in float32 and in shorter types
+TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-4, 1e-1  # relative to the norm of the logits, in float32 and in shorter dtypes
 
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """A finished merge."""
+    """Report of a finished merge."""
 
     folder: Path
     n_tensors: int
     n_changed: int | None
-    """Tensors that differ from those of the base, or of the first averaged model; None if the base is not on this
+    """Number of tensors that differ from the base, or from the first averaged model. None if the base is not on this
     machine.
     """
     logit_gap: float
-    """Norm of the difference between the logits of the result and of its sources, relative to that of the latter."""
+    """‖logits of the result - logits of its sources‖ / ‖logits of its sources‖."""
 
 
 def load_model(
     folder: Path, dtype: torch.dtype, role: Role = "policy", config: PretrainedConfig | None = None
 ) -> PreTrainedModel:
-    """Load a model in a role, in evaluation mode; `config` replaces its configuration."""
+    """Load a model in a role, in evaluation mode. `config` replaces its configuration."""
     gc.collect()  # an earlier model may be part of a reference cycle
     model: PreTrainedModel = AUTO_CLASSES[role].from_pretrained(folder, dtype=dtype, config=config)
     return model.eval()
@@ -52,12 +52,12 @@ def probe(model: torch.nn.Module) -> torch.Tensor:
 
 
 def compare(merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], role: Role = "policy") -> float:
-    """Return the relative difference between the logits of a merged model and those of its sources.
+    """Return the relative difference between the logits of a merged model and of its sources (`MergeReport.logit_gap`).
 
     One model is in memory at a time, or two for an average of mixtures of experts.
 
     Raises:
-        CheckpointError: it is larger than rounding explains, or the merged model lacks a tensor.
+        CheckpointError: rounding cannot explain the difference, or the merged model lacks a tensor.
     """
     dtype = read_dtype(merged)
     reference = probe_sources(dtype)

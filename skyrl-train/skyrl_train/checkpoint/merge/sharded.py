@@ -1,4 +1,4 @@
-"""A model of a training checkpoint, as one folder."""
+"""Merge a model of a training checkpoint into one folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from skyrl_train.types.specs import Role, TensorSpec
 logger = logging.getLogger(__name__)
 
 PREFIX = "model.model."
-"""Prefix of the names of weights in a checkpoint."""
+"""Prefix of the weights' names in a checkpoint."""
 
 
 def merge_checkpoint(
@@ -54,19 +54,19 @@ def merge_checkpoint(
     An adapter is merged into its base, and copied to the subfolder `lora_adapter`.
 
     Args:
-        source: a checkpoint `global_step_N`, the folder of one of its models, or a folder of checkpoints, whose newest
-            is taken.
+        source: a checkpoint `global_step_N`, the folder of one of its models, or a folder of checkpoints (the newest is
+            merged).
         target: the folder to write.
-        base: the model that the run started from; by default the one that the checkpoint names, if it is on this
+        base: the model that the run started from. Defaults to the model that the checkpoint names, if it is on this
             machine. An adapter needs it.
-        dtype: type of the merged weights; by default that of the run's exports, or of the adapter's base.
+        dtype: dtype of the merged weights. Defaults to the dtype of the run's exports, or of the adapter's base.
         role: the model to merge, if the checkpoint has several.
-        allow_unchanged: accept a result with the weights of the base.
+        allow_unchanged: accept a result with the same weights as the base.
 
     Raises:
         ConfigError: `target` exists.
-        CheckpointError: the checkpoint is incomplete, its weights are those of the base, or the result cannot be
-            written or has other logits.
+        CheckpointError: the checkpoint is incomplete, its weights equal the base, or the result cannot be written or
+            has other logits.
     """
     folder = _find_model(source, role)
     settings = folder / "huggingface"
@@ -119,7 +119,7 @@ def merge_checkpoint(
 
 
 def _list_tensors(folder: Path) -> dict[str, TensorSpec]:
-    """Return the weights in a checkpoint."""
+    """Return the names, shapes and dtypes of the weights in a checkpoint."""
     items = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items()
     saved = {key.removeprefix(PREFIX): item for key, item in items if key.startswith(PREFIX)}
     return {
@@ -130,7 +130,7 @@ def _list_tensors(folder: Path) -> dict[str, TensorSpec]:
 
 
 def _open_start(checkpoint: Path, base: str | None) -> OpenModel | None:
-    """Open the model that the run of a checkpoint started from; None if it is unknown, or not on this machine."""
+    """Open the model that the checkpoint's run started from, or return None if it is unknown or not on this machine."""
     if base is not None:
         return open_model(base)
     if not (checkpoint / BASE_MODEL).is_file():
@@ -150,8 +150,9 @@ def _compare_with_start(
     dtype: DType,
     changed: list[str],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a trained model, and append to `changed` the names of those whose written values differ from
-    the start. A head that the start lacks counts as 0.
+    """Yield the tensors of a trained model. Append the names with written values other than the start's to `changed`.
+
+    If the start has no such head, its values count as 0.
     """
     names = {spec.name for spec in start.specs}
     for spec, (name, tensor) in zip(specs, tensors, strict=True):
@@ -162,7 +163,7 @@ def _compare_with_start(
 
 
 def _find_model(source: Path, role: Role) -> Path:
-    """Return the folder of one model in a checkpoint, after a comparison with the checksums of its files."""
+    """Return the folder of one model in a checkpoint, after checking the checkpoint's checksums."""
     folder = source if (source / ".metadata").is_file() else source / role
     if source.is_dir() and not (folder / ".metadata").is_file() and (latest := CheckpointStore(source).latest()):
         folder = latest / role
@@ -178,7 +179,7 @@ def _find_model(source: Path, role: Role) -> Path:
 
 
 def _load_sharded(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Load tensors of a checkpoint, in place, in this process alone."""
+    """Load tensors of a checkpoint in place, in this process alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)

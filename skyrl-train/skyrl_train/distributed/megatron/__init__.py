@@ -2,7 +2,7 @@
 
 import warnings
 
-warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")  # nor needed
+warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")  # it is optional
 
 from skyrl_train.distributed.megatron.strategy import MegatronStrategy  # noqa: E402
 

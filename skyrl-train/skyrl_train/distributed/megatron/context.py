@@ -1,7 +1,8 @@
-"""Context parallelism: ranks that hold the same layers compute a part of the tokens of each row.
+"""Context parallelism: ranks with the same layers each compute some of the tokens of every row.
 
-With n ranks, L tokens are divided into 2n chunks, of which rank r computes two: r and 2n - 1 - r. In causal attention,
-all ranks then read the same number of keys. Megatron-Core returns position embeddings in this order.
+With n ranks, L tokens are divided into 2n chunks, and rank r computes the chunks r and 2n - 1 - r. Then all ranks read
+equally many keys in causal attention. With 2 ranks and 8 tokens, rank 0 has tokens 0 1 and 6 7 (their chunks read 2 + 8
+keys), rank 1 has 2 3 and 4 5 (4 + 6 keys). Megatron-Core returns position embeddings in this order.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def take_own_tokens(token_ids: torch.Tensor, group: dist.ProcessGroup) -> torch.
 def find_own_positions(
     positions: torch.Tensor, n_tokens: int, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a mask of the positions (N,) in rows of `n_tokens` that this rank computes, and the index of each such
-    position among this rank's tokens.
+    """Return a mask (N,) of the positions that this rank computes, and the index of each among this rank's tokens.
+
+    Positions (N,) count the tokens of a row of `n_tokens`.
     """
     length = n_tokens // (2 * group.size())
     first, second = own_chunks(group)
@@ -39,7 +41,8 @@ def find_own_positions(
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return causal attention (B, heads, L / n, d) of this rank's queries to the keys and values of all ranks.
 
-    Queries are (L / n, B, heads, d), keys and values (L / n, B, groups, d). Their gradients are sums over ranks.
+    Queries are (L / n, B, heads, d), keys and values (L / n, B, groups, d). The backward pass sums the gradients of
+    keys and values over ranks.
     """
     gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=3), group=group)  # rank by rank
     first, second = gathered.unflatten(0, (group.size(), 2, -1)).unbind(1)  # (n, L / 2n, B, groups, 2d) each

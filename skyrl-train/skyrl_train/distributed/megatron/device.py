@@ -1,4 +1,4 @@
-"""The adaptation of Megatron-Core to a CPU."""
+"""Run Megatron-Core on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _OnCPU(TorchFunctionMode):
-    """Create tensors for the device "cuda" on the CPU, and keep them there."""
+    """Create tensors for the device "cuda" on the CPU, and make `Tensor.cuda` a no-op."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -30,8 +30,8 @@ class _OnCPU(TorchFunctionMode):
 def computing_on(device: torch.device) -> Iterator[None]:
     """Let Megatron-Core compute on `device`.
 
-    Its modules, collectives and schedules allocate buffers on `torch.cuda.current_device()` or "cuda". On a CPU, both
-    name the CPU inside this context.
+    Its modules, collectives and schedules allocate buffers on `torch.cuda.current_device()` or "cuda". If `device` is a
+    CPU, both mean the CPU inside this context.
     """
     if device.type == "cuda":
         yield

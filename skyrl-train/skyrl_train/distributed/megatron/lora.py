@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the matrices of Megatron-Core, which compute what peft's modules compute."""
+"""Low-rank adapters for Megatron-Core's joint and divided matrices, with the same results as peft's modules."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from skyrl_train.types.specs import LoraSpec
 class JointAdapter(torch.nn.Module):
     """The adapters of the matrices that one linear layer of Megatron-Core joins, such as gate and up projection.
 
-    Of a column-parallel layer, each rank has the whole A and its rows of B; of a row-parallel layer, its columns of A
-    and the whole B. Ranks exchange only the products with A, which are as narrow as the rank of the adapter. With
-    sequence parallelism, each rank multiplies a whole factor by its own tokens only.
+    In a column-parallel layer, each rank has all of A and its rows of B. In a row-parallel layer, it has its columns of
+    A and all of B. Either way, ranks exchange only the products with A, and these are as narrow as the adapter's rank.
+    With sequence parallelism, each rank multiplies a whole factor by its own tokens only.
     """
 
     def __init__(self, base: ColumnParallelLinear | RowParallelLinear, adapted: Mapping[str, tuple[Any, Part]]) -> None:
@@ -36,14 +36,14 @@ class JointAdapter(torch.nn.Module):
 
         Args:
             base: the linear layer.
-            adapted: for each matrix, e.g. "gate_proj", peft's module and this rank's part of the matrix. Whether the
-                module is disabled, its scaling and its dropout are those of this adapter; its factors are not read.
+            adapted: for each matrix, e.g. "gate_proj", peft's module and this rank's part of the matrix. The module's
+                scaling, dropout and switch are used. Its factors are not read.
         """
         super().__init__()
         self._group = base.tp_group
         self._is_column_parallel = isinstance(base, ColumnParallelLinear)
         self._divides_tokens = base.config.sequence_parallel
-        self._layers = {name: layer for name, (layer, _) in adapted.items()}  # in a dictionary: no submodules
+        self._layers = {name: layer for name, (layer, _) in adapted.items()}  # a dict, so that they are no submodules
         self._parts = {name: part for name, (_, part) in adapted.items()}
         n_rows, n_columns = base.weight.shape
         self._n_rows = n_rows
@@ -70,16 +70,16 @@ class JointAdapter(torch.nn.Module):
             hidden = reduce_scatter_to_sequence_parallel_region(hidden, group=self._group)
         else:
             hidden = reduce_from_tensor_model_parallel_region(hidden, group=self._group)
-        joint = []  # each B with the rows that its matrix has in the layer, and zeros in the others
+        joint = []  # each B on the rows of its matrix in the layer, and 0 on all other rows
         for name, b in self.lora_B.items():
             joint.append(b.new_zeros(self._n_rows, b.shape[1]))
             self._parts[name].write(joint[-1], b * self._layers[name].scaling[NAME])
         return linear(hidden, torch.cat(joint, dim=1))
 
     def _drop(self, name: str, inputs: torch.Tensor) -> torch.Tensor:
-        """Set inputs to 0 at random, where the adapter of a matrix has dropout.
+        """Apply a matrix's adapter dropout to its inputs.
 
-        Tensor-parallel ranks draw equal random numbers, those for the inputs of all of them.
+        All tensor-parallel ranks draw the same random numbers, for the whole input. Each rank takes its share.
         """
         dropout = self._layers[name].lora_dropout[NAME]
         if not isinstance(dropout, torch.nn.Dropout) or not dropout.training:
@@ -95,9 +95,9 @@ class JointAdapter(torch.nn.Module):
 
 
 def check_adapter(model: PreTrainedModel, lora: LoraSpec, section: str, config: TransformerConfig) -> None:
-    """Raise ConfigError if the adapter of a model includes its head, or leaves out all layers of a pipeline stage.
+    """Raise ConfigError if an adapter includes the head, or has nothing to train in a pipeline stage.
 
-    `section` is the key of the model's settings.
+    `section` is the key of the model's settings, e.g. trainer.policy.
     """
     source, layers = name_source(lora), adapter_layers(model)
     if HEAD.removesuffix(".weight") in layers:
@@ -117,7 +117,7 @@ def check_adapter(model: PreTrainedModel, lora: LoraSpec, section: str, config: 
 
 
 def find_adapter_parts(model: PreTrainedModel, parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Return a rank's parts of the adapter's factors in a pipeline stage, for its parts of the model's tensors."""
+    """Return a rank's parts of the adapter's factors in a pipeline stage, from its `parts` of the model's tensors."""
     factors = {}
     for path in adapter_layers(model):
         if part := parts.get(f"{path}.weight"):
@@ -128,7 +128,7 @@ def find_adapter_parts(model: PreTrainedModel, parts: Mapping[str, Part]) -> dic
 
 
 def attach_adapter(stage: torch.nn.Module, model: PreTrainedModel, parts: Mapping[str, Part]) -> None:
-    """Freeze a pipeline stage, and add the model's adapter to its linear layers, with factors of zero."""
+    """Freeze a pipeline stage and add the model's adapter to its linear layers, with factors of zero."""
     stage.requires_grad_(False)
     adapted: dict[str, dict[str, tuple[Any, Part]]] = {}
     for path, layer in adapter_layers(model).items():
@@ -142,7 +142,7 @@ def attach_adapter(stage: torch.nn.Module, model: PreTrainedModel, parts: Mappin
 
 
 def _add_change(base: Any, args: tuple[torch.Tensor], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Add the adapter's change to the output of a linear layer, which returns a bias beside it."""
+    """Add the adapter's change to the (output, bias) that a linear layer returns."""
     result, bias = output
     if base.adapter.is_disabled:
         return output

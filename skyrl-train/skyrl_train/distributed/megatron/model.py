@@ -1,4 +1,4 @@
-"""Language models of Megatron-Core, and the module that scores tokens with one."""
+"""Language models in Megatron-Core, and the module that scores tokens with them."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from skyrl_train.types import TokenScores, TrainingBatch
 
 SUPPORTED = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 STATIC_ROPE = ("default", "linear", "llama3")
-"""Types of position embeddings whose frequencies depend on no length, and whose values are not scaled."""
+"""Types of position embeddings with frequencies that do not depend on the length, and values that are not scaled."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """The norm of a layer, in the form that Megatron-Core constructs."""
+    """RMSNorm with the constructor arguments that Megatron-Core passes."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps)
 
 
 class CausalAttention(torch.nn.Module):
-    """PyTorch's attention, as in the models of Hugging Face. Padding on the right needs no mask but the causal one."""
+    """PyTorch's attention, as in Hugging Face models. The causal mask is enough, because padding is on the right."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: Any) -> None:
         super().__init__()
@@ -71,14 +71,14 @@ class CausalAttention(torch.nn.Module):
 
 
 class CheckpointedLayer(TransformerLayer):
-    """A layer that computes its activations again in the backward pass."""
+    """A layer that recomputes its activations in the backward pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
 
 
 class GPT(GPTModel):
-    """A pipeline stage. The last one returns the final hidden states (L, B, H); the head reads only some of them."""
+    """A pipeline stage. The last stage returns final hidden states (L, B, H), because the head reads only some."""
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         return hidden_states
@@ -135,9 +135,9 @@ def transformer_config(model: PreTrainedModel, parallel: MegatronConfig) -> Tran
         pipeline_dtype=model.dtype,
         use_cpu_initialization=True,
         perform_initialization=False,  # the weights are read from a file
-        variable_seq_lengths=True,  # of micro-batches
+        variable_seq_lengths=True,  # micro-batches have different lengths
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
-        calculate_per_token_loss=True,  # losses are sums, which the schedule must not divide
+        calculate_per_token_loss=True,  # the loss is a sum, so the schedule must not divide it
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
@@ -155,13 +155,13 @@ def new_stage(
     is_tied: bool,
     recomputes: bool,
 ) -> GPT:
-    """Return this rank's part of a model, whose weights are not initialized.
+    """Return this rank's part of a model, with uninitialized weights.
 
     Args:
-        config: of the whole model.
-        groups: of this rank.
+        config: configuration of the whole model.
+        groups: process groups of this rank.
         n_tokens: size of the vocabulary, padded to a multiple of the tensor-parallel size.
-        is_tied: True if the embeddings are the head.
+        is_tied: True if the head is the embeddings.
         recomputes: True for gradient checkpointing.
     """
     norm_of_heads = RMSNorm if config.qk_layernorm else IdentityOp
@@ -205,7 +205,7 @@ def new_stage(
 
 
 class MegatronScorer(Scorer):
-    """A scorer with a language model of Megatron-Core, of which each rank has a part."""
+    """A scorer with this rank's part of a language model in Megatron-Core."""
 
     def __init__(
         self,
@@ -220,18 +220,18 @@ class MegatronScorer(Scorer):
         """Create this rank's part of a model, with weights of zero.
 
         Args:
-            hf_model: the model, which may have an adapter. Its weights are not read.
-            config: of the whole model.
-            groups: of this rank.
-            n_tokens: rows of the rank's part of the embeddings and the head that belong to tokens; padding follows.
+            hf_model: the Hugging Face model, with or without an adapter. Its weights are not read.
+            config: configuration of the whole model.
+            groups: process groups of this rank.
+            n_tokens: number of real tokens in the rank's slice of embeddings and head. Padding rows follow.
             temperature: divides the logits.
-            entropy_grad: makes entropies differentiable.
+            entropy_grad: make entropies differentiable.
         """
         super().__init__()
         n_padded = hf_model.config.vocab_size + -hf_model.config.vocab_size % groups.tp.size()
         is_tied = hf_model.config.tie_word_embeddings
         self.stage = new_stage(config, groups, n_padded, is_tied=is_tied, recomputes=hf_model.is_gradient_checkpointing)
-        self._hf_models = [hf_model]  # in a list, since it is no submodule
+        self._hf_models = [hf_model]  # a list hides it from torch, because it is no submodule
         base_parts = find_parts(config, n_tokens, is_tied=is_tied)
         self._parts_of_stages = [parts | find_adapter_parts(hf_model, parts) for parts in base_parts]
         self.parts = self._parts_of_stages[groups.pp.rank()]
@@ -259,11 +259,11 @@ class MegatronScorer(Scorer):
         return dict(merged_names(self.hf_model)) | trained_parameters(self.hf_model)
 
     def parameter_of(self, part: Part) -> torch.nn.Parameter:
-        """Return the parameter that a part of this rank is in."""
+        """Return the parameter that holds a part of this rank."""
         return self.stage.get_parameter(part.parameter)
 
     def find_stage(self, name: str) -> int:
-        """Return the first pipeline stage with a tensor of the Hugging Face model."""
+        """Return the first pipeline stage that has a tensor of the Hugging Face model."""
         return next(stage for stage, parts in enumerate(self._parts_of_stages) if name in parts)
 
     def is_replicated(self, parameter: str) -> bool:
@@ -271,32 +271,37 @@ class MegatronScorer(Scorer):
         return parameter in self._whole
 
     def has_partial_gradient(self, parameter: str) -> bool:
-        """Return True for a replicated parameter that each tensor-parallel rank applies to other heads or tokens."""
+        """Return True for a replicated parameter that each tensor-parallel rank applies to its own heads or tokens.
+
+        Its gradient is then the sum over these ranks.
+        """
         part = self._whole.get(parameter)
         return part is not None and (self.stage.config.sequence_parallel or part.is_norm_of_heads)
 
     def has_copy(self, parameter: str) -> bool:
-        """Return True for tied embeddings of which the first and the last pipeline stage have a copy each."""
+        """Return True for tied embeddings that are copied to the first and the last pipeline stage."""
         is_end = parameter in (EMBEDDINGS_PARAMETER, HEAD_PARAMETER)
         return is_end and self.hf_model.config.tie_word_embeddings and len(self._parts_of_stages) > 1
 
     def requires_grad_(self, requires_grad: bool = True) -> MegatronScorer:
-        """Freeze the parameters, or train them."""
+        """Freeze or unfreeze the parameters."""
         self.hf_model.requires_grad_(requires_grad)
         return super().requires_grad_(requires_grad)
 
     def forward(self, rows: TrainingBatch) -> torch.Tensor | TokenScores:
-        """Return the scores (B, R) of a micro-batch from the last pipeline stage, hidden states from the others."""
+        """Return the scores (B, R) of a micro-batch on the last pipeline stage, hidden states on all earlier stages."""
         token_ids = align_left(rows.sequences, rows.attention_mask)  # (B, L)
         config, groups = self.stage.config, self.stage.pg_collection
         is_divided = groups.cp.size() > 1
         n_slices = (groups.tp.size() if config.sequence_parallel else 1) * (2 * groups.cp.size() if is_divided else 1)
         token_ids = torch.nn.functional.pad(token_ids, (0, -token_ids.shape[1] % n_slices))
         own_ids = take_own_tokens(token_ids, groups.cp) if is_divided else token_ids
-        hidden: torch.Tensor = self.stage(own_ids, None, None)  # (L, B, H); with sequence parallelism, a slice of it
+        hidden: torch.Tensor = self.stage(own_ids, None, None)  # (L, B, H), or a slice of L with sequence parallelism
         if not self.stage.post_process:
             return hidden
-        if config.sequence_parallel:  # gradients of hidden states are sums over ranks
+        # Each tensor-parallel rank has the head for some tokens of the vocabulary, so the gradient of hidden states is
+        # the sum over ranks. Both functions add it up in the backward pass.
+        if config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=groups.tp)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=groups.tp)
@@ -325,9 +330,9 @@ class MegatronScorer(Scorer):
 def _freeze_padding(
     padding: int, module: VocabParallelEmbedding, args: tuple[torch.Tensor], output: torch.Tensor
 ) -> torch.Tensor:
-    """Leave the padding token out of the gradient of the embeddings, as Hugging Face does, also where it was sampled.
+    """Keep the padding token's embedding fixed, as Hugging Face does, even where the token was sampled.
 
-    With sequence parallelism, `output` has this rank's part of the tokens (L / ranks, B, H), else all (B, L, H).
+    `output` is (B, L, H), or with sequence parallelism this rank's tokens (L / ranks, B, H).
     """
     is_padding = args[0] == padding  # (B, L)
     if module.reduce_scatter_embeddings:

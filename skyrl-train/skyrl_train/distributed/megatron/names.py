@@ -1,4 +1,14 @@
-"""The parts of a Hugging Face model's tensors in the parameters of a pipeline stage of Megatron-Core."""
+"""Where the tensors of a Hugging Face model are in the parameters of a Megatron-Core pipeline stage.
+
+Megatron-Core joins matrices and divides them among tensor-parallel ranks. For 4 query heads in 2 groups (each shares a
+key and a value head), the rows of the joint matrix are, head by head,
+
+    q0 q1 k0 v0 | q2 q3 k1 v1
+
+and with 2 ranks, rank 0 has the left half. Hugging Face has q_proj = q0 q1 q2 q3, k_proj = k0 k1 and v_proj = v0 v1. So
+rank 0's `Part` of q_proj selects q0 q1 from its half, and the slices of both ranks, one below the other, are q_proj.
+Joining the slices along `dim` always yields the Hugging Face tensor: weight syncs, exports and checkpoints rely on it.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +29,9 @@ class Part:
 
     parameter: str
     dim: int | None = None
-    """Dimension of the tensor that tensor-parallel ranks divide; None if each has the whole tensor."""
+    """Dimension of the tensor that tensor-parallel ranks divide, or None if each rank has the whole tensor."""
     select: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-    """Returns a view of the elements in the parameter, or in another tensor of its shape, in the order of the part."""
+    """Function from the parameter, or any tensor of its shape, to a view of the part's elements in their order."""
 
     @property
     def is_norm_of_heads(self) -> bool:
@@ -29,7 +39,7 @@ class Part:
         return self.parameter.endswith(("q_layernorm.weight", "k_layernorm.weight"))
 
     def read(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the part, whose shape is `shape`, from values of the parameter's shape: a view, or a copy."""
+        """Return the part with shape `shape` from values of the parameter's shape. It is a view if possible."""
         return self.select(values).reshape(tuple(shape))
 
     def write(self, values: torch.Tensor, part: torch.Tensor) -> None:
@@ -42,9 +52,9 @@ def find_parts(config: TransformerConfig, n_tokens: int, *, is_tied: bool) -> li
     """Return the parts of a tensor-parallel rank for each pipeline stage.
 
     Args:
-        config: of the model.
-        n_tokens: rows of the rank's part of the embeddings and the head that belong to tokens; padding follows.
-        is_tied: True if the embeddings are the head. If they are in different stages, both have a copy.
+        config: configuration of the model.
+        n_tokens: number of real tokens in the rank's slice of embeddings and head. Padding rows follow.
+        is_tied: True if the head is the embeddings. If they are in different stages, both stages have a copy.
     """
     n_stages = config.pipeline_model_parallel_size
     n_layers = config.num_layers // n_stages
@@ -65,11 +75,7 @@ def find_parts(config: TransformerConfig, n_tokens: int, *, is_tied: bool) -> li
 
 
 def _find_parts_of_layer(config: TransformerConfig, layer: int, index: int) -> dict[str, Part]:
-    """Return the parts of a layer of the model, which has an index in its pipeline stage.
-
-    Queries, keys and values are one matrix, with a group of query heads next to its key and value head; gate and up
-    projection are one matrix, too.
-    """
+    """Return the parts of layer number `layer` of the model, number `index` in its pipeline stage."""
     theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{index}."
     attention = f"{ours}self_attention."
     parts = {
@@ -96,7 +102,7 @@ def _select_tokens(n_tokens: int, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _select_heads(name: str, config: TransformerConfig, qkv: torch.Tensor) -> torch.Tensor:
-    """Return the queries, keys or values ("q", "k", "v") of a joint matrix or bias: (groups, heads, head size, …)."""
+    """Return the rows of "q", "k" or "v" in a joint matrix or bias, as (groups, heads per group, head size, …)."""
     n_queries = config.num_attention_heads // config.num_query_groups
     heads = {"q": slice(0, n_queries), "k": slice(n_queries, n_queries + 1), "v": slice(n_queries + 1, None)}[name]
     return qkv.unflatten(0, (-1, n_queries + 2, config.kv_channels))[:, heads]

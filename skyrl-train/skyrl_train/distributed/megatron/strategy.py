@@ -1,4 +1,4 @@
-"""Tensor, pipeline and context parallelism: ranks share matrices, layers and the tokens of each row.
+"""Tensor, pipeline and context parallelism with Megatron-Core: ranks divide matrices, layers and tokens.
 
 Data-parallel copies of such a group of ranks have their own rows.
 """
@@ -59,8 +59,8 @@ def configure(
     """Add the adapter to a model, and return Megatron-Core's configuration of it.
 
     Args:
-        model: with or without weights.
-        source: the model in error messages.
+        model: the model, with or without weights.
+        source: its name in error messages.
         parallel: the sizes that divide it.
         section: the key of its settings, e.g. trainer.policy.
         lora: the specification of its adapter, if it has one.
@@ -82,17 +82,17 @@ def configure(
 class MegatronStrategy(DistributedStrategy[MegatronScorer]):
     """A strategy that divides a Llama, Qwen2 or Qwen3 with Megatron-Core.
 
-    The process group must exist. Parameters are Megatron-Core's. Whatever leaves the strategy has the names and shapes
-    of the Hugging Face model: weights, exports and checkpoints, which other strategies and layouts can load.
+    The process group must exist. Inside, parameters have Megatron-Core's form. Synced weights, exports and checkpoints
+    have the names and shapes of the Hugging Face model, so other strategies and layouts can load them.
     """
 
     def __init__(self, world: World, config: MegatronConfig, timeout: timedelta) -> None:
-        """Let ranks of the same group wait for each other in a collective for at most `timeout`."""
+        """Limit the time that ranks wait for each other in a collective to `timeout`."""
         super().__init__(world, save_group=new_save_group())
         self._config = config
         self._device = torch.device(world.device)
         if self._device.type == "cpu":
-            warnings.filterwarnings("ignore", message="When using async grad allreduce")  # a setting of CUDA
+            warnings.filterwarnings("ignore", message="When using async grad allreduce")  # about a CUDA setting
         n_stages, n_slices = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
         layout = Layout(world.size, n_slices, n_stages, config.context_parallel_size)
         shape = (n_stages, layout.data_parallel_size, layout.context_size, n_slices)  # the order of `Layout`
@@ -107,13 +107,13 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             **groups,
             mp=model_parallel.get_group(),
             dp_cp=replicas.get_group(),
-            embd=None,  # tied embeddings of two stages are initialized and updated here
+            embd=None,  # this class initializes and updates tied embeddings itself
             pos_embd=None,
         )
         first, last = torch.arange(world.size).view(n_stages, -1)[[0, -1]].tolist()
         pairs = [[a, b] for a, b in zip(first, last, strict=True)]
         self._ends = dist.new_subgroups_by_enumeration(pairs, timeout)[0] if n_stages > 1 else None
-        initialize_rng_tracker(inference_rng_tracker=True)  # tracks nothing: every dropout is 0
+        initialize_rng_tracker(inference_rng_tracker=True)  # tracks nothing, because every dropout is 0
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:
             parallel_state._set_global_memory_buffer()
 
@@ -173,7 +173,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             return scores[0].sum() if loss is None else loss, torch.tensor(0), result
 
         schedule = get_forward_backward_func(self._groups.pp.size(), None)
-        model = module.hf_model  # whose modules hold the settings of the adapter
+        model = module.hf_model  # its modules hold the adapter's settings
         without_adapter = nullcontext() if adapter else adapter_disabled(model)
         dropped = adapter_dropout(model) if dropout else nullcontext()
         with computing_on(self._device), torch.set_grad_enabled(backward), without_adapter, dropped:
@@ -182,7 +182,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
                 data_iterator=iter(micro_batches),
                 model=module.stage,
                 num_microbatches=len(micro_batches),
-                seq_length=0,  # not read: each micro-batch has its own
+                seq_length=0,  # not read, because each micro-batch has its own length
                 micro_batch_size=0,
                 forward_only=not backward,
                 p2p_communicator=P2PCommunicator(self._groups.pp, module.stage.config),
@@ -206,7 +206,11 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
 
     @torch.no_grad()
     def _sum_gradients(self, module: MegatronScorer) -> None:
-        """Sum gradients over the ranks that have other rows, other tokens, or a copy of the embeddings as the head."""
+        """Sum each gradient over all ranks that contribute to it.
+
+        These are ranks with other rows or tokens, tensor-parallel ranks that apply a replicated parameter to their own
+        heads or tokens, and for tied embeddings the first and the last stage.
+        """
         for name, parameter in module.stage.named_parameters():
             if parameter.grad is None:
                 continue
@@ -219,7 +223,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             parameter.grad.copy_(total)
 
     def _is_counted(self, module: MegatronScorer, name: str) -> bool:
-        """Return True on one of the ranks that have the same parameter."""
+        """Return True on exactly one of the ranks that have the same parameter, so that the norm counts it once."""
         if module.is_replicated(name):
             return bool(self._groups.tp.rank() == 0)
         return not (module.has_copy(name) and name == HEAD_PARAMETER)
@@ -230,13 +234,16 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
     def full_tensors(
         self, module: MegatronScorer, kind: SyncKind = "full", *, as_exported: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        assert as_exported, "ranks share no memory with an engine"
+        assert as_exported, "ranks share no memory with an engine"  # an engine reads Hugging Face tensors
         return super().full_tensors(module, kind)
 
     def _gather_from(self, module: MegatronScorer) -> Gather:
         names = {parameter: name for name, parameter in module.hf_parameters().items()}
         pipeline = self._groups.pp
 
+        # Two steps make a Hugging Face tensor whole. On the pipeline stage that has it, the tensor-parallel ranks
+        # gather their slices, as `names` explains. Then the stage broadcasts it to all other stages. Every rank calls
+        # this for every tensor in the same order, even for tensors that its stage lacks.
         def gather_part(described: torch.Tensor) -> torch.Tensor:
             assert isinstance(described, torch.nn.Parameter)
             name, shape = names[described], described.shape
@@ -267,7 +274,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             for name, part in module.saved_parts.items()
         }
         if module.hf_model.config.tie_word_embeddings and EMBEDDINGS in module.saved_parts:
-            saved[f"model.{HEAD}"] = saved[f"model.{EMBEDDINGS}"]  # as in the checkpoints of other strategies
+            saved[f"model.{HEAD}"] = saved[f"model.{EMBEDDINGS}"]  # checkpoints of other strategies have both names
         if not with_moments:
             return {"model": saved}
         assert state.optimizer is not None
@@ -302,12 +309,15 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         return compute_local_shape_and_global_offset(torch.Size(shape), self._slices, [Shard(dim)])
 
     def _as_slice(self, part: Part, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the part of a tensor that is in values of the parameter's shape: a DTensor if ranks divide it."""
+        """Return this rank's part of a Hugging Face tensor of `shape`, as a DTensor if ranks divide it.
+
+        `values` are the Megatron-Core parameter, or a moment of its shape.
+        """
         own, _ = self._own_slice(shape, part.dim)
         local = part.read(values, own)
         if part.dim is None:
             return local
-        if local.untyped_storage().nbytes() > local.nbytes:  # the stager copies whole storages, and fails at an offset
+        if local.untyped_storage().nbytes() > local.nbytes:  # DCP's stager copies whole storages and fails for views
             local = local.clone()
         stride = torch.empty(tuple(shape), device="meta").stride()
         return DTensor.from_local(local, self._slices, [Shard(part.dim)], shape=torch.Size(shape), stride=stride)
@@ -318,7 +328,7 @@ def _slice(tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) ->
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the moments of a parameter and their number of steps; they are 0 before the first step."""
+    """Return the moments of a parameter and their number of steps, all 0 before the first step."""
     values: dict[str, torch.Tensor] = optimizer.state[parameter]
     if not values:
         values["step"] = torch.zeros((), device=parameter.device)

@@ -1,4 +1,4 @@
-"""The embedded engine: generates with the policy's own tensors, in the trainer's process, or with a copy elsewhere."""
+"""The embedded engine. It generates with the policy's tensors in the trainer's process, or with a copy elsewhere."""
 
 from skyrl_train.inference_engines.hf.engine import HFEngine, load_engine
 

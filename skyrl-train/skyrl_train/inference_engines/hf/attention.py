@@ -1,11 +1,20 @@
-"""Attention of one packed forward pass: new tokens of all sequences side by side, keys read in place.
+"""Attention of one packed forward pass: new tokens of all sequences in one row, keys read in place.
 
-Sequences with neighboring regions form a run, which is one call of PyTorch's attention. Query heads that share a key
-head are folded into one (n, key heads, heads per key head · T, d) query, so that keys are never repeated.
+The new tokens of all sequences are one row of N tokens without padding. Everything but attention treats them alike.
+For attention, sequences with neighboring regions of the same size and equally many new tokens form a run, and a run is
+one call of PyTorch's attention. For example, three sequences decode one token each:
 
-On a CPU, decoding samples of a prompt share one read of its keys: attention to the prefix and to the rest of each
-sequence are two calls, whose results are combined by their normalizers (Hydragen, Juravsky et al., 2024,
-arXiv:2402.05099).
+    region (128 tokens each)    0 … 127    128 … 255    256 … 383
+    stored after this pass      70         80           75
+
+Their keys are a strided view (3, heads, 80, d) of the pool, with a stride of 128 tokens between sequences. Nothing is
+copied. A mask hides what is beyond the 70 and 75 tokens of the shorter sequences. Query heads that share a key head are
+folded into one query (n, key heads, heads per key head · T, d), so keys are not repeated.
+
+On a CPU, decoding samples of the same prompt read its keys together. Attention to the prefix and to the rest of each
+sequence are two calls. Each returns its output o and the log-sum-exp of its scores, a for the prefix and b for the
+rest, and the whole is w · o_prefix + (1 - w) · o_rest with w = e^a / (e^a + e^b) = σ(a - b) (Hydragen, Juravsky et al.,
+2024, arXiv:2402.05099).
 """
 
 from __future__ import annotations
@@ -27,9 +36,9 @@ from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow
 from skyrl_train.models.prefix_sharing import use_attention
 
 NAME = "skyrl_packed"
-MASK_SIZE = 1 << 24  # elements of a mask: 64 MiB in float32
-MAX_COPIED = 512  # tokens of a sequence whose keys are copied, to join others in a run
-MIN_SAVED = 1 << 21  # minimum keys and values that sharing a prefix saves a layer from reading
+MASK_SIZE = 1 << 24  # maximum elements of a mask: 64 MiB in float32
+MAX_COPIED = 512  # maximum tokens of a sequence whose keys are copied to form runs
+MIN_SAVED = 1 << 21  # minimum of values per layer that sharing a prefix must save from being read
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +47,12 @@ class PoolSlice:
 
     n_sequences: int
     length: int  # L
-    start: int = 0  # of the first sequence
-    spacing: int = 0
+    start: int = 0  # index of the first sequence
+    spacing: int = 0  # tokens between the starts of sequences
     indices: torch.Tensor | None = None  # (n · L,) if they are listed
 
     def view(self, pool: torch.Tensor) -> torch.Tensor:
-        """Return the stored keys or values (n, heads, L, d), in place or copied."""
+        """Return the stored keys or values (n, heads, L, d): a view, or a copy for listed indices."""
         if self.indices is not None:
             copied = pool.index_select(0, self.indices)
             return copied.view(self.n_sequences, self.length, *pool.shape[1:]).transpose(1, 2)
@@ -54,7 +63,7 @@ class PoolSlice:
 
 
 def _pool_slice(starts: Sequence[int], length: int, size: int, device: torch.device) -> PoolSlice:
-    """Return the slice of sequences with these starts in a memory of `size` tokens; some may exceed it."""
+    """Return the slice of sequences with these starts. It may extend beyond the `size` tokens of the memory."""
     distances = {second - first for first, second in pairwise(starts)}
     if len(distances) <= 1 and starts[-1] + length <= size:
         return PoolSlice(len(starts), length, starts[0], max(distances, default=0))
@@ -66,8 +75,8 @@ def _pool_slice(starts: Sequence[int], length: int, size: int, device: torch.dev
 class SharedPrefix:
     """The first tokens of the n sequences of a run, equal within each of G groups of up to S sequences."""
 
-    stored: PoolSlice  # of one sequence of each group
-    members: torch.Tensor  # (G, S) sequences of each group; smaller groups are padded with their first sequence
+    stored: PoolSlice  # the prefix in one sequence of each group
+    members: torch.Tensor  # (G, S) sequences of each group, padded with the group's first sequence
     slots: torch.Tensor  # (n,) index of each sequence in `members.flatten()`
 
 
@@ -75,18 +84,19 @@ class SharedPrefix:
 class RowRun:
     """n sequences of T new tokens each, in neighboring regions of the same size."""
 
-    tokens: slice  # of the tokens of the pass
-    stored: PoolSlice  # of the tokens stored after the pass, up to those of the longest sequence
+    tokens: slice  # the run's tokens among the tokens of the pass
+    stored: PoolSlice  # tokens stored after the pass, as many as in the longest sequence
     positions: torch.Tensor  # (n, T)
-    is_causal: bool  # nothing was stored before, so queries and keys are the same tokens
-    sees_all: bool  # every query sees all keys
-    prefix: SharedPrefix | None = None  # set if reading it once saves time
+    is_causal: bool  # True if nothing was stored before, so queries and keys are the same tokens
+    sees_all: bool  # True if every query sees all keys
+    prefix: SharedPrefix | None = None  # set if reading it only once saves time
     _masks: dict[tuple[int, int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, queries: slice, n_keys: int, n_heads: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return 0 for the keys that each query sees, up to itself and within the sliding window, and -inf for others.
+        """Return the mask (n, 1, heads · queries, keys) to add to the attention scores.
 
-        The mask is (n, 1, heads · queries, keys). If it covers all queries, layers share it.
+        It is 0 for the keys that a query sees, up to itself and within the sliding window, and -inf for all others. A
+        mask of all queries is cached, because every layer needs it.
         """
         key = (n_heads, window, dtype)
         if key in self._masks:
@@ -102,7 +112,7 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Keys or values as attention receives them: the pool of a layer, and the runs of the pass."""
+    """Keys or values as `packed_attention` receives them: the pool of a layer, and the runs of the pass."""
 
     pool: torch.Tensor  # (size, heads, d)
     runs: Sequence[RowRun]
@@ -119,7 +129,7 @@ class PackedCache:
     def __init__(
         self, memory: KVMemory, rows: Sequence[Row], device: torch.device, *, is_isolated: bool, narrows: bool
     ) -> None:
-        """Plan a pass of `hidden_states`. If it `narrows`, its last layer computes only the last token of each row."""
+        """Plan a pass of `hidden_states`. If it `narrows`, the last layer computes only the last token of each row."""
         self._memory = memory
         n_before, n_new, starts = np.array([(row.n_before, row.n_new, row.start) for row in rows]).T
         ends = n_new.cumsum()
@@ -138,9 +148,10 @@ class PackedCache:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[_Stored, _Stored]:
-        """Store new keys and values (1, heads, N, d). If the pass narrows, those of the last tokens are stored already.
+        """Store new keys and values (1, heads, N, d).
 
-        Under autocast, rotary embeddings leave keys in float32; they are stored in the dtype of values.
+        If the pass narrows, the second call of the last layer has the last tokens only. They are already stored. Under
+        autocast, rotary embeddings return float32 keys, and they are stored in the dtype of the values.
         """
         keys = keys.to(values.dtype)
         pools = self._memory.layer(layer_idx, keys.transpose(1, 2), values.transpose(1, 2))
@@ -153,7 +164,7 @@ class PackedCache:
         return _Stored(pools[0], runs), _Stored(pools[1], runs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are explicit, so the model needs no length of the past."""
+        """Return 0. Positions are explicit, so the model needs no past length."""
         return 0
 
 
@@ -190,7 +201,7 @@ def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor, memory: KV
 
 
 def _find_shared_prefix(rows: Sequence[Row], memory: KVMemory, device: torch.device) -> SharedPrefix | None:
-    """Return the shared prefix of decoding rows that saves most reads; None if it saves less than `MIN_SAVED`."""
+    """Return the shared prefix of decoding rows that saves the most reads, or None if that is under `MIN_SAVED`."""
     n_units = min(row.n_before for row in rows) // UNIT
     min_saved = MIN_SAVED / max(1, memory.values_per_token)  # tokens
     if device.type != "cpu" or len(rows) * n_units * UNIT < min_saved:
@@ -200,7 +211,7 @@ def _find_shared_prefix(rows: Sequence[Row], memory: KVMemory, device: torch.dev
     for n in range(1, min(n_units, min(map(len, keys))) + 1):
         sizes = Counter(key[n - 1] for key in keys).values()
         n_saved = n * UNIT * (len(rows) - len(sizes))
-        if n_saved > most_saved and len(sizes) * max(sizes) <= 2 * len(rows):  # groups are padded to the largest one
+        if n_saved > most_saved and len(sizes) * max(sizes) <= 2 * len(rows):  # padding may at most double the rows
             best, most_saved = n, n_saved
     if best == 0 or most_saved < min_saved:
         return None
@@ -217,7 +228,7 @@ def _find_shared_prefix(rows: Sequence[Row], memory: KVMemory, device: torch.dev
 
 
 def _can_join(first: Row, row: Row, distance: int) -> bool:
-    """Return True if a row continues the run of `first`, which has `distance` rows so far."""
+    """Return True if a row continues the run of `first`. The run has `distance` rows so far."""
     capacity = first.region.capacity
     is_next = row.start == first.start + distance * capacity
     return row.n_new == first.n_new and row.region.capacity == capacity and is_next
@@ -229,7 +240,11 @@ def _can_join_isolated(first: Row, row: Row, distance: int) -> bool:
 
 
 def padded_length(row: Row) -> int:
-    """Return the number of keys that a row of one token attends to if it `is_isolated`; 0 for longer rows."""
+    """Return the number of keys that a row of one token attends to in an isolated pass, or 0 for longer rows.
+
+    It depends on the row alone: the next power of two of 64-token units, or from 512 tokens on the next multiple of
+    512.
+    """
     if row.n_new > 1:
         return 0
     n_units = -(-(row.n_before + 1) // UNIT)
@@ -253,7 +268,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention of new queries (1, heads, N, d) to the stored tokens of their sequences.
 
-    The signature is that of transformers' attention functions, but the runs make the mask. Returns (1, N, heads, d).
+    Transformers defines the signature, but its mask is ignored. The runs have their own. Returns (1, N, heads, d).
     """
     if softcap is not None or s_aux is not None:
         raise EngineError("its attention caps its scores, or has sinks")
@@ -263,7 +278,7 @@ def packed_attention(
     outputs = []
     for run in key.runs:
         keys, values = run.stored.view(key.pool), run.stored.view(value.pool)  # (n, key heads, L, d)
-        # heads are grouped by the key head they share
+        # Group heads by the key head that they share.
         grouped = tokens[run.tokens].reshape(*run.positions.shape, keys.shape[1], -1, query.shape[-1])
         queries = grouped.permute(0, 2, 3, 1, 4).to(keys.dtype)  # (n, key heads, heads per key head, T, d)
         sees_prefix = sliding_window is None or run.stored.length <= sliding_window
@@ -316,9 +331,9 @@ def _attend_shared(
     prefix: SharedPrefix,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return the attention of one decoding run (n, key heads, heads per key head, 1, d).
+    """Return the attention of one decoding run (n, key heads, heads per key head, 1, d), as the module explains.
 
-    The `pools` of keys and values provide the prefix, the run's own keys and values (n, key heads, L, d) the rest.
+    Keys and values of the prefix come from the `pools`, of the rest from the run's own (n, key heads, L, d).
     """
     n_shared, n_prefix = queries.shape[2], prefix.stored.length
     own_queries = queries.flatten(2, 3)  # (n, key heads, heads per key head, d)
@@ -340,18 +355,19 @@ def _attend_shared(
 
 
 _attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""Attention that also returns the log-sum-exp of the scores of each query; the public function returns no such sums."""
+"""Attention that also returns the log-sum-exp of each query's scores. PyTorch's public function does not return it."""
 
 
 def hidden_states(
     model: PreTrainedModel, memory: KVMemory, rows: Sequence[Row], *, is_isolated: bool = False, last_only: bool = False
 ) -> torch.Tensor:
-    """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys and values; with
-    `last_only`, those of the last token of each row (n rows, H).
+    """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys and values.
 
-    Rows are in the order of their regions. With `is_isolated`, they are in the order of `padded_length`, then of their
-    regions, and a sequence is padded to that length, not to the length of its neighbors. For the same N, its states
-    are then bitwise the same among any other sequences.
+    `last_only` returns only the states of each row's last token (n rows, H). Rows are in the order of their regions.
+
+    An `is_isolated` pass makes results independent of the other sequences. Rows are in the order of `padded_length`,
+    then of their regions, and each sequence is padded to that length instead of its neighbors' length. For the same N,
+    its states are then bitwise the same among any other sequences.
     """
     new_ids = [row.sequence.token_ids[row.n_before :][: row.n_new] for row in rows]
     input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=model.device)  # (N,)

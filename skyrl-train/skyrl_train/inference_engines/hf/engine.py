@@ -1,9 +1,9 @@
-"""The embedded engine: a Hugging Face model, with the policy's own tensors.
+"""The embedded engine: a Hugging Face model that may share the policy's tensors.
 
-A step reads one token of every running sequence, and as many prompt tokens as its budget has left. The part of a prompt
-that its session, or any other sequence, has stored is not read again.
+A step reads one token of every running sequence, and as many prompt tokens as the budget allows (`scheduler`). If the
+prompt's session, or any other sequence, has stored the beginning of a prompt, it is not read again (`region_table`).
 
-Only the forward pass runs in the thread; regions and sessions belong to the event loop.
+Only the forward pass and weight copies run in the thread. Regions and sessions belong to the event loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from skyrl_train.models.memory import cache_bytes_per_token
 from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
 
-CHUNK_LOGITS = 1 << 24  # logits held at once: 64 MiB
+CHUNK_LOGITS = 1 << 24  # logits in memory at once: 64 MiB
 
 
 def load_engine(
@@ -45,7 +45,7 @@ def load_engine(
     max_cache_bytes: int,
     bf16: bool = False,
 ) -> HFEngine:
-    """Return an engine with its own copy of the model in a Hugging Face folder, e.g. to run in another process.
+    """Return an engine with its own copy of the model in a Hugging Face folder, e.g. in another process.
 
     Raises:
         ConfigError: the model or its tokenizer cannot be loaded.
@@ -63,9 +63,7 @@ def load_engine(
 
 
 class HFEngine(SteppedEngine[CachedSequence]):
-    """An engine that generates with the tensors of `model` itself: a weight update needs no copy, only a new version
-    number.
-    """
+    """An engine that generates with the tensors of `model`. If a trainer updates them, only the version changes."""
 
     def __init__(
         self,
@@ -81,8 +79,8 @@ class HFEngine(SteppedEngine[CachedSequence]):
     ) -> None:
         """Run at most `max_num_seqs` sequences at once, with at most `max_cache_bytes` of keys and values.
 
-        `executor` has one thread, in which the model runs; without it, the engine starts its own. If the engine
-        `owns_model`, its weights are in host memory while it sleeps.
+        The model runs in `executor`, on a single thread. By default the engine starts its own. If the engine
+        `owns_model`, its weights move to host memory while it sleeps.
 
         Raises:
             EngineError: the model does not support packed sequences.
@@ -108,7 +106,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
         self._table = RegionTable(size)
         self._scheduler = Scheduler(self._table, max_num_seqs, max_num_batched_tokens)
         self._owns_model = owns_model
-        self._offloaded: OffloadedTensors | None = None  # weights, while the engine sleeps
+        self._offloaded: OffloadedTensors | None = None  # the weights, while the engine sleeps
 
     async def end_session(self, session_id: str) -> None:
         self._table.end_session(session_id)
@@ -148,12 +146,12 @@ class HFEngine(SteppedEngine[CachedSequence]):
         self._drop_caches()
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
-        self._scheduler.restart_all()  # first: a failed transfer leaves some of the new weights
+        self._scheduler.restart_all()  # before the transfer, because a failed one leaves some new weights
         return await self._thread.run(self._copy_weights, plan)
 
     @torch.no_grad()
     def _copy_weights(self, plan: SyncPlan) -> Receipt:
-        """Copy weights into the model, except those that share the policy's memory."""
+        """Copy weights into the model, except tensors that share the policy's memory."""
         parameters = trained_parameters(self._model) if plan.kind == "adapter" else dict(self._model.named_parameters())
         receiver = Receiver(plan, into=parameters)
         received = set()
@@ -190,14 +188,14 @@ class HFEngine(SteppedEngine[CachedSequence]):
         self._drop_caches()
 
     def _drop_caches(self) -> None:
-        """Drop all keys and values; active sequences are prefilled again."""
+        """Drop all keys and values. Active sequences are prefilled again."""
         self._scheduler.restart_all()
         self._memory.release()
         self._head.release()
 
     @torch.inference_mode()
     def _forward(self, step: EngineStep) -> list[SampledToken]:
-        """Run one forward pass; return the next tokens of the complete rows, in order."""
+        """Run one forward pass, and return the next tokens of the complete rows, in order."""
         self._memory.copy(step.copies)
         device = self._model.device
         is_complete = torch.tensor([row.is_complete for row in step.rows], device=device)
@@ -213,10 +211,10 @@ class HFEngine(SteppedEngine[CachedSequence]):
 
 
 class Head:
-    """The language-model head of a model, which writes the logits of every step into the same memory.
+    """A model's language-model head that reuses one block of memory for the logits of every step.
 
-    With 150,000 tokens, the logits of a step are tens of megabytes. On a CPU, allocating them takes as long as
-    computing them.
+    With a vocabulary of 150,000, the logits of a step take tens of megabytes. On a CPU, allocating them takes as long
+    as computing them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -1,6 +1,6 @@
-"""Key-value memory of the embedded engine: one flat pool of tokens per layer, handed out in regions.
+"""Key-value memory of the embedded engine: one flat pool of tokens per layer, allocated in regions.
 
-A region is contiguous, so that attention reads the keys of neighboring sequences in place.
+A region is contiguous, so attention reads the keys of neighboring sequences in place.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-UNIT = 64  # tokens; the smallest region
+UNIT = 64  # tokens in the smallest region
 
 
 class Extents:
-    """The free extents of [0, size), allocated first fit. Neighbouring free extents merge."""
+    """First-fit allocator over [0, size): a sorted list of free extents. Neighboring free extents merge."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -27,7 +27,7 @@ class Extents:
         self._starts, self._sizes = ([0], [self._size]) if self._size else ([], [])
 
     def allocate(self, size: int) -> int | None:
-        """Return the start of a new extent; None if no free extent is large enough."""
+        """Return the start of a new extent, or None if no free extent is large enough."""
         for i, free_size in enumerate(self._sizes):
             if free_size >= size:
                 start = self._starts[i]
@@ -36,7 +36,7 @@ class Extents:
         return None
 
     def extend(self, start: int, size: int, new_size: int) -> bool:
-        """Extend an allocated extent in place to `new_size`; False if the space after it is taken."""
+        """Extend an allocated extent in place to `new_size`. Return False if the space after it is taken."""
         i = bisect_left(self._starts, start + size)
         if i == len(self._starts) or self._starts[i] != start + size or self._sizes[i] < new_size - size:
             return False
@@ -56,7 +56,7 @@ class Extents:
         if i < len(self._starts) and start + size == self._starts[i]:  # merge with the next free extent
             size += self._sizes[i]
             del self._starts[i], self._sizes[i]
-        if i > 0 and self._starts[i - 1] + self._sizes[i - 1] == start:  # merge with the previous one
+        if i > 0 and self._starts[i - 1] + self._sizes[i - 1] == start:  # merge with the previous free extent
             self._sizes[i - 1] += size
         else:
             self._starts.insert(i, start)
@@ -75,7 +75,7 @@ class Copy:
 class KVMemory:
     """Keys and values of `size` tokens, per layer two tensors (size, heads, head_dim), zero at first.
 
-    Layers are allocated when the model first writes to them, so that no model configuration is read here. On a CPU,
+    Layers are allocated when the model first writes to them, so shapes need not be read from a configuration. On a CPU,
     the system provides memory as it is written.
     """
 
@@ -85,7 +85,7 @@ class KVMemory:
 
     @property
     def values_per_token(self) -> int:
-        """Number of values that a layer stores for a token; 0 before the model first writes."""
+        """Number of values that a layer stores per token, or 0 before the first write."""
         pools = next(iter(self._layers.values()), ())
         return sum(pool[0].numel() for pool in pools)
 
@@ -96,7 +96,7 @@ class KVMemory:
         return self._layers[index]
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Carry out copies as if all happened at once."""
+        """Make all copies as if at once: every source is read before a target is written."""
         if not copies or not self._layers:
             return
         source = np.concatenate([np.arange(c.source, c.source + c.n_tokens) for c in copies])
@@ -112,7 +112,7 @@ class KVMemory:
         self._layers.clear()
 
     def _zeros(self, like: torch.Tensor) -> torch.Tensor:
-        """Return zeros, since masked attention reads unwritten entries; on a CPU, the pages take no memory yet."""
+        """Return zeros, because masked attention reads unwritten entries. On a CPU, unwritten pages take no memory."""
         shape = (self.size, *like.shape[-2:])
         if like.device.type != "cpu":
             return like.new_zeros(shape)

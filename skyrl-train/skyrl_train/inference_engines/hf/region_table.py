@@ -1,4 +1,12 @@
-"""The regions of the key-value memory and their owners: sessions, shared prompts, eviction."""
+"""The regions of the key-value memory: which sequence or session owns them, shared prompts, and eviction.
+
+A region is in use while its sequence runs, and idle afterwards. Idle regions keep their tokens for two readers: the
+next turn of their session continues them in place, and new sequences with the same beginning copy it. For example,
+with G = 4 samples of a prompt of 200 tokens, the first sample reads the prompt in one step. The other three wait for
+that step (`Refusal.SOON`), copy 199 tokens and read only the last one, because its hidden state gives the first logits.
+
+When space runs out, the least recently used idle regions are evicted.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +24,25 @@ class Region:
 
     start: int
     capacity: int
-    token_ids: list[int]  # while in use, the list of its sequence, which grows
+    token_ids: list[int]  # while in use, the growing list of its sequence
     session_id: str | None
     n_cached: int = 0
-    prefix_keys: list[int] = field(default_factory=list)
-    is_ended: bool = False  # its session has ended
+    prefix_keys: list[int] = field(default_factory=list)  # keys under which the region is indexed
+    is_ended: bool = False  # True once its session has ended
 
 
 KeysOf = Callable[[], Sequence[int]]
 
 
 class Refusal(Enum):
-    """The reason why a sequence gets no region yet."""
+    """Reason why a sequence gets no region yet."""
 
-    FULL = auto()  # every region is in use
-    SOON = auto()  # the current step reads a prefix that it can share
+    FULL = auto()  # regions in use leave too little space
+    SOON = auto()  # the next step reads or copies a prefix that the sequence can share afterwards
 
 
 class RegionTable:
-    """An allocator of regions in one memory. Idle regions keep their tokens until their space is needed."""
+    """Allocator of regions in one memory. Idle regions keep their tokens until their space is needed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -42,16 +50,16 @@ class RegionTable:
         self._idle: OrderedDict[Region, None] = OrderedDict()  # least recently used first
         self._sessions: dict[str, Region] = {}  # idle regions, by session
         self._busy: dict[str, dict[Region, None]] = {}  # regions in use, by session
-        self._by_prefix: dict[int, dict[Region, None]] = {}  # by the hashes of their prefixes
-        self._copies: dict[Region, Copy] = {}  # pending, by target
+        self._by_prefix: dict[int, dict[Region, None]] = {}  # regions by hashes of their prefixes
+        self._copies: dict[Region, Copy] = {}  # pending copies, by target
 
     def place(
         self, token_ids: list[int], keys: KeysOf, n_reserved: int, n_max: int, session_id: str | None
     ) -> Region | Refusal:
-        """Return a region for a sequence of `token_ids`, which stores as many of them as another region can provide.
+        """Return a region for a sequence of `token_ids`, with as many of them stored as another region can provide.
 
-        `keys` returns the `prefix_keys` of `token_ids`. At least `n_reserved` tokens fit; the sequence never has more
-        than `n_max`.
+        `keys` returns the `prefix_keys` of `token_ids`. At least `n_reserved` tokens fit into the region. The sequence
+        never has more than `n_max`.
         """
         placed = self._place(token_ids, keys, capacity_for(n_reserved, n_max), session_id)
         if isinstance(placed, Region) and placed.session_id is not None:
@@ -77,17 +85,17 @@ class RegionTable:
         return region
 
     def grow(self, region: Region, n_tokens: int, n_max: int) -> bool:
-        """Make `n_tokens` fit; False if there is no space."""
+        """Make `n_tokens` fit. Return False if there is no space."""
         return n_tokens <= region.capacity or self._widen(region, capacity_for(n_tokens, n_max), may_evict=True)
 
     def take_copies(self) -> list[Copy]:
-        """Return and forget the pending copies: make them all at once before a region is read or written."""
+        """Return and forget the pending copies. Make them all at once, before a region is read or written."""
         copies = list(self._copies.values())
         self._copies.clear()
         return copies
 
     def give_back(self, region: Region) -> None:
-        """Make the region of an ended sequence idle; it serves its session, if that has no other idle region."""
+        """Make the region of an ended sequence idle. If its session has another idle region already, free it."""
         session_id = region.session_id
         if region.n_cached == 0 or region.is_ended or session_id in self._sessions:
             self.free(region)
@@ -101,7 +109,7 @@ class RegionTable:
             self._index(region, prefix_keys(region.token_ids))
 
     def end_session(self, session_id: str) -> None:
-        """Free the regions of a session: the idle one now, those in use when they are given back."""
+        """Free the regions of a session: the idle one now, regions in use when they are given back."""
         if region := self._sessions.get(session_id):
             self.free(region)
         for region in self._busy.get(session_id, ()):
@@ -129,8 +137,8 @@ class RegionTable:
     ) -> Region | Refusal:
         """Continue an idle region with a sequence that shares a prefix with it.
 
-        A region that grows here will grow again. It doubles while there is free space, so that each token of a
-        conversation is copied about once.
+        A region that grows here will grow again. While there is free space, it doubles, so each token of a conversation
+        is copied about once.
         """
         n_common = common_prefix(region.token_ids, token_ids, region.n_cached)
         if capacity > region.capacity:
@@ -145,7 +153,7 @@ class RegionTable:
         return region
 
     def _widen(self, region: Region, capacity: int, *, may_evict: bool) -> bool:
-        """Enlarge a region, in place or by moving it; False if there is no space."""
+        """Enlarge a region, in place or by moving it. Return False if there is no space."""
         if self._extents.extend(region.start, region.capacity, capacity):
             region.capacity = capacity
             return True
@@ -158,7 +166,7 @@ class RegionTable:
         return True
 
     def _allocate(self, capacity: int, keep: Region | None) -> int | None:
-        """Return the start of free space, evicting the least recently used idle regions except `keep` as needed."""
+        """Return the start of free space. Evict the least recently used idle regions as needed, but not `keep`."""
         while (start := self._extents.allocate(capacity)) is None:
             victim = next((region for region in self._idle if region is not keep), None)
             if victim is None:
@@ -178,7 +186,7 @@ class RegionTable:
                 del self._busy[region.session_id]
 
     def _index(self, region: Region, keys: Sequence[int]) -> None:
-        """Add the region to the index under more of its prefixes, after the regions that are there already."""
+        """Index the region under more of its prefixes, after the regions that already have them."""
         for key in keys:
             regions = self._by_prefix.setdefault(key, {})
             if region not in regions:
@@ -194,7 +202,7 @@ class RegionTable:
         region.prefix_keys = []
 
     def _longest_match(self, token_ids: list[int], keys: Sequence[int]) -> tuple[Region | None, int]:
-        """Return the region with the longest indexed prefix of `token_ids`, and the length of the shared prefix."""
+        """Return the region with the longest indexed prefix of `token_ids`, and the length of the common prefix."""
         for key in reversed(keys):
             if (regions := self._by_prefix.get(key)) is not None:
                 region = max(regions, key=lambda region: (region not in self._copies, region.n_cached))
@@ -204,14 +212,18 @@ class RegionTable:
 
 
 def capacity_for(n_tokens: int, n_max: int) -> int:
-    """Return the size of a region for `n_tokens` that may grow to `n_max`. Sizes double, so regions rarely move."""
+    """Return the size of a region for `n_tokens` that may grow to `n_max`. Sizes double, so regions rarely move.
+
+    >>> [capacity_for(n, n_max=400) for n in (50, 65, 129, 300)]
+    [64, 128, 256, 448]
+    """
     units = -(-n_tokens // UNIT)
     doubled = 1 << (units - 1).bit_length()
     return UNIT * min(doubled, -(-max(n_max, n_tokens) // UNIT))
 
 
 def prefix_keys(token_ids: Sequence[int]) -> list[int]:
-    """Return hashes of the prefixes of 64, 128, … tokens, and of the whole, shortest first."""
+    """Return hashes of the first 64, 128, … tokens, and of all tokens, shortest prefix first."""
     keys = [0]
     for start in range(0, len(token_ids), UNIT):
         keys.append(hash((keys[-1], *token_ids[start : start + UNIT])))
@@ -219,7 +231,13 @@ def prefix_keys(token_ids: Sequence[int]) -> list[int]:
 
 
 def common_prefix(stored: Sequence[int], token_ids: Sequence[int], n_stored: int) -> int:
-    """Return how many leading `token_ids` are the first `n_stored` of `stored`; the last one never counts."""
+    """Return the length of the common prefix of `token_ids` and the first `n_stored` of `stored`.
+
+    The last of `token_ids` never counts, because it must be read to sample the next token.
+
+    >>> common_prefix([1, 2, 3, 4], [1, 2, 9], n_stored=4), common_prefix([1, 2, 3, 4], [1, 2, 3], n_stored=4)
+    (2, 2)
+    """
     n = min(n_stored, len(token_ids) - 1)
     if stored[:n] == token_ids[:n]:
         return n

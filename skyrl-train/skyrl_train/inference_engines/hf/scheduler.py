@@ -1,4 +1,4 @@
-"""The choice of the sequences and tokens that the next step reads."""
+"""Choose the sequences and tokens that the next step reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.inference_engines.sequence import ActiveSequence
 
 @dataclass(slots=True, eq=False)
 class CachedSequence(ActiveSequence):
-    """A sequence, and the region that stores its keys and values."""
+    """A sequence with the region that stores its keys and values."""
 
     region: Region | None = None  # None while the sequence waits
     draw: Draw = field(init=False)
@@ -26,7 +26,7 @@ class CachedSequence(ActiveSequence):
         return 0 if self.region is None else self.region.n_cached
 
     def prefix_keys(self) -> list[int]:
-        """Return the prefix keys of a waiting sequence's tokens, computed once."""
+        """Return the prefix keys of a waiting sequence's tokens, cached."""
         if not self._keys:
             self._keys = prefix_keys(self.token_ids)
         return self._keys
@@ -40,12 +40,12 @@ class CachedSequence(ActiveSequence):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of a step, which reads the next `n_new` of its tokens."""
+    """One sequence of a step that reads the next `n_new` of its tokens."""
 
     sequence: CachedSequence
     n_new: int
     n_skipped: int = 0
-    """Tokens before the new ones whose keys are stored in the same pass."""
+    """Number of tokens before the new ones whose keys the same pass stores."""
 
     @property
     def n_before(self) -> int:
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def region(self) -> Region:
-        """The region of the sequence."""
+        """Region of the sequence."""
         assert self.sequence.region is not None
         return self.sequence.region
 
@@ -65,12 +65,12 @@ class Row:
 
     @property
     def is_complete(self) -> bool:
-        """True if the step reads the last of the sequence's tokens, so that the next one can be sampled."""
+        """True if the step reads the sequence's last token, so that the next token can be sampled."""
         return self.n_before + self.n_new == len(self.sequence.token_ids)
 
     @property
     def last_token(self) -> Row:
-        """The last of the new tokens alone."""
+        """Row of the last new token alone."""
         return Row(self.sequence, 1, self.n_skipped + self.n_new - 1)
 
 
@@ -85,9 +85,18 @@ class EngineStep:
 class Scheduler:
     """A first-come, first-served scheduler. Sequences join and leave between steps.
 
-    Every running sequence reads one token per step; prompts share the rest of `max_tokens`, in chunks. When memory runs
-    out, the sequence that came last is preempted and later read again. It samples the same tokens, because randomness
-    depends on positions alone.
+    Every decoding sequence reads one token per step. Prompts share the rest of `max_tokens`, in chunks, so a long
+    prompt does not stop the decoding of other sequences. With max_tokens=512, three decoding sequences, and two new
+    prompts A and B of 400 tokens:
+
+        step 1   3 decode, A reads 400, B reads 109    512 tokens, and A samples its first token
+        step 2   4 decode, B reads 291                 295 tokens, and B samples its first token
+        step 3   5 decode
+
+    When memory runs out, the sequence that came last is preempted: it loses its region, waits at the front of the
+    queue, and is read again later. It then samples the same tokens, because a token's random number depends only on the
+    request's seed and the position. The first sequence is never preempted for a later one, so it always finishes, and
+    the engine makes progress.
     """
 
     def __init__(self, table: RegionTable, max_sequences: int, max_tokens: int) -> None:
@@ -98,7 +107,7 @@ class Scheduler:
         self.running: list[CachedSequence] = []
 
     def take_finished(self) -> list[CachedSequence]:
-        """Remove and return the sequences that are over; their regions stay available to their sessions."""
+        """Remove and return the sequences that are over. Their regions stay available to their sessions."""
         over = [sequence for sequence in (*self.running, *self.waiting) if sequence.is_over]
         if over:
             self.running = [sequence for sequence in self.running if not sequence.is_over]
@@ -117,7 +126,7 @@ class Scheduler:
         return EngineStep(self._table.take_copies(), self._rows())
 
     def restart_all(self) -> None:
-        """Drop all regions; every sequence waits and is read again."""
+        """Drop all regions. Every sequence waits and is read again."""
         for sequence in reversed(self.running):
             sequence.region = None
             self.waiting.appendleft(sequence)
@@ -125,7 +134,7 @@ class Scheduler:
         self._table.clear()
 
     def _make_room(self, sequence: CachedSequence) -> None:
-        """Make the tokens of a sequence fit, by preempting later ones or, at last, the sequence itself."""
+        """Make the tokens of a sequence fit by preempting later sequences, and as the last resort itself."""
         assert sequence.region is not None
         while not self._table.grow(sequence.region, len(sequence.token_ids), sequence.max_tokens):
             last = self.running.pop()
@@ -137,7 +146,11 @@ class Scheduler:
                 return
 
     def _admit(self) -> None:
-        """Give waiting sequences a region, within the limits of sequences and memory."""
+        """Give waiting sequences a region, within the limits of sequences and memory.
+
+        If memory is full, all later sequences wait too, because first come is first served. A sequence that can share a
+        prefix after the next step is skipped, and later ones are tried.
+        """
         skipped: list[CachedSequence] = []
         while self.waiting and len(self.running) < self._max_sequences:
             sequence = self.waiting.popleft()
@@ -155,7 +168,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(skipped))
 
     def _place(self, sequence: CachedSequence) -> Refusal | None:
-        """Give a sequence its region, or return why not."""
+        """Give a sequence its region, or return the reason why not."""
         n_reserved = min(len(sequence.token_ids) + UNIT, sequence.max_tokens)
         session_id = sequence.request.session_id
         placed = self._table.place(
@@ -169,7 +182,7 @@ class Scheduler:
         return None
 
     def _rows(self) -> list[Row]:
-        """Return all sequences with one token left to read, and prompts up to the token budget."""
+        """Return rows for all sequences with one token left to read, and for prompts up to the token budget."""
         rows: list[Row] = []
         prompts: list[Row] = []
         for sequence in self.running:

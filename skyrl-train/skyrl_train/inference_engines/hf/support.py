@@ -1,4 +1,4 @@
-"""A check that a model supports packed sequences: some architectures mix neighboring tokens outside of attention."""
+"""Check that a model supports packed sequences. Some architectures mix neighboring tokens outside of attention."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FIRST, SECOND = (5, 3), (1, 4)  # tokens of two sequences that the first and the
 
 @torch.inference_mode()
 def check_supported(model: PreTrainedModel, bf16: bool) -> None:
-    """Compare the hidden states of two short sequences, packed with a cache and separate without one.
+    """Compare the hidden states of two short sequences, packed with a cache and separate without a cache.
 
-    If they change when the last layer computes the last tokens only, let it compute all.
+    If only the narrowed last layer changes them, it is widened to compute all tokens.
 
     Raises:
         EngineError: a pass fails, or the hidden states differ.
@@ -76,8 +76,9 @@ def _read(
     lengths: tuple[int, ...],
     last_only: bool,
 ) -> list[torch.Tensor]:
-    """Return the hidden states (t, H) of the next tokens of each sequence, or of the last of them, read in one packed
-    pass.
+    """Read the next tokens of each sequence in one packed pass, and return their hidden states (t, H).
+
+    With `last_only`, return only the last token's state (1, H).
     """
     rows = [Row(sequence, n_tokens) for sequence, n_tokens in zip(sequences, lengths, strict=True)]
     states = hidden_states(model, memory, rows, last_only=last_only).float()
