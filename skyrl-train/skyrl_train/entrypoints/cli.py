@@ -267,15 +267,13 @@ def start_rl(
 
 def _print_plan(cfg: SkyRLConfig, *, checks_prompts: bool) -> None:
     """Print the plan of a run; an error if memory or disk are too small for it, or all prompts are too long."""
-    from skyrl_train.entrypoints.forecast import check_disk, check_memory, plan_models
-    from skyrl_train.entrypoints.plan import describe_plan
+    from skyrl_train.entrypoints.plan import check_disk, check_memory, describe_plan, plan_run
 
     with importing_torch():
-        import torch
-    typer.echo(describe_plan(cfg))
-    models = plan_models(cfg)
-    check_memory(cfg.trainer, models, offloads_idle=cfg.offloads_idle(has_gpus=torch.cuda.is_available()))
-    check_disk(cfg.trainer, models)
+        plan = plan_run(cfg)
+    typer.echo(describe_plan(plan))
+    check_memory(cfg.trainer, plan.forecast_memory())
+    check_disk(cfg.trainer, plan.models)
     if checks_prompts:
         with importing_torch():
             from skyrl_train.entrypoints.prompts import check_prompts
@@ -316,12 +314,12 @@ def start_supervised(
         return
     check_answers(cfg)
     if dry_run:
-        from skyrl_train.entrypoints.forecast import check_disk, check_memory, plan_supervised_models
-        from skyrl_train.entrypoints.plan import describe_supervised_plan
+        from skyrl_train.entrypoints.plan import check_disk, check_memory, describe_supervised_plan
+        from skyrl_train.plan.forecast import forecast_memory, plan_supervised_models
 
         typer.echo(describe_supervised_plan(cfg))
         models = plan_supervised_models(cfg)
-        check_memory(cfg.trainer, models)
+        check_memory(cfg.trainer, forecast_memory(cfg.trainer, models))
         check_disk(cfg.trainer, models)
     elif cfg.trainer.placement.uses_torchrun and "TORCHELASTIC_RUN_ID" not in os.environ:
         file = [] if config is None else ["--config", str(config)]

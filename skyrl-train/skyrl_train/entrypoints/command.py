@@ -139,9 +139,9 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
     with exit_on_mistake(is_program=is_one_run):
         validated = config.validate_cfg(cfg, (import_modules, *ALGORITHM_RULES))
         if is_one_run and os.environ.get("SKYRL_DRY_RUN") == "1":
-            from skyrl_train.entrypoints.plan import describe_plan
+            from skyrl_train.entrypoints.plan import describe_plan, plan_run
 
-            print(describe_plan(validated))
+            print(describe_plan(plan_run(validated)))
             sys.exit()
     return validated
 

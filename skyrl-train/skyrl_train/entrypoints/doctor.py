@@ -18,9 +18,11 @@ from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, find_credential
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints import providers
 from skyrl_train.entrypoints.command import parse_cli
-from skyrl_train.entrypoints.forecast import forecast_disk, forecast_memory, format_bytes, free_bytes, plan_models
+from skyrl_train.entrypoints.plan import plan_run
 from skyrl_train.entrypoints.preflight import check_data, find_missing
 from skyrl_train.errors import ConfigError, DataError, SkyRLError
+from skyrl_train.plan import RunPlan
+from skyrl_train.plan.forecast import forecast_disk, format_bytes, free_bytes
 
 RAY_PORT = 6379
 TIMEOUT_S = 30.0
@@ -54,9 +56,10 @@ def examine(overrides: Sequence[str], file: Path | None = None, task: Path | Non
         yield Finding("configuration", "ok", "every key and value is valid")
         data = list(_check_data(cfg))
         yield from data
-        can_count = all(finding.status != "failed" for finding in data) and cfg.data.custom_cls.path is None
-        yield from _check_disk(cfg, cfg.data.train_data if can_count else [])
-        yield from _check_memory(cfg)
+        can_count = all(finding.status != "failed" for finding in data)
+        plan = plan_run(cfg)
+        yield from _check_disk(plan, plan.n_steps if can_count else None)
+        yield from _check_memory(plan)
         yield from _check_storage(cfg)
         yield from _check_keys(cfg)
         yield from _check_ports(cfg)
@@ -107,12 +110,12 @@ def _check_data(cfg: SkyRLConfig) -> Iterator[Finding]:
         yield Finding("data", "warning", "rows on the Hub, or of a custom class, are checked when the run starts")
 
 
-def _check_disk(cfg: SkyRLConfig, sources: Sequence[str]) -> Iterator[Finding]:
-    forecast = forecast_disk(cfg.trainer, plan_models(cfg), sources)
+def _check_disk(plan: RunPlan, n_steps: int | None) -> Iterator[Finding]:
+    forecast = forecast_disk(plan.cfg.trainer, plan.models, n_steps)
     if forecast is None:
         yield Finding("disk", "warning", "the size of the model is unknown before the download")
         return
-    free = free_bytes(cfg.trainer.ckpt_path)
+    free = free_bytes(plan.cfg.trainer.ckpt_path)
     text = f"{forecast.describe()} · {format_bytes(free)} free"
     if free < forecast.min_bytes:
         yield Finding("disk", "failed", text, "set trainer.ckpt_path and trainer.export_path to a larger disk")
@@ -123,20 +126,19 @@ def _check_disk(cfg: SkyRLConfig, sources: Sequence[str]) -> Iterator[Finding]:
         yield Finding("disk", "ok", text)
 
 
-def _check_memory(cfg: SkyRLConfig) -> Iterator[Finding]:
+def _check_memory(plan: RunPlan) -> Iterator[Finding]:
     import torch
 
-    models, placement = plan_models(cfg), cfg.trainer.placement
-    n_gpus, n_asked = torch.cuda.device_count(), placement.size("policy")[1]
+    n_gpus, n_asked = torch.cuda.device_count(), plan.cfg.trainer.placement.size("policy")[1]
     if n_gpus and n_gpus < n_asked:
         key = "trainer.placement.policy_num_gpus_per_node"
         yield Finding("GPU", "failed", f"{key}={n_asked}, but this machine has {n_gpus}", f"set {key}={n_gpus}")
         return
     device = f"{n_gpus} × {torch.cuda.get_device_name(0)}" if n_gpus else "no GPU: the run uses the CPU"
-    if any(model.n_parameters is None for model in models):
+    if not plan.has_known_sizes:
         yield Finding("memory", "warning", f"{device} · the size of the model is unknown before the download")
         return
-    memory = forecast_memory(cfg.trainer, models, offloads_idle=cfg.offloads_idle(has_gpus=n_gpus > 0))
+    memory = plan.forecast_memory()
     if memory is None:
         reason = "training may be on other machines of a Ray cluster, or the driver does not report it"
         yield Finding("memory", "warning", f"{device} · the free memory is unknown: {reason}")

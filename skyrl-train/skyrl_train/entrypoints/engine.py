@@ -20,7 +20,6 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.setup import EngineSetup, weight_folder
-from skyrl_train.types.specs import SyncKind
 from skyrl_train.weight_sync import SyncOptions
 from skyrl_train.weight_sync.base import Transport
 
@@ -53,18 +52,6 @@ def new_engine(
     return start(EngineSetup(cfg, tokenizer, model, usable, total, executor))
 
 
-def needs_model(cfg: SkyRLConfig) -> bool:
-    """Return True if the engine generates with a model of this process."""
-    return cfg.generator.run_engines_locally and cfg.generator.engine.is_embedded
-
-
-def sync_kind(cfg: SkyRLConfig) -> SyncKind:
-    """Return the kind of weight sync: the embedded engine computes with the adapter itself, others merge it."""
-    if not cfg.trainer.policy.model.lora.is_used:
-        return "full"
-    return "adapter" if needs_model(cfg) else "factors"
-
-
 def _connect_servers(setup: EngineSetup) -> EngineClient:
     """Connect to the servers that other programs have started; wait for one that is started again."""
     generator = setup.cfg.generator
@@ -91,11 +78,6 @@ def _connect_servers(setup: EngineSetup) -> EngineClient:
 def delete_weight_files(cfg: SkyRLConfig) -> None:
     """Delete weights that were left in this run folder because the run or an engine was killed during a weight sync."""
     shutil.rmtree(weight_folder(cfg), ignore_errors=True)
-
-
-def receiving_servers(cfg: GeneratorConfig) -> list[str]:
-    """Return the addresses of the servers that receive tensors. Other servers read files."""
-    return [] if cfg.run_engines_locally or cfg.engine.reads_files else cfg.remote_inference_engine_urls
 
 
 def sync_options(cfg: GeneratorConfig) -> SyncOptions:

@@ -20,7 +20,7 @@ from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
 from skyrl_train.algorithms.objectives import Objective, PolicyObjective, ValueObjective
 from skyrl_train.algorithms.registry import AdvantageEstimator
-from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS, loads_reference, reads_reference
+from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS, reads_reference
 from skyrl_train.callbacks import (
     Callback,
     Checkpointing,
@@ -47,14 +47,11 @@ from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.command import validate_cfg
 from skyrl_train.entrypoints.engine import (
     delete_weight_files,
-    needs_model,
     new_engine,
-    receiving_servers,
-    sync_kind,
     sync_options,
     sync_tolerance,
 )
-from skyrl_train.entrypoints.forecast import check_memory, plan_models
+from skyrl_train.entrypoints.plan import check_memory
 from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.entrypoints.prompts import check_rows, load_policy_tokenizer, open_prompts
 from skyrl_train.errors import ConfigError
@@ -82,6 +79,8 @@ from skyrl_train.models.loading import (
     load_value_model,
 )
 from skyrl_train.models.lora import add_adapter
+from skyrl_train.plan import RunPlan
+from skyrl_train.plan.forecast import limit_steps
 from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.tracking import Tracking
 from skyrl_train.trainer import SyncEngines, Trainer
@@ -169,6 +168,11 @@ class RLExperiment(Experiment):
         """Return the engine as `get_generator` receives it."""
         return engine
 
+    @property
+    def plan(self) -> RunPlan:
+        """What runs where."""
+        return RunPlan(self.cfg, torch.cuda.is_available())
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of `get_tokenizer`."""
@@ -225,7 +229,7 @@ class RLExperiment(Experiment):
 
     def _make_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine for the policy `model`; without it, for a new copy with its adapter if it needs one."""
-        if model is None and needs_model(self.cfg):
+        if model is None and self.plan.engine.needs_model:
             cfg = self.cfg.trainer.policy.model
             model = self.get_model(cfg.path, POLICY_PATH)
             lora = lora_spec(cfg, "trainer.policy.model.lora", self.cfg.trainer.seed)
@@ -285,15 +289,10 @@ class RLExperiment(Experiment):
         self.check_environments(datasets)
         prompts = self.get_prompts(train_dataset)
         curriculum = self._curriculum(prompts)
-        total_steps = cfg.epochs * prompts.batches_per_epoch
-        total_steps = min(total_steps, cfg.max_training_steps or total_steps)
-        roles: list[Role] = ["policy"]
-        roles += ["critic"] if cfg.critic.model.path is not None else []
-        roles += ["ref"] if loads_reference(self.cfg) else []
+        total_steps = limit_steps(cfg, prompts.batches_per_epoch)
         if not self.replaces("get_model", "get_value_model"):
-            offloads_idle = self.cfg.offloads_idle(has_gpus=torch.cuda.is_available())
-            check_memory(cfg, plan_models(self.cfg), offloads_idle=offloads_idle)
-        async with self.launching(roles) as launcher:
+            check_memory(cfg, self.plan.forecast_memory())
+        async with self.launching(self.plan.roles) as launcher:
             learner = await self._load_models(launcher, estimator, objective, total_steps)
             self._reserved_bytes = launcher.bytes_beside_engine(await learner.checkpoint_bytes())
             async with self.playing(launcher.policy) as (engine, generator):
@@ -349,15 +348,15 @@ class RLExperiment(Experiment):
     @asynccontextmanager
     async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
         """Start the processes of the models in `roles` and of the engines, and end them at the end."""
-        generator = self.cfg.generator
+        plan = self.plan
         launcher = self.new_launcher(
             roles,
-            sync_options(generator),
-            n_engines=generator.n_local_engines,
-            engine_size=generator.n_devices_per_engine,
-            servers=receiving_servers(generator),
-            offloads_idle=self.cfg.offloads_idle(has_gpus=torch.cuda.is_available()),
-            has_engine_process=self.trains and self.cfg.has_engine_process,
+            sync_options(self.cfg.generator),
+            n_engines=plan.engine.n_local,
+            engine_size=plan.engine.n_devices,
+            servers=plan.engine.receiving_servers,
+            offloads_idle=plan.offloads_idle,
+            has_engine_process=self.trains and plan.engine.has_process,
         )
         try:
             async with started(launcher) as self._launcher:
@@ -368,14 +367,14 @@ class RLExperiment(Experiment):
     def _engine_sync(self, launcher: Launcher, policy: WorkerGroup, engine: InferenceEngine) -> SyncEngines:
         """Return the function that sends the policy's weights to the engine, with the check that is configured."""
         cfg, dtype, settings = self.cfg, engine.info.weight_dtype, self.cfg.trainer.fully_async
-        sync = launcher.weight_sync(policy, {"the engine": engine}, sync_kind(cfg), dtype)
+        sync = launcher.weight_sync(policy, {"the engine": engine}, self.plan.sync_kind, dtype)
         paused = PausedSync(sync, engine, policy) if settings.enabled else None
         if isinstance(engine, EngineClient):
             if paused is not None and settings.in_flight_weight_updates:
                 engine.follow(sync, paused.is_current)
             else:  # the next sync waits for rollouts, which must not wait for it
                 engine.follow(sync)
-        is_copied = launcher.policy is None or not needs_model(cfg)
+        is_copied = launcher.policy is None or not self.plan.engine.needs_model
         tolerance = sync_tolerance(cfg, launcher.device, dtype, is_copied=is_copied)
         if tolerance is None:
             return paused or sync

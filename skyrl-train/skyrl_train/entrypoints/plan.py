@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -13,29 +15,40 @@ from skyrl_train.config.base import value_at
 from skyrl_train.config.preferences import DPOTrainerConfig, PreferenceDataConfig
 from skyrl_train.config.sft import SFTTrainerConfig, SupervisedConfig
 from skyrl_train.dataset.files import count_rows
-from skyrl_train.entrypoints.forecast import (
+from skyrl_train.entrypoints.preflight import read_context_length
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.plan import RunPlan
+from skyrl_train.plan.forecast import (
     ROLES,
+    DiskForecast,
+    MemoryForecast,
     PlannedModel,
     Ranks,
     count_batches,
     count_shards,
     count_steps,
     forecast_disk,
-    forecast_engine_bytes,
     forecast_memory,
     forecast_offloaded_bytes,
     format_bytes,
     format_count,
     free_bytes,
-    plan_models,
     plan_ranks,
     plan_supervised_models,
 )
-from skyrl_train.entrypoints.preflight import read_context_length
 from skyrl_train.types.specs import lora_spec
 
+logger = logging.getLogger(__name__)
 
-def describe_plan(cfg: SkyRLConfig) -> str:
+
+def plan_run(cfg: SkyRLConfig) -> RunPlan:
+    """Return the plan of a run on this machine."""
+    import torch  # takes a second, which a mistake in the configuration should not cost
+
+    return RunPlan(cfg, torch.cuda.is_available())
+
+
+def describe_plan(plan: RunPlan) -> str:
     """Return the plan of a training run, one `name  value` line per fact.
 
     Reads local files and the Hub's cache; downloads nothing.
@@ -44,8 +57,8 @@ def describe_plan(cfg: SkyRLConfig) -> str:
         ConfigError: an adapter does not fit its model, or Megatron-Core cannot compute one of them.
         DataError: a data file cannot be read.
     """
-    _check_megatron(cfg.trainer, plan_models(cfg))
-    return _format_plan([*_describe_training(cfg), *_describe_steps(cfg), *_describe_resources(cfg)])
+    _check_megatron(plan.cfg.trainer, plan.models)
+    return _format_plan([*_describe_training(plan), *_describe_steps(plan), *_describe_resources(plan)])
 
 
 def describe_supervised_plan(cfg: SupervisedConfig) -> str:
@@ -65,7 +78,9 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
     lines.append(("train data", _describe_sources(data.train_data, data.max_checked_rows)))
     if data.val_data and trainer.eval_interval > 0:
         lines.append(("val data", _describe_sources(data.val_data)))
-    lines.append(_describe_length(trainer, data.train_data))
+    n_batches = count_batches(trainer, data.train_data)
+    n_steps = count_steps(trainer, n_batches)
+    lines.append(_describe_length(trainer, n_batches, n_steps))
     unit = "pair" if isinstance(data, PreferenceDataConfig) else "row"
     rows = format_count(trainer.train_batch_size, unit)
     length = data.row_length(read_context_length(trainer.policy.model.path))
@@ -88,7 +103,8 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
     else:
         processes = "1"
     lines += [_describe_device(), ("processes", processes)]
-    lines += _describe_storage(trainer, models, data.train_data, "activations", ranks)
+    memory, disk = forecast_memory(trainer, models), forecast_disk(trainer, models, n_steps)
+    lines += _describe_storage(trainer, models, "activations", ranks, memory, disk)
     return _format_plan(lines)
 
 
@@ -124,9 +140,9 @@ def _describe_model(model: PlannedModel) -> Iterator[tuple[str, str]]:
         yield "", f"LoRA {kind} · {size} · float32"
 
 
-def _describe_training(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
-    trainer = cfg.trainer
-    for model in plan_models(cfg):
+def _describe_training(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    cfg, trainer = plan.cfg, plan.cfg.trainer
+    for model in plan.models:
         yield from _describe_model(model)
     if reads_reference(trainer.algorithm) and trainer.policy_is_reference:
         yield "reference", "the policy without its adapter"
@@ -145,14 +161,14 @@ def _describe_training(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         yield "val data", _describe_sources(cfg.data.val_data)
 
 
-def _describe_steps(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
-    trainer, generator = cfg.trainer, cfg.generator
+def _describe_steps(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    cfg, trainer, generator = plan.cfg, plan.cfg.trainer, plan.cfg.generator
     n_prompts, n_samples = trainer.train_batch_size, generator.n_samples_per_prompt
     n_updates = trainer.update_epochs_per_batch * (n_prompts // trainer.policy_mini_batch_size)
     if cfg.data.custom_cls.path is not None:
         yield "steps", str(trainer.max_training_steps or "unknown before the class is loaded")
     else:
-        yield _describe_length(trainer, cfg.data.train_data)
+        yield _describe_length(trainer, plan.n_batches, plan.n_steps)
     yield (
         "each step",
         (
@@ -178,9 +194,9 @@ def _describe_steps(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _describe_length(trainer: TrainerConfig | SFTTrainerConfig, sources: list[str]) -> tuple[str, str]:
-    n_batches = count_batches(trainer, sources)
-    n_steps = count_steps(trainer, n_batches)
+def _describe_length(
+    trainer: TrainerConfig | SFTTrainerConfig, n_batches: int | None, n_steps: int | None
+) -> tuple[str, str]:
     if n_steps is None or n_batches is None:
         return "steps", str(n_steps or "unknown before the download")
     total = trainer.epochs * n_batches
@@ -201,41 +217,27 @@ def _describe_device() -> tuple[str, str]:
     return "device", f"{device} · {format_bytes(free)} of {format_bytes(total)} free"
 
 
-def _describe_resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
-    import torch  # as in `_describe_device`
-
-    models, placement = plan_models(cfg), cfg.trainer.placement
-    has_gpu = torch.cuda.is_available()
-    offloads_idle = cfg.offloads_idle(has_gpus=has_gpu)
+def _describe_resources(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    engine, ranks, trainer = plan.engine, plan.ranks, plan.cfg.trainer
     yield _describe_device()
-    ranks = plan_ranks(placement, models)
     if ranks:
-        n_engines, size = cfg.generator.n_local_engines, cfg.generator.n_devices_per_engine
-        devices = "its own device" if size == 1 else f"{size} devices of its own"
-        own = f"{'the' if n_engines == 1 else 'each'} engine has {devices}"
-        sharing = "all share the policy's devices" if placement.colocate_all or not n_engines else own
-        sharing += ", and are offloaded while idle" if offloads_idle else ""
-        yield "processes", f"{_describe_processes(ranks, n_engines)} · {sharing}"
+        devices = "its own device" if engine.n_devices == 1 else f"{engine.n_devices} devices of its own"
+        own = f"{'the' if engine.n_local == 1 else 'each'} engine has {devices}"
+        sharing = "all share the policy's devices" if trainer.placement.colocate_all or not engine.n_local else own
+        sharing += ", and are offloaded while idle" if plan.offloads_idle else ""
+        yield "processes", f"{_describe_processes(ranks, engine.n_local)} · {sharing}"
+    elif engine.has_process:
+        yield "processes", "2: training in this one, generation in the other"
     else:
-        yield (
-            "processes",
-            (
-                "2: training in this one, generation in the other"
-                if cfg.has_engine_process
-                else "1: training and generation in this one"
-            ),
-        )
-    yield "engine", _describe_engine(cfg, offloads_idle=offloads_idle)
-    sources = [] if cfg.data.custom_cls.path is not None else cfg.data.train_data
-    on_top, engine_bytes = "activations and the key-value cache", 0.0
-    has_copy = ranks or cfg.has_engine_process or not cfg.generator.engine.is_embedded
-    if cfg.generator.run_engines_locally and has_copy:
-        engine_bytes = forecast_engine_bytes(cfg, models[0], has_gpu=has_gpu)
-        if not ranks:
-            on_top = f"activations, {format_bytes(engine_bytes)} for the engine's weights, and the key-value cache"
-    if offloads_idle and all(model.n_parameters is not None for model in models):
-        yield _describe_offloading(cfg.trainer, models, ranks, engine_bytes)
-    yield from _describe_storage(cfg.trainer, models, sources, on_top, ranks, engine_bytes, offloads_idle=offloads_idle)
+        yield "processes", "1: training and generation in this one"
+    yield "engine", _describe_engine(plan)
+    on_top = "activations and the key-value cache"
+    if plan.engine_bytes and not ranks:
+        on_top = f"activations, {format_bytes(plan.engine_bytes)} for the engine's weights, and the key-value cache"
+    if plan.offloads_idle and plan.has_known_sizes:
+        yield _describe_offloading(trainer, plan.models, ranks, plan.engine_bytes)
+    memory, disk = plan.forecast_memory(), plan.forecast_disk()
+    yield from _describe_storage(trainer, plan.models, on_top, ranks, memory, disk, plan.engine_bytes)
 
 
 def _describe_offloading(
@@ -252,29 +254,25 @@ def _describe_offloading(
     )
 
 
-def _describe_engine(cfg: SkyRLConfig, *, offloads_idle: bool) -> str:
-    generator = cfg.generator
-    if not generator.run_engines_locally:
-        return f"{generator.engine.label} at {', '.join(generator.remote_inference_engine_urls)}"
-    if generator.engine.is_embedded:
-        has_copy = cfg.trainer.placement.uses_ray or cfg.has_engine_process
-        sharing = "with a copy of" if has_copy else "shares"
-        engine = f"embedded, {sharing} the policy's weights"
-    else:
-        engine = generator.engine.label
-    rest = "beside the policy's weights" if offloads_idle else "that training leaves free"
-    return f"{engine} · {generator.gpu_memory_utilization:.0%} of the memory {rest}"
+def _describe_engine(plan: RunPlan) -> str:
+    engine = plan.engine
+    if engine.servers:
+        return f"{engine.traits.label} at {', '.join(engine.servers)}"
+    name = engine.traits.label
+    if engine.traits.is_embedded:
+        name = f"embedded, {'with a copy of' if engine.has_copy else 'shares'} the policy's weights"
+    rest = "beside the policy's weights" if plan.offloads_idle else "that training leaves free"
+    return f"{name} · {plan.cfg.generator.gpu_memory_utilization:.0%} of the memory {rest}"
 
 
 def _describe_storage(
     trainer: TrainerConfig | SFTTrainerConfig,
     models: Sequence[PlannedModel],
-    sources: Sequence[str],
     and_on_top: str,
     ranks: Ranks,
+    memory: MemoryForecast | None,
+    disk: DiskForecast | None,
     engine_bytes: float = 0.0,
-    *,
-    offloads_idle: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """Yield memory, disk and run folder of a run that loads `models`, with `ranks` if it takes several processes.
 
@@ -294,12 +292,10 @@ def _describe_storage(
             shards = (f"{m.role} {format_bytes(m.training_bytes / count_shards(trainer, m, ranks))}" for m in models)
             engine = f"; engine {format_bytes(engine_bytes)}" if engine_bytes else ""
             yield "per process", f"{', '.join(shards)}{engine}"
-        memory = forecast_memory(trainer, models, offloads_idle=offloads_idle)
         if memory is not None and memory.shortage is not None:
             yield "warning", memory.shortage
-        forecast = forecast_disk(trainer, models, sources)
-        if forecast is not None and forecast.total_bytes:
-            yield "disk", f"{forecast.describe()} · {format_bytes(free_bytes(trainer.ckpt_path))} free"
+        if disk is not None and disk.total_bytes:
+            yield "disk", f"{disk.describe()} · {format_bytes(free_bytes(trainer.ckpt_path))} free"
     yield "run folder", trainer.run_dir
 
 
@@ -317,3 +313,22 @@ def _describe_sources(sources: list[str], max_checked_rows: int | None = None) -
     if max_checked_rows is not None and sum(filter(None, counts.values())) > max_checked_rows:
         parts.append(f"a sample of {format_count(max_checked_rows, 'row')} checked")
     return ", ".join(parts)
+
+
+def check_memory(trainer: TrainerConfig | SFTTrainerConfig, memory: MemoryForecast | None) -> None:
+    """Raise ConfigError if the models do not fit into the free memory; log a warning with `trainer.preflight=warn`."""
+    if memory is None or memory.shortage is None:
+        return
+    if trainer.preflight == "error":
+        raise ConfigError(f"{memory.shortage}. trainer.preflight=warn tries it all the same")
+    logger.warning("Out of memory is likely: %s", memory.shortage)
+
+
+def check_disk(trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel]) -> None:
+    """Raise CheckpointError, as the run does after loading its models, if the disk has no room for a checkpoint."""
+    from skyrl_train.checkpoint import CheckpointStore  # imports torch, as `_describe_device`
+
+    if trainer.ckpt_interval > 0 and all(model.n_parameters is not None for model in models):
+        n_bytes = sum(model.checkpoint_bytes for model in models if model.role != "reference")
+        if shortage := CheckpointStore(Path(trainer.ckpt_path)).find_shortage(n_bytes):
+            raise CheckpointError(shortage)

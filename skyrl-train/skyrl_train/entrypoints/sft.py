@@ -18,13 +18,14 @@ from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.sft import SFT, SupervisedConfig
 from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, build_segments
 from skyrl_train.entrypoints.base import Experiment, train
-from skyrl_train.entrypoints.forecast import check_memory, plan_supervised_models
+from skyrl_train.entrypoints.plan import check_memory
 from skyrl_train.entrypoints.preflight import find_long_rows
 from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.launch.launcher import ModelLauncher, started
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import TrainedModels
 from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_tokenizer
+from skyrl_train.plan.forecast import forecast_memory, limit_steps, plan_supervised_models
 from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.supervised_trainer import SupervisedRows, SupervisedTrainer, Validation
 from skyrl_train.tracking import Tracking
@@ -125,10 +126,9 @@ class SupervisedExp(Experiment):
         dataset = self.get_dataset(data.train_data, data.max_checked_rows)
         rows = SupervisedRows(dataset, cfg.train_batch_size, cfg.seed, self.tokenizer.pad_token_id)
         val_dataset = self.get_dataset(data.val_data) if cfg.eval_interval > 0 and data.val_data else None
-        total_steps = cfg.epochs * rows.batches_per_epoch
-        total_steps = min(total_steps, cfg.max_training_steps or total_steps)
+        total_steps = limit_steps(cfg, rows.batches_per_epoch)
         optimizer = optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", total_steps)
-        check_memory(self.cfg.trainer, plan_supervised_models(self.cfg))
+        check_memory(self.cfg.trainer, forecast_memory(self.cfg.trainer, plan_supervised_models(self.cfg)))
         async with started(self.new_model_launcher(self.roles)) as launcher:
             models = await self.load_models(launcher, optimizer)
             with self.open_tracker() as tracker:

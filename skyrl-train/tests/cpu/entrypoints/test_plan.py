@@ -15,8 +15,9 @@ from train_kit.runs import expect_error, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, LlamaConfig, PreTrainedConfig
 
 from skyrl_train.config import SkyRLConfig, load_config
-from skyrl_train.entrypoints.forecast import forecast_engine_bytes, forecast_memory, format_bytes, plan_models
-from skyrl_train.entrypoints.plan import describe_plan
+from skyrl_train.entrypoints.plan import describe_plan, plan_run
+from skyrl_train.plan import RunPlan
+from skyrl_train.plan.forecast import format_bytes
 
 N_PARAMETERS = 193_920
 """Parameters of the tiny model."""
@@ -34,7 +35,7 @@ def configure(catch_run: list[str]) -> Callable[..., SkyRLConfig]:
 @pytest.fixture
 def describe(configure: Callable[..., SkyRLConfig]) -> Callable[..., str]:
     """Return the plan of a run of Catch with further overrides."""
-    return lambda *overrides: describe_plan(configure(*overrides))
+    return lambda *overrides: describe_plan(plan_run(configure(*overrides)))
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
@@ -102,7 +103,7 @@ def test_a_gpu_that_does_not_report_its_memory_has_no_forecast(
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00000000-0000-0000-0000-000000000000")  # on no machine
     with caplog.at_level("INFO"):
-        assert forecast_memory(cfg.trainer, plan_models(cfg)) is None
+        assert plan_run(cfg).forecast_memory() is None
     assert "The free memory of the GPUs is unknown" in caplog.text
     assert contexts == [True] * (not settings)
 
@@ -197,8 +198,7 @@ def test_the_weights_of_an_engine_count_by_its_dtype_and_devices(
     configure: Callable[..., SkyRLConfig], describe: Callable[..., str]
 ) -> None:
     def engine_bytes(*overrides: str, has_gpu: bool = False) -> float:
-        cfg = configure(*overrides)
-        return forecast_engine_bytes(cfg, plan_models(cfg)[0], has_gpu=has_gpu)
+        return RunPlan(configure(*overrides), has_gpu).engine_bytes
 
     n_gpus = "trainer.placement.policy_num_gpus_per_node=8"
     assert "optimizer; activations and the key-value cache come on top" in describe()

@@ -14,11 +14,12 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import iter_fields
 from skyrl_train.config.loading import load_config
 from skyrl_train.distributed import SingleStrategy
-from skyrl_train.entrypoints.engine import needs_model, receiving_servers, sync_options, sync_tolerance
+from skyrl_train.entrypoints.engine import sync_options, sync_tolerance
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.ray.launcher import list_requests
 from skyrl_train.launch.specs import model_spec
+from skyrl_train.plan import RunPlan
 from skyrl_train.types.specs import World
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
@@ -109,19 +110,18 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
     """
     placement, generator, policy = cfg.trainer.placement, cfg.generator, cfg.trainer.policy
     spec = model_spec("policy", math.prod, print, cfg.trainer, 1.0, sharding=policy)
-    is_copied = placement.uses_ray or not needs_model(cfg)
+    plan = RunPlan(cfg, has_gpus=False)
+    is_copied = placement.uses_ray or not plan.engine.needs_model
     sync = sync_options(generator)
     if not placement.uses_ray:
         with ThreadPoolExecutor(1) as executor:
             group = WorkerGroup(spec, [LocalRank(executor, SingleStrategy(World()))], None)
-            sync = InlineLauncher(executor, sync, receiving_servers(generator)).weight_sync(group, {})._options
+            sync = InlineLauncher(executor, sync, plan.engine.receiving_servers).weight_sync(group, {})._options
     return {
-        "devices": list_requests(
-            placement, ["policy", "critic", "ref"], generator.n_local_engines, generator.n_devices_per_engine
-        )
+        "devices": list_requests(placement, ["policy", "critic", "ref"], plan.engine.n_local, plan.engine.n_devices)
         if placement.uses_ray
         else None,
-        "offloads_idle": cfg.offloads_idle(has_gpus=False),
+        "offloads_idle": plan.offloads_idle,
         "layout": (spec.layout(math.prod(placement.size("policy"))), spec.megatron),
         "servers": generator.remote_inference_engine_urls,
         "sync": sync,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_train.entrypoints.cli import main
 from skyrl_train.entrypoints.main_base import parse_cli
-from skyrl_train.entrypoints.plan import describe_plan
+from skyrl_train.entrypoints.plan import describe_plan, plan_run
 
 LORA = [
     "trainer.policy.model.lora.rank=4",
@@ -99,15 +99,15 @@ def test_a_stopped_run_has_a_whole_checkpoint_and_resumes_exactly(catch_run: lis
 
 
 def test_the_plan_counts_what_is_trained(catch_run: list[str], tiny_model_path: Path) -> None:
-    plan = describe_plan(parse_cli([*catch_run, *LORA]))
+    plan = describe_plan(plan_run(parse_cli([*catch_run, *LORA])))
     assert "LoRA rank 4, alpha 16 · 11,776 trained parameters · float32" in plan
     assert "reference    the policy without its adapter" in plan
     n_bytes = 193_920 * 4 + 11_776 * 4 * 4  # the base, and values, gradients and moments of the adapter
     assert f"memory       {n_bytes / 1000:.3g} KB for weights" in plan
     assert f"disk         {11_776 * 4 * 3 / 1000:.3g} KB per checkpoint" in plan
-    follows = describe_plan(parse_cli([*catch_run, *LORA, "trainer.update_ref_every_epoch=true"]))
+    follows = describe_plan(plan_run(parse_cli([*catch_run, *LORA, "trainer.update_ref_every_epoch=true"])))
     assert f"disk         {(11_776 * 4 * 3 + 193_920 * 4) / 1000:.3g} KB per checkpoint" in follows
-    without = describe_plan(parse_cli([*catch_run, "trainer.algorithm.use_kl_loss=true"]))
+    without = describe_plan(plan_run(parse_cli([*catch_run, "trainer.algorithm.use_kl_loss=true"])))
     assert f"reference    {tiny_model_path}" in without
 
 

@@ -20,8 +20,8 @@ from skyrl_train.checkpoint.lock import folder_lock
 from skyrl_train.checkpoint.merge import adapter as adapter_merge
 from skyrl_train.checkpoint.merge import merge_adapter
 from skyrl_train.entrypoints.cli import main
-from skyrl_train.entrypoints.forecast import count_parameters
 from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.plan.forecast import count_parameters
 
 pytestmark = pytest.mark.usefixtures("frozen_objects")  # a merge collects garbage
 

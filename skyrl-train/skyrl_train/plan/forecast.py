@@ -19,10 +19,9 @@ from skyrl_train.algorithms.rules import loads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.policy import CriticModelConfig, FSDPConfig, LoraConfig, MegatronConfig, PolicyModelConfig
 from skyrl_train.config.preferences import DPOTrainerConfig, RewardConfig
-from skyrl_train.config.run import RunPlacementConfig
+from skyrl_train.config.run import RunConfig, RunPlacementConfig
 from skyrl_train.config.sft import SFTTrainerConfig, SupervisedConfig
 from skyrl_train.dataset.files import count_rows
-from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.weight_files import list_weight_files
 from skyrl_train.types.specs import Role, lora_spec
 
@@ -94,13 +93,6 @@ def forecast_offloaded_bytes(shares: Mapping[PlannedModel, float], engine_bytes:
     return sum(share * model.idle_bytes for model, share in shares.items()) - staying + engine_bytes
 
 
-def forecast_engine_bytes(cfg: SkyRLConfig, policy: PlannedModel, *, has_gpu: bool) -> float:
-    """Return the size of the weights on each device of an engine; data-parallel devices hold copies."""
-    generator = cfg.generator
-    n_shards = generator.inference_engine_tensor_parallel_size * generator.inference_engine_pipeline_parallel_size
-    return (policy.n_parameters or 0) * BYTES[cfg.engine_dtype(has_gpu=has_gpu)] / n_shards
-
-
 def plan_models(cfg: SkyRLConfig) -> list[PlannedModel]:
     """Return each model that the run loads; ConfigError if an adapter does not fit."""
     trainer = cfg.trainer
@@ -150,12 +142,15 @@ def count_batches(trainer: TrainerConfig | SFTTrainerConfig, sources: Sequence[s
     return sum(filter(None, counts)) // trainer.train_batch_size
 
 
-def count_steps(trainer: TrainerConfig | SFTTrainerConfig, n_batches: int | None) -> int | None:
-    """Return the steps of a run with `n_batches` per epoch; None if neither is known."""
-    if n_batches is None:
-        return trainer.max_training_steps
+def limit_steps(trainer: RunConfig, n_batches: int) -> int:
+    """Return the steps of a run with `n_batches` per epoch."""
     n_steps = trainer.epochs * n_batches
     return min(n_steps, trainer.max_training_steps or n_steps)
+
+
+def count_steps(trainer: RunConfig, n_batches: int | None) -> int | None:
+    """Return the steps of a run with `n_batches` per epoch; None if neither they nor the maximum are known."""
+    return trainer.max_training_steps if n_batches is None else limit_steps(trainer, n_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +193,11 @@ class DiskForecast:
 
 
 def forecast_disk(
-    trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel], sources: Sequence[str]
+    trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel], n_steps: int | None
 ) -> DiskForecast | None:
-    """Forecast the disk of a run on the data of `sources`; None if the size of a model is unknown."""
+    """Forecast the disk of a run of `n_steps`, if they are known; None if the size of a model is unknown."""
     if any(model.n_parameters is None for model in models):
         return None
-    n_steps = count_steps(trainer, count_batches(trainer, sources))
 
     def times(interval: int) -> int | None:
         return 0 if interval < 0 else None if n_steps is None else math.ceil(n_steps / interval)
@@ -222,16 +216,6 @@ def forecast_disk(
         export_bytes=sum(map(_export_bytes, trained)) if trainer.hf_save_interval > 0 else 0,
         n_exports=times(trainer.hf_save_interval),
     )
-
-
-def check_disk(trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel]) -> None:
-    """Raise CheckpointError, as the run does after loading its models, if the disk has no room for a checkpoint."""
-    from skyrl_train.checkpoint import CheckpointStore  # imports torch, as `forecast_memory`
-
-    if trainer.ckpt_interval > 0 and all(model.n_parameters is not None for model in models):
-        n_bytes = sum(model.checkpoint_bytes for model in models if model.role != "reference")
-        if shortage := CheckpointStore(Path(trainer.ckpt_path)).find_shortage(n_bytes):
-            raise CheckpointError(shortage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,18 +266,6 @@ def forecast_memory(
             return None
         return MemoryForecast("each GPU" if ranks else "the GPU", needed, free, uses_lora)
     return MemoryForecast("this machine", needed * n_processes, psutil.virtual_memory().available, uses_lora)
-
-
-def check_memory(
-    trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel], *, offloads_idle: bool = False
-) -> None:
-    """Raise ConfigError if the models do not fit into the free memory; log a warning with `trainer.preflight=warn`."""
-    memory = forecast_memory(trainer, models, offloads_idle=offloads_idle)
-    if memory is None or memory.shortage is None:
-        return
-    if trainer.preflight == "error":
-        raise ConfigError(f"{memory.shortage}. trainer.preflight=warn tries it all the same")
-    logger.warning("Out of memory is likely: %s", memory.shortage)
 
 
 def _free_bytes_of_other_processes(n_gpus: int) -> int:

@@ -1,0 +1,5 @@
+"""What runs where: derived from the configuration before anything is loaded, and without PyTorch."""
+
+from skyrl_train.plan.run_plan import EnginePlan, RunPlan
+
+__all__ = ["EnginePlan", "RunPlan"]
