@@ -23,7 +23,7 @@ OPTIONAL = {
 MAX_MODULES = 4_200  # about 4,000, most of them of torch and transformers
 IMPORT = """
 import gc, sys
-from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.main_base import BasePPOExp
 print(*sys.modules)
 print(gc.isenabled(), gc.get_freeze_count() > 100_000)
 import examples.catch.learn

@@ -206,7 +206,8 @@ def test_the_weights_of_an_engine_count_by_its_dtype_and_devices(
     assert f"; activations, {size} for the engine's weights, and the key-value" in describe(VLLM)
     assert engine_bytes(VLLM, has_gpu=True) == 2 * N_PARAMETERS
     assert engine_bytes(VLLM, "trainer.bf16=false", has_gpu=True) == 4 * N_PARAMETERS
-    assert engine_bytes(has_gpu=True) == 4 * N_PARAMETERS, "the embedded engine computes with the policy's dtype"
+    on_ray = "trainer.placement.launcher=ray"
+    assert engine_bytes(on_ray, has_gpu=True) == 4 * N_PARAMETERS, "an embedded engine has the dtype of the policy"
     sizes = [f"generator.inference_engine_{name}_parallel_size=2" for name in ("tensor", "pipeline", "data")]
     assert engine_bytes(VLLM, n_gpus, *sizes) == N_PARAMETERS
     assert f"; engine {format_bytes(N_PARAMETERS)}\n" in describe(VLLM, n_gpus, *sizes)
