@@ -20,8 +20,14 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.setup import EngineSetup, weight_folder
+from skyrl_train.launch.launcher import Launcher
+from skyrl_train.launch.paused_sync import PausedSync
+from skyrl_train.launch.weight_check import CheckedSync
+from skyrl_train.plan import RunPlan
+from skyrl_train.trainer import SyncEngines
 from skyrl_train.weight_sync import SyncOptions
 from skyrl_train.weight_sync.base import Transport
+from skyrl_train.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +121,30 @@ def sync_tolerance(
     computes_in_bf16 = cfg.trainer.bf16 and device.type == "cuda"
     dtypes = {getattr(torch, cfg.trainer.policy.model.dtype), engine_dtype or torch.float32}
     return BF16_TOLERANCE if computes_in_bf16 or dtypes != {torch.float32} else FLOAT32_TOLERANCE
+
+
+def engine_sync(
+    plan: RunPlan, launcher: Launcher, policy: WorkerGroup, engine: InferenceEngine, n_tokens: int
+) -> SyncEngines:
+    """Return the function that sends the policy's weights to the engine, with the check that is configured.
+
+    `n_tokens` is the size of the vocabulary.
+    """
+    cfg, dtype, settings = plan.cfg, engine.info.weight_dtype, plan.cfg.trainer.fully_async
+    sync = launcher.weight_sync(policy, {"the engine": engine}, plan.sync_kind, dtype)
+    paused = PausedSync(sync, engine, policy) if settings.enabled else None
+    if isinstance(engine, EngineClient):
+        if paused is not None and settings.in_flight_weight_updates:
+            engine.follow(sync, paused.is_current)
+        else:  # the next sync waits for rollouts, which must not wait for it
+            engine.follow(sync)
+    is_copied = launcher.policy is None or not plan.engine.needs_model
+    tolerance = sync_tolerance(cfg, launcher.device, dtype, is_copied=is_copied)
+    if tolerance is None:
+        return paused or sync
+    # later, the sampled tokens would wait for rollouts in progress
+    once = settings.continues_rollouts and cfg.generator.weight_sync_check == "auto"
+    return CheckedSync(paused or sync, engine, policy, n_tokens, tolerance, once=once)
 
 
 def _memory() -> tuple[int, int]:

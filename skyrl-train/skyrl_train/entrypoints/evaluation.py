@@ -14,9 +14,9 @@ import yaml
 
 from skyrl_train.checkpoint import STORAGE_ERRORS, upload_files
 from skyrl_train.config import changed_settings, to_yaml
-from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.prompts import open_eval_prompts
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.evaluate import dump_evaluation, evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -56,11 +56,10 @@ class EvaluationExperiment(RLExperiment):
 
     def get_eval_dataset(self) -> PromptDataset:
         """Load the prompts to evaluate on."""
-        if self.cfg.data.custom_cls.path is not None:
-            return CustomDataset(self.cfg, self.tokenizer, "validation")
-        if not self.cfg.data.val_data:
+        dataset = open_eval_prompts(self.cfg, self.tokenizer)
+        if dataset is None:
             raise ConfigError("data.val_data=[] leaves nothing to evaluate; set data.val_data=[<file or dataset name>]")
-        return self._open_prompts(self.cfg.data.val_data)
+        return dataset
 
     async def evaluate(self) -> dict[str, float]:
         """Return the metrics on the validation prompts; EnvError if every rollout failed."""

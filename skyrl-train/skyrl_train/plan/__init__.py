@@ -1,5 +1,6 @@
 """What runs where: derived from the configuration before anything is loaded, and without PyTorch."""
 
+from skyrl_train.plan.forecast import limit_steps
 from skyrl_train.plan.run_plan import EnginePlan, RunPlan
 
-__all__ = ["EnginePlan", "RunPlan"]
+__all__ = ["EnginePlan", "RunPlan", "limit_steps"]

@@ -18,7 +18,8 @@ from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.validation import find_problems
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.evaluation import EvaluationExperiment
-from skyrl_train.entrypoints.experiment import RLExperiment, RunParts
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.parts import RunParts, check_reward_functions
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.inference_engines.base import InferenceEngine
@@ -129,7 +130,7 @@ class BasePPOExp(RLExperiment):
         known = find_problems(self.cfg, ALGORITHM_WARNINGS)
         self.cfg = with_value(self.cfg, "trainer.fully_async.enabled", True)
         raise_problems(find_problems(self.cfg))
-        self.check_reward_functions()
+        check_reward_functions(self.cfg)
         for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
             if sentence not in known:
                 logger.warning(sentence)
