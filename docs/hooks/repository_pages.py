@@ -28,6 +28,7 @@ def site_pages() -> dict[str, str]:
         "skyrl-train/README.md": "packages/skyrl-train.md",
         "skyrl-tx/README.md": "packages/skyrl-tx.md",
         "skyrl-train/examples/algorithms/README.md": "examples/algorithms/index.md",
+        "skyrl-train/examples/from_scratch.py": "examples/from_scratch.md",
         "veritas-rl/README.md": "veritas/index.md",
     }
     examples = ROOT / "skyrl-train/examples"
@@ -57,6 +58,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Rewrite the links of a page, outside of its code blocks."""
     here = page.file.src_uri
     source = SOURCES.get(here, f"docs/{here}")
+    if source.endswith(".py"):
+        return f"# GRPO from scratch\n\n`{source}`:\n\n```python\n{markdown}```\n"
 
     def rewrite(match: re.Match[str]) -> str:
         mark, text, target = match.groups()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import doctest
 import importlib
 import json
 import re
@@ -32,6 +33,7 @@ from skyrl_train.types import Segment, Trajectory, TrajectoryID
 ROOT = Path(__file__).parents[3]
 GUIDES = ROOT / "docs/guides"
 ENVIRONMENTS, DATASETS, REWARDS = (GUIDES / f"{name}.md" for name in ("environments", "datasets", "reward-functions"))
+CONCEPTS = ROOT / "docs/start/concepts.md"
 EXTENDING, CUSTOM_ALGORITHMS = GUIDES / "extending.md", GUIDES / "custom-algorithms.md"
 REGISTRIES: tuple[Registry, ...] = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES)
 
@@ -49,6 +51,12 @@ def names_of(page: Path) -> dict[str, Any]:
         exec(code, own)
         names |= own
     return names
+
+
+def test_the_examples_of_the_concepts_print_what_the_page_shows() -> None:
+    code = "\n".join(python_blocks(CONCEPTS))
+    examples = doctest.DocTestParser().get_doctest(code, {}, CONCEPTS.stem, str(CONCEPTS), 0)
+    assert doctest.DocTestRunner().run(examples) == (0, code.count(">>> "))
 
 
 @pytest.fixture
