@@ -18,7 +18,7 @@ from skyrl_train.generators.chat_template import ChatEncoder, cannot_fit
 from skyrl_train.generators.conversation import StepwiseConversation, TokenConversation
 from skyrl_train.generators.rollout import Rollout
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, SamplingParams
-from skyrl_train.types import Message
+from skyrl_train.types import Message, StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class Chat:
             raise EngineAborted("the engine aborted the request")
         if self._logs_turns:
             logger.info("%s, turn %d: %s", self._rollout.request.id.to_string(), len(conversation.turns), text)
-        is_cut_off = self._can_continue = result.stop_reason == "length"
+        is_cut_off = self._can_continue = result.stop_reason == StopReason.LENGTH
         if is_cut_off and n_tokens == n_left:
             raise ContextWindowExceeded
         content = strip_thoughts(text).lstrip() if self._removes_thoughts else text

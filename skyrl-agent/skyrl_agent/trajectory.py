@@ -21,6 +21,7 @@ from skyrl_gym.runtime.validation import validate_metrics, validate_reward
 from skyrl_train.errors import DataError, EngineError
 from skyrl_train.generators.env_pool import ThreadPool, errors_as_exceptions
 from skyrl_train.generators.rollout import Rollout
+from skyrl_train.types.stop_reasons import StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -158,9 +159,11 @@ class AgentTrajectory:
             with errors_as_exceptions():
                 await phase()
         except EngineError as error:
-            self.rollout.fail("abort" if isinstance(error, EngineAborted) else "engine_error", str(error), error)
+            self.rollout.fail(
+                StopReason.ABORT if isinstance(error, EngineAborted) else StopReason.ENGINE_ERROR, str(error), error
+            )
         except PromptTooLong as error:
-            self.rollout.fail("prompt_too_long", str(error))
+            self.rollout.fail(StopReason.PROMPT_TOO_LONG, str(error))
         except Exception as error:  # noqa: BLE001, the boundary of a rollout
             self.rollout.fail(stop_reason, f"{self._task.__name__}: {describe_error(error)}", error)
         finally:
@@ -219,7 +222,8 @@ class AgentTrajectory:
             if limit.expired():
                 limit_s = self._cfg.generator.trajectory_timeout
                 self.rollout.fail(
-                    "trajectory_timeout", f"{name} had no result after generator.trajectory_timeout={limit_s:g} s"
+                    StopReason.TRAJECTORY_TIMEOUT,
+                    f"{name} had no result after generator.trajectory_timeout={limit_s:g} s",
                 )
             raise  # the first failure counts
         if not isinstance(outcome, Outcome) or not isinstance(outcome.finish_reason, str) or not outcome.finish_reason:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult
+from skyrl_train.types.stop_reasons import StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -81,4 +82,6 @@ class OpenAIEngine:
             if choice.finish_reason == "stop" and not sampling.stop and eos is not None and token_ids[-1:] != [eos]:
                 token_ids = [*token_ids, eos]
             self._returns_tokens = False
-        return EngineResult(list(token_ids), None, "length" if choice.finish_reason == "length" else "stop", ())
+        return EngineResult(
+            list(token_ids), None, StopReason.LENGTH if choice.finish_reason == "length" else StopReason.STOP, ()
+        )

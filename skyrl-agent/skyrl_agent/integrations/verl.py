@@ -30,7 +30,7 @@ from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult
 from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
-from skyrl_train.types import PromptRow, TrajectoryID
+from skyrl_train.types import PromptRow, StopReason, TrajectoryID
 
 
 class VerlEngine:
@@ -61,7 +61,11 @@ class VerlEngine:
         return EngineResult(
             token_ids,
             None if output.log_probs is None else list(output.log_probs),
-            "abort" if stop_reason in ("abort", "aborted") else "length" if is_cut_off else "stop",
+            StopReason.ABORT
+            if stop_reason in ("abort", "aborted")
+            else StopReason.LENGTH
+            if is_cut_off
+            else StopReason.STOP,
             (),
         )
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from skyrl_train.types import Trajectory, last_sampled
+from skyrl_train.types import StopReason, Trajectory, last_sampled
 
 
 def informative_groups(rewards: Sequence[float], draws: Sequence[int], tolerance: float) -> set[int]:
@@ -39,7 +39,7 @@ def leave_out_truncated(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
     """
     return [
         replace(t, segments=tuple(replace(s, loss_mask=[0] * len(s.loss_mask)) for s in t.segments))
-        if t.is_valid and t.last_stop_reason == "length"
+        if t.is_valid and t.last_stop_reason == StopReason.LENGTH
         else t
         for t in trajectories
     ]
@@ -53,7 +53,7 @@ def zero_reward_on_non_stop(trajectories: Iterable[Trajectory]) -> list[Trajecto
             segments=tuple(replace(s, rewards=[0.0] * len(s.rewards)) for s in t.segments),
             reward_components=dict.fromkeys(t.reward_components, 0.0),
         )
-        if t.is_valid and t.last_stop_reason != "stop"
+        if t.is_valid and t.last_stop_reason != StopReason.STOP
         else t
         for t in trajectories
     ]

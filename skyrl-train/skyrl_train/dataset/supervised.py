@@ -23,7 +23,7 @@ from skyrl_train.dataset.demonstrations import Demonstration, read_answers
 from skyrl_train.dataset.files import Rows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.rendering.template import ChatTemplate, Turn
-from skyrl_train.types import DrawnPrompt, Segment, TrainingBatch, Trajectory, TrajectoryID
+from skyrl_train.types import DrawnPrompt, Segment, StopReason, TrainingBatch, Trajectory, TrajectoryID
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ def build_supervised_batch(rows: Sequence[DrawnPrompt[Answers]], pad_token_id: i
     """Build a batch from the rows' segments. Each answer is one trajectory."""
     return build_training_batch(
         [
-            Trajectory(TrajectoryID(str(row.draw), index, row.draw), "", "", segments, stop_reason="stop")
+            Trajectory(TrajectoryID(str(row.draw), index, row.draw), "", "", segments, stop_reason=StopReason.STOP)
             for row in rows
             for index, segments in enumerate(row.row)
         ],

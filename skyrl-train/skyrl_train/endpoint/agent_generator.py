@@ -30,7 +30,7 @@ from skyrl_train.generators.env_pool import ThreadPool
 from skyrl_train.generators.rewards import RewardFunctions, is_async, weighted_reward
 from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
-from skyrl_train.types import PromptRow, Trajectory
+from skyrl_train.types import PromptRow, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class AgentGenerator(RolloutGenerator):
                 endpoint = await self._get_endpoint()
                 session = await endpoint.open_session(sampling, rollout.seed, rollout.session_id)
             except EngineLostError as error:
-                rollout.fail("engine_error", str(error), error)
+                rollout.fail(StopReason.ENGINE_ERROR, str(error), error)
                 return
             started = time.perf_counter()
             with _boundary(rollout, session):
@@ -220,7 +220,7 @@ class AgentGenerator(RolloutGenerator):
         except TimeoutError as error:
             if not limit.expired():  # the agent raised it
                 raise
-            raise NoReward("agent_timeout", f"the agent was not done after {self._limit_s:g} s") from error
+            raise NoReward(StopReason.AGENT_TIMEOUT, f"the agent was not done after {self._limit_s:g} s") from error
 
 
 @contextmanager
@@ -235,11 +235,11 @@ def _boundary(rollout: Rollout, session: Session) -> Iterator[None]:
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise  # the rollout was cancelled
         if isinstance(error, EngineLostError):
-            rollout.fail("engine_error", str(error), error)
+            rollout.fail(StopReason.ENGINE_ERROR, str(error), error)
         elif session.engine_failure is not None:
-            rollout.fail("engine_error", session.engine_failure, error)
+            rollout.fail(StopReason.ENGINE_ERROR, session.engine_failure, error)
         else:
-            rollout.fail("agent_error", f"the agent raised {describe_error(error)}", error)
+            rollout.fail(StopReason.AGENT_ERROR, f"the agent raised {describe_error(error)}", error)
 
 
 def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float]) -> None:
@@ -251,22 +251,24 @@ def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float])
     result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
     reward = list(result.reward) if isinstance(result.reward, Sequence) else result.reward
     if reward is None:
-        raise NoReward("reward_unknown", "the agent returned None: the reward is unknown")
+        raise NoReward(StopReason.REWARD_UNKNOWN, "the agent returned None: the reward is unknown")
     if not isinstance(result.components, Mapping) or not isinstance(result.metrics, Mapping):
-        raise NoReward("agent_error", f"the agent returned {returned!r}; components and metrics must be mappings")
+        raise NoReward(
+            StopReason.AGENT_ERROR, f"the agent returned {returned!r}; components and metrics must be mappings"
+        )
     if not is_reward(reward) or (result.components and not is_reward(list(result.components.values()))):
-        raise NoReward("agent_error", f"the agent returned {returned!r}; rewards must be finite numbers")
+        raise NoReward(StopReason.AGENT_ERROR, f"the agent returned {returned!r}; rewards must be finite numbers")
     components = {str(name): float(value) for name, value in result.components.items()}
     reward = weighted_reward(reward, components, weights)
     turns = rollout.turns
-    if any(turn.result.stop_reason == "abort" for turn in turns):
-        raise NoReward("abort", "the engine aborted a request")
+    if any(turn.result.stop_reason == StopReason.ABORT for turn in turns):
+        raise NoReward(StopReason.ABORT, "the engine aborted a request")
     if not turns:
-        raise NoReward("agent_silent", "the agent returned without a reply of the model")
+        raise NoReward(StopReason.AGENT_SILENT, "the agent returned without a reply of the model")
     rewards = reward if isinstance(reward, list) else [0.0] * (len(turns) - 1) + [reward]
     if len(rewards) != len(turns):
         message = f"the agent returned {len(rewards)} rewards for {len(turns)} replies; return one for each"
-        raise NoReward("agent_error", message)
+        raise NoReward(StopReason.AGENT_ERROR, message)
     for turn, value in zip(turns, rewards, strict=True):
         turn.reward = float(value)
     rollout.reward_components, rollout.env_metrics = components, dict(result.metrics)

@@ -19,6 +19,7 @@ from typing import Any
 from skyrl_train.generators.chat_template import ChatEncoder, Messages
 from skyrl_train.generators.conversation import TokenConversation
 from skyrl_train.inference_engines.base import EngineResult
+from skyrl_train.types.stop_reasons import StopReason
 
 Digest = bytes
 
@@ -89,7 +90,7 @@ class Recording(TokenConversation):
             index = len(self.rows)
             self._start_row(list(prompt.token_ids))
         self._append_turn(index, result)
-        end = ReplyEnd(index, len(self.rows[index].token_ids), result.stop_reason == "stop")
+        end = ReplyEnd(index, len(self.rows[index].token_ids), result.stop_reason == StopReason.STOP)
         self._ends.append(end)
         if prompt.digest is not None:
             self._by_digest[_next_digest(prompt.digest, {"role": "assistant", "content": reply})] = end

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from skyrl_gym.runtime.text import clean_text, to_facts
 from skyrl_gym.runtime.validation import MAX_REWARD, is_reward
 from skyrl_train.inference_engines.base import SamplingParams, hash_seed
-from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory, TrajectoryID
+from skyrl_train.types import DrawnPrompt, PromptRow, StopReason, Trajectory, TrajectoryID
 from skyrl_train.types.tokens import Phase
 
 
@@ -49,7 +49,7 @@ def rollout_requests(
     ]
 
 
-EMPTY_RESPONSE = "empty_response", "the response is empty and cannot carry a reward"
+EMPTY_RESPONSE = StopReason.EMPTY_RESPONSE, "the response is empty and cannot carry a reward"
 """Stop reason and error of a trajectory without a token for its reward."""
 
 
@@ -90,7 +90,7 @@ def sanitize(trajectory: Trajectory) -> Trajectory:
         stop_reason, error = EMPTY_RESPONSE
     elif error is None and not is_reward(trajectory.total_reward):
         error = f"its reward is {trajectory.total_reward:g}; it must be finite and of magnitude <= {MAX_REWARD:.0e}"
-        stop_reason = "env_error"
+        stop_reason = StopReason.ENV_ERROR
     return replace(
         trajectory,
         error=None if error is None else clean_text(error),

@@ -18,7 +18,7 @@ from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.chat_template import ChatEncoder, Messages
 from skyrl_train.inference_engines.base import EngineResult
-from skyrl_train.types import Message, SegmentBuilder
+from skyrl_train.types import Message, SegmentBuilder, StopReason
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class TokenConversation:
     def observe(self, observations: Messages) -> None:
         """Add the environment's messages."""
         row = self.rows[-1]
-        ends_turn = self._ends_stopped_turns or self.turns[-1].result.stop_reason != "stop"
+        ends_turn = self._ends_stopped_turns or self.turns[-1].result.stop_reason != StopReason.STOP
         row.append_observed(self._chat.observation_ids(observations, row.token_ids[-1], ends_turn=ends_turn))
 
     def replace_history(self, messages: Messages) -> None:

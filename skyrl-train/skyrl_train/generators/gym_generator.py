@@ -41,7 +41,7 @@ from skyrl_train.generators.env_processes import ProcessEpisodes
 from skyrl_train.generators.rewards import RewardFunctions, weighted_reward
 from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
-from skyrl_train.types import Trajectory
+from skyrl_train.types import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,11 @@ class UnknownReward(EnvError):
 
 
 STOP_REASONS: tuple[tuple[type[Exception], str], ...] = (
-    (EngineError, "engine_error"),
-    (EnvTimeout, "env_timeout"),
-    (EnvCrashed, "env_crashed"),
-    (UnknownReward, "reward_unknown"),
-    (Exception, "env_error"),
+    (EngineError, StopReason.ENGINE_ERROR),
+    (EnvTimeout, StopReason.ENV_TIMEOUT),
+    (EnvCrashed, StopReason.ENV_CRASHED),
+    (UnknownReward, StopReason.REWARD_UNKNOWN),
+    (Exception, StopReason.ENV_ERROR),
 )
 """Stop reasons of failed rollouts; the first error class that matches counts."""
 
@@ -121,7 +121,7 @@ class GymGenerator(RolloutGenerator):
         except TimeoutError:
             for rollout in rollouts:
                 if not rollout.is_over:
-                    rollout.fail("trajectory_timeout", f"it was not over after {limit_s:g} s")
+                    rollout.fail(StopReason.TRAJECTORY_TIMEOUT, f"it was not over after {limit_s:g} s")
         finally:
             await gather_or_cancel(self._finish(rollout) for rollout in rollouts)
 
@@ -139,13 +139,13 @@ class GymGenerator(RolloutGenerator):
             await episode.make(rollout.env_class, extras)
             prompt = validate_prompt(await episode.call("init", copy.deepcopy([*map(dict, row.prompt)])))
             if cannot_fit(prompt, self._max_input_length):
-                rollout.fail("prompt_too_long", f"the prompt has more than {self._max_chars:,} characters")
+                rollout.fail(StopReason.PROMPT_TOO_LONG, f"the prompt has more than {self._max_chars:,} characters")
                 return
             rollout.conversation = self._new_conversation(prompt)
             n_tokens = len(rollout.conversation.next_prompt())
             if n_tokens > self._max_input_length:
                 reason = f"the prompt has {n_tokens} tokens and the limit is {self._max_input_length}"
-                rollout.fail("prompt_too_long", reason)
+                rollout.fail(StopReason.PROMPT_TOO_LONG, reason)
 
     async def _take_turn(self, rollout: Rollout, sampling: SamplingParams) -> None:
         """Sample a turn, step the environment, and add its observations."""
@@ -156,7 +156,7 @@ class GymGenerator(RolloutGenerator):
             result, text = await self._sample(rollout, conversation, sampling)
             conversation.add_turn(result, text)
             if result.stop_reason == "abort":
-                rollout.fail("abort", "the engine aborted the request")
+                rollout.fail(StopReason.ABORT, "the engine aborted the request")
         if rollout.is_over:
             return
         started = time.perf_counter()
@@ -211,12 +211,12 @@ class GymGenerator(RolloutGenerator):
             rollout.stop_reason = turn.result.stop_reason
             return
         if len(conversation.turns) >= cfg.max_turns:
-            rollout.stop_reason = "max_turns"
+            rollout.stop_reason = StopReason.MAX_TURNS
             return
         observations = output["observations"]
         history = (output.get("metadata") or {}).get("modified_chat_history")
         if cannot_fit([*(history or []), *observations], self._max_input_length):
-            rollout.stop_reason = "length"
+            rollout.stop_reason = StopReason.LENGTH
             return
         observations = self._with_status(conversation, observations)
         if history is None:
@@ -225,7 +225,7 @@ class GymGenerator(RolloutGenerator):
             conversation.replace_history([*history, *observations])
         is_spent = cfg.max_response_length is not None and conversation.n_response_tokens >= cfg.max_response_length
         if is_spent or len(conversation.next_prompt()) > self._max_input_length:
-            rollout.stop_reason = "length"
+            rollout.stop_reason = StopReason.LENGTH
 
     async def _grade_unfinished(self, rollout: Rollout, episode: Episode) -> None:
         """Add the reward of an episode that ends before its environment is done."""

@@ -28,7 +28,7 @@ from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.env_pool import call_contained, errors_as_exceptions
 from skyrl_train.generators.reward_model import RewardModel
-from skyrl_train.types import Trajectory, last_sampled
+from skyrl_train.types import StopReason, Trajectory, last_sampled
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ def _with_reward(trajectory: Trajectory, name: str, reward: Reward, weight: floa
     """Add a reward component to a trajectory. An unknown reward makes it invalid."""
     if reward is None:
         error = f"reward function {name} gave no reward"
-        return replace(trajectory, stop_reason="reward_unknown", error=error)
+        return replace(trajectory, stop_reason=StopReason.REWARD_UNKNOWN, error=error)
     last = trajectory.segments[-1]
     rewards = list(last.rewards)
     if isinstance(reward, list):

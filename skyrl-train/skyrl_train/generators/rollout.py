@@ -11,11 +11,11 @@ from skyrl_gym.runtime.text import describe_error
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest, request_seed
 from skyrl_train.generators.conversation import TokenConversation, TurnRecord
 from skyrl_train.generators.env_pool import Episode
-from skyrl_train.types import Segment, SegmentBuilder, Trajectory, Turn, last_sampled
+from skyrl_train.types import Segment, SegmentBuilder, StopReason, Trajectory, Turn, last_sampled
 
 logger = logging.getLogger(__name__)
 
-NOT_RETRIED = frozenset({"prompt_too_long", "reward_unknown", "abort"})
+NOT_RETRIED = frozenset({StopReason.PROMPT_TOO_LONG, StopReason.REWARD_UNKNOWN, StopReason.ABORT})
 """Stop reasons of invalid trajectories that a retry would not change."""
 
 FailureKind = tuple[str | None, str]
@@ -74,7 +74,7 @@ class Rollout:
         try:
             segments = self._finish_segments()
         except Exception as error:  # noqa: BLE001, one rollout must not end the run
-            self.fail("env_error", f"the conversation cannot be rendered: {describe_error(error)}", error)
+            self.fail(StopReason.ENV_ERROR, f"the conversation cannot be rendered: {describe_error(error)}", error)
             segments = _segments([SegmentBuilder([], 0)], [])
         assert self.stop_reason is not None
         return Trajectory(
@@ -98,7 +98,8 @@ class Rollout:
             rows = self.conversation.rows
         if self.turns and not rows[-1].response_length:
             self.fail(
-                "empty_response", "the environment replaced the reply with an empty one, which cannot carry a reward"
+                StopReason.EMPTY_RESPONSE,
+                "the environment replaced the reply with an empty one, which cannot carry a reward",
             )
         return _segments(rows, self.turns)
 

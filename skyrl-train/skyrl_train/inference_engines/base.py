@@ -11,10 +11,9 @@ import torch
 
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.errors import EngineError
-from skyrl_train.types import Message, WeightSpan
+from skyrl_train.types import Message, StopReason, WeightSpan
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
-StopReason = Literal["stop", "length", "abort"]
 ConversationType = list[Message]
 WakeUp = Literal["weights", "all"]
 

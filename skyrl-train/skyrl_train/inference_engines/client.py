@@ -20,6 +20,7 @@ from skyrl_train.inference_engines.base import (
     TokenChunk,
     WakeUp,
 )
+from skyrl_train.types.stop_reasons import StopReason
 from skyrl_train.weight_sync import Receipt, SyncPlan, WeightSync
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ HEALTH_INTERVAL_S = 30.0
 HEALTH_TIMEOUT_S = 60.0
 MAX_REPLACEMENTS = 3  # per engine and run
 
-ABORTED = EngineResult([], [], "abort", ())
+ABORTED = EngineResult([], [], StopReason.ABORT, ())
 
 Restart = Callable[[int], Awaitable[InferenceEngine]]
 """A function that starts a replacement for the engine with this index."""

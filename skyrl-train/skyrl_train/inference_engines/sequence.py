@@ -11,11 +11,10 @@ from skyrl_train.inference_engines.base import (
     EngineRequest,
     EngineResult,
     SamplingParams,
-    StopReason,
     TokenChunk,
 )
 from skyrl_train.inference_engines.sampling import SampledToken
-from skyrl_train.types import WeightSpan
+from skyrl_train.types import StopReason, WeightSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -107,14 +106,14 @@ def find_stop_reason(
     sampling, n_sampled = sequence.sampling, len(sequence.logprobs)
     last = sequence.token_ids[-1]
     if last in eos_ids and not sampling.ignore_eos:
-        return "stop"
+        return StopReason.STOP
     if last in sampling.stop_token_ids:
-        return "stop"
+        return StopReason.STOP
     if sampling.stop and n_sampled >= sampling.min_new_tokens:
         # Decode only a tail that can contain the stop string: a token is at least one byte. One more token, because
         # some tokenizers drop the leading space of a text.
         n_tail = min(max(len(stop.encode()) for stop in sampling.stop) + 1, n_sampled)
         before, tail = (tokenizer.decode(sequence.token_ids[-n_tail:end]) for end in (-1, None))
         if any(stop in tail and stop not in before for stop in sampling.stop):
-            return "stop"
-    return "length" if len(sequence.token_ids) >= sequence.max_tokens else None
+            return StopReason.STOP
+    return StopReason.LENGTH if len(sequence.token_ids) >= sequence.max_tokens else None

@@ -38,6 +38,7 @@ from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, Engine
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence, find_stop_reason
 from skyrl_train.threads import ComputeThread
+from skyrl_train.types.stop_reasons import StopReason
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class SteppedEngine(ABC, Generic[S]):
     async def abort(self, session_id: str | None = None) -> None:
         for sequence in self._unfinished():
             if session_id is None or sequence.request.session_id == session_id:
-                sequence.stop_reason = "abort"
+                sequence.stop_reason = StopReason.ABORT
         self._start_loop()
 
     async def pause(self) -> None:

@@ -20,6 +20,7 @@ from skyrl_train.errors import DataError
 from skyrl_train.report.evaluations import EvaluatedTrajectory, parse_rows, parse_trajectory
 from skyrl_train.tracking import RunFolder, read_metrics
 from skyrl_train.tracking.run_folder import AGGREGATED
+from skyrl_train.types.stop_reasons import StopReason
 
 EXCERPT_CHARACTERS = 200
 ROLE = re.compile(r"<\|im_start\|>(\w+)\n|<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*")
@@ -115,14 +116,16 @@ def _find_argument_error(episode: EvaluatedEpisode) -> str | None:
 
 def _find_false_completion(episode: EvaluatedEpisode) -> str | None:
     last = episode.replies[-1] if episode.replies else ""
-    has_stopped = episode.trajectory.stop_reason == "stop" and episode.n_tool_calls > 0 and not _count_calls(last)
+    has_stopped = (
+        episode.trajectory.stop_reason == StopReason.STOP and episode.n_tool_calls > 0 and not _count_calls(last)
+    )
     return last if DONE.search(last) or has_stopped else None
 
 
 def _is_reply_cut(episode: EvaluatedEpisode) -> bool:
     """Return True if the token limit of a reply ended the episode, not the limit of the whole conversation."""
-    ends_turn = episode.last_turn.get("stop_reason") == "length" if episode.last_turn else episode.n_turns == 1
-    return episode.trajectory.stop_reason == "length" and ends_turn
+    ends_turn = episode.last_turn.get("stop_reason") == StopReason.LENGTH if episode.last_turn else episode.n_turns == 1
+    return episode.trajectory.stop_reason == StopReason.LENGTH and ends_turn
 
 
 def _find_cut_reply(episode: EvaluatedEpisode) -> str | None:
@@ -130,12 +133,12 @@ def _find_cut_reply(episode: EvaluatedEpisode) -> str | None:
 
 
 def _find_overflow(episode: EvaluatedEpisode) -> str | None:
-    has_ended = episode.trajectory.stop_reason == "length" and not _is_reply_cut(episode)
+    has_ended = episode.trajectory.stop_reason == StopReason.LENGTH and not _is_reply_cut(episode)
     return _describe_turns(episode) if has_ended else None
 
 
 def _find_turn_limit(episode: EvaluatedEpisode) -> str | None:
-    return _describe_turns(episode) if episode.trajectory.stop_reason == "max_turns" else None
+    return _describe_turns(episode) if episode.trajectory.stop_reason == StopReason.MAX_TURNS else None
 
 
 def _describe_turns(episode: EvaluatedEpisode) -> str:

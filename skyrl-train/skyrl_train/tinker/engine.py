@@ -9,7 +9,7 @@ import tinker
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult
-from skyrl_train.types import WeightSpan
+from skyrl_train.types import StopReason, WeightSpan
 
 SEED_MASK = 2**31 - 1
 
@@ -55,6 +55,6 @@ class TinkerEngine:
         return EngineResult(
             tokens,
             None if logprobs is None else list(logprobs),
-            "stop" if sequence.stop_reason == "stop" else "length",
+            StopReason.STOP if sequence.stop_reason == "stop" else StopReason.LENGTH,
             (WeightSpan(self._version, len(tokens)),),
         )

@@ -5,6 +5,7 @@ Letters in shapes: P prompts per step, G samples per prompt, B rows of L tokens,
 
 from skyrl_train.types.batch import Scores, Shard, TokenScores, TrainingBatch, ValueScores
 from skyrl_train.types.metrics import Metric, MetricKind, Metrics, MetricSums
+from skyrl_train.types.stop_reasons import StopReason
 from skyrl_train.types.tokens import (
     DrawnPrompt,
     Message,
@@ -31,6 +32,7 @@ __all__ = [
     "Segment",
     "SegmentBuilder",
     "Shard",
+    "StopReason",
     "TokenScores",
     "TrainingBatch",
     "Trajectory",
