@@ -33,6 +33,9 @@ TIMEOUT_S = 300
 SOURCES = (
     "algorithms",
     "workers",
+    "launch/lease.py",
+    "launch/paused_sync.py",
+    "launch/weight_check.py",
     "dataset/batch.py",
     "models/logprobs.py",
     "models/linear_head.py",
@@ -52,9 +55,10 @@ TESTS = {
     ),
     "algorithms/": ("algorithms", "config/rules/test_algorithm.py", SPECIFICATION),
     "dataset/batch.py": ("dataset/test_batch.py", SPECIFICATION),
-    "models/linear_head.py": ("models/test_linear_head.py", "models/test_logprobs.py"),
+    "models/linear_head.py": ("models/test_linear_head.py", "models/test_logprobs.py", "distributed/test_strategy.py"),
     "models/logprobs.py": ("models/test_logprobs.py", SPECIFICATION),
     "workers/": ("workers", "checkpoint", "distributed"),
+    "launch/": ("launch", "runs/test_weight_check.py", "runs/test_fully_async.py"),
     "learner.py": ("test_learner.py", SPECIFICATION, *RUNS),
     "trainer.py": RUNS,
 }

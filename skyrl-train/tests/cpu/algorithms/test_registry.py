@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 
 from skyrl_train.algorithms import registry
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 
 
@@ -55,3 +57,11 @@ def test_an_unknown_name_is_refused_with_the_available_names(
     register("alpha")(my_function)
     with pytest.raises(ConfigError, match=rf"trainer\.algorithm\.{key}='alhpa' .*available: alpha, .*, zeta$"):
         look_up("alhpa")
+
+
+@pytest.mark.parametrize("name", registry.ADVANTAGE_ESTIMATORS.list_available())
+def test_an_estimator_that_is_called_directly_has_the_defaults_of_the_configuration(name: str) -> None:
+    defaults = AlgorithmConfig()
+    for parameter in inspect.signature(registry.ADVANTAGE_ESTIMATORS.get(name)).parameters.values():
+        if parameter.default is not parameter.empty and hasattr(defaults, parameter.name):
+            assert parameter.default == getattr(defaults, parameter.name), parameter.name
