@@ -209,11 +209,12 @@ mutate: .venv/.dev ## inject faults into the algorithms and count the detected o
 check: lint lock-check docs test ## run all checks of the CI
 
 .PHONY: lint
-lint: .venv/.dev ## check format, ruff, mypy, import contracts and secrets
+lint: .venv/.dev ## check format, ruff, mypy, import contracts, prose and secrets
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy --num-workers $(JOBS)
 	@$(BIN)/lint-imports
+	@$(BIN)/python dev/english.py
 	@git ls-files -z | xargs -0 $(BIN)/detect-secrets-hook --baseline .secrets.baseline
 
 .PHONY: lint-workflows
