@@ -1,4 +1,4 @@
-"""Module names of SkyRL since March 2026 (`skyrl.train`, `skyrl.backends`) for scripts that import them."""
+"""SkyRL's module names since March 2026 (`skyrl.train`, `skyrl.backends`), for scripts that import them."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The configuration of SkyRL's new layout: parsed from a command line, and extended by dataclasses.
+"""The configuration of SkyRL's new layout. Dataclasses can extend it.
 
     @dataclass
     class MyAlgorithmConfig(AlgorithmConfig):
@@ -78,19 +78,19 @@ class _Root(config.SkyRLConfig):
 
 
 class SkyRLTrainConfig:
-    """Parser of a configuration. Dataclasses that inherit from it may add sections."""
+    """Parser of the configuration. Subclasses that are dataclasses may add sections."""
 
     sections: ClassVar[Mapping[str, type]] = {}
-    """Dataclasses that add keys to a section, by its name."""
+    """Dataclasses that add keys to a section, by the section's name."""
 
     @classmethod
     def from_cli_overrides(cls, args: Sequence[str] | Mapping[str, Any]) -> config.SkyRLConfig:
-        """Return the configuration of overrides (`["trainer.epochs=3"]` or `{"trainer.epochs": 3}`).
+        """Parse overrides: `["trainer.epochs=3"]` or `{"trainer.epochs": 3}`.
 
-        A mistake in the command line of this process ends it with one message.
+        If `args` is the command line of this process, a mistake prints one message and exits.
 
         Raises:
-            ConfigError: it lists every problem.
+            ConfigError: the configuration is invalid. The message lists every problem.
         """
         given = [f"{key}={show(value)}" for key, value in args.items()] if isinstance(args, Mapping) else list(args)
         additions = {"": cls, **cls.sections}
@@ -104,14 +104,14 @@ class SkyRLTrainConfig:
 def make_config(
     algorithm_cls: type | None = None, trainer_cls: type | None = None, generator_cls: type | None = None
 ) -> type[SkyRLTrainConfig]:
-    """Return a `SkyRLTrainConfig` with the keys of dataclasses."""
+    """Return a `SkyRLTrainConfig` extended by the fields of the dataclasses."""
     added = {"trainer.algorithm": algorithm_cls, "trainer": trainer_cls, "generator": generator_cls}
     sections = {key: section for key, section in added.items() if section is not None}
     return type("ExtendedConfig", (SkyRLTrainConfig,), {"sections": sections})
 
 
 def _without_json(text: str) -> str:
-    """Return an override with a section in JSON, `key={"a": "b"}`, in Hydra's grammar: `key={a:b}`."""
+    """Convert an override with a JSON value, `key={"a": "b"}`, to Hydra's grammar: `key={a:b}`."""
     key, _, value = text.partition("=")
     try:
         section = json.loads(value) if value.startswith("{") else None
@@ -121,12 +121,12 @@ def _without_json(text: str) -> str:
 
 
 def _declared(added: type) -> Iterator[Field[Any]]:
-    """Yield the fields that a dataclass declares."""
+    """Yield the fields of a dataclass, or nothing for other classes."""
     yield from fields(added) if is_dataclass(added) else ()
 
 
 def _new_defaults(section: str, added: type) -> Iterator[str]:
-    """Yield an override for each existing key to which a dataclass gives another default."""
+    """Yield an override for each existing key whose default a dataclass changes."""
     for field in _declared(added):
         key = f"{section}.{field.name}".removeprefix(".")
         if key in RL.fields and field.default is not MISSING:
@@ -134,7 +134,7 @@ def _new_defaults(section: str, added: type) -> Iterator[str]:
 
 
 def _extend(section: type[Section], key: str, additions: Mapping[str, type]) -> Any:
-    """Return a subclass of a section with the new keys of `additions` in it and in its inner sections."""
+    """Return a subclass of a section, with the new keys of `additions` for the section and its subsections."""
     new: dict[str, Any] = {}
     for name, known in section.model_fields.items():
         inner, inner_key = as_section(known.annotation), f"{key}.{name}".removeprefix(".")

@@ -1,11 +1,11 @@
 """Import `skyrl.train.X` and `skyrl.backends.skyrl_train.X` as `skyrl_train.X`.
 
-No file corresponds to these modules. Each is a facade whose attributes are read from its home, a module of
-`skyrl_train` or of this package:
+These modules have no files. Each is a facade that reads its attributes from its home, a module of `skyrl_train` or of
+this package:
 
     from skyrl.train.generators.base import GeneratorInterface  # skyrl_train.generators.base.GeneratorInterface
 
-Names without a counterpart are refused by the home, as in the old layout (`skyrl_train.compat.skyrl.absent`).
+The home refuses names without a counterpart, as in the old layout (`skyrl_train.compat.skyrl.absent`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODULES = {
     "skyrl.train.main_sft": "skyrl_train.entrypoints.main_sft",
     "skyrl.train.trainer": "skyrl.trainer",
 }
-"""Homes of modules that have another name there, or other contents."""
+"""Homes of modules that are renamed, or whose contents differ."""
 
 PACKAGES = {
     SERVERS: "skyrl_train.inference_engines",
@@ -38,18 +38,18 @@ PACKAGES = {
     "skyrl.train": "skyrl_train",
     "skyrl.utils": "skyrl_train.utils",
 }
-"""Homes of packages, which all other modules below them share. The first one that matches counts."""
+"""Homes of packages and of all modules below them that are not in `MODULES`. The first match counts."""
 
 NAMES = {
     f"{SERVERS}.base": {
         "InferenceEngineInterface": ("skyrl_train.inference_engines.inference_engine_client", "InferenceEngineClient")
     }
 }
-"""Names whose home is in another module than their neighbors', by module: the home's module and the name there."""
+"""Names that are not in the home of their module, by module: the module that has them, and their name there."""
 
 
 def find_home(module: str) -> str | None:
-    """Return the home of a module of the new layout; None for other modules."""
+    """Return the home of a module of the new layout, or None for other modules."""
     for package, home in PACKAGES.items():
         if module == package or module.startswith(f"{package}."):
             return MODULES.get(module, home + module.removeprefix(package))
@@ -71,7 +71,7 @@ class Layout(MetaPathFinder):
 
 
 class Facade(Loader):
-    """A loader of a module without contents of its own."""
+    """A loader for a module that only forwards to its home."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -92,6 +92,6 @@ class Facade(Loader):
         module.__dict__["__getattr__"] = read
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return the program that `python -m` runs."""
+        """Return code that runs the home as a program, for `python -m`."""
         program = f"from runpy import run_module; run_module({self._home!r}, run_name='__main__', alter_sys=True)"
         return compile(program, f"<{fullname}>", "exec")

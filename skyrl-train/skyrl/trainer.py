@@ -1,4 +1,4 @@
-"""SkyRL's trainers, with the signatures of its new layout."""
+"""SkyRL's trainers with the signatures of the new layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["FullyAsyncRayPPOTrainer", "RayPPOTrainer"]
 
 
 class RayPPOTrainer(trainer.RayPPOTrainer):
-    """A trainer whose `postprocess_generator_output` returns the uids, too."""
+    """A trainer whose `postprocess_generator_output` also returns the uids."""
 
     @property
     def postprocesses(self) -> bool:
@@ -22,9 +22,9 @@ class RayPPOTrainer(trainer.RayPPOTrainer):
         metrics_generator_output: GeneratorOutput | None = None,
         metrics_uids: list[str] | None = None,
     ) -> tuple[GeneratorOutput, list[str]]:
-        """Return the rollouts of a step with a reward for each token, and the `uids`, which do not change.
+        """Return the rollouts of a step with per-token rewards, and the unchanged `uids`.
 
-        The other two parameters are not read, because the trainer computes its metrics itself.
+        The last two parameters are ignored, because the trainer computes its metrics itself.
         """
         return super().postprocess_generator_output(generator_output, uids), uids
 

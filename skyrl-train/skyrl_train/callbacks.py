@@ -1,6 +1,7 @@
 """Callbacks around a training step: evaluation, logging, dumps, checkpoints, exports.
 
-The trainer calls them in order: an evaluation before the logging of its metrics, a checkpoint after both.
+The trainer calls them in list order. Evaluation runs before logging, so that its metrics are logged with the step, and
+checkpoints are saved after both.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from skyrl_train.types import Trajectory
 logger = logging.getLogger(__name__)
 
 VERL_METRICS = "skyrl_train.compat.verl.metrics:verl_metrics"
-"""The function of `trainer.log_verl_metrics`, imported at its first use: `compat` depends on this module."""
+"""The function behind `trainer.log_verl_metrics`. Imported on first use, because `compat` imports this module."""
 
 PROGRESS_METRICS = (
     "eval/all/avg_score",
@@ -47,41 +48,41 @@ class Run(ABC):
 
     cfg: Any  # SkyRLConfig, or SupervisedConfig of other training
     global_step: int
-    """The last finished step; 0 before the first."""
+    """The last finished step, or 0 before the first."""
     total_steps: int
     changes: list[str]
-    """Settings that changed since the checkpoint it resumed from, e.g. `trainer.seed: 1 -> 2`."""
+    """Settings changed since the checkpoint that the run resumed from, e.g. `trainer.seed: 1 -> 2`."""
     gauges: dict[str, float]
-    """Metrics that every following report contains."""
+    """Metrics added to every report from now on."""
     checkpoints: CheckpointStore
     """The checkpoints on this machine."""
     remote: RemoteCheckpoints | None
-    """The checkpoints of this run in remote storage; None without `trainer.remote_ckpt_url` or credentials."""
+    """The run's checkpoints in remote storage. None without `trainer.remote_ckpt_url` or credentials."""
 
     @property
     @abstractmethod
     def is_stopping(self) -> bool:
-        """A stop was requested."""
+        """True after a stop request."""
 
     @abstractmethod
     def request_stop(self, reason: str) -> None:
-        """Stop after the current step, with a checkpoint of it; abandon it if its rollouts do not end in time."""
+        """Stop after the current step and save it. The step is abandoned if its rollouts do not end in time."""
 
     @abstractmethod
     async def save_checkpoint(self) -> None:
         """Write everything that a resumed run needs to continue exactly, then call `on_checkpoint`.
 
         Raises:
-            CheckpointError: the disk refused; the last checkpoint is intact.
-            DivergenceError: the weights are NaN or infinite, or can no longer learn; the last checkpoint is intact.
+            CheckpointError: the write failed. The last checkpoint is intact.
+            DivergenceError: the weights are NaN or infinite, or can no longer learn. The last checkpoint is intact.
         """
 
     @abstractmethod
     async def begin_checkpoint(self) -> None:
-        """Copy what `save_checkpoint` writes, and write it while training continues.
+        """Copy the state that `save_checkpoint` writes, and write it while training continues.
 
-        A failure to write it is an alert. So is a disk that takes longer than `trainer.ckpt_timeout_seconds` to finish
-        the previous checkpoint and to begin this one: then this step is not saved.
+        A failed write is an alert, not an error. The step is not saved, with an alert, if the disk needs longer than
+        `trainer.ckpt_timeout_seconds` to finish the previous checkpoint and start this one.
 
         Raises:
             DivergenceError: as in `save_checkpoint`.
@@ -90,7 +91,7 @@ class Run(ABC):
     @property
     @abstractmethod
     def is_saving(self) -> bool:
-        """A checkpoint is being written in the background."""
+        """True while a checkpoint is written in the background."""
 
     @abstractmethod
     async def alert(self, text: str) -> None:
@@ -98,25 +99,25 @@ class Run(ABC):
 
     @abstractmethod
     async def check_space(self) -> None:
-        """Check the disk before the first step; warn if it has no room for all exports.
+        """Check the free disk space before the first step. Too little room for all exports is an alert.
 
         Raises:
-            CheckpointError: it has no room for a checkpoint beside the last one.
+            CheckpointError: there is no room for a second checkpoint next to the last one.
         """
 
     @abstractmethod
     async def export(self, folder: Path) -> None:
-        """Write the models as plain Hugging Face folders into `folder`, complete or not at all.
+        """Export the models as plain Hugging Face folders below `folder`. A failed export leaves nothing behind.
 
         Raises:
-            CheckpointError: the disk refused.
+            CheckpointError: the write failed.
             DivergenceError: the weights are NaN or infinite, or can no longer learn.
         """
 
 
 @dataclass(slots=True)
 class StepReport:
-    """The report of one step; callbacks may add metrics. Step 0, before training, has no trajectories."""
+    """The report of one step. Callbacks may add metrics. Step 0 is the state before training, without trajectories."""
 
     global_step: int
     is_last: bool
@@ -126,39 +127,39 @@ class StepReport:
 
 
 class Callback:
-    """Base class of callbacks, whose methods do nothing."""
+    """Base class of callbacks. All hooks do nothing by default."""
 
     async def on_train_start(self, run: Run) -> None:
-        """Called after resuming, before the first step."""
+        """Called before the first step, after a resume."""
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
-        """Called after each step, once the engines have its weights."""
+        """Called after each step, once the engines have the new weights."""
 
     async def before_checkpoint(self, run: Run) -> None:
-        """Called before a checkpoint is committed. A resumed run does not repeat its steps, so flush their data now."""
+        """Called before a checkpoint is committed. Flush buffered data: a resumed run does not produce it again."""
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
-        """Called once the checkpoint at `path` is complete and is the one to resume from.
+        """Called once the checkpoint at `path` is complete and a resume would load it.
 
-        Training may be further: the step of the checkpoint is in its name.
+        Training may be ahead of it. `step_of(path)` is the checkpoint's step.
         """
 
     async def on_alert(self, run: Run, text: str) -> None:
-        """Called when storage fails and the run continues, with what failed and what happens next."""
+        """Called when storage fails but the run continues. `text` says what failed and what happens next."""
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
-        """Called after the last step, or after the `error` or interrupt that ended the run."""
+        """Called when the run ends. `error` is the exception or interrupt that ended it, None after the last step."""
 
 
 def is_due(interval: int, report: StepReport) -> bool:
-    """Return True every `interval` steps and at the last one; never for -1."""
+    """Return True every `interval` steps and at the last step, but never for -1."""
     return interval > 0 and report.global_step > 0 and (report.is_last or report.global_step % interval == 0)
 
 
 class SavedConfig(Callback):
     """A callback that writes the resolved configuration, unless the run is already finished.
 
-    The file has the settings of the last step. `changes.jsonl` has the settings that a resume changed, and when.
+    A resume overwrites it with the current settings, and appends the changed ones to `changes.jsonl` with their step.
     """
 
     def __init__(self, run_folder: RunFolder) -> None:
@@ -175,8 +176,9 @@ class SavedConfig(Callback):
 
 
 class Evaluation(Callback):
-    """A callback that evaluates every `trainer.eval_interval` steps, after the last one, and before training if
-    configured.
+    """A callback that evaluates every `trainer.eval_interval` steps and after the last step.
+
+    With `trainer.eval_before_train`, it also evaluates the initial weights, as step 0.
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class Evaluation(Callback):
                 report.metrics |= await self.measure(run)
 
     async def measure(self, run: Run) -> dict[str, float]:
-        """Return the metrics of the current weights; write the trajectories into the run folder if configured."""
+        """Evaluate the current weights. With `trainer.dump_eval_results`, write the trajectories to the run folder."""
         metrics, trajectories = await evaluate(self._dataset, self._generator, run.cfg, run.global_step)
         if run.cfg.trainer.dump_eval_results:
             folder = self._run_folder.evals(run.global_step)
@@ -207,7 +209,7 @@ class Evaluation(Callback):
 
 
 class Logging(Callback):
-    """A callback that sends metrics to the trackers, updates the progress line, and warns once if steps have no
+    """A callback that sends metrics to the trackers, updates the progress line, and warns once about steps without a
     learning signal.
     """
 
@@ -232,7 +234,7 @@ class Logging(Callback):
         if report.metrics:
             try:
                 self._tracking.log(report.metrics, report.global_step)
-            except OSError as error:  # perhaps of an earlier step, and a checkpoint follows
+            except OSError as error:  # perhaps left from an earlier step; at the end, save the checkpoint anyway
                 if not (report.is_last or run.is_stopping):
                     raise
                 logger.warning("Metrics could not be written, which is tried again at the end of the run: %s", error)
@@ -255,7 +257,7 @@ class Logging(Callback):
     async def before_checkpoint(self, run: Run) -> None:
         try:
             await asyncio.to_thread(self._tracking.flush)
-        except OSError as error:  # the checkpoint may be on another disk
+        except OSError as error:  # must not prevent a checkpoint on another disk
             logger.warning("The metrics of the last steps are not written yet: %s", error)
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
@@ -269,11 +271,11 @@ class Logging(Callback):
 
 
 Curriculum = Callable[[int, dict[str, float], Mapping[str, float]], Mapping[str, float]]
-"""A function of a step, the weights of its data sources and its metrics; returns those of the next prompts."""
+"""Maps (step, weights of the data sources, metrics of the step) to the weights for the next prompts."""
 
 
 class CurriculumStep(Callback):
-    """A callback that applies the curriculum to the weights of the data sources before the step is logged."""
+    """A callback that updates the weights of the data sources with the curriculum, before the step is logged."""
 
     def __init__(self, prompts: MixedPrompts, curriculum: Curriculum) -> None:
         self._prompts = prompts
@@ -292,7 +294,7 @@ class CurriculumStep(Callback):
 
 
 class TrajectoryDump(Callback):
-    """A callback that writes every trajectory of every step, for `trainer.dump_trajectories`."""
+    """A callback that writes all trajectories of each step, for `trainer.dump_trajectories`."""
 
     def __init__(self, run_folder: RunFolder, chat: ChatEncoder) -> None:
         self._run_folder = run_folder
@@ -306,10 +308,10 @@ class TrajectoryDump(Callback):
 
 
 class Checkpointing(Callback):
-    """A callback that saves every `trainer.ckpt_interval` steps, after the last one and when the run stops.
+    """A callback that saves a checkpoint every `trainer.ckpt_interval` steps, after the last step and at a stop.
 
-    Training continues while a checkpoint is written. After a failure, every following step is saved until one succeeds.
-    Checks the free disk space before the first step.
+    Training continues while a checkpoint is written. After a failed save, it retries at each step until one succeeds.
+    The free disk space is checked before the first step.
     """
 
     def __init__(self) -> None:
@@ -334,29 +336,29 @@ class Checkpointing(Callback):
         self._saved_step, self._has_failed = step_of(path), False
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
-        """Save the last step if a later callback, or a signal meanwhile, stopped the run."""
+        """Save the last step if a later callback or a signal stopped the run after `on_step_end`."""
         is_unsaved = run.is_stopping and self._saved_step < run.global_step
         if error is None and is_unsaved and run.cfg.trainer.ckpt_interval > 0:
             await run.save_checkpoint()
 
 
 class Reporting(Callback):
-    """A callback that writes `report.html` and `learning_curve.png` when the run ends, even with an error."""
+    """A callback that writes `report.html` and `learning_curve.png` when the run ends, even after an error."""
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
-        from skyrl_train.report import report_own_run  # matplotlib, which a run needs only now
+        from skyrl_train.report import report_own_run  # imports matplotlib, not needed before
 
         report_own_run(self._run_folder)
 
 
 class Export(Callback):
-    """A callback that exports policy and critic as Hugging Face folders every `trainer.hf_save_interval` steps and
-    after the last one.
+    """A callback that exports the policy and the critic as Hugging Face folders.
 
-    A run that was killed during an export writes the missing folder when it resumes.
+    It runs every `trainer.hf_save_interval` steps and after the last step. A run that was killed during an export
+    writes the missing folder when it resumes.
     """
 
     async def on_train_start(self, run: Run) -> None:

@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 async def gather_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all calls, in order; if one fails, cancel the others and raise its error.
+    """Return the results of all calls, in order. If a call fails, cancel the rest and raise its error.
 
-    A single call is awaited without a task.
+    A single call is awaited directly, without a task.
     """
     pending = list(calls)
     if len(pending) == 1:

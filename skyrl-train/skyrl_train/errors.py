@@ -1,4 +1,26 @@
-"""The errors of this project, one class for each boundary at which something fails."""
+"""The exceptions of `skyrl_train`: one class for each boundary at which something fails, and who raises it.
+
+    SkyRLError                  base class; raised itself only by `skyrl doctor`, when a check fails
+    ├── ConfigError             loading and checking the configuration, and components that refuse a setting
+    ├── DataError               datasets and the readers of run files; requests with invalid messages or parameters
+    │   └── SkippedRow          datasets that check rows as they are drawn: a row is too long
+    │       └── InvalidRow      the same datasets: a row is invalid
+    ├── EnvError                generators and entry points: an environment or reward function fails, or every rollout
+    │   ├── EnvTimeout          `generators.env_pool`, `generators.env_processes`: a call takes too long
+    │   ├── EnvCrashed          `generators.env_processes`: an environment's process ends
+    │   ├── UnknownReward       `generators.gym_generator`: an environment returns None as reward
+    │   └── NoReward            `endpoint.agent_generator`: an agent fails, or returns no valid reward
+    ├── EngineError             inference engines and their clients
+    │   └── EngineLostError     clients of an engine in another process, once that process is gone
+    ├── CheckpointError         `checkpoint`, `run` and `workers.worker`, when saving, loading, merging or exporting
+    ├── DivergenceError         `learner` and `run`, when they check the weights
+    ├── StorageError            `run`, `entrypoints.base` and `dataset.jsonl`: a file cannot be written, or has changed
+    ├── WorkerError             `workers` and `launch`, when a rank fails or its process ends
+    └── SyncError               `weight_sync`, and both ends of a weight sync
+
+`skyrl_agent.chat` adds EngineAborted below EngineError. Errors of environments themselves derive from
+`skyrl_gym.error.Error`, and reach the trainer only as invalid trajectories.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +45,11 @@ class DataError(SkyRLError):
 
 
 class SkippedRow(DataError):
-    """A row that is checked when it is drawn is too long. Another one is drawn instead."""
+    """A row turns out to be too long when it is drawn. The next row replaces it."""
 
 
 class InvalidRow(SkippedRow):
-    """A row that is checked when it is drawn is invalid. Another one is drawn instead, after a warning."""
+    """A row turns out to be invalid when it is drawn. The next row replaces it, with a warning."""
 
 
 class EnvError(SkyRLError):
@@ -39,7 +61,7 @@ class EngineError(SkyRLError):
 
 
 class EngineLostError(EngineError):
-    """The process of an inference engine has ended, or no longer answers."""
+    """The process of an inference engine ended, or does not answer any more."""
 
 
 class CheckpointError(SkyRLError):
@@ -53,7 +75,7 @@ class DivergenceError(SkyRLError):
 
 
 class StorageError(SkyRLError):
-    """The file system refused a file of the run: it is full, read-only or broken."""
+    """A file of the run cannot be written (the disk is full, read-only or broken), or changed while in use."""
 
 
 class WorkerError(SkyRLError):
@@ -61,11 +83,11 @@ class WorkerError(SkyRLError):
 
 
 class SyncError(SkyRLError):
-    """An engine did not receive the policy's weights, or received different ones than were sent."""
+    """An engine did not receive the policy's weights, or its weights differ from the weights that were sent."""
 
 
 def picklable_error(error: Exception, substitute: type[SkyRLError]) -> Exception:
-    """Return an error that survives pickling: the error itself, or a `substitute` that describes it."""
+    """Return the error if it can be pickled, and otherwise a `substitute` with its description."""
     try:
         copy = pickle.loads(pickle.dumps(error))
         return copy if isinstance(copy, Exception) else substitute(repr(error))

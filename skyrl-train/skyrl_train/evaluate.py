@@ -1,4 +1,4 @@
-"""Evaluation: play every validation prompt with the evaluation's sampling parameters, and measure the rewards."""
+"""Evaluation: play every validation prompt with `generator.eval_sampling_params`, and measure the rewards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def evaluate(
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """Play all prompts of `dataset`. Return the metrics and the trajectories.
 
-    Metrics are `eval/all/*`, `eval/<data source>/*`, `eval/environment/*`, and those that the generator reports.
+    Metrics are `eval/all/*`, `eval/<data source>/*`, `eval/environment/*`, and the generator's own.
     """
     sampling = SamplingParams.from_config(cfg.generator.eval_sampling_params)
     metadata = BatchMetadata(global_step, "eval", cfg.trainer.seed)
@@ -50,7 +50,7 @@ async def evaluate(
 
 
 def eval_metrics(trajectories: Sequence[Trajectory], n_samples: int, success_reward: float | None) -> dict[str, float]:
-    """Return the metrics of an evaluation, over all trajectories and for each data source."""
+    """Return the metrics of an evaluation, overall and per data source."""
     metrics: dict[str, float] = {}
     for name, group in {"all": list(trajectories), **by_source(trajectories)}.items():
         scores = reward_metrics(group, n_samples, success_reward) | pass_at_k(group, success_reward)
@@ -67,7 +67,7 @@ def dump_evaluation(
 ) -> None:
     """Write `<data source>.jsonl` for each source, and all metrics as one line of `aggregated_results.jsonl`.
 
-    Other files, which an abandoned run left in the folder, are removed.
+    Other JSONL files in the folder come from an abandoned run and are removed.
     """
     groups = by_source(trajectories)
     for name, group in groups.items():
@@ -81,8 +81,8 @@ def dump_evaluation(
 def trajectory_row(trajectory: Trajectory, chat: ChatEncoder, success_reward: float | None) -> dict[str, Any]:
     """Return a trajectory as a JSON row, with text instead of token ids. Rewards are null if it is invalid.
 
-    The first three keys describe the last segment, and `earlier` the ones before it. `turns` number their `segment`
-    from the first. `total_reward` is the sum over all segments.
+    The first three keys describe the last segment, and `earlier` lists the segments before it. The `segment` of a turn
+    is the index of its segment, counted from the start. `total_reward` is the sum over all segments.
     """
     is_valid = trajectory.is_valid
     *earlier, last = trajectory.segments

@@ -1,7 +1,7 @@
-"""PyTorch, imported at its first use.
+"""PyTorch, imported on first use.
 
-`algorithms` and `types` import `torch` from here, so that the rules of a configuration, which read the registered
-estimators and losses, are checked without loading it.
+`algorithms` and `types` import `torch` from here. Checking a configuration needs the registered estimators and losses,
+and must not wait for PyTorch to load.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 def no_grad(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function as `torch.no_grad()` does."""
+    """Decorate a function like `torch.no_grad()`, without importing PyTorch yet."""
 
     @wraps(function)
     def detached(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -1,4 +1,4 @@
-"""From a batch to new weights: scores, advantages, updates. Checkpoints of the models."""
+"""The models of a run: scores, advantages and updates of a batch, and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,39 +27,38 @@ from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
 N_PROBED_ROWS, N_PROBED_TOKENS, N_PROBED_PAIRS = 2, 8, 4
-"""Rows of an update on which `check_weights` tests the new weights, and response tokens of each: few, because it takes
-time before each checkpoint. A reward model is tested on whole pairs."""
+"""Size of the sample on which `check_weights` tests the new weights: rows, response tokens of each row, and (for a
+reward model) whole pairs. The sample is small because every checkpoint waits for the test."""
 
 MIN_MEAN_LOGPROB = -100.0
-"""Minimum mean log-prob of trained tokens after an update; exp(-100) is 0 in float32. Rewards of a pair may differ by
-100 on average: their objective, too, is the log of a probability."""
+"""Minimum mean log-prob of trained tokens after an update: exp(-100) is 0 in float32. It also limits the mean distance
+between the rewards of a pair to 100, since the loss of a pair is a log-probability of that distance."""
 
 
 class TrainedModels:
     """The models that a run changes: their checks, checkpoints and exports."""
 
     def __init__(self, cfg: RunConfig, policy: WorkerGroup, ref: WorkerGroup | None = None) -> None:
-        """If `ref` is `policy`, the reference is the policy without its adapter."""
+        """Create the models. Pass `policy` as `ref` to use the policy without its adapter as the reference."""
         self.policy, self.ref = policy, ref
         self._cfg = cfg
         self._probe: TrainingBatch | None = None  # of the last update
 
     def set_probe(self, batch: TrainingBatch) -> None:
-        """Keep a few tokens of an update for `check_weights`."""
+        """Keep a few tokens of the batch for `check_weights`."""
         self._probe = _shortest_pairs(batch) if self.policy.role == "reward" else _first_tokens(batch)
 
     async def score_reference(self, batch: TrainingBatch) -> TrainingBatch:
-        """Fill in the log-probs (B, R) of the reference, if there is one."""
+        """Fill in the reference's log-probs (B, R), if there is a reference."""
         if self.ref is None:
             return batch
         scores = await self.ref.score(batch, adapter=self.ref is not self.policy)
         return replace(batch, ref_logprobs=scores["logprobs"])
 
     async def check_weights(self) -> None:
-        """Check that weights are finite, and that rows of the last update still have log-probs and a gradient, or
-        rewards that can be compared.
+        """Check that the weights are finite and still give a gradient on rows of the last update.
 
-        Far too large an update leaves finite weights that give every token a gradient of 0 or NaN.
+        Finite weights are not enough: after far too large an update, every token may have a gradient of 0 or NaN.
 
         Raises:
             DivergenceError: training has diverged.
@@ -69,7 +68,7 @@ class TrainedModels:
             if fault is None and name != "ref" and self._probe is not None:
                 fault = _find_divergence((await group.probe(self._probe)).numbers(), name)
             if fault is not None:
-                section = "critic" if name == "critic" else "policy"  # whose weights the reference copies
+                section = "critic" if name == "critic" else "policy"  # the reference is a copy of the policy
                 key = f"{section}.optimizer_config.lr"
                 model = "reward model" if name == "reward" else name
                 raise DivergenceError(
@@ -83,9 +82,9 @@ class TrainedModels:
         return sum([await group.checkpoint_bytes() for group in self._saved_groups().values()])
 
     async def save(self, folder: Path) -> Awaitable[None]:
-        """Copy the state of each model; return once training may continue.
+        """Copy the state of each model, and return once training may continue.
 
-        Await the result until each model is written into its own folder.
+        The returned awaitable finishes when each model is written to its own folder.
         """
         writing: list[Awaitable[Any]] = []
 
@@ -104,7 +103,7 @@ class TrainedModels:
         return finish()
 
     async def restore(self, folder: Path) -> None:
-        """Load what `save` wrote; CheckpointError if it is incomplete or belongs to another model."""
+        """Load the models that `save` wrote. Raise CheckpointError if one is incomplete or of another architecture."""
         for name, group in self._saved_groups().items():
             await group.load_state(folder / name)
 
@@ -127,9 +126,9 @@ class TrainedModels:
 
 
 class Learner(TrainedModels):
-    """The models of a run and the computation between them. Stages return their metrics.
+    """The models of a run, and the computations of a training step. Stages return their metrics.
 
-    A batch has B rows of L tokens, the last R of them response.
+    A batch has B rows of L tokens, and the last R of them are the response.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class Learner(TrainedModels):
         ref: WorkerGroup | None = None,
         reference_sync: WeightSync | None = None,
     ) -> None:
-        """Pass `ref` and `critic` if the configuration or the estimator reads their log-probs and values.
+        """Create the learner. Pass `ref` and `critic` if the configuration or the estimator reads their scores.
 
         `reference_sync` copies the policy's weights to the reference, for `update_ref_every_epoch`.
         """
@@ -157,7 +156,7 @@ class Learner(TrainedModels):
     # -- batch → weights
 
     def filter_groups(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
-        """Take groups of equal rewards out of the loss mask, for `zero_variance_filter`."""
+        """Zero the loss mask of groups whose rewards are all equal, for `zero_variance_filter`."""
         algorithm = self._cfg.algorithm
         if not algorithm.zero_variance_filter:
             return batch, Metrics()
@@ -172,10 +171,10 @@ class Learner(TrainedModels):
         return replace(batch, loss_mask=torch.where(is_kept[:, None], batch.loss_mask, 0.0)), metrics
 
     async def score(self, batch: TrainingBatch) -> TrainingBatch:
-        """Fill in values, and log-probs (B, R) of the reference and the policy.
+        """Fill in the critic's values and the reference's and policy's log-probs (B, R).
 
-        With one mini-batch and one update epoch, the update computes the policy's log-probs itself: `old_logprobs`
-        stay None unless something reads them before.
+        With one mini-batch and one update epoch, the update itself computes the policy's log-probs. `old_logprobs`
+        then stays None, unless something reads it before the update.
         """
         if self.critic is not None:
             batch = replace(batch, values=(await self.critic.score(batch))["values"])
@@ -199,7 +198,7 @@ class Learner(TrainedModels):
         return not is_updated_once or is_read_before_update or bool(self._required & FROM_POLICY)
 
     def advantages(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
-        """Fill in `advantages` and `returns` (B, R), from rewards minus the KL penalty if there is one."""
+        """Fill in `advantages` and `returns` (B, R). With `use_kl_in_reward`, first subtract the KL penalty."""
         penalty_metrics = Metrics()
         if self._cfg.algorithm.use_kl_in_reward:
             batch, penalty_metrics = self.penalize_rewards(batch)
@@ -214,7 +213,7 @@ class Learner(TrainedModels):
         return replace(batch, advantages=advantages, returns=returns)
 
     def normalize_advantages(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
-        """Normalize `advantages` (B, R) if configured. Return the metrics of rewards and of advantages as they were."""
+        """Normalize `advantages` (B, R) if configured. The metrics describe the advantages before normalization."""
         assert batch.rewards is not None
         assert batch.advantages is not None
         metrics = Metrics.of(
@@ -229,7 +228,7 @@ class Learner(TrainedModels):
         return batch, metrics
 
     def penalize_rewards(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
-        """Subtract each token's divergence from the reference from the rewards (B, R); update the KL coefficient."""
+        """Subtract the per-token KL penalty from the rewards (B, R), and update the KL coefficient."""
         assert batch.rewards is not None
         assert batch.old_logprobs is not None
         assert batch.ref_logprobs is not None
@@ -251,12 +250,12 @@ class Learner(TrainedModels):
         return replace(batch, rewards=rewards), metrics
 
     async def update_critic(self, batch: TrainingBatch) -> Metrics:
-        """Take one optimizer step of the critic for each mini-batch and update epoch."""
+        """Take one critic step per mini-batch and update epoch."""
         assert self.critic is not None
         return await self._update("critic", self.critic, batch, self._cfg.critic_mini_batch_size)
 
     async def update_policy(self, batch: TrainingBatch) -> Metrics:
-        """Take one optimizer step of the policy for each mini-batch and update epoch."""
+        """Take one policy step per mini-batch and update epoch."""
         return await self._update("policy", self.policy, batch, self._cfg.policy_mini_batch_size)
 
     async def _update(self, role: str, group: WorkerGroup, batch: TrainingBatch, mini_batch_size: int) -> Metrics:
@@ -269,7 +268,7 @@ class Learner(TrainedModels):
         return metrics.with_prefix(role)
 
     async def refresh_reference(self, version: int) -> None:
-        """Copy the policy's weights, of `version`, to the reference."""
+        """Copy the policy's weights to the reference, as `version`."""
         assert self._reference_sync is not None
         await self._reference_sync(version)
 
@@ -292,7 +291,10 @@ class Learner(TrainedModels):
 
 
 def _first_tokens(batch: TrainingBatch) -> TrainingBatch | None:
-    """Return the rows whose first trained tokens come earliest, cut off soon after; None if no token is trained."""
+    """Return the rows whose first trained tokens come earliest, truncated soon after them.
+
+    Return None if no token is trained.
+    """
     prompt_length = batch.sequences.shape[1] - batch.response_length
     first = batch.loss_mask.argmax(dim=1)  # (B,) column of the response
     n_before = (batch.attention_mask[:, :prompt_length].sum(dim=1) + first).tolist()
@@ -317,9 +319,9 @@ def _shortest_pairs(batch: TrainingBatch) -> TrainingBatch:
 
 
 def _find_divergence(probe: Mapping[str, float], role: str) -> str | None:
-    """Return why the mean of `WorkerGroup.probe`, or its gradient norm, is that of broken weights; or None.
+    """Return the reason if the result of `WorkerGroup.probe` shows that the weights are broken, and None otherwise.
 
-    A gradient of 0 is valid at a mean of exactly 0: the policy is certain of every token.
+    A gradient of 0 is valid if the mean log-prob is exactly 0: the policy is certain of every token.
     """
     mean, norm = probe["mean"], probe["grad_norm"]
     if not math.isfinite(norm):

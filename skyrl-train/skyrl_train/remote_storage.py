@@ -1,4 +1,4 @@
-"""Uploads of a run's checkpoints and evaluated trajectories, while the run continues."""
+"""Background upload of a run's checkpoints and evaluation trajectories."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteStorage(Callback):
-    """A callback that uploads checkpoints and evaluated trajectories in the background.
+    """A callback that uploads checkpoints and evaluation trajectories in the background.
 
-    A checkpoint on this machine is removed once it is uploaded and is neither among the `trainer.max_ckpts_to_keep`
-    newest nor the one to resume from. The end of the run waits for uploads, for `trainer.remote_exit_timeout_seconds`
-    at most.
+    An uploaded checkpoint is removed from this machine, unless it is among the `trainer.max_ckpts_to_keep` newest or
+    the run would resume from it. At its end, the run waits up to `trainer.remote_exit_timeout_seconds` for uploads.
     """
 
     def __init__(self, run_folder: RunFolder, trajectory_url: str | None = None) -> None:
-        """Upload evaluations below `trajectory_url`, if it is not None."""
+        """Upload evaluations to `trajectory_url`. None uploads only checkpoints."""
         self._run_folder = run_folder
         self._uploader = Uploader()
         self._newest_step = -1  # of this run's checkpoints
@@ -42,7 +41,7 @@ class RemoteStorage(Callback):
         self._trajectories: RemoteFolder | None = None
 
     async def on_train_start(self, run: Run) -> None:
-        """Upload what an earlier process of this run did not."""
+        """Upload files that an earlier process of this run left."""
         self._trajectories = open_evaluations(self._trajectory_url, run.cfg.trainer.run_name)
         for step in self._run_folder.eval_steps():
             if step <= run.global_step:
@@ -102,7 +101,7 @@ class RemoteStorage(Callback):
             self._uploader.submit(Upload(folder, -1, partial(upload_files, folder, target)))
 
     async def _settle(self, run: Run) -> None:
-        """Report the attempts that ended, and remove the checkpoints that are uploaded and superseded."""
+        """Report finished uploads, and remove local checkpoints that are uploaded and superseded."""
         if run.remote is None and self._trajectories is None:
             return
         gauges = run.gauges
@@ -130,7 +129,7 @@ class RemoteStorage(Callback):
 
 
 def open_evaluations(url: str | None, run_name: str) -> RemoteFolder | None:
-    """Return the folder of a run's evaluations below `url`; None, with a warning, if there are no credentials."""
+    """Return the folder of a run's evaluations below `url`. Without credentials, log a warning and return None."""
     if url is None:
         return None
     if fault := find_credentials_fault(url, os.environ):
@@ -140,7 +139,7 @@ def open_evaluations(url: str | None, run_name: str) -> RemoteFolder | None:
 
 
 def _ignore_later(remote: RemoteCheckpoints, step: int) -> int:
-    """Point remote storage to `step`, from which the run starts, so that later checkpoints are ignored."""
+    """Point remote storage to `step`, where the run starts, so that a resume ignores later checkpoints."""
     if any(later > step for later in remote.steps()):
         remote.point_to(step)
     return 0

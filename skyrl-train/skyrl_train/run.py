@@ -1,4 +1,4 @@
-"""Base class of training runs: step loop, callbacks, checkpoints, exports. A trainer fills in the step."""
+"""Base class for training runs. A trainer implements the step; this module does the rest."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Position(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position; DataError if it belongs to other data."""
+        """Continue from a position. Raise DataError if it belongs to other data."""
         ...
 
 
 @dataclass(slots=True)
 class Step:
-    """A step in progress. Stages take it as an argument, so that several steps may overlap."""
+    """A step in progress. It is passed to each stage, because steps may overlap."""
 
     number: int
     metrics: Metrics = field(default_factory=Metrics)
@@ -72,7 +72,7 @@ class Step:
 
 
 class TrainingRun(Run):
-    """Base class of training runs: step loop, callbacks, checkpoints, exports."""
+    """Base class for training runs: step loop, callbacks, checkpoints, exports."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class TrainingRun(Run):
 
     @asynccontextmanager
     async def ending(self) -> AsyncIterator[None]:
-        """Call `on_train_end` of every callback at the end of the context, with the error that ended it."""
+        """Call `on_train_end` of every callback when the context exits, with the error that ended it."""
         error: BaseException | None = None
         try:
             yield
@@ -120,7 +120,7 @@ class TrainingRun(Run):
             for callback in self._callbacks:
                 try:
                     await callback.on_train_end(self, error)
-                except OSError as failure:  # e.g. the disk is full, which ended the run
+                except OSError as failure:  # e.g. the full disk that ended the run
                     logger.warning("%s failed at the end of the run: %s", type(callback).__name__, failure)
                 except Exception:  # a failing callback must not hide why the run ended
                     logger.exception("%s failed at the end of the run", type(callback).__name__)
@@ -134,7 +134,7 @@ class TrainingRun(Run):
         logger.warning("Stopping after the current step: %s", reason)
 
     async def start(self) -> None:
-        """Resume from a checkpoint if there is one, and report step 0 of a new run."""
+        """Resume from a checkpoint if there is one. Otherwise report step 0."""
         await self.resume()
         if self.global_step >= self.total_steps:
             logger.warning(
@@ -150,21 +150,22 @@ class TrainingRun(Run):
             await self.finish_step(step)
 
     async def prepare(self, step: Step) -> None:
-        """Do what the first step needs after resuming; `step` is the last finished one."""
+        """Prepare the first step after a resume. `step` is the last finished step."""
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps that remain, until a callback or a signal requests a stop."""
+        """Yield the remaining steps, until a callback or a signal requests a stop."""
         while self.global_step < self.total_steps and not self.is_stopping:
             yield Step(self.global_step + 1)
 
     async def finish_step(self, step: Step) -> None:
         """Report the step to the callbacks.
 
-        An OSError in a callback is an alert. At the last step it ends the run, but only after the remaining callbacks:
-        if metrics cannot be written to a full disk, a checkpoint on another disk must still be saved.
+        If a callback raises an OSError or a CheckpointError, the run continues with an alert. At the last step the
+        error ends the run, but only after the remaining callbacks: if metrics cannot be written to a full disk, a
+        checkpoint on another disk must still be saved.
 
         Raises:
-            StorageError, CheckpointError: the first failure of the last step.
+            StorageError, CheckpointError: a callback failed at the last step. The first failure is raised.
         """
         self.global_step = step.number
         is_last = step.number == self.total_steps
@@ -212,7 +213,7 @@ class TrainingRun(Run):
         return self._writer.is_saving
 
     async def _snapshot(self) -> Snapshot:
-        """Return everything that a resumed run needs to continue exactly after the last finished step."""
+        """Capture the complete state after the last finished step. A resumed run continues exactly from there."""
         driver = to_bytes(
             {
                 "global_step": self.global_step,
@@ -247,7 +248,7 @@ class TrainingRun(Run):
         """Check the weights after the update of `step`.
 
         Raises:
-            DivergenceError: training has diverged; the message says what remains of the run.
+            DivergenceError: training has diverged. The message names the last checkpoint that is kept.
         """
         try:
             await self.models.check_weights()
@@ -261,7 +262,7 @@ class TrainingRun(Run):
             ) from error
 
     async def save_before_failure(self) -> None:
-        """Save the last finished step, whose weights are unchanged, so that a resumed run loses none."""
+        """Save the last finished step when the next one fails before its update. A resumed run then loses no step."""
         if self.cfg.trainer.ckpt_interval > 0:
             try:
                 await self.save_checkpoint()
@@ -278,7 +279,7 @@ class TrainingRun(Run):
             folder = Path(trainer.export_path)
             make_folder(folder)
             n_exports = math.ceil((self.total_steps - self.global_step) / trainer.hf_save_interval)
-            needed, free = n_exports * checkpoint_bytes // 3, shutil.disk_usage(folder).free  # without the two moments
+            needed, free = n_exports * checkpoint_bytes // 3, shutil.disk_usage(folder).free  # no optimizer moments
             if free < needed:
                 await self.alert(
                     f"{folder} has {free:,} bytes free, and the {n_exports} exports of this run take at least "
@@ -296,7 +297,7 @@ class TrainingRun(Run):
             ) from error
 
     async def resume(self) -> None:
-        """Load the checkpoint that `trainer.resume_mode` asks for, if there is one; download it if necessary."""
+        """Load the checkpoint that `trainer.resume_mode` selects, if any. Download it if necessary."""
         mode, path, downloaded = self.cfg.trainer.resume_mode, self.cfg.trainer.resume_path, None
         if mode == "latest" and self.remote is not None:
             await self._fetch_newer(self.remote)
@@ -326,7 +327,10 @@ class TrainingRun(Run):
             logger.warning("Changed since the checkpoint: %s", line)
 
     def _check_batch_size(self, folder: Path, saved: int) -> None:
-        """Raise CheckpointError if the batch size has changed and epochs, not `max_training_steps`, end the run."""
+        """Raise CheckpointError if the batch size has changed and the last step depends on it.
+
+        It does if `trainer.epochs` ends the run, and does not if `trainer.max_training_steps` does.
+        """
         trainer = self.cfg.trainer
         if trainer.train_batch_size != saved and self.total_steps != trainer.max_training_steps:
             raise CheckpointError(
@@ -337,7 +341,7 @@ class TrainingRun(Run):
             )
 
     async def _fetch_newer(self, remote: RemoteCheckpoints) -> None:
-        """Download the newest complete checkpoint if this machine has none that is as new."""
+        """Download the newest complete remote checkpoint if it is newer than the local ones."""
         local = self.checkpoints.resumable_step()
         try:
             step = await asyncio.to_thread(remote.latest_step)
@@ -355,7 +359,7 @@ class TrainingRun(Run):
             await self._fetch(remote, step)
 
     async def _fetch(self, remote: RemoteCheckpoints, step: int) -> Path:
-        """Download a checkpoint, complete or not at all; CheckpointError if that fails."""
+        """Download a checkpoint. If that fails, keep nothing and raise CheckpointError."""
         logger.info("Downloading the checkpoint of step %d from %s", step, remote.folder.url)
 
         async def write(folder: Path) -> None:
@@ -371,7 +375,7 @@ class TrainingRun(Run):
 
 
 def open_remote(url: str | None) -> RemoteCheckpoints | None:
-    """Return the checkpoints at a URL; None, with a warning, if there are no credentials for it.
+    """Open the checkpoints at a URL. Without credentials for it, log a warning and return None.
 
     Raises:
         ConfigError: the protocol is unknown, or its package is not installed.

@@ -1,7 +1,7 @@
-"""Training on fixed data, on the workers of reinforcement learning: demonstrations, or pairs of answers.
+"""Training on fixed data (demonstrations, or pairs of answers) with the same workers as reinforcement learning.
 
-A step draws rows of the dataset and minimizes an objective. Its batch has B rows of L tokens, and only the tokens of
-answers are trained.
+A step draws rows from the dataset and minimizes an objective. Its batch has B rows of L tokens. Only answer tokens are
+trained.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from skyrl_train.tracking.system import peak_flops, system_metrics
 from skyrl_train.types import DrawnPrompt, Metrics, TrainingBatch
 
 VALIDATION_ROWS = 32
-"""Rows in memory at once for the validation metrics, which do not depend on it."""
+"""Rows per batch of the validation. It bounds memory and does not change the metrics."""
 
 
 class SupervisedRows:
-    """The batches of a run, shuffled for each epoch, and the number of tokens in them."""
+    """The batches of a run, reshuffled each epoch. Counts their tokens."""
 
     def __init__(self, dataset: SupervisedDataset, batch_size: int, seed: int, pad_token_id: int) -> None:
-        """Start at the first batch; DataError if the dataset does not fill it."""
+        """Start at the first batch. Raise DataError if the dataset is smaller than one batch."""
         self._order = ShuffledPrompts(dataset, batch_size, seed)
         self._pad_token_id = pad_token_id
         self.n_tokens = 0  # in all batches so far
@@ -39,7 +39,7 @@ class SupervisedRows:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`data/n_skipped`, as `PromptOrder.metrics`."""
+        """`data/n_skipped`, from `PromptOrder.metrics`."""
         return self._order.metrics
 
     def take(self) -> TrainingBatch:
@@ -53,7 +53,7 @@ class SupervisedRows:
         return {**self._order.state_dict(), "n_tokens": self.n_tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position; DataError if it belongs to other data."""
+        """Continue from a position. Raise DataError if it belongs to other data."""
         self._order.load_state_dict(state)
         self.n_tokens = state["n_tokens"]
 
@@ -88,11 +88,12 @@ class SupervisedTrainer(TrainingRun):
                 await self.finish_step(step)  # callbacks: validate, log, checkpoint
 
     async def update(self, step: Step, batch: TrainingBatch) -> None:
-        """Take one optimizer step on the objective of the batch.
+        """Take one optimizer step on a batch.
+
+        The weights are checked after the last step, and after a step with a huge loss or a NaN or infinite gradient.
 
         Raises:
-            DivergenceError: after the last step, or a step with a huge loss or without a finite gradient, the weights
-                can no longer learn.
+            DivergenceError: the weights are NaN or infinite, or can no longer learn.
         """
         self.models.set_probe(batch)
         if self.models.ref is not None:
@@ -106,7 +107,7 @@ class SupervisedTrainer(TrainingRun):
             await self.check_weights(step.number)
 
     def measure(self, step: Step, batch: TrainingBatch) -> None:
-        """Add the clock, the speed and the memory to the metrics of a step."""
+        """Record the learning rate, progress, throughput and system metrics of a step."""
         n_tokens, seconds = count_tokens(batch), step.timer.metrics()["timing/step"]
         if self._peak_flops is not None:
             rate = self._flops_per_token * n_tokens / seconds
@@ -134,8 +135,10 @@ class SupervisedTrainer(TrainingRun):
 
 
 class Validation(Callback):
-    """A callback that measures the objective on held-out rows, as `val/loss` and others, every `trainer.eval_interval`
-    steps, after the last one, and before training if configured.
+    """A callback that measures the objective on held-out rows, as `val/loss` and others.
+
+    It runs every `trainer.eval_interval` steps, after the last step, and before training with
+    `trainer.eval_before_train`.
     """
 
     def __init__(
@@ -165,13 +168,14 @@ class Validation(Callback):
 
 
 def count_tokens(batch: TrainingBatch) -> int:
-    """Return the number of tokens without padding."""
+    """Count the tokens of a batch, padding excluded."""
     return int(batch.attention_mask.sum())
 
 
 def count_flops(n_trained: int, n_parameters: int) -> int:
-    """Return the floating-point operations of the forward and backward pass of a token, without attention.
+    """Return the floating-point operations per token of a forward and backward pass, without attention.
 
-    They are 6 per trained parameter and 4 per frozen one, which needs no gradient of its own.
+    A trained parameter costs 6: 2 forward, 2 for the gradient of its input, 2 for its own gradient. A frozen parameter
+    needs no gradient of its own and costs 4.
     """
     return 4 * n_parameters + 2 * n_trained

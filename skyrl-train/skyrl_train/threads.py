@@ -1,7 +1,7 @@
-"""The number of threads that compute: as many as there are cores that other processes leave free.
+"""Compute with as many threads as there are free cores.
 
-Each operation of a small model takes microseconds and ends when its slowest thread does. With more threads than free
-cores, one of them waits for a time slice, and a step takes ten times as long.
+An operation of a small model takes microseconds and ends with its slowest thread. With more threads than free cores,
+one thread waits for a time slice, and a step takes ten times as long.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import torch
 T = TypeVar("T")
 
 INTERVAL_S = 0.2
-"""Minimum seconds between two measurements of the load; the kernel's counters have steps of 0.01 s."""
+"""Minimum seconds between two measurements of the load. The kernel's counters advance in steps of 0.01 s."""
 
 _local = threading.local()
 
 
 class ThreadBudget:
-    """The threads for the operations of one thread, at most `n_max`."""
+    """The number of threads that operations of the calling thread use: the free cores, up to `n_max`."""
 
     def __init__(self, n_max: int, stat: Path = Path("/proc/stat")) -> None:
-        """`stat` has the kernel's counters; a system without it always gets `n_max` threads."""
+        """Read the kernel's counters from `stat`. A system without this file always uses `n_max` threads."""
         self._n_max = n_max
         self._stat = stat
         self.restart()
 
     def restart(self) -> None:
-        """Measure the load from now on. Processes that used the cores during a pause may have stopped since."""
+        """Measure the load from now on. After a pause, the load during it says nothing about the load now."""
         self._last = (time.monotonic(), time.process_time(), self._busy_seconds())
 
     def adjust(self) -> None:
-        """Set the number of threads to the cores that other processes left free since the last adjustment."""
+        """Set the number of threads to the number of cores that other processes left free since the last call."""
         now = time.monotonic()
         elapsed = now - self._last[0]
         if elapsed < INTERVAL_S:
@@ -53,8 +53,10 @@ class ThreadBudget:
         self._last = (now, own, busy)
 
     def _busy_seconds(self) -> float | None:
-        """Return the seconds that all processes have spent on our cores, with those of low priority: they get little
-        time, but take it in slices of milliseconds, for which all threads of an operation wait.
+        """Return the CPU seconds that all processes have spent on our cores.
+
+        Low-priority processes count too. They get little time, but take it in slices of milliseconds, and every thread
+        of an operation waits for such a slice to end.
         """
         try:
             lines = self._stat.read_text().splitlines()
@@ -74,25 +76,25 @@ def _cores() -> set[int]:
 
 
 def threads_per_process(n_processes: int) -> int:
-    """Return the number of threads for each of several processes that compute at once on this machine."""
+    """Return the number of threads per process if `n_processes` compute at once on this machine."""
     return max(1, len(_cores()) // n_processes)
 
 
 def adjust_threads() -> None:
-    """Adjust the number of threads of a compute thread to the load; does nothing in other threads."""
+    """Adjust the number of threads to the load if called from a compute thread. Otherwise do nothing."""
     budget: ThreadBudget | None = getattr(_local, "budget", None)
     if budget is not None:
         budget.adjust()
 
 
 def use_one_core() -> None:
-    """Let this thread compute with one core, beside the compute thread."""
+    """Let this thread compute with one core and leave the rest to the compute thread."""
     torch.set_num_threads(1)
 
 
 @contextmanager
 def half_of_cores() -> Iterator[None]:
-    """Compute with at most half of the cores, because another process does its part of the work at the same time."""
+    """Compute with at most half of the cores while another process works at the same time."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(min(n_threads, max(1, len(_cores()) // 2)))
     try:
@@ -102,7 +104,10 @@ def half_of_cores() -> Iterator[None]:
 
 
 class ComputeThread(ThreadPoolExecutor):
-    """One thread that adjusts its number of threads before each call to the load since its last pause."""
+    """An executor with one thread. It adapts its number of compute threads to the load before each call.
+
+    The load is measured since the last pause.
+    """
 
     def __init__(self, n_threads: int, name: str = "compute") -> None:
         """Compute with at most `n_threads` threads."""
@@ -128,10 +133,10 @@ class ComputeThread(ThreadPoolExecutor):
 
 @contextmanager
 def compute_thread() -> Iterator[ThreadPoolExecutor]:
-    """Create one thread that computes with all free cores, for training and generation; other threads get one each.
+    """Create a thread that computes with all free cores, for training and generation. Other threads get one core each.
 
-    OpenMP gives each computing thread its own team. With more threads in all teams than cores, it puts them to sleep
-    between operations, and a small model takes twice as long (docs/internals/processes.md).
+    OpenMP gives each thread that computes its own team. If the teams together have more threads than there are cores,
+    OpenMP puts them to sleep between operations, and a small model takes twice as long (docs/internals/processes.md).
     """
     n_cores = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """A timer that adds up seconds by name: `with timer("generate"): …`."""
+    """A timer that adds up seconds per name: `with timer("generate"): …`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -32,10 +32,10 @@ class StepTimer:
 
 
 class Timer:
-    """SkyRL's timer: `with Timer("reward", seconds):` adds to `seconds["reward"]`; `async with` does, too."""
+    """SkyRL's timer: `with Timer("reward", seconds):` adds to `seconds["reward"]`. `async with` works as well."""
 
     def __init__(self, message: str, update_dict: dict[str, float] | None = None) -> None:
-        """Measure what `message` names. Without `update_dict`, only the log has the result."""
+        """Time the block called `message`. Without `update_dict`, the result is only logged."""
         self._message = message
         self._seconds = {} if update_dict is None else update_dict
 

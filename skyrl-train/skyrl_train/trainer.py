@@ -1,6 +1,6 @@
 """The training step on one page: prompts → rollouts → advantages → update → sync.
 
-A step takes G rollouts of each of P prompts. Its batch has B rows of L tokens, the last R of them response.
+A step plays P prompts G times each. Its batch has B rows of L tokens, and the last R of them are the response.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SyncEngines = Callable[[int], Awaitable[Metrics]]
-"""Sends the policy's weights to the engines, as those of a version."""
+"""Sends the policy's weights to the engines, labelled with a version."""
 
 STOP_GRACE_S = 20.0
-"""Seconds that the rollouts of a step may take after a stop request, before the step is abandoned."""
+"""Seconds that a step's rollouts may still take after a stop request. Then the step is abandoned."""
 
 
 STAGES = {"rollout", "build_batch", "score", "advantages", "update", "sync_weights", "finish_step"}
@@ -43,10 +43,10 @@ class RolloutsAbandonedError(Exception):
 
 
 class Trainer(TrainingRun):
-    """A trainer of a policy on the rewards of its own rollouts. Callbacks see it as a `Run`."""
+    """A trainer that plays rollouts with the policy and trains it on their rewards. Callbacks see it as a `Run`."""
 
     def __init_subclass__(cls) -> None:
-        """Raise TypeError for a stage that is a coroutine and must be a function, or the other way round."""
+        """Raise TypeError if an overridden stage is async and the original is not, or vice versa."""
         super().__init_subclass__()
         for name in STAGES & cls.__dict__.keys():
             is_async = iscoroutinefunction(getattr(Trainer, name))
@@ -65,7 +65,7 @@ class Trainer(TrainingRun):
         pad_token_id: int,
         callbacks: Sequence[Callback],
     ) -> None:
-        """Create the trainer. `sync_engines(version)` sends the policy's weights to the engines."""
+        """Create the trainer. `sync_engines` is called before the first step and after each update."""
         super().__init__(cfg, models=learner, position=source, total_steps=total_steps, callbacks=callbacks)
         self.cfg: SkyRLConfig = cfg
         self.learner = learner
@@ -98,7 +98,7 @@ class Trainer(TrainingRun):
         await self.sync_weights(step)
 
     async def rollout(self, step: Step) -> list[Trajectory]:
-        """Return G trajectories for each of P drawn prompts, without those that failed."""
+        """Play P prompts G times each. Return the trajectories that are valid."""
         with step.timer("generate"):
             try:
                 data = await self._take(step.number)
@@ -114,7 +114,7 @@ class Trainer(TrainingRun):
         return data.trajectories
 
     async def _take(self, number: int) -> StepData:
-        """Return the rollouts of a step; RolloutsAbandonedError if they do not end in time after a stop request."""
+        """Return the rollouts of a step. Raise RolloutsAbandonedError if they outlast the grace period of a stop."""
         return await self._wait_for_rollouts(self._source.take(number), number)
 
     async def _wait_for_rollouts(self, rollouts: Coroutine[Any, Any, T], number: int) -> T:
@@ -135,13 +135,13 @@ class Trainer(TrainingRun):
             await asyncio.wait([waiting, stop])
 
     def build_batch(self, step: Step, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        """Pad the trajectories into tensors (B, L); mask groups of equal rewards if configured."""
+        """Pad the trajectories into tensors (B, L). With `zero_variance_filter`, mask groups of equal rewards."""
         batch, metrics = self.learner.filter_groups(build_training_batch(trajectories, self._pad_token_id))
         step.record(metrics)
         return batch
 
     async def score(self, step: Step, batch: TrainingBatch) -> TrainingBatch:
-        """Fill in values and log-probs (B, R) of the models before the update."""
+        """Fill in the critic's values and the policy's and reference's log-probs (B, R) before the update."""
         with step.timer("fwd_logprobs_values_reward"):
             return await self.learner.score(batch)
 
@@ -153,7 +153,7 @@ class Trainer(TrainingRun):
         return batch
 
     async def update(self, step: Step, batch: TrainingBatch) -> None:
-        """Update the critic if there is one, then the policy: one optimizer step per mini-batch and update epoch."""
+        """Update the critic, if any, and then the policy: one optimizer step per mini-batch and update epoch."""
         if self.learner.critic is not None:
             with step.timer("critic_train"):
                 step.record(await self.learner.update_critic(batch))
@@ -166,7 +166,7 @@ class Trainer(TrainingRun):
             logger.info("The policy of step %d is the new reference", step.number)
 
     async def sync_weights(self, step: Step) -> None:
-        """Send the policy's weights, as version `step.number`, to the engines."""
+        """Send the policy's weights to the engines as version `step.number`."""
         with step.timer("sync_weights"):
             with suppress(RolloutsAbandonedError):  # after a stop request, no step will train on them
                 await self._wait_for_rollouts(self._source.before_sync(), step.number + 1)
@@ -179,6 +179,6 @@ class Trainer(TrainingRun):
 
 
 def _has_no_gradient(metrics: Mapping[str, float]) -> bool:
-    """Return True if updates of a step were skipped, or if its gradient is 0 although its advantages are not."""
+    """Return True if the step skipped updates, or if its gradient is 0 although its advantages are not."""
     skipped = metrics.get("policy/skipped_updates", 0) + metrics.get("critic/skipped_updates", 0)
     return skipped > 0 or (metrics.get("policy/grad_norm") == 0 and metrics["loss/avg_raw_advantages_abs"] > 0)

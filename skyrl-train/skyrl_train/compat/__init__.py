@@ -1,1 +1,1 @@
-"""Everything that exists only for the names, files and command lines of other frameworks. Nothing else imports it."""
+"""Adapters for the names, files and command lines of other frameworks. The rest of the package never imports them."""

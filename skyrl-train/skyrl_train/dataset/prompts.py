@@ -80,7 +80,8 @@ class PromptDataset:
         self._indices: Sequence[int] = kept if self.is_checked else range(len(self._rows))
         self._digest = digest.hexdigest() if self.is_checked else None
         logger.info(
-            "%s: %d of %d rows have at most %d tokens", sources, len(kept), len(self._sample), max_prompt_length
+            "%s: kept %d of %d prompts (≤ %d tokens)",
+            *(", ".join(sources), len(kept), len(self._sample), max_prompt_length),
         )
         if not self.is_checked:
             logger.info(

@@ -1,4 +1,4 @@
-"""Rollouts of agents: programs that call the model under training through OpenAI's interface."""
+"""Rollouts of agents: programs that call the model under training through OpenAI's API."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ class AgentResult:
 
 
 class Agent(Protocol):
-    """A function, blocking or async, that solves the task of a row with any client of OpenAI's interface.
+    """A function, blocking or async, that solves the task of a row with any client of OpenAI's API.
 
-    A blocking agent runs in a thread. An async one shares the event loop with the endpoint, so it must not block.
+    A blocking agent runs in a thread. An async agent runs in the trainer's event loop and must not block it.
     """
 
     def __call__(
         self, *, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str
     ) -> float | AgentResult | Awaitable[float | AgentResult | None] | None:
-        """Return the reward. All requests to `base_url` until then form the trajectory."""
+        """Solve the task and return the reward. The requests to `base_url` until then form the trajectory."""
         ...
 
 
 class NoReward(EnvError):
-    """A rollout without a reward. `stop_reason` is that of the invalid trajectory."""
+    """A rollout has no reward. `stop_reason` becomes the stop reason of the invalid trajectory."""
 
     def __init__(self, stop_reason: str, message: str) -> None:
         super().__init__(message)
@@ -71,8 +71,8 @@ class NoReward(EnvError):
 class AgentGenerator(RolloutGenerator):
     """A generator that serves the model to agents and trains on the recorded requests.
 
-    It follows the settings of `generator.*` for sampling, the chat template, retries, filters and time limits; agents
-    decide on their turns themselves.
+    Sampling, the chat template, retries, filters and time limits follow `generator.*`. The agents decide about their
+    turns.
     """
 
     def __init__(
@@ -89,23 +89,23 @@ class AgentGenerator(RolloutGenerator):
         max_concurrent_agents: int = 128,
         in_own_process: bool = True,
     ) -> None:
-        """Prepare the server, which starts with the first rollout.
+        """Prepare the server. It starts with the first rollout.
 
         Args:
             agent: The program to train.
             generator_cfg: `generator.*`.
             inference_engine_client: The engine under training.
-            tokenizer: The policy's.
-            model_name: The name that requests use.
+            tokenizer: The policy's tokenizer.
+            model_name: The model name that requests use.
             host: The address to listen on.
-            port: 0 for any free one.
+            port: The port to listen on. 0 picks a free port.
             public_url: The server's address for agents on other machines.
             max_concurrent_agents: Maximum number of rollouts at once.
-            in_own_process: False for a server in the trainer's event loop, which starts faster: requests then wait
-                while the loop is busy, and it for them.
+            in_own_process: Run the server in a separate process. False runs it in the trainer's event loop: it starts
+                faster, but requests and the trainer then wait for each other.
 
         Raises:
-            ConfigError: a setting applies to turns of environments only.
+            ConfigError: a setting applies only to the turns of environments.
         """
         _check_config(generator_cfg)
         self._agent = agent
@@ -132,7 +132,7 @@ class AgentGenerator(RolloutGenerator):
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
-        """Return one trajectory for each request, in order. Failed agents make it invalid, never reward 0."""
+        """Return one trajectory per request, in order. If the agent fails, it is invalid and does not count as 0."""
         async with self._serving():
 
             async def play(rollouts: Sequence[Rollout]) -> None:
@@ -151,7 +151,7 @@ class AgentGenerator(RolloutGenerator):
 
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[None]:
-        """Serve requests without a session. Outside of rollouts they wait, because weights may change."""
+        """Serve requests without a session within the context. At other times they wait, because weights may change."""
         self._n_rolling += 1
         try:
             await (await self._get_endpoint()).serve_others()
@@ -163,7 +163,7 @@ class AgentGenerator(RolloutGenerator):
                     await self._endpoint.hold_others()
 
     async def _get_endpoint(self) -> Endpoint | EndpointProcess:
-        """Return the endpoint. It is started when it is needed, and once more if its process has crashed."""
+        """Return the endpoint. Start it on first use, and restart it if its process has crashed."""
         async with self._starting:
             if isinstance(self._endpoint, EndpointProcess) and self._endpoint.is_lost:
                 logger.warning("The process of the endpoint has ended; another one is started")
@@ -199,7 +199,7 @@ class AgentGenerator(RolloutGenerator):
                 _apply_result(rollout, returned, self.generator_cfg.reward_weights)
 
     async def _call_agent(self, base_url: str, session_id: str, row: PromptRow) -> Any:
-        """Return the agent's result.
+        """Call the agent and return its result.
 
         Raises:
             NoReward: the agent exceeded its time limit.
@@ -225,7 +225,7 @@ class AgentGenerator(RolloutGenerator):
 
 @contextmanager
 def _boundary(rollout: Rollout, session: Session) -> Iterator[None]:
-    """Turn an error of the agent into an invalid rollout."""
+    """Mark the rollout as invalid if its agent raises."""
     try:
         yield
     except NoReward as error:
@@ -243,7 +243,7 @@ def _boundary(rollout: Rollout, session: Session) -> Iterator[None]:
 
 
 def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float]) -> None:
-    """Set the rewards of the turns, and end the rollout.
+    """Set the rewards of the turns from the agent's result, and end the rollout.
 
     Raises:
         NoReward: the result is malformed, or does not fit the recorded turns.
@@ -276,7 +276,7 @@ def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float])
 
 
 def _check_config(cfg: GeneratorConfig) -> None:
-    """Raise ConfigError for settings that shape the turns of environments."""
+    """Raise ConfigError for settings that apply only to the turns of environments."""
     unsupported = {
         "step_wise_trajectories": cfg.step_wise_trajectories,
         "inject_context_status": cfg.inject_context_status,

@@ -1,4 +1,4 @@
-"""ASGI parts of the endpoint: requests in progress, disconnecting clients, event streams and error responses."""
+"""ASGI parts of the endpoint: active requests, disconnects, event streams and error responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ActiveRequests:
         self._reasons: dict[asyncio.Task[Any], RequestError] = {}
 
     async def run(self, owners: Owners, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, or cancel it when the client disconnects or `end` is called.
+        """Return the result of `work`. Cancel it if the client disconnects or `end` is called.
 
         Raises:
             ClientGone: the client disconnected.
@@ -56,7 +56,7 @@ class ActiveRequests:
             self._reasons.pop(task, None)
 
     async def end(self, reason: RequestError, is_ended: Callable[[Owners], bool] = lambda owners: True) -> None:
-        """Cancel the requests whose owners match, and answer them with `reason`. Return when their work has stopped."""
+        """Cancel the requests whose owners match, answer them with `reason`, and wait until their work has stopped."""
         tasks = [task for task, owners in self._owners.items() if is_ended(owners)]
         for task in tasks:
             self._reasons[task] = reason
@@ -65,7 +65,7 @@ class ActiveRequests:
 
 
 class JSONAnswer(Response):
-    """JSON in ASCII, which can represent any text, including lone surrogates."""
+    """A JSON response in ASCII. It can represent any text, even lone surrogates."""
 
     media_type = "application/json"
 
@@ -81,7 +81,7 @@ class EventStream(Response):
     def __init__(
         self, run: Callable[[Receive, Callable[[], Awaitable[None]]], Awaitable[None]], chunks: AsyncGenerator[Json]
     ) -> None:
-        """`run` calls and awaits the function that sends `chunks`, and may raise ClientGone or RequestError."""
+        """Stream `chunks`. `run` awaits the function that sends them, and may raise ClientGone or RequestError."""
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._run = run
@@ -110,7 +110,7 @@ async def _send_event(send: Send, event: str) -> None:
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client disconnects. The body of its request has been read."""
+    """Wait until the client disconnects. Call this after reading the request body."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -1,7 +1,7 @@
-"""The endpoint in another process: HTTP, chat templates and tokenization take no time of the trainer's event loop.
+"""The endpoint in a separate process: HTTP, templates and tokenization do not slow down the trainer's event loop.
 
 trainer → endpoint    start, open_session, end_session, serve_others, hold_others
-endpoint → trainer    the calls of the engine, which stays where it is
+endpoint → trainer    calls of the engine, because the engine stays in the trainer's process
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 10.0
 
 MakeService = Callable[[InferenceEngine], ModelService]
-"""Creates the model of an endpoint, given the engine. It is pickled, e.g. a `partial` of `ModelService`."""
+"""Creates an endpoint's `ModelService` from the engine. Must be picklable, e.g. a `partial` of `ModelService`."""
 
 
 class RecordedSession(NamedTuple):
-    """The outcome of a session, as it travels between processes."""
+    """The result of a session, in a form that can be sent to the trainer."""
 
     rows: list[SegmentBuilder]
     turns: list[TurnRecord]
@@ -43,10 +43,10 @@ class RecordedSession(NamedTuple):
 
 
 class EndpointProcess:
-    """An `Endpoint` in another process, which samples with an engine of this one."""
+    """An `Endpoint` in a separate process. It samples with the engine of this process."""
 
     def __init__(self, engine: InferenceEngine, make_service: MakeService) -> None:
-        """Serve `make_service(engine)`. `start` comes next."""
+        """Prepare an endpoint for `make_service(engine)`. Call `start` next."""
         self._make_service = make_service
         self._service = make_service(engine)  # creates the recordings of sessions
         self._engine = engine
@@ -59,15 +59,15 @@ class EndpointProcess:
 
     @property
     def is_lost(self) -> bool:
-        """True once the process has ended by itself."""
+        """True if the process has crashed."""
         return self._client is not None and self._client.is_broken
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None) -> None:
-        """Start the process and listen there, as `Endpoint.start` does.
+        """Start the process, and call `Endpoint.start` in it.
 
         Raises:
             ConfigError: the address cannot be used.
-            EngineError: the process ended, or was not ready in time.
+            EngineError: the process crashed, or was not ready in time.
         """
         address, self._folder = new_local_address("endpoint")
         try:
@@ -99,26 +99,26 @@ class EndpointProcess:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def url(self, session: Session | None = None) -> str:
-        """Return the `base_url` for clients of a session, or of requests that are not recorded."""
+        """Return the `base_url` for clients of a session. Without a session, requests are not recorded."""
         return session_url(self._origin, session)
 
     async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> Session:
-        """Record the requests below the session's URL until `end_session`, which completes the result."""
+        """Start recording the requests below the session's URL. The recording is filled in by `end_session`."""
         session_id: str = await self._call("open_session", sampling, seed, name)
         return Session(session_id, sampling, seed, self._service.new_recording())
 
     async def end_session(self, session: Session) -> None:
-        """Complete the recording of a session. Its unfinished and later requests get status 404."""
+        """Stop recording and fill in `session.recording`. Unfinished and later requests get status 404."""
         recorded: RecordedSession = await self._call("end_session", session.id)
         session.recording.rows, session.recording.turns = recorded.rows, recorded.turns
         session.generate_s, session.engine_failure = recorded.generate_s, recorded.engine_failure
 
     async def serve_others(self) -> None:
-        """Answer requests without a session, as after the start."""
+        """Answer requests without a session again. This is the initial state."""
         await self._call("serve_others")
 
     async def hold_others(self) -> None:
-        """Hold requests without a session until `serve_others`, as `Endpoint.hold_others` does."""
+        """Hold requests without a session until `serve_others`. See `Endpoint.hold_others`."""
         await self._call("hold_others")
 
     async def _call(self, method: str, *args: Any) -> Any:
@@ -127,7 +127,7 @@ class EndpointProcess:
 
 
 class _EndpointHost:
-    """The endpoint, in its own process. Its methods are called by `EndpointProcess`."""
+    """The endpoint in the separate process. `EndpointProcess` calls its methods."""
 
     def __init__(self, address: str, token: bytes, make_service: MakeService) -> None:
         self._engine = connect(address, token, None, lambda: "the trainer has ended")
@@ -154,7 +154,7 @@ class _EndpointHost:
 
     async def hold_others(self) -> None:
         await self._endpoint.hold_others()
-        await self._engine.check_health()  # answered after the requests that were cancelled: the engine is idle
+        await self._engine.check_health()  # calls are answered in order, so the cancelled requests have ended
 
     async def close(self) -> None:
         await self._endpoint.close()

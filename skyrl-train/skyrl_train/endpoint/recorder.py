@@ -1,11 +1,12 @@
 """The recorded conversations of a session, as tokens.
 
-Each request repeats the whole history, as messages, text or token ids. If the history was recorded, the prompt consists
-of the recorded tokens and the new part: sampled text is never tokenized again.
+A request repeats the whole history, as messages, text or token ids. If that history was recorded, the prompt is the
+recorded tokens plus the tokens of the new part. Sampled text is never tokenized again.
 
-    request ─ continues the end of a row → extends that row
-            ─ continues an earlier reply, or one with another continuation → a new row that starts with its tokens
-            ─ anything else → a new row
+    The request continues                       and is recorded
+    the end of a row                            in that row
+    a reply that already has a continuation     in a new row, which starts with the tokens up to that reply
+    no recorded reply                           in a new row
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class ReplyEnd:
 
     row: int
     n_tokens: int
-    was_stopped: bool  # rather than cut off by its length
+    was_stopped: bool  # False: truncated at the token limit
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The tokens that the model reads for one request, and the form of the request."""
+    """The prompt tokens of one request, and what identifies its history."""
 
     token_ids: list[int]
     origin: ReplyEnd | None = None  # the reply that it continues
@@ -44,7 +45,10 @@ class Prompt:
 
 
 class Recording(TokenConversation):
-    """Parallel conversations, which requests continue by repeating their history. Only complete replies are kept."""
+    """The parallel conversations of a session. A request continues one by repeating its history.
+
+    Only complete replies are kept.
+    """
 
     def __init__(self, chat: ChatEncoder, *, ends_stopped_turns: bool = True) -> None:
         super().__init__(chat, None, ends_stopped_turns=ends_stopped_turns)
@@ -53,7 +57,7 @@ class Recording(TokenConversation):
         self._by_text: list[tuple[str, ReplyEnd]] = []
 
     def chat_prompt(self, messages: Messages, chat: ChatEncoder, variant: str = "") -> Prompt:
-        """Return the prompt of messages rendered by `chat`; `variant` identifies the template variables."""
+        """Return the prompt of messages rendered by `chat`. `variant` identifies the template variables."""
         digests = _digests(variant, messages)
         for n in range(len(messages), 0, -1):
             if end := self._by_digest.get(digests[n - 1]):
@@ -78,11 +82,11 @@ class Recording(TokenConversation):
         return Prompt(list(token_ids), max(matches, key=lambda end: end.n_tokens, default=None))
 
     def extends_row(self, prompt: Prompt) -> bool:
-        """Return whether the prompt continues the end of a row."""
+        """Return True if the prompt continues the end of a row."""
         return prompt.origin is not None and len(self.rows[prompt.origin.row].token_ids) == prompt.origin.n_tokens
 
     def record(self, prompt: Prompt, result: EngineResult, reply: str) -> int:
-        """Record a reply, whose text the agent receives as `reply`. Return its row."""
+        """Record a reply and return its row. `reply` is its text as sent to the agent."""
         if prompt.origin is not None and self.extends_row(prompt):
             index = prompt.origin.row
             self.rows[index].append_observed(prompt.token_ids[prompt.origin.n_tokens :])
@@ -118,7 +122,7 @@ class Recording(TokenConversation):
 
 
 def _digests(variant: str, messages: Messages) -> list[Digest]:
-    """Return a hash of each beginning of a history."""
+    """Return a hash of each prefix of a history."""
     digests = [blake2b(variant.encode(), digest_size=16).digest()]
     for message in messages:
         digests.append(_next_digest(digests[-1], message))
@@ -126,7 +130,7 @@ def _digests(variant: str, messages: Messages) -> list[Digest]:
 
 
 def _next_digest(digest: Digest, message: Any) -> Digest:
-    """Return the hash of a history with one more message. White space around a reply is ignored: agents strip it."""
+    """Return the hash of a history with one more message. White space around a reply is ignored, as agents strip it."""
     if message["role"] == "assistant":
         message = {**message, "content": message["content"].strip()}
     return blake2b(digest + json.dumps(message, sort_keys=True).encode(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Responses of the endpoint: the text of replies, and bodies in OpenAI's format, complete or in chunks."""
+"""Responses of the endpoint: the text of replies, and bodies in OpenAI's format, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Json = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Text of a character whose bytes are not all decoded yet."""
+"""The decoded text of an incomplete UTF-8 character."""
 
 MIN_LOGPROB = -9999.0
-"""Logprob of impossible tokens: JSON has no infinity."""
+"""Logprob of impossible tokens, because JSON has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Tokens of a reply, with their logprobs if the engine knows them."""
+    """Tokens of a reply, with their logprobs if the engine reports them."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None
@@ -61,9 +61,9 @@ def reply_text(decode: Decode, result: EngineResult, stops: Sequence[str], *, ke
 
 
 class TextStream:
-    """An incremental decoder. Its pieces add up to the text of the complete reply.
+    """An incremental decoder whose pieces add up to the text of the complete reply.
 
-    It holds back incomplete characters, and text that may turn out to be part of a stop string.
+    It holds back incomplete characters, and text that may become a stop string.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str], *, keeps_stop: bool) -> None:
@@ -79,7 +79,7 @@ class TextStream:
         self.text = ""  # returned so far
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that new tokens add, without the part that may still change."""
+        """Return the new text that later tokens can no longer change."""
         if not token_ids:
             return ""
         self._token_ids += token_ids
@@ -93,7 +93,7 @@ class TextStream:
         return self._emit(self._pending[: max(0, n_certain)] if self._holds_back else self._pending)
 
     def finish(self, result: EngineResult) -> str:
-        """Return the rest of the text."""
+        """Return the remaining text."""
         whole = reply_text(self._decode, result, self._stops, keeps_stop=self._keeps_stop)
         return self._emit(whole[len(self.text) :] if whole.startswith(self.text) else "")
 
@@ -107,7 +107,7 @@ class TextStream:
 
 
 class Answer(ABC):
-    """The builder of the bodies that answer one request."""
+    """Base class of builders for the response bodies of one request."""
 
     kind: str
     chunk_kind: str
@@ -128,7 +128,7 @@ class Answer(ABC):
         return self._body(self.kind, choices, replies, [reply.prompt_ids for reply in replies])
 
     def first_chunk(self, prompts: Sequence[list[int]]) -> Json:
-        """Return the first chunk of a stream, which has no text yet."""
+        """Return the first chunk of a stream, without text."""
         choices = [self._choice(i, self._delta(None), SampledTokens()) for i in range(len(prompts))]
         return self._body(self.chunk_kind, choices, prompts=prompts)
 
@@ -137,14 +137,14 @@ class Answer(ABC):
         return self._body(self.chunk_kind, [self._choice(index, self._delta(text), tokens)])
 
     def last_chunk(self, index: int, text: str, tokens: SampledTokens, finish_reason: str) -> Json:
-        """Return the last chunk of a choice. Its tokens were part of earlier chunks, without logprobs."""
+        """Return the last chunk of a choice. `tokens` only adds logprobs: earlier chunks had the tokens themselves."""
         choice = self._choice(index, self._delta(text), tokens, finish_reason)
         if self._request.return_token_ids:
             choice["token_ids"] = []
         return self._body(self.chunk_kind, [choice])
 
     def usage_chunk(self, replies: Sequence[Reply]) -> Json:
-        """Return the chunk that ends a stream and only counts tokens."""
+        """Return the final chunk of a stream. It contains only the token counts."""
         return self._body(self.chunk_kind, [], replies)
 
     @abstractmethod
@@ -153,7 +153,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _delta(self, text: str | None) -> Json:
-        """Return the fields of a chunk's choice that hold the text; None in the first chunk."""
+        """Return the fields of a chunk's choice that hold the text. `text` is None in the first chunk."""
 
     @abstractmethod
     def _logprobs(self, index: int, tokens: SampledTokens, logprobs: list[float]) -> Json:
@@ -174,7 +174,7 @@ class Answer(ABC):
     def _body(
         self, kind: str, choices: list[Json], replies: Sequence[Reply] = (), prompts: Sequence[list[int]] = ()
     ) -> Json:
-        """Return a body, with usage and the version of the weights once the replies are complete."""
+        """Return a body. With complete `replies`, it has token counts and the version of the weights."""
         body = {"id": self._id, "object": kind, "created": self._created, "model": self._request.model}
         body["choices"] = choices
         if replies:

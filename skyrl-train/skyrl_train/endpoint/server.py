@@ -1,8 +1,8 @@
-"""An OpenAI-compatible HTTP server in front of the engine under training, in the running event loop.
+"""An OpenAI-compatible HTTP server for the model under training. It runs in the caller's event loop.
 
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health
 
-The same routes below `/session/<id>` record their requests until the session ends.
+Requests below `/session/<id>` are recorded until that session ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 START_S = 10.0
-SHUTDOWN_S = 5  # for connections to close by themselves
+SHUTDOWN_S = 5  # grace period for open connections
 KEEP_ALIVE_S = 600  # clients keep their connections while the trainer updates the model
 
 
@@ -51,18 +51,18 @@ class Endpoint:
         self._service = service
         self._sessions: dict[str, Session] = {}
         self._active = ActiveRequests()
-        self._serves_others = asyncio.Event()  # others are requests without a session
+        self._serves_others = asyncio.Event()  # "others": requests without a session
         self._serves_others.set()
         self._is_closing = False
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.origin = ""
-        """The URL of the server, once it listens."""
+        """The URL of the server, set by `start`."""
 
     # -- life
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None) -> None:
-        """Listen; port 0 picks a free one. `public_url` is the address for agents on other machines.
+        """Start to listen. Port 0 picks a free port. `public_url` is the address for agents on other machines.
 
         Raises:
             ConfigError: the address cannot be used.
@@ -103,33 +103,33 @@ class Endpoint:
         await self._serving
 
     def url(self, session: Session | None = None) -> str:
-        """Return the `base_url` for clients of a session, or of requests that are not recorded."""
+        """Return the `base_url` for clients of a session. Without a session, requests are not recorded."""
         return session_url(self.origin, session)
 
     # -- sessions
 
     async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> Session:
-        """Record the requests below the session's URL. `name` is for logs."""
+        """Start recording the requests below the session's URL. `name` makes the URL readable in logs."""
         readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
         session = Session(f"{readable}-{token_hex(8)}", sampling, seed, self._service.new_recording())
         self._sessions[session.id] = session
         return session
 
     async def end_session(self, session: Session) -> None:
-        """Complete the recording of a session. Its unfinished and later requests get status 404."""
+        """Stop recording. Unfinished and later requests of the session get status 404."""
         self._sessions.pop(session.id, None)
         await self._active.end(unknown_session(session.id), lambda owners: session in owners)
         for cache in session.caches:
             await self._service.engine.end_session(cache)
 
     async def serve_others(self) -> None:
-        """Answer requests without a session, as after the start."""
+        """Answer requests without a session again. This is the initial state."""
         self._serves_others.set()
 
     async def hold_others(self) -> None:
-        """Hold requests without a session until `serve_others`; those in progress get status 503.
+        """Hold requests without a session until `serve_others`. Requests in progress get status 503.
 
-        Afterwards the endpoint does not use the engine, so its weights may change.
+        Between rollouts, the endpoint then leaves the engine idle, and its weights may change.
         """
         self._serves_others.clear()
         await self._active.end(unavailable("the model is being trained; ask again"), lambda owners: None in owners)
@@ -177,9 +177,9 @@ class Endpoint:
             raise unknown_session(session_id)
 
     def _sessions_of(self, body: CompletionOptions, request: Request, n_prompts: int) -> list[Session | None]:
-        """Return the session of each prompt, named by the URL, else by the header, else by the body.
+        """Return the session of each prompt. The URL names it, or else the header, or else the body.
 
-        A header or a body may name a session that was never opened here: such requests are not recorded.
+        A header or body may name an unknown session. Such a request is served but not recorded.
         """
         self._check_open()
         self._check_session(request)
@@ -196,7 +196,7 @@ class Endpoint:
         return JSONAnswer(await self._run(job.owners, request.receive, lambda: self._service.answer(job)))
 
     async def _run(self, owners: Owners, receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `work`, which starts when its sessions are served."""
+        """Run `work` once requests of its sessions are served, and return its result."""
 
         async def run_when_served() -> T:
             for session in owners:
@@ -211,12 +211,12 @@ class Endpoint:
 
 
 def session_url(origin: str, session: Session | None) -> str:
-    """Return the `base_url` of a session at an endpoint, or of requests without one."""
+    """Return the `base_url` at an endpoint, with or without a session."""
     return f"{origin}/v1" if session is None else f"{origin}/session/{session.id}/v1"
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the trainer."""
+    """A uvicorn server that installs no signal handlers, because the trainer has its own."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

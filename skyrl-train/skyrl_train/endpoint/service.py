@@ -1,4 +1,4 @@
-"""Requests to prompts, prompts to replies, and their recording. No HTTP here."""
+"""Turns requests into prompts and prompts into replies, and records them. This module knows nothing about HTTP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from skyrl_train.inference_engines.base import EngineRequest, EngineResult, Infe
 from skyrl_train.rendering.template import ChatTemplate
 
 TEMPLATE_VARIANTS = 64
-"""Number of sets of template variables whose encoders are cached."""
+"""Maximum number of cached chat encoders, one per set of template variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A validated request: its choices in order, and the builder of its answer."""
+    """A validated request, its choices in order, and the builder of its answer."""
 
     request: CompletionOptions
     choices: list[Choice]
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def owners(self) -> Owners:
-        """Sessions that the request belongs to."""
+        """The sessions of the request's choices."""
         return frozenset(choice.session for choice in self.choices)
 
 
@@ -74,7 +74,7 @@ OnTokens = Callable[[int, SampledTokens], None]
 
 
 class ModelService:
-    """One model under one name."""
+    """The model that an endpoint serves under a name."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ModelService:
         ends_stopped_turns: bool = True,
         max_input_length: int | None = None,
     ) -> None:
-        """Limit prompts to `max_input_length` tokens; None is the engine's limit."""
+        """Create the service. `max_input_length` limits prompts, in tokens. None means the engine's limit."""
         max_length = engine.info.longest_sequence - 1  # leaves room for a token
         self.model_name = model_name
         self.engine = engine
@@ -117,14 +117,14 @@ class ModelService:
         self._check(request)
         with _encoding("messages"):
             variables = request.template_variables
-            variant = json.dumps(variables) if variables else ""  # not sorted: the template may show their order
+            variant = json.dumps(variables) if variables else ""  # unsorted: their order may matter to the template
             messages = [message.to_message() for message in request.messages]
             prompt = self._recording(session).chat_prompt(messages, self._chat_variant(variant), variant)
         choices = self._choices(request, "messages", prompt, session)
         return Job(request, choices, ChatAnswer(request, self._token_text))
 
     def completion_job(self, request: CompletionRequest, sessions: Sequence[Session | None]) -> Job:
-        """Validate and encode a text completion, with one session for each prompt.
+        """Validate and encode a text completion, with one session per prompt.
 
         Raises:
             RequestError: the request is invalid.
@@ -173,7 +173,7 @@ class ModelService:
             new_request = partial(session.engine_request, prompt, sampling)
             return [Choice(prompt, sampling, session, new_request)] * request.n_choices
         sampling = free_sampling(request, self.engine.info.longest_sequence - n_tokens)
-        # SkyRL's clients name a conversation so that the engine keeps its cache
+        # SkyRL's clients pass a session id so that the engine keeps the conversation's cache.
         cache = f"client/{request.session_id}" if isinstance(request.session_id, str | int) else None
         base = secrets.randbits(64) if request.seed is None else request.seed
         seeds = [hash_seed(f"{base}/{index}") for index in range(request.n_choices)]
@@ -183,7 +183,7 @@ class ModelService:
         ]
 
     def _make_chat_variant(self, variant: str) -> ChatEncoder:
-        """Return the encoder for template variables of a request; `variant` is JSON, as the key of a cache."""
+        """Return the encoder for a request's template variables. `variant` is their JSON, usable as a cache key."""
         if not variant:
             return self.chat
         variables = self._template_kwargs | json.loads(variant)
@@ -212,7 +212,7 @@ class ModelService:
         return job.answer.complete(self._record(job, exchanges, texts))
 
     async def stream(self, job: Job) -> AsyncGenerator[Json]:
-        """Yield the answer in chunks. Top logprobs, if requested, come with the last chunk, and all logprobs with them.
+        """Yield the answer in chunks. If top logprobs are requested, all logprobs come with the last chunk.
 
         Raises:
             RequestError: the engine failed.
@@ -242,7 +242,7 @@ class ModelService:
             yield job.answer.usage_chunk(replies)
 
     async def _generate(self, job: Job, on_tokens: OnTokens | None = None) -> list[Exchange]:
-        """Return the engine's request and result of each choice; stream if there is an `on_tokens`."""
+        """Return the engine's request and result of each choice. With `on_tokens`, stream the tokens to it."""
         started = time.perf_counter()
         sessions = [session for session in job.owners if session is not None]
         requests = [choice.engine_request() for choice in job.choices]
@@ -293,7 +293,7 @@ class ModelService:
 
 @contextmanager
 def _encoding(param: str) -> Iterator[None]:
-    """Refuse a request that the chat template or the tokenizer cannot encode."""
+    """Refuse the request if the chat template or the tokenizer raises."""
     try:
         yield
     except RequestError:

@@ -1,4 +1,4 @@
-"""One agent's session: the sampling, seeds and caches of its requests, and their recording."""
+"""An agent's session: the sampling parameters, seeds and caches of its requests, and their recording."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DISTRIBUTION_FIELDS: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",
     "ignore_eos": "ignore_eos",
 }
-"""Fields of a request that shape the sampling distribution, and their names in `SamplingParams`. In a session, the
-configuration decides them: the trainer computes log-probs of that distribution."""
+"""Request fields that shape the sampling distribution, and their names in `SamplingParams`. In a session, they are
+ignored in favor of the configuration, because the trainer computes log-probs under the configured distribution."""
 
 
 def free_sampling(request: CompletionOptions, max_new_tokens: int) -> SamplingParams:
-    """Return the sampling of a request without a session, of at most `max_new_tokens` tokens."""
+    """Return the sampling parameters of a request without a session, limited to `max_new_tokens` tokens."""
     values = {name: getattr(request, field) for field, name in DISTRIBUTION_FIELDS.items()}
     chosen = {name: value for name, value in values.items() if value is not None}
     if chosen.get("temperature", 1.0) < MIN_TEMPERATURE:
@@ -39,7 +39,7 @@ def free_sampling(request: CompletionOptions, max_new_tokens: int) -> SamplingPa
 
 
 def _limit(sampling: SamplingParams, request: CompletionOptions) -> SamplingParams:
-    """Return the sampling with the limits of a request: they can only make its reply shorter."""
+    """Apply a request's limits to `sampling`. They can only make the reply shorter."""
     return replace(
         sampling,
         max_new_tokens=min(request.max_new_tokens or sampling.max_new_tokens, sampling.max_new_tokens),
@@ -53,8 +53,8 @@ def _limit(sampling: SamplingParams, request: CompletionOptions) -> SamplingPara
 class Session:
     """An agent's requests, from `open_session` to `end_session`.
 
-    The seed of a request is a function of the session's seed, its prompt, and the
-    number of earlier requests with the same prompt.
+    A request's seed is a function of the session's seed, the prompt, and the number of earlier requests with the same
+    prompt.
     """
 
     id: str
@@ -62,20 +62,20 @@ class Session:
     seed: int
     recording: Recording
     generate_s: float = 0.0  # sum over requests
-    engine_failure: str | None = None  # the first one since the last reply
-    caches: set[str] = field(default_factory=set)  # the engine's session ids: one for each row
+    engine_failure: str | None = None  # the first failure since the last reply
+    caches: set[str] = field(default_factory=set)  # session ids of the engine, one per row
     _seeds: set[int] = field(default_factory=set)  # of requests so far
     _cache_of_row: dict[int, str] = field(default_factory=dict)
 
     def sampling_for(self, request: CompletionOptions, warned: set[str]) -> SamplingParams:
-        """Return the sampling of a reply. Log one warning for each ignored field that is not in `warned`."""
+        """Return the sampling parameters of a reply. Warn about each ignored field that is not in `warned` yet."""
         for field_name, name in DISTRIBUTION_FIELDS.items():
             self._warn(field_name, getattr(request, field_name), getattr(self.sampling, name), warned)
         self._warn("seed", request.seed, None, warned)
         return _limit(self.sampling, request)
 
     def engine_request(self, prompt: Prompt, sampling: SamplingParams) -> EngineRequest:
-        """Return a request with a seed of its own, to be passed to `record` or `give_up`."""
+        """Create a request with a unique seed. Pass it to `record` or `give_up` afterwards."""
         digest = blake2b(array("q", prompt.token_ids), digest_size=16).hexdigest()
         n_earlier = 0
         while (seed := hash_seed(f"{self.seed}/{n_earlier}/{digest}")) in self._seeds:
@@ -89,14 +89,14 @@ class Session:
         return EngineRequest(prompt.token_ids, sampling, seed, cache)
 
     def record(self, prompt: Prompt, request: EngineRequest, result: EngineResult, reply: str) -> None:
-        """Record a reply, whose text the agent receives as `reply`."""
+        """Record a reply. `reply` is its text as sent to the agent."""
         self.engine_failure = None
         row = self.recording.record(prompt, result, reply)
         assert request.session_id is not None
         self._cache_of_row.setdefault(row, request.session_id)
 
     def give_up(self, request: EngineRequest) -> None:
-        """Free the seed of a request without an answer: a retry samples the same tokens."""
+        """Release the seed of a failed request, so that a retry samples the same tokens."""
         self._seeds.discard(request.seed)
 
     def _warn(self, name: str, requested: object, configured: object, warned: set[str]) -> None:
@@ -110,4 +110,4 @@ class Session:
 
 
 Owners = frozenset[Session | None]
-"""Sessions that a request belongs to; None stands for no session."""
+"""The sessions of a request. None stands for a choice without a session."""

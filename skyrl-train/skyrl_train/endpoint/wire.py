@@ -1,8 +1,10 @@
 """Requests and errors of the endpoint: OpenAI's chat and text completions, with the usual extras of vLLM.
 
-Unknown fields are ignored, so that newer clients keep working. Known fields that are not offered and would change the
-answer are refused; see `NOT_OFFERED`. The types of the `openai` package are not used: its request types check neither
-ranges nor the content of messages, and its response types make this code longer and each chunk slower to build.
+Unknown fields are ignored, so that newer clients keep working. Known fields that would change the answer but are not
+supported are refused (see `NOT_OFFERED`).
+
+The types of the `openai` package are not used. Its request types check neither ranges nor message contents, and its
+response types make this code longer and each chunk slower to build.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (None, True),
     "tool_choice": (None, "none", "auto"),
 }
-"""Known fields that are refused, and the values that change nothing and are accepted."""
+"""Known fields that are refused, with the values that are accepted because they change nothing."""
 
 
 class RequestError(Exception):
-    """A request that is answered with an error.
+    """The request is answered with an error.
 
-    OpenAI's clients raise BadRequestError for status 400, NotFoundError for 404, and InternalServerError for 500 and
-    503, which they retry.
+    OpenAI's clients raise BadRequestError for status 400 and NotFoundError for 404. For 500 and 503 they retry first,
+    and then raise InternalServerError.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        """`param` names the field of the request; `code` identifies the error for programs."""
+        """Create the error. `param` names the field of the request. `code` identifies the error for programs."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -63,23 +65,23 @@ class RequestError(Exception):
 
 
 def refuse(message: str, *, param: str | None = None, code: str | None = None) -> NoReturn:
-    """Raise a RequestError with status 400, for a mistake of the client."""
+    """Raise a RequestError with status 400, for a client's mistake."""
     raise RequestError(400, message, param=param, code=code)
 
 
 def unavailable(reason: str) -> RequestError:
-    """Return an error with status 503, after which clients retry."""
+    """Return an error with status 503. Clients retry it."""
     return RequestError(503, reason, code="unavailable")
 
 
 def unknown_session(session_id: str) -> RequestError:
-    """Return an error with status 404, after which clients do not retry."""
+    """Return an error with status 404. Clients do not retry it."""
     message = f"there is no open session {session_id!r}: it has ended, or never began"
     return RequestError(404, message, code="session_not_found")
 
 
 class WireModel(BaseModel):
-    """A JSON object, validated strictly: a number is not accepted as a string, nor a string as a number."""
+    """A JSON object with strict validation: strings and numbers are not converted into each other."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -102,7 +104,7 @@ class ChatMessage(WireModel):
     reasoning_content: str | None = None
 
     def to_message(self) -> dict[str, Any]:
-        """Return the message for the chat template: text, tool calls, and no empty fields."""
+        """Convert the message for the chat template. Empty fields are dropped, except the text."""
         message: dict[str, Any] = {"role": self.role, "content": self._text()}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if value := getattr(self, name):
@@ -162,7 +164,7 @@ class CompletionOptions(WireModel):
 
     @property
     def n_top_logprobs(self) -> int | None:
-        """Number of most likely tokens to report at each position; None: no logprobs at all."""
+        """Number of most likely tokens to report at each position. None requests no logprobs at all."""
         raise NotImplementedError
 
     @property
@@ -176,7 +178,7 @@ class CompletionOptions(WireModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check_offered(self) -> None:
-        """Refuse fields that cannot be ignored without changing the answer."""
+        """Refuse unsupported fields that would change the answer."""
         for name, values in NOT_OFFERED.items():
             value = (self.model_extra or {}).get(name)
             if value not in values:
@@ -196,7 +198,7 @@ class ChatRequest(CompletionOptions):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Maximum number of tokens of a reply. The newer name takes precedence."""
+        """Maximum number of tokens of a reply. `max_completion_tokens` takes precedence over `max_tokens`."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -210,7 +212,7 @@ class ChatRequest(CompletionOptions):
         return (self.chat_template_kwargs or {}) | ({"tools": self.tools} if self.tools else {})
 
     def check_offered(self) -> None:
-        """Refuse fields that cannot be ignored, and `top_logprobs` without `logprobs`."""
+        """Refuse unsupported fields that would change the answer, and `top_logprobs` without `logprobs`."""
         super().check_offered()
         if self.top_logprobs and not self.logprobs:
             refuse(f"top_logprobs={self.top_logprobs} without logprobs; set logprobs to true", param="top_logprobs")

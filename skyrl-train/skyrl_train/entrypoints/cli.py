@@ -1,4 +1,4 @@
-"""The command `skyrl`. Each subcommand imports what it needs when it runs, so that mistakes are reported at once."""
+"""The command `skyrl`. Subcommands import heavy modules only when they run, so that mistakes are reported fast."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ app = typer.Typer(
 
 
 def _complete_key(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the configuration keys that start with what was typed, one level at a time."""
+    """Complete a configuration key, one level at a time."""
     from skyrl_train.config.base import as_section
 
     fields = _fields(context)
@@ -88,13 +88,13 @@ RUN_SETTINGS = {"ignore_unknown_options": True}  # `--trainer.epochs=3` is refus
 
 @dataclass(frozen=True)
 class Program:
-    """A program that trains with the options of `skyrl train`: a script's own experiment and command line."""
+    """A script's own experiment and parser, run with the options of `skyrl train`."""
 
     experiment: Callable[[SkyRLConfig], Experiment] | None = None
-    """Creates the experiment; None for the one of `skyrl train`."""
+    """Creates the experiment. None runs the experiment of `skyrl train`."""
 
     parse: Callable[..., SkyRLConfig] = parse_cli
-    """Reads the overrides, as `parse_cli`."""
+    """Parses the overrides. Takes the arguments of `parse_cli`."""
 
 
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)
@@ -227,7 +227,7 @@ def _main(
 
 
 def _print_help(context: typer.Context, names: Sequence[str] | None) -> None:
-    """Print the help of a command and its sections, or that of the keys and sections in `names`."""
+    """Print the help of a command and its sections, or the help of the keys and sections in `names`."""
     from skyrl_train.config.generate import describe_keys, describe_sections
 
     fields = _fields(context)
@@ -244,7 +244,7 @@ def start_rl(
     trains: bool,
     program: Program = Program(),
 ) -> None:
-    """Check the configuration, and then print it, plan the run, train, or evaluate."""
+    """Check the configuration, then print it, print the plan of the run, train, or evaluate."""
     from skyrl_train.config import to_yaml
     from skyrl_train.entrypoints.preflight import check_data, find_missing
 
@@ -266,7 +266,7 @@ def start_rl(
 
 
 def _print_plan(cfg: SkyRLConfig, *, checks_prompts: bool) -> None:
-    """Print the plan of a run; an error if memory or disk are too small for it, or all prompts are too long."""
+    """Print the plan of a run. Raise an error if memory or disk is too small, or all prompts are too long."""
     from skyrl_train.entrypoints.plan import check_disk, check_memory, describe_plan, plan_run
 
     with importing_torch():
@@ -286,7 +286,7 @@ SUPERVISED = {
     "dpo": ("skyrl_train.config.preferences", "DPO", "skyrl_train.entrypoints.preferences", "DPOExp"),
     "reward": ("skyrl_train.config.preferences", "REWARD", "skyrl_train.entrypoints.preferences", "RewardExp"),
 }
-"""Module and name of the schema and of the experiment of each command that trains on fixed data."""
+"""Commands that train on fixed data: module and name of their schema, module and name of their experiment."""
 
 
 def _supervised_schema(command: str) -> Schema[Any]:
@@ -303,7 +303,7 @@ def start_supervised(
     dry_run: bool,
     torchrun_flags: Sequence[str] = (),
 ) -> None:
-    """Check the configuration, and then print it, plan the run, or train, in this process or under torchrun."""
+    """Check the configuration, then print it, print the plan of the run, or train (here or under torchrun)."""
     from skyrl_train.config import to_yaml
     from skyrl_train.entrypoints.preflight import check_answers, find_missing_for_supervised
     from skyrl_train.entrypoints.torchrun import replace_by_torchrun
@@ -347,9 +347,9 @@ COMMANDS = ("skyrl_train.compat.verl.cli",)
 
 
 def main(argv: Sequence[str] | None = None, program: Program | None = None) -> int:
-    """Run `skyrl` with these arguments, by default those of the process; return the exit status.
+    """Run `skyrl` and return the exit status. `argv` defaults to the arguments of the process.
 
-    `skyrl train` runs `program`, if there is one.
+    `program` replaces the experiment and parser of `skyrl train`.
     """
     for module in COMMANDS:
         import_module(module)

@@ -1,4 +1,4 @@
-"""The frame of every command: logging, error messages and exit status. Importing it takes a moment only."""
+"""Shared parts of all commands: logging, error messages and exit status. Fast to import."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Parameters = ParamSpec("Parameters")
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run a command. An error of this project ends it with its message and exit status, an interrupt with 130.
+    """Run a command. On a SkyRLError, print its message and exit with its status. On Ctrl-C, exit with status 130.
 
-    Under torchrun, rank 0 runs it, and the other processes are ranks of its model.
+    Under torchrun, rank 0 runs the command, and all other processes serve as ranks of its model.
     """
     log_to_console()
     try:
@@ -48,7 +48,7 @@ def run_command(command: Callable[[], None]) -> None:
 
 
 def as_command(function: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    """Decorate a function so that each call runs as `run_command` runs it."""
+    """Decorate a function to run inside `run_command`."""
 
     @wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
@@ -59,9 +59,9 @@ def as_command(function: Callable[Parameters, None]) -> Callable[Parameters, Non
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
-    """Import modules that import PyTorch and transformers, a fifth faster, because nothing is garbage-collected.
+    """Disable garbage collection while modules import PyTorch and transformers. It makes the imports a fifth faster.
 
-    Later collections pass over all objects that exist by then.
+    The imported objects are also excluded from later collections.
     """
     if "transformers" in sys.modules or not gc.isenabled():
         yield
@@ -80,7 +80,7 @@ def _run_on_ranks(command: Callable[[], None]) -> None:
     processes = torchrun.Torchrun.find()
     assert processes is not None
     if processes.rank > 0:
-        logging.getLogger("skyrl_train").setLevel(logging.WARNING)  # all ranks log the same
+        logging.getLogger("skyrl_train").setLevel(logging.WARNING)  # all ranks would log the same lines
         torchrun.serve_driver(processes)
         return
     command()
@@ -89,7 +89,7 @@ def _run_on_ranks(command: Callable[[], None]) -> None:
 
 @contextmanager
 def exit_on_mistake(*, is_program: bool) -> Iterator[None]:
-    """Print a ConfigError as one message and exit with its status; raise it unless `is_program`."""
+    """If `is_program`, print a ConfigError as one message and exit with its status. Otherwise let it through."""
     try:
         yield
     except ConfigError as error:
@@ -101,7 +101,7 @@ def exit_on_mistake(*, is_program: bool) -> Iterator[None]:
 
 @cache
 def _import(name: str) -> None:
-    """Import `module`, or import it and call the function of `module:function`, once per process."""
+    """Import `module`, or call `module:function`, once per process."""
     if ":" in name:
         load_attribute(name)()
     else:
@@ -109,9 +109,9 @@ def _import(name: str) -> None:
 
 
 def import_modules(cfg: SkyRLConfig) -> Iterator[str]:
-    """Import the modules of `environment.imports`; yield a sentence for each that cannot be imported."""
+    """Import the modules of `environment.imports`. Yield a problem for each module that cannot be imported."""
     if "" not in sys.path:
-        sys.path.insert(0, "")  # modules in the current folder, as with python -m
+        sys.path.insert(0, "")  # find modules in the current folder, like python -m
     for name in cfg.environment.imports:
         try:
             _import(name)
@@ -122,12 +122,13 @@ def import_modules(cfg: SkyRLConfig) -> Iterator[str]:
 def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConfig:
     """Check everything that can be checked before a run starts, and return the typed configuration.
 
-    Register your own estimators and losses first, so that the rules apply to them, too. In a script with `@hydra.main`,
-    a mistake ends the process with one message; Hydra would print a traceback. There, `SKYRL_DRY_RUN=1` in the
-    environment prints the plan of the run and ends the process: `--dry-run` would be an option of Hydra.
+    Register your own estimators and losses first, so that the rules apply to them as well.
+
+    In a script with `@hydra.main`, a mistake ends the process with one message, where Hydra would print a traceback.
+    Hydra also refuses `--dry-run`. Set `SKYRL_DRY_RUN=1` in the environment to print the plan of the run and exit.
 
     Raises:
-        ConfigError: it lists every problem.
+        ConfigError: the configuration is invalid. The message lists every problem.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -147,9 +148,10 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
 
 
 def parse_cli(argv: Sequence[str], file: Path | None = None, *rules: Rule) -> SkyRLConfig:
-    """Parse `key=value` overrides of a YAML file or of the defaults into a configuration, checked by `validate_cfg`.
+    """Parse `key=value` overrides of a YAML file or of the defaults, and validate the result.
 
-    The problems that further `rules` find, e.g. missing files, are reported together with all others.
+    Additional `rules`, e.g. for missing files, are checked together with the standard rules. The ConfigError lists the
+    problems of both.
     """
     from skyrl_train import config
     from skyrl_train.algorithms.rules import ALGORITHM_RULES
@@ -158,7 +160,7 @@ def parse_cli(argv: Sequence[str], file: Path | None = None, *rules: Rule) -> Sk
 
 
 def log_to_console() -> None:
-    """Log the project's messages, and warnings of other packages, to standard error, which may go away."""
+    """Log our messages and other packages' warnings to standard error. A closed terminal does not end the run."""
     guard_console()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     for name in ("skyrl_train", "skyrl_gym"):

@@ -1,4 +1,4 @@
-"""`skyrl doctor`: what a run needs, checked before a machine is paid for. Each failed check says how to fix it."""
+"""`skyrl doctor`: check what a run needs before you pay for a machine. Each failed check says how to fix it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
 
 def examine(overrides: Sequence[str], file: Path | None = None, task: Path | None = None) -> Iterator[Finding]:
-    """Yield a finding for each check of a training run, and of the SkyPilot `task` that starts it."""
+    """Check a training run, and the SkyPilot `task` that starts it. Yield a finding per check."""
     yield from _check_versions()
     try:
         cfg = parse_cli(overrides, file)
@@ -151,7 +151,7 @@ def _check_memory(plan: RunPlan) -> Iterator[Finding]:
 
 
 def _check_storage(cfg: SkyRLConfig) -> Iterator[Finding]:
-    """Write and remove a small file at each URL that the run uploads to."""
+    """Check that the run can upload: write and remove a small file at each URL."""
     urls = {key: getattr(cfg.trainer, key) for key in ("remote_ckpt_url", "remote_trajectory_url")}
     for key, url in urls.items():
         if url is None:
@@ -171,7 +171,7 @@ def _check_storage(cfg: SkyRLConfig) -> Iterator[Finding]:
 
 
 def _check_keys(cfg: SkyRLConfig) -> Iterator[Finding]:
-    """Ask the Hub about its token. The configuration checks that of Weights & Biases."""
+    """Check the Hugging Face token. (The rules of the configuration check the key for Weights & Biases.)"""
     from huggingface_hub import get_token, whoami
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
@@ -203,7 +203,7 @@ def _is_free(port: int) -> bool:
 
 
 def _check_wallets(clouds: Sequence[str]) -> Iterator[Finding]:
-    """Ask the clouds of a task, or those with a key in the environment, for their balance."""
+    """Check the balance at the clouds of a task, or else at all clouds with a key in the environment."""
     statuses = []
     for provider in providers.PROVIDERS:
         if provider.name in clouds or (not clouds and os.environ.get(provider.key_name)):
@@ -221,7 +221,7 @@ def _check_wallets(clouds: Sequence[str]) -> Iterator[Finding]:
 
 
 def _read_clouds(task: Path | None) -> list[str]:
-    """Return the clouds that a task names; none if it leaves the choice open, or cannot be read."""
+    """Return the clouds that a task names. Return [] if it names none or cannot be read."""
     if task is None:
         return []
     try:
@@ -234,7 +234,7 @@ def _read_clouds(task: Path | None) -> list[str]:
 
 
 def _check_task(path: Path) -> Iterator[Finding]:
-    """Check a SkyPilot task: that `workdir.ref` is the pushed branch, and that its required variables are set."""
+    """Check that a SkyPilot task's required variables are set and that its `workdir.ref` is the pushed branch."""
     try:
         task = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -255,12 +255,12 @@ def _check_task(path: Path) -> Iterator[Finding]:
 
 
 def _unset(variables: Any) -> list[str]:
-    """Return the variables without a value. An empty text is a value, e.g. of an optional variable."""
+    """Return the variables without a value. An empty string counts as a value, e.g. for an optional variable."""
     return [name for name, value in variables.items() if value is None] if isinstance(variables, dict) else []
 
 
 def _check_workdir(path: Path, ref: str, url: str) -> Iterator[Finding]:
-    """Compare the commit that a task checks out with the local one."""
+    """Check that the task will run the local commit."""
     folder = path.absolute().parent
     branch, commit = _git(folder, "rev-parse", "--abbrev-ref", "HEAD"), _git(folder, "rev-parse", "HEAD")
     listed = _git(folder, "ls-remote", url, ref)
@@ -280,7 +280,7 @@ def _check_workdir(path: Path, ref: str, url: str) -> Iterator[Finding]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return the output of git; None if it fails or takes too long."""
+    """Return the output of git, or None if it fails or takes too long."""
     if (git := shutil.which("git")) is None:
         return None
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
@@ -300,7 +300,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def run_doctor(overrides: Sequence[str], file: Path | None, task: Path | None, write: Callable[[str], None]) -> None:
-    """Print every finding; SkyRLError if a check failed."""
+    """Print every finding. Raise SkyRLError if a check failed."""
     findings = []
     for finding in examine(overrides, file, task):
         write(str(finding))

@@ -1,7 +1,7 @@
-"""An evaluation without training.
+"""Evaluation without training.
 
-Plays the validation prompts like an evaluation during training, with `generator.eval_sampling_params` and
-`generator.eval_n_samples_per_prompt`, and writes the same files, to `evals/eval_only/` in the run folder.
+It plays the validation prompts like an evaluation during training, with `generator.eval_sampling_params` and
+`generator.eval_n_samples_per_prompt`. It writes the same files, to `evals/eval_only/` in the run folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationExperiment(RLExperiment):
-    """One evaluation, with the `get_*` methods of a training run."""
+    """An evaluation without training. It has the `get_*` methods of a training run."""
 
     trains = False
     is_stock = True
@@ -42,7 +42,11 @@ class EvaluationExperiment(RLExperiment):
                 print(f"{name:<50} {value:.6g}")
 
     def _record_settings(self) -> None:
-        """Write `config.yaml`; ConfigError if the folder has a training run, or the results of other settings."""
+        """Write `config.yaml`.
+
+        Raises:
+            ConfigError: the run folder belongs to a training run, or to an evaluation with other settings.
+        """
         folder, settings = self.run_folder, self.cfg.model_dump(mode="json")
         choose = "set trainer.run_name to another name"
         if folder.has_training:
@@ -62,7 +66,7 @@ class EvaluationExperiment(RLExperiment):
         return dataset
 
     async def evaluate(self) -> dict[str, float]:
-        """Return the metrics on the validation prompts; EnvError if every rollout failed."""
+        """Return the metrics on the validation prompts. Raise EnvError if every rollout failed."""
         self.check_data()
         dataset = self.get_eval_dataset()
         self.check_environments([dataset])
@@ -77,7 +81,7 @@ class EvaluationExperiment(RLExperiment):
         logger.info("%d trajectories are in %s", len(trajectories), folder)
         failed = not any(t.is_valid for t in trajectories)
         if failed:
-            self.run_folder.evaluation_results.unlink()  # so that the next try may have other settings
+            self.run_folder.evaluation_results.unlink()  # the next try may change settings
         trainer = self.cfg.trainer
         if (remote := open_evaluations(trainer.remote_trajectory_url, trainer.run_name)) is not None:
             try:

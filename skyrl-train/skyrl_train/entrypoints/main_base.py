@@ -1,7 +1,7 @@
 """Train a policy: `python -m skyrl_train.entrypoints.main_base data.train_data=… trainer.policy.model.path=…`.
 
-An alias of `skyrl train`. It imports PyTorch only after checking the configuration. Your own script registers its
-environments and calls `main()`, perhaps with an experiment of its own.
+An alias of `skyrl train`. It imports PyTorch only after checking the configuration. Your own script can register its
+environments and call `main()`, optionally with its own experiment.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def main(
     """Run the command line of `skyrl train`: `key=value` overrides, and options such as `--config` and `--dry-run`.
 
     Args:
-        argv: the arguments; those of the process by default.
+        argv: the arguments. Defaults to the arguments of the process.
         experiment: creates your own experiment, e.g. a subclass of `RLExperiment`.
-        parse: reads the overrides in place of `parse_cli`, and takes the same arguments.
+        parse: parses the overrides instead of `parse_cli`, with the same arguments.
     """
     status = cli.main(["train", *(sys.argv[1:] if argv is None else argv)], cli.Program(experiment, parse))
     if status:

@@ -12,7 +12,7 @@ from skyrl_train.entrypoints import cli
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line: `key=value` overrides and options, those of the process by default."""
+    """Run the command line of `skyrl generate`. `argv` defaults to the arguments of the process."""
     status = cli.main(["generate", *(sys.argv[1:] if argv is None else argv)])
     if status:
         sys.exit(status)

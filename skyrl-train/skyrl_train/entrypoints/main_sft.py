@@ -19,7 +19,7 @@ __all__ = ["SFTExp", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line: `key=value` overrides and options, those of the process by default."""
+    """Run the command line of `skyrl sft`. `argv` defaults to the arguments of the process."""
     status = cli.main(["sft", *(sys.argv[1:] if argv is None else argv)])
     if status:
         sys.exit(status)

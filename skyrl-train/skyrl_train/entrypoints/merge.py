@@ -1,4 +1,4 @@
-"""The commands `skyrl merge`: an adapter, a checkpoint or several models become one model."""
+"""The commands `skyrl merge`: write an adapter, a checkpoint or several models as one model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALLOWED = {"dtype": ("auto", "float32", "bfloat16", "float16"), "role": ("policy
 
 
 class _MergeGroup(TyperGroup):
-    """A group that names the command for the folder of a run."""
+    """A command group that suggests `merge checkpoint` if it gets the folder of a run."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands and (Path(args[0]) / "ckpts").is_dir():
@@ -89,7 +89,7 @@ def average_models(
 
 
 def _load_merging(**options: str) -> Any:
-    """Check the options, then import the functions that merge, which need PyTorch."""
+    """Check the options before the slow import of the merging functions and PyTorch."""
     for name, value in options.items():
         if value not in ALLOWED[name]:
             raise ConfigError(f"--{name}={value} must be one of {', '.join(ALLOWED[name])}")

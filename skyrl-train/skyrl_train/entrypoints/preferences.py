@@ -1,4 +1,4 @@
-"""Runs on pairs of answers: direct preference optimization, and the training of reward models."""
+"""Training on pairs of answers: direct preference optimization (DPO) and reward models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from skyrl_train.workers.group import WorkerGroup
 
 
 class DPOExp(SupervisedExp):
-    """One run of direct preference optimization."""
+    """A DPO run."""
 
     schema = DPO
 
@@ -36,7 +36,7 @@ class DPOExp(SupervisedExp):
         return PreferenceObjective(dpo.beta, dpo.label_smoothing, dpo.loss_type)
 
     async def load_reference(self, launcher: ModelLauncher, policy: WorkerGroup, lora: LoraSpec | None) -> WorkerGroup:
-        """Return the policy without its adapter, or else a frozen copy of the model that training starts from."""
+        """Load the frozen reference. If the reference is the policy without its adapter, return the policy."""
         trainer = self.cfg.trainer
         if trainer.policy_is_reference:
             return policy
@@ -51,13 +51,13 @@ class DPOExp(SupervisedExp):
 
 
 class RewardExp(SupervisedExp):
-    """One run that trains a reward model."""
+    """A run that trains a reward model."""
 
     schema = REWARD
     role = "reward"
 
     def get_model(self) -> PreTrainedModel:
-        """Load the model to train, with a reward head of zeros if it has none."""
+        """Load the model to train. If it has no reward head, it gets one of zeros."""
         path, pad_token_id = self.cfg.trainer.policy.model.path, self.tokenizer.pad_token_id
         return load_reward_model(path, pad_token_id=pad_token_id, **self._loading_options(POLICY_PATH))
 

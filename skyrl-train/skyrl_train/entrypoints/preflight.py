@@ -1,4 +1,4 @@
-"""Checks of what a run will look up, before PyTorch is imported and before the Hub is asked."""
+"""Checks of the files, folders and names that a run needs. They run before PyTorch is imported or the Hub is asked."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 CHECKPOINT = re.compile(r"global_step_\d+$")
 MAX_SUBPATH = 300
-"""Bytes that the path of a run's file may have below one of the run's folders."""
+"""Maximum length in bytes of a file's path relative to a folder of the run."""
 
 
 def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
-    """Yield a sentence for each file, folder or function that a training run, or else an evaluation, would not find."""
+    """Yield a problem for each missing file, folder or function. `trains` is False for an evaluation."""
     trainer = cfg.trainer
     yield from find_unusable_folders(trainer, trains=trains)
     if trains:
@@ -77,9 +77,9 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
 
 
 def _find_long_sync(cfg: SkyRLConfig) -> Iterator[str]:
-    """Yield a sentence if ranks that this process starts would give up before a weight sync does.
+    """Yield a problem if the collective timeout of local ranks is shorter than the timeout of a weight sync.
 
-    Those on a running Ray cluster, which has its own environment, are checked when they join.
+    A running Ray cluster has its own environment variables. Its ranks are checked when they join.
     """
     starts_cluster = os.environ.get("RAY_ADDRESS", "local") == "local"
     if starts_cluster and math.prod(cfg.trainer.placement.size("policy")) > 1:
@@ -87,8 +87,8 @@ def _find_long_sync(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
-    """Yield a sentence for each file or folder that a run on fixed data would not find, and for lengths that the model
-    does not have.
+    """Yield a problem for each missing file or folder of a run on fixed data, and for settings that its models do not
+    allow.
     """
     yield from find_unusable_folders(cfg.trainer, trains=True)
     yield from _find_missing_data("data.train_data", cfg.data.train_data)
@@ -107,7 +107,7 @@ def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
 
 
 def find_long_rows(cfg: SupervisedConfig, n_context: int | None) -> Iterator[str]:
-    """Yield a sentence if rows may be longer than the context of the model, in tokens."""
+    """Yield a problem if rows may be longer than the model's context of `n_context` tokens."""
     length, model = cfg.data.row_length(n_context), cfg.trainer.policy.model.path
     if n_context is not None and length > n_context:
         yield (
@@ -117,7 +117,7 @@ def find_long_rows(cfg: SupervisedConfig, n_context: int | None) -> Iterator[str
 
 
 def read_context_length(path: str) -> int | None:
-    """Return the context of a model in tokens, if its configuration is on this machine and names it."""
+    """Return a model's context length in tokens, or None if its configuration is not on this machine or lacks it."""
     n_context = _read_model_config(path).get("max_position_embeddings")
     return n_context if isinstance(n_context, int) else None
 
@@ -132,7 +132,7 @@ def _find_template_fault(path: Path) -> str | None:
 
 
 def check_answers(cfg: SupervisedConfig) -> None:
-    """Check the rows of all data files. Of training data with more than `data.max_checked_rows` rows, check a sample.
+    """Check the rows of all data files, but only a sample if training data exceeds `data.max_checked_rows` rows.
 
     Raises:
         DataError: a row cannot be read or has no answer to train on, or the training data does not fill a batch.
@@ -151,13 +151,13 @@ def check_answers(cfg: SupervisedConfig) -> None:
 
 
 def saved_folders(trainer: RunConfig, *, trains: bool) -> dict[str, str]:
-    """Return the folders of checkpoints and exports that a run writes into, by their keys; an evaluation has none."""
+    """Return the folders for a run's checkpoints and exports, by configuration key. An evaluation has none."""
     names = ["ckpt_path", *(["export_path"] if trainer.hf_save_interval > 0 else [])] if trains else []
     return {f"trainer.{name}": getattr(trainer, name) for name in names}
 
 
 def find_unusable_folders(trainer: RunConfig, *, trains: bool) -> Iterator[str]:
-    """Yield a sentence for each folder that the run would write into and cannot. Creates nothing."""
+    """Yield a problem for each folder that the run cannot write into. Creates nothing."""
     if fault := find_folder_fault(trainer.run_dir):
         yield (
             f"the run folder {show(trainer.run_dir)} cannot be written: {fault}; set trainer.output_dir, "
@@ -170,7 +170,10 @@ def find_unusable_folders(trainer: RunConfig, *, trains: bool) -> Iterator[str]:
 
 
 def find_folder_fault(folder: str) -> str | None:
-    """Return why files cannot be written below a folder, which need not exist; None if they can. Creates nothing."""
+    """Return the reason if files cannot be written below a folder, and None if they can.
+
+    The folder need not exist, and nothing is created.
+    """
     if "\0" in folder:
         return "it contains a NUL character"
     try:
@@ -199,9 +202,9 @@ def find_folder_fault(folder: str) -> str | None:
 
 
 def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
-    """Check the rows of all data files; return False if the run has further rows: on the Hub, or of a custom class.
+    """Check the rows of all data files. Return False if more rows come from the Hub or a custom class.
 
-    Of training data with more than `data.max_checked_rows` rows, check a sample.
+    If training data exceeds `data.max_checked_rows` rows, only a sample is checked.
 
     Raises:
         ConfigError: an environment does not exist, or its settings are invalid.
@@ -212,7 +215,7 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
     parts = [(cfg.data.train_data, cfg.data.max_checked_rows)] if trains else []
     parts += [(cfg.data.val_data, None)] if not trains or cfg.trainer.eval_interval > 0 else []
     is_local, is_complete, checked = True, True, []
-    n_rows: list[int | None] = []  # of each part, None if some are on the Hub
+    n_rows: list[int | None] = []  # of each part; None if some rows are on the Hub
     for sources, max_rows in parts:
         files = [source for source in sources if local_path(source) is not None]
         rows = Rows(files)
@@ -250,7 +253,7 @@ def _find_missing_models(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
 
 
 def _find_missing_reward_model(path: str) -> Iterator[str]:
-    """Yield a sentence for each missing file of a reward model, or of an adapter of one and its base."""
+    """Yield a problem for each missing file of a reward model, or of its adapter and base model."""
     key, (config, weights) = f"generator.reward_model.path={show(path)}", (Path(path) / name for name in ADAPTER_FILES)
     if not config.is_file():
         yield from _find_missing_model("generator.reward_model.path", path)
@@ -273,7 +276,7 @@ def _find_missing_interpreter(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def _find_model_mismatches(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
-    """Yield a sentence for each setting that contradicts a model's `config.json`, if it is on this machine."""
+    """Yield a problem for each setting that contradicts a model's `config.json`, if that is on this machine."""
     path = cfg.trainer.policy.model.path
     policy = _read_model_config(path)
     n_context, n_tokens = policy.get("max_position_embeddings"), policy.get("vocab_size")
@@ -307,7 +310,7 @@ def _find_model_mismatches(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
 def _find_indivisible_model(
     role: str, section: DividedModelConfig | CriticConfig, path: str | None, trainer: RunConfig
 ) -> Iterator[str]:
-    """Yield a sentence if ranks cannot divide the heads or the layers of a model on this machine."""
+    """Yield a problem if ranks cannot divide the heads or layers of a model on this machine."""
     if path is None:
         return
     model = _read_model_config(path)
@@ -318,7 +321,7 @@ def _find_indivisible_model(
 
 
 def _read_model_config(path: str) -> dict[str, Any]:
-    """Return the `config.json` of a model in a folder or in the Hub's cache; empty if there is none."""
+    """Return the `config.json` of a model in a folder or in the Hub's cache, or {} if there is none."""
     file = Path(path) / "config.json"
     if not Path(path).is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -332,7 +335,7 @@ def _read_model_config(path: str) -> dict[str, Any]:
 
 
 def _parse_json(file: Path) -> Any:
-    """Return the content of a JSON file; None if it cannot be read or parsed."""
+    """Return the content of a JSON file, or None if it cannot be read or parsed."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -342,7 +345,7 @@ def _parse_json(file: Path) -> Any:
 def _find_missing_trained_model(
     key: str, model: PolicyModelConfig | CriticModelConfig, *, has_tokenizer: bool = False
 ) -> Iterator[str]:
-    """Yield a sentence for each missing file of a model and of its adapter."""
+    """Yield a problem for each missing file of a model and its adapter."""
     yield from _find_missing_model(f"{key}.path", str(model.path), has_tokenizer=has_tokenizer)
     path = model.lora.lora_path
     if path is not None and Path(path).is_dir():
@@ -389,9 +392,10 @@ def _find_missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> 
 
 
 def _is_local(path: str) -> bool:
-    """Return True for the path of a missing folder, and False for a name that only the Hub can know.
+    """Return True if `path` is meant as a folder (that does not exist), and False if it may be a name on the Hub.
 
-    `Qwen/Qwen3-8B` is one, even beside a folder Qwen/Qwen3-4B, unless Qwen is the folder of a model.
+    `Qwen/Qwen3-8B` may be a name on the Hub, even next to a folder Qwen/Qwen3-4B, unless Qwen itself is a model's
+    folder.
     """
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         return True

@@ -1,4 +1,4 @@
-"""The prompts of a run as its generator renders them. Imports PyTorch."""
+"""The prompts of a run, as its generator renders them. Importing this module imports PyTorch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from skyrl_train.models.loading import load_tokenizer
 
 
 def load_policy_tokenizer(cfg: SkyRLConfig) -> PreTrainedTokenizerBase:
-    """Load the policy's tokenizer, with the chat template of the engine's options, or `generator.chat_template` if it
-    has none.
+    """Load the policy's tokenizer.
+
+    `generator.engine_init_kwargs.chat_template` replaces its chat template. `generator.chat_template` is used if it has
+    none.
 
     Raises:
         ConfigError: there is no tokenizer, or no chat template.
@@ -37,7 +39,7 @@ def load_policy_tokenizer(cfg: SkyRLConfig) -> PreTrainedTokenizerBase:
 def open_prompts(
     cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], max_checked_rows: int | None = None
 ) -> PromptDataset:
-    """Open prompts, and filter them as the generator will render them; DataError as `PromptDataset`."""
+    """Open prompts and drop those that are too long once the generator renders them. Raise DataError on bad rows."""
     return PromptDataset(
         sources,
         tokenizer,
@@ -63,7 +65,7 @@ def open_eval_prompts(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> P
 
 
 def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
-    """Check that an environment accepts every row. Lazily checked datasets: some of the rows only.
+    """Check that the environments accept the rows. Of lazily checked datasets, only a sample is checked.
 
     Raises:
         ConfigError: an environment does not exist, or its settings are invalid.
@@ -89,7 +91,9 @@ def check_dataset_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset], *, i
 
 
 def check_prompts(cfg: SkyRLConfig) -> None:
-    """Render the prompts of the data files, or read some of a custom class, if the tokenizer is on this machine.
+    """Render the prompts of the data files, or check the rows of a custom dataset class.
+
+    Does nothing if the tokenizer is not on this machine.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded or has no chat template, or the custom class refuses its options.

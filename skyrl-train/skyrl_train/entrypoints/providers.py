@@ -1,4 +1,4 @@
-"""Wallets and capacity of the clouds that SkyPilot rents GPUs from, as far as their HTTP APIs report them."""
+"""Balances and capacity at clouds that SkyPilot rents GPUs from, as far as their HTTP APIs report them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMEOUT_S = 10.0
 
 
 class Wallet(NamedTuple):
-    """The answer of a provider. No field ever holds a key."""
+    """The account status at a provider. It never contains a key."""
 
     status: Literal["ok", "empty", "refused", "unknown"]
     text: str
@@ -25,16 +25,16 @@ class Provider:
 
     name: str
     key_name: str
-    """Environment variable of the API key; empty if the cloud has no single key."""
+    """Environment variable of the API key. Empty if the cloud has no single key."""
     url: str
-    """URL of the balance; empty if no API reports it."""
+    """URL of the balance. Empty if no API reports it."""
     describe: Callable[[Any], tuple[float | None, str]]
-    """Returns the balance in dollars, or None if the answer has none, and a summary of the answer."""
+    """Maps the response to (balance in dollars, summary). The balance is None if the response lacks it."""
     query: Mapping[str, str] | None = None
-    """Body of a request of type POST; None for GET."""
+    """Body of a POST request. None sends a GET request."""
 
     def ask(self, environ: Mapping[str, str]) -> Wallet:
-        """Request the balance; wait at most `TIMEOUT_S` seconds."""
+        """Request the balance. Wait at most `TIMEOUT_S` seconds."""
         if not self.url:
             return Wallet("unknown", "its API does not report the balance")
         key = environ.get(self.key_name)

@@ -1,4 +1,4 @@
-"""The commands `skyrl report`: the page of a run, that of several runs, and the trajectories of a run at two steps."""
+"""The commands `skyrl report`: report of a run, comparison of runs, comparison of a run's trajectories at two steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.errors import DataError
 
 
 class _ReportGroup(TyperGroup):
-    """A group whose first argument may be a run folder."""
+    """A command group that treats `skyrl report RUN_FOLDER` as `skyrl report run RUN_FOLDER`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         return super().resolve_command(ctx, args if args[0] in self.commands else ["run", *args])
@@ -29,7 +29,7 @@ report = typer.Typer(
 def report_run(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="e.g. outputs/skyrl/my-run")],
 ) -> None:
-    """Write the report of a run, finished or not; `skyrl report RUN_FOLDER` is the same."""
+    """Write the report of a run, finished or not. Short form: `skyrl report RUN_FOLDER`."""
     from skyrl_train.report import report_run
     from skyrl_train.tracking import RunFolder
 

@@ -1,4 +1,4 @@
-"""Garbage collection and interrupts while a run works."""
+"""Garbage collection and interrupts during a run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def collect_rarely() -> Iterator[None]:
-    """Exclude existing objects from garbage collection within the context, and collect the others less often.
+    """Exclude existing objects from garbage collection within the context, and collect new objects less often.
 
     Imported libraries and rollouts in flight are millions of objects, and scanning them takes half of the agent loop's
-    time (`make bench-loop`). Objects without references are still freed at once.
+    time (`make bench-loop`). Reference counting still frees objects at once; only cycles wait longer.
     """
     thresholds = gc.get_threshold()
     gc.freeze()
@@ -32,12 +32,14 @@ def collect_rarely() -> Iterator[None]:
 def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` at the first Ctrl-C, SIGTERM or SIGHUP. A second Ctrl-C or SIGTERM kills the program at once.
 
-    It does not close engines and environments, because that could take as long as the step. Files are complete or
-    absent at any time, and child processes end with their parent.
+    The kill does not close engines and environments, because that could take as long as the step. This is safe: files
+    are complete or absent at any time, and child processes end with their parent.
 
-    A terminal that closes may send SIGHUP several times, from the shell and from the kernel, so SIGHUP is ignored after
-    the first signal. It stays ignored where `nohup` has done so. Needs a running event loop. Does nothing outside of
-    the main thread, which alone receives signals.
+    A closing terminal may cause several SIGHUPs, from the shell and from the kernel, so SIGHUP is ignored after the
+    first signal. If `nohup` ignores it, it stays ignored.
+
+    The context needs a running event loop. Outside of the main thread it does nothing, because only the main thread
+    receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

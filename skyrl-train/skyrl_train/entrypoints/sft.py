@@ -1,4 +1,4 @@
-"""A run on fixed data, assembled from its configuration. Override a `get_*` method to replace a part."""
+"""A run on fixed data, built from its configuration. Override a `get_*` method to replace a part."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from skyrl_train.workers.group import WorkerGroup
 
 
 class SupervisedExp(Experiment):
-    """One run on fixed data."""
+    """Base class for runs on fixed data."""
 
     schema: ClassVar[Schema[Any]]
-    """The configuration of this kind of run."""
+    """The configuration schema of this kind of run."""
 
     role: ClassVar[Role] = "policy"
     """The role of the trained model."""
 
     def __init__(self, cfg: SupervisedConfig | ConfigSource) -> None:
-        """Check the configuration and create the run folder; ConfigError lists every problem."""
+        """Check the configuration and create the run folder. Raise a ConfigError that lists every problem."""
         super().__init__(validate(cfg, self.schema))
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of `get_tokenizer`."""
+        """The cached result of `get_tokenizer`."""
         return self.get_tokenizer()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -60,7 +60,7 @@ class SupervisedExp(Experiment):
         )
 
     def get_dataset(self, sources: Sequence[str], max_checked_rows: int | None = None) -> SupervisedDataset:
-        """Load the rows of `data.train_data` or `data.val_data` as tokens, all of them or those of a sample.
+        """Open the rows of `data.train_data` or `data.val_data` as tokens. Check at most `max_checked_rows` in advance.
 
         Raises:
             ConfigError: rows may be longer than the context of the model.
@@ -73,13 +73,13 @@ class SupervisedExp(Experiment):
             eos = None
         text_config = AutoConfig.from_pretrained(path).get_text_config()
         n_context = getattr(text_config, "max_position_embeddings", None)
-        # again, because the model's configuration may have been downloaded just now
+        # Checked again, because the model's configuration may have been downloaded only now.
         raise_problems(find_long_rows(self.cfg, n_context))
         encoder = ConversationEncoder(self.tokenizer, data.chat_template_kwargs, all_eos_ids(eos, None))
         return SupervisedDataset(sources, encoder, data, self.get_segment_reader(), n_context, max_checked_rows)
 
     def get_segment_reader(self) -> SegmentReader:
-        """Return the function that turns the token rows of an answer into segments."""
+        """Return the function that converts the token rows of an answer to segments."""
         return build_segments
 
     @abstractmethod
@@ -91,11 +91,11 @@ class SupervisedExp(Experiment):
         return self.load_language_model(self.cfg.trainer.policy.model.path, POLICY_PATH)
 
     def load_language_model(self, path: str, key: str) -> PreTrainedModel:
-        """Load the causal language model at `path`, the value of the configuration key `key`."""
+        """Load the causal language model at `path`. Errors name the configuration key `key`."""
         return load_model(path, **self._loading_options(key))
 
     def _loading_options(self, key: str) -> dict[str, Any]:
-        """Return the options with which the model at the configuration key `key` is loaded."""
+        """Return the options for loading a model. Errors name the configuration key `key`."""
         trainer = self.cfg.trainer
         return {
             "dtype": getattr(torch, trainer.policy.model.dtype),
@@ -143,7 +143,7 @@ class SupervisedExp(Experiment):
 
     @property
     def roles(self) -> list[Role]:
-        """The models of the run."""
+        """Roles of the models in the run."""
         return [self.role]
 
     async def load_models(self, launcher: ModelLauncher, optimizer: OptimizerSpec) -> TrainedModels:
@@ -159,7 +159,7 @@ class SupervisedExp(Experiment):
         optimizer: OptimizerSpec | None = None,
         lora: LoraSpec | None = None,
     ) -> ModelSpec:
-        """Return the specification of a model of this run; without `optimizer`, of a frozen one."""
+        """Return the specification of a model. Without `optimizer`, the model is frozen."""
         return model_spec(
             role,
             load,
@@ -175,12 +175,12 @@ class SupervisedExp(Experiment):
     async def load_reference(
         self, launcher: ModelLauncher, policy: WorkerGroup, lora: LoraSpec | None
     ) -> WorkerGroup | None:
-        """Return the reference, which may be the policy without its adapter; None if the objective reads none."""
+        """Return the reference, or None if the objective reads none. It may be the policy without its adapter."""
         return None
 
 
 class SFTExp(SupervisedExp):
-    """One run of supervised fine-tuning."""
+    """A supervised fine-tuning run."""
 
     schema = SFT
 

@@ -1,6 +1,6 @@
 """A language model small enough to train on a laptop in minutes, with a tokenizer trained on its task.
 
-For first runs, examples and tests, without a download. Both save as ordinary Hugging Face folders.
+Use it for first runs, examples and tests, because it needs no download. It is saved as an ordinary Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE tokenizer with ChatML turns on the conversations of a task.
 
-    Each digit is a separate token. Text between digits may merge up to the end of its line: the fixed wording of a task
-    becomes a few tokens, and sequences stay short. Any other text is encoded byte by byte.
+    Each digit is a separate token. Text between digits may merge within a line, so that the fixed wording of a task
+    becomes a few tokens and sequences stay short. Unknown text is encoded byte by byte.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -69,7 +69,7 @@ def tiny_qwen3(
     n_layers: int = 2,
     context_length: int = 512,
 ) -> Qwen3ForCausalLM:
-    """Create a Qwen3 with random weights and, by default, some hundred thousand parameters."""
+    """Create a Qwen3 with random weights. The defaults give a few hundred thousand parameters."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -91,7 +91,7 @@ def tiny_qwen3(
 
 
 def write_tiny_model(folder: Path, data: str | None, seed: int) -> int:
-    """Write a tiny model with a tokenizer trained on the texts of a dataset; return its number of parameters.
+    """Write a tiny model with a tokenizer trained on the texts of a dataset. Return its number of parameters.
 
     Raises:
         ConfigError: `folder` exists.
@@ -124,7 +124,7 @@ def _conversation(row: Row) -> Any:
 
 
 def _between_special_tokens(conversations: Iterable[Sequence[Mapping[str, Any]]]) -> Iterable[str]:
-    """Yield the text between special tokens, which the tokenizer cuts out before it merges."""
+    """Yield the text between special tokens. The tokenizer splits at them before it merges."""
     for messages in conversations:
         text = "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
         yield from filter(None, re.split(f"{re.escape(TURN_START)}|{re.escape(TURN_END)}", text))

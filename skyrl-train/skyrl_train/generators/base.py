@@ -1,4 +1,4 @@
-"""The interface of generators, which play rollouts for the trainer."""
+"""The interface between the trainer and the generators that play its rollouts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def request_seed(run_seed: int, id: TrajectoryID, turn: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One rollout to play: its ID, and the dataset row that it starts from."""
+    """A rollout to play: its ID, and the dataset row it starts from."""
 
     id: TrajectoryID
     row: PromptRow
@@ -38,7 +38,7 @@ class RolloutRequest:
 def rollout_requests(
     prompts: Sequence[DrawnPrompt], n_samples: int, env_class: str, phase: Phase = "train"
 ) -> list[RolloutRequest]:
-    """Return `n_samples` adjacent requests for each prompt. `env_class` is the environment of rows that name none."""
+    """Return `n_samples` adjacent requests per prompt. `env_class` is the default for rows without an environment."""
     return [
         RolloutRequest(
             TrajectoryID(prompt.row.uid, sample, prompt.draw, phase),
@@ -56,8 +56,8 @@ EMPTY_RESPONSE = StopReason.EMPTY_RESPONSE, "the response is empty and cannot ca
 class RolloutGenerator(ABC):
     """Base class of generators. Implement `rollout`; the trainer calls `play`.
 
-    In asynchronous training, many calls are in progress at once, each with the samples of one prompt, and evaluations
-    run beside them.
+    In asynchronous training, many calls run at once, each with the samples of one prompt. Evaluations run concurrently
+    with them.
     """
 
     @abstractmethod
@@ -69,9 +69,9 @@ class RolloutGenerator(ABC):
     async def play(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
-        """Return what `rollout` returns, with all reported values sanitized before metrics, files and tensors use them.
+        """Call `rollout` and sanitize its trajectories for metrics, files and tensors.
 
-        A trajectory without a response, or whose reward is NaN, infinite or too large for float32, becomes invalid.
+        A trajectory becomes invalid if its response is empty or its reward is NaN, infinite or too large for float32.
         """
         return [sanitize(trajectory) for trajectory in await self.rollout(requests, sampling, metadata)]
 
@@ -84,7 +84,7 @@ class RolloutGenerator(ABC):
 
 
 def sanitize(trajectory: Trajectory) -> Trajectory:
-    """Return a trajectory whose texts and metrics can be written, and whose reward fits the trainer's tensors."""
+    """Clean the trajectory's texts and metrics so that they can be written. An unusable reward makes it invalid."""
     error, stop_reason = trajectory.error, trajectory.stop_reason
     if error is None and not trajectory.response_ids:
         stop_reason, error = EMPTY_RESPONSE

@@ -2,8 +2,7 @@
 
     open → make → init → generate → step → generate → step → … → get_metrics → close
 
-A failure of an environment or of the engine ends only its own rollout, as invalid. The rollout is then retried with a
-fresh environment.
+If an environment or the engine fails, only that rollout becomes invalid. It is then retried with a fresh environment.
 """
 
 from __future__ import annotations
@@ -57,17 +56,17 @@ STOP_REASONS: tuple[tuple[type[Exception], str], ...] = (
     (UnknownReward, StopReason.REWARD_UNKNOWN),
     (Exception, StopReason.ENV_ERROR),
 )
-"""Stop reasons of failed rollouts; the first error class that matches counts."""
+"""Stop reason for each error class of a failed rollout. The first match counts."""
 
 
 class GymGenerator(RolloutGenerator):
     """A generator that plays `skyrl_gym` environments with an inference engine.
 
     With `generator.batched`, all rollouts of a call take their turns together. Otherwise, and always with
-    `isolation=process`, each rollout proceeds at its own pace and the engine batches concurrent requests. Both produce
-    the same trajectories.
+    `isolation=process`, each rollout proceeds at its own pace, and the engine batches concurrent requests. The
+    trajectories are the same.
 
-    Subclasses override `rollout`, and can use `generator_cfg`, `inference_engine_client` and `tokenizer`.
+    Subclasses may override `rollout` and use `generator_cfg`, `inference_engine_client` and `tokenizer`.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class GymGenerator(RolloutGenerator):
         self._rewards = RewardFunctions(generator_cfg, self._chat)
         in_processes = skyrl_gym_cfg.isolation == "process"
         self._episodes = ProcessEpisodes(skyrl_gym_cfg) if in_processes else LocalEpisodes(skyrl_gym_cfg)
-        # a group that holds some processes while it waits for more would deadlock
+        # Batched groups would deadlock: each holds some of the limited processes while it waits for more.
         self._is_batched = generator_cfg.batched and not in_processes
         max_length = inference_engine_client.info.context_length - 1  # leaves room for a token
         self._max_input_length = min(generator_cfg.max_input_length or max_length, max_length)
@@ -110,7 +109,7 @@ class GymGenerator(RolloutGenerator):
         await gather_or_cancel(self._play(group, sampling) for group in groups)
 
     async def _play(self, rollouts: Sequence[Rollout], sampling: SamplingParams) -> None:
-        """Play rollouts turn by turn, all together. The time limit starts when their environments have a slot."""
+        """Play rollouts together, turn by turn. Their time limit starts once every environment has a slot."""
         limit_s = self.generator_cfg.trajectory_timeout_seconds
         try:
             await gather_or_cancel(self._open(rollout) for rollout in rollouts)
@@ -170,7 +169,7 @@ class GymGenerator(RolloutGenerator):
     async def _sample(
         self, rollout: Rollout, conversation: TokenConversation, sampling: SamplingParams
     ) -> tuple[EngineResult, str]:
-        """Return a turn and its text, within the trajectory's remaining token budget.
+        """Sample a turn within the trajectory's remaining token budget. Return it with its text.
 
         Raises:
             EngineError: generation failed.
@@ -228,7 +227,7 @@ class GymGenerator(RolloutGenerator):
             rollout.stop_reason = StopReason.LENGTH
 
     async def _grade_unfinished(self, rollout: Rollout, episode: Episode) -> None:
-        """Add the reward of an episode that ends before its environment is done."""
+        """Add the environment's reward for an episode that was cut off before it was done."""
         with _boundary(rollout, "grade_unfinished"):
             reward = validate_reward(await episode.call("grade_unfinished"), "grade_unfinished")
             if reward is None:
@@ -240,7 +239,7 @@ class GymGenerator(RolloutGenerator):
                 turn.reward += reward
 
     def _with_status(self, conversation: TokenConversation, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Append a line with the used context and turns, with `generator.inject_context_status`."""
+        """With `generator.inject_context_status`, append a line with the context and turns used so far."""
         if not self.generator_cfg.inject_context_status or not observations:
             return observations
         n_tokens, max_tokens = len(conversation.next_prompt()), self._max_input_length
@@ -250,7 +249,7 @@ class GymGenerator(RolloutGenerator):
         return [*observations[:-1], {**last, "content": f"{last['content']}\n{status}"}]
 
     async def _finish(self, rollout: Rollout) -> None:
-        """Collect the environment's metrics, close it, and free the engine's cache of the conversation."""
+        """Free the engine's cache of the conversation, collect the environment's metrics, and close it."""
         await self.inference_engine_client.end_session(rollout.session_id)
         episode = rollout.episode
         if episode is None:
@@ -265,11 +264,11 @@ class GymGenerator(RolloutGenerator):
 
 
 def _turn_reward(output: BaseTextEnvStepOutput, n_tokens: int) -> float | list[float]:
-    """Return the reward of a turn of `n_tokens`, or a list with one for each token.
+    """Return the reward of a turn, or a list with one reward per token.
 
     Raises:
         UnknownReward: the reward is None.
-        EnvError: the list has another length.
+        EnvError: the list does not have `n_tokens` rewards.
     """
     reward: Any = output["reward"]
     if reward is None:
@@ -283,7 +282,7 @@ def _turn_reward(output: BaseTextEnvStepOutput, n_tokens: int) -> float | list[f
 
 @contextmanager
 def _boundary(rollout: Rollout, method: str) -> Iterator[None]:
-    """Turn an error into an invalid rollout."""
+    """Mark the rollout as invalid if `method` raises."""
     try:
         yield
     except Exception as error:  # noqa: BLE001, the boundary of a rollout

@@ -17,30 +17,30 @@ from skyrl_train.weight_sync import Receipt, SyncPlan
 ConversationType = list[Message]
 WakeUp = Literal["weights", "all"]
 
-MIN_TEMPERATURE = 1e-4  # below, logits divided by it leave the range of float32
+MIN_TEMPERATURE = 1e-4  # dividing logits by less may overflow float32
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters for sampling one response, applied in this order: penalties, temperature, min-p, top-k, top-p."""
+    """Parameters for sampling a response. They apply in this order: penalties, temperature, min-p, top-k, top-p."""
 
     max_new_tokens: int
-    min_new_tokens: int = 0  # until then, tokens that end the response have probability 0
+    min_new_tokens: int = 0  # before that, tokens that end the response have probability 0
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # 1: off
     top_k: int = -1  # -1: off
     min_p: float = 0.0  # 0: off
-    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt and response
+    repetition_penalty: float = 1.0  # positive logits of tokens in prompt or response are divided, negative multiplied
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the response
-    frequency_penalty: float = 0.0  # the same, times the number of their occurrences
-    stop: tuple[str, ...] = ()  # stop after the token that completes one of these; the text keeps it
-    stop_token_ids: tuple[int, ...] = ()  # stop after one of these, as after the EOS token
+    frequency_penalty: float = 0.0  # subtracted once per occurrence in the response
+    stop: tuple[str, ...] = ()  # stop after the token that completes one of these, and keep it in the text
+    stop_token_ids: tuple[int, ...] = ()  # stop after one of these, like after the EOS token
     ignore_eos: bool = False  # do not stop at the EOS token
     n_top_logprobs: int = 0  # report the log-probs of this many most likely tokens at every position
     with_raw_logprobs: bool = False  # report log-probs at temperature 1 as well
 
     def __post_init__(self) -> None:
-        """Raise EngineError for a value out of its range."""
+        """Raise EngineError if a value is out of range."""
         for name, is_allowed, range_ in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("min_new_tokens", self.min_new_tokens >= 0, "at least 0"),
@@ -84,16 +84,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One response to sample, e.g. `EngineRequest([5, 9, 2], SamplingParams(max_new_tokens=8), seed=1)`."""
+    """A response to sample, e.g. `EngineRequest([5, 9, 2], SamplingParams(max_new_tokens=8), seed=1)`."""
 
     prompt_ids: list[int]
     sampling: SamplingParams
-    seed: int  # a token depends on the seed and its position, not on batching or interruptions
+    seed: int  # the randomness of a token is a function of the seed and its position, not of batching or interruptions
     session_id: str | None = None  # requests of one session share a key-value cache until `end_session`
 
 
 def hash_seed(identity: str) -> int:
-    """Return the 64-bit hash of a string as a seed."""
+    """Hash a string into a 64-bit seed."""
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big")
 
 
@@ -101,8 +101,8 @@ def hash_seed(identity: str) -> int:
 class EngineResult:
     """The n sampled tokens of a response, and their log-probs.
 
-    `logprobs` [n] are the model's at the request's temperature (1 if that is 0), before penalties and truncation, as
-    the trainer computes them.
+    `logprobs` [n] are comparable with the trainer's: at the request's temperature (1 if it is 0), and before penalties
+    and truncation.
     """
 
     token_ids: list[int]
@@ -117,7 +117,7 @@ class EngineResult:
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """New tokens of a response that is being sampled; the last chunk has the whole result."""
+    """New tokens of a response in progress. The last chunk contains the whole result."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -129,12 +129,12 @@ class EngineInfo:
     """Limits and weights of an engine, known before the first request."""
 
     context_length: int  # maximum tokens of prompt and response together
-    longest_sequence: int  # the same, or less if the engine's memory holds less
-    weight_dtype: torch.dtype | None = None  # in which the engine holds weights; None: as the policy sends them
+    longest_sequence: int  # `context_length`, or less if the engine's cache is smaller
+    weight_dtype: torch.dtype | None = None  # of the engine's weights; None: the dtype that the policy sends
 
 
 class InferenceEngine(Protocol):
-    """The interface every backend implements. Everything that crosses it can be pickled."""
+    """The interface of every engine. All arguments and results can be pickled."""
 
     @property
     def info(self) -> EngineInfo:
@@ -147,9 +147,9 @@ class InferenceEngine(Protocol):
         ...
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
-        """Return one result for each request, in order. Concurrent calls share the engine's batches.
+        """Return one result per request, in order. The engine batches the requests of concurrent calls together.
 
-        Requests wait while the engine is paused. Cancelling the call aborts them.
+        Requests wait while the engine is paused. Cancelling the call aborts its requests.
 
         Raises:
             EngineError: a request cannot be served, a step failed, or the engine is asleep or closed.
@@ -161,18 +161,21 @@ class InferenceEngine(Protocol):
         ...
 
     async def abort(self, session_id: str | None = None) -> None:
-        """End the requests of a session, or all requests; they return their tokens with stop reason `abort`."""
+        """End the requests of a session, or all requests. They return the tokens so far with stop reason `abort`."""
         ...
 
     async def pause(self) -> None:
-        """Stop after the current step; EngineError if paused already. All requests, including new ones, wait.
+        """Stop after the current step. All requests wait until `resume`, new ones too.
 
         Cancelling the call before the step has ended undoes it.
+
+        Raises:
+            EngineError: the engine is paused already.
         """
         ...
 
     async def resume(self) -> None:
-        """Continue after `pause`; EngineError if not paused."""
+        """Continue after `pause`. Raise EngineError if the engine is not paused."""
         ...
 
     async def end_session(self, session_id: str) -> None:
@@ -180,22 +183,25 @@ class InferenceEngine(Protocol):
         ...
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
-        """Load new weights, as the receiver `plan.rank`; results report `plan.version` from now on.
+        """Load new weights as receiver `plan.rank`. Results report `plan.version` from now on.
 
-        Unfinished requests are an EngineError unless the engine is paused. They continue with the new weights, after
-        their prompt and response so far have been read again.
+        Pause the engine first if requests are unfinished. They continue with the new weights, after their prompts and
+        partial responses are recomputed.
+
+        Raises:
+            EngineError: requests are unfinished and the engine is not paused.
         """
         ...
 
     async def sleep(self) -> None:
-        """Release memory until `wake_up`; EngineError while requests are running."""
+        """Release memory until `wake_up`. Raise EngineError if requests are running."""
         ...
 
     async def wake_up(self, what: WakeUp = "all") -> None:
-        """Reload what `sleep` released; EngineError if the engine is closed.
+        """Allocate the memory that `sleep` released. Raise EngineError if the engine is closed.
 
-        With `weights`, the engine can receive new ones before the memory of its cache is taken; it sleeps on until
-        `wake_up("all")`.
+        `weights` allocates only the weights, so that a sync can run before the cache takes its memory. The engine
+        still counts as asleep until `wake_up("all")`.
         """
         ...
 
@@ -204,5 +210,5 @@ class InferenceEngine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release memory, threads and processes; requests still waiting fail with EngineError."""
+        """Release memory, threads and processes. Unfinished requests fail with EngineError."""
         ...

@@ -1,4 +1,4 @@
-"""Conversion of sampling parameters to and from dicts with the names of SkyRL and vLLM."""
+"""Conversion between `SamplingParams` and dicts with the names of SkyRL and vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_train.errors import DataError
 from skyrl_train.inference_engines.base import SamplingParams
 
 ALIASES = {"max_tokens": "max_new_tokens", "max_generate_length": "max_new_tokens", "min_tokens": "min_new_tokens"}
-"""Our names of sampling parameters, by their names in SkyRL and vLLM."""
+"""Names of SkyRL and vLLM, mapped to ours."""
 
 IGNORED = {
     "logprobs": (None, 0, 1),
@@ -19,7 +19,7 @@ IGNORED = {
     "include_stop_str_in_output": (True,),
     "no_stop_trim": (True,),
 }
-"""Sampling parameters of SkyRL that cannot be changed, with the values that are accepted."""
+"""Parameters that cannot be changed here, with the values that are accepted and ignored."""
 
 
 def to_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
@@ -38,10 +38,10 @@ def to_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def to_sampling(params: Mapping[str, Any] | None, cfg: GeneratorConfig | None) -> SamplingParams:
-    """Convert sampling parameters with names from SkyRL or vLLM. None means `cfg.sampling_params`.
+    """Convert a dict with names of SkyRL or vLLM. None means `cfg.sampling_params`.
 
     Raises:
-        DataError: a parameter is unknown, or neither source limits the number of tokens.
+        DataError: a parameter is unknown, or neither `params` nor `cfg` limits the number of tokens.
     """
     configured = None if cfg is None else SamplingParams.from_config(cfg.sampling_params)
     if params is None and configured is not None:

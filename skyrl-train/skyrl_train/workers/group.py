@@ -54,7 +54,7 @@ class WorkerGroup:
         self.n_optimizer_steps = 0
         """Number of optimizer steps that have begun."""
         self.hold_devices: Callable[[WorkerGroup, ModelPart], AbstractAsyncContextManager[None]] | None = None
-        """Waits for the devices that the model shares with others, e.g. `Lease.holding`; None if it has them alone."""
+        """Waits for the devices that the model shares with others, e.g. `Lease.holding`. None if it has them alone."""
 
     @property
     def role(self) -> Role:

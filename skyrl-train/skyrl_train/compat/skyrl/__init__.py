@@ -1,1 +1,1 @@
-"""SkyRL's classes and functions, as adapters of this project's own."""
+"""SkyRL's classes and functions, implemented as adapters of ours."""

@@ -1,4 +1,4 @@
-"""Modules, names, methods and attributes of SkyRL that do not exist here, each with what to do instead."""
+"""Modules, names, methods and attributes of SkyRL that do not exist here, each with a replacement to suggest."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODULES = {
     "workers.worker_dispatch": _WORKERS,
     "workers.worker_utils": _WORKERS,
 }
-"""Modules of SkyRL, below `skyrl_train` unless they name another package."""
+"""Modules of SkyRL, relative to `skyrl_train` unless they start with another package."""
 
 MISSING_NAMES: dict[str, dict[str, str]] = {
     "config": {
@@ -87,7 +87,7 @@ MISSING_NAMES: dict[str, dict[str, str]] = {
         _WORKERS,
     ),
 }
-"""Names of SkyRL by module, below `skyrl_train`."""
+"""Names of SkyRL by module, relative to `skyrl_train`."""
 MISSING_NAMES["utils.utils"] = MISSING_NAMES["utils"]
 
 TRAINER_METHODS = {
@@ -135,7 +135,7 @@ CLIENT_METHODS = {
 
 
 def refuse_overrides(cls: type, base: type, absent: Mapping[str, str]) -> None:
-    """Raise ConfigError for a subclass of `base` that defines an `absent` method, which would never be called."""
+    """Raise ConfigError if `cls` overrides one of the `absent` methods: nothing would call it."""
     for name, instead in absent.items():
         if getattr(cls, name, None) is not getattr(base, name, None):
             raise ConfigError(
@@ -144,7 +144,7 @@ def refuse_overrides(cls: type, base: type, absent: Mapping[str, str]) -> None:
 
 
 def describe_missing(owner: object, name: str, absent: Mapping[str, str]) -> str:
-    """Return the message of an AttributeError, with what to do instead if the name is one of `absent`."""
+    """Return the message of an AttributeError. If the name is one of `absent`, suggest the replacement."""
     message = f"{type(owner).__name__!r} object has no attribute {name!r}"
     if name in absent:
         message += f", which SkyRL has; {absent[name]} instead (docs/guides/coming-from-skyrl.md)"
@@ -152,7 +152,7 @@ def describe_missing(owner: object, name: str, absent: Mapping[str, str]) -> str
 
 
 def refuse_name(module: str, name: str) -> NoReturn:
-    """Raise ImportError, with what to do instead, for one of `MISSING_NAMES`, and AttributeError for any other."""
+    """Raise ImportError with the replacement for one of `MISSING_NAMES`, and AttributeError for any other name."""
     instead = MISSING_NAMES.get(module, {}).get(name)
     if instead is None:
         raise AttributeError(f"module 'skyrl_train.{module}' has no attribute {name!r}")
@@ -160,7 +160,7 @@ def refuse_name(module: str, name: str) -> NoReturn:
 
 
 class AbsentModules(MetaPathFinder):
-    """An importer that raises ModuleNotFoundError, with what to do instead, for each of `MODULES`."""
+    """An importer that raises ModuleNotFoundError with the replacement for each of `MODULES`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

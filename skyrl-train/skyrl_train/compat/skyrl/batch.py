@@ -1,4 +1,4 @@
-"""The batch that hooks of SkyRL's trainer get, and the conversion of token lists to tensors."""
+"""The batch passed to the hooks of SkyRL's trainer, and the conversion of token lists to tensors."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ FIELDS = {
     "advantages": "advantages",
     "returns": "returns",
 }
-"""Keys of a `TrainingInputBatch`, and the fields of a `TrainingBatch` that hold their tensors."""
+"""Keys of a `TrainingInputBatch`, mapped to the fields of a `TrainingBatch`."""
 
 
 class TrainingInputBatch(dict[str, Any]):
-    """A `TrainingBatch` as a dictionary: `data["rewards"]` (B, R), `data["action_log_probs"]`, … None where a run does
-    not compute a tensor.
+    """A `TrainingBatch` as a dictionary: `data["rewards"]` (B, R), `data["action_log_probs"]`, …
 
-    `response_mask` (B, R) has 1 on every token of a response, `is_last_step` (B,) is true on the last row of a
-    trajectory; changes of these two have no effect. `metadata` has `uids`, which rows of one prompt share,
-    `response_length` and `avg_response_length`.
+    A tensor that the run does not compute is None. `response_mask` (B, R) is 1 on every response token, and
+    `is_last_step` (B,) is True on the last row of each trajectory. Changes to these two have no effect. `metadata` has
+    `uids` (one per row; rows of the same prompt share it), `response_length` and `avg_response_length`.
     """
 
     def __init__(self, batch: TrainingBatch, **metadata: Any) -> None:
-        """Share the tensors of `batch`; `metadata` adds to that of the class."""
+        """Create the dictionary. It shares the tensors of `batch`. `metadata` extends the class's own."""
         super().__init__()
         response_mask = batch.attention_mask[:, -batch.response_length :]  # (B, R)
         self["response_mask"], self["is_last_step"] = response_mask, batch.is_last_row
@@ -53,12 +52,12 @@ class TrainingInputBatch(dict[str, Any]):
         self.fill(batch)
 
     def fill(self, batch: TrainingBatch) -> None:
-        """Replace the tensors by those of `batch`, which has the same rows; keep other keys."""
+        """Replace the tensors by the tensors of `batch` (with the same rows), and keep other keys."""
         self._batch = batch
         self.update({key: getattr(batch, field) for key, field in FIELDS.items()})
 
     def to_batch(self) -> TrainingBatch:
-        """Return the batch with the tensors of this dictionary; DataError if one has another shape than before."""
+        """Return the batch with the tensors of this dictionary. Raise DataError if a shape has changed."""
         fields: dict[str, Any] = {field: self.get(key) for key, field in FIELDS.items()}
         for key, field in FIELDS.items():
             value, before = fields[field], getattr(self._batch, field)
@@ -82,7 +81,7 @@ def convert_prompts_responses_to_batch_tensors(
     The first two are (B, L), the rest (B, R). Prompts are padded on the left, everything else on the right.
 
     Raises:
-        ValueError: rewards, loss mask or log-probs of a response do not have its length.
+        ValueError: the rewards, loss mask or log-probs of a response do not match its length.
     """
     for name, rows in (("rewards", rewards), ("loss_masks", loss_masks), ("logprobs", logprobs)):
         for index, (row, response) in enumerate(zip(rows or (), responses, strict=rows is not None)):

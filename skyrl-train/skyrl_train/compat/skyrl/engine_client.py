@@ -1,4 +1,4 @@
-"""The engine as generators written for SkyRL call it: conversations in, text and token ids out."""
+"""The engine with SkyRL's interface for generators: conversations in, text and token ids out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import Message, all_or_none
 
 MAX_SESSIONS = 10_000
-"""Sessions whose keys and values the engine may keep: generators of SkyRL do not end them."""
+"""Maximum number of sessions whose cache the engine keeps, because SkyRL's generators do not end their sessions."""
 
 
 class InferenceEngineInput(TypedDict, total=False):
@@ -31,7 +31,7 @@ class InferenceEngineInput(TypedDict, total=False):
 
     prompts: list[list[Message]] | None
     prompt_token_ids: list[list[int]] | None
-    sampling_params: dict[str, Any] | None  # under vLLM's names; None: those of the configuration
+    sampling_params: dict[str, Any] | None  # under vLLM's names; None: from the configuration
     session_ids: list[Hashable] | None
 
 
@@ -45,13 +45,14 @@ class InferenceEngineOutput(TypedDict):
 
 
 class InferenceEngineClient:
-    """An engine whose `generate` also takes SkyRL's input. Everything else is that of the engine."""
+    """An engine whose `generate` also accepts SkyRL's input. All other attributes come from the wrapped engine."""
 
     def __init__(
         self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase, cfg: GeneratorConfig, seed: int
     ) -> None:
-        """Sample with the parameters of `cfg` where the input has none. Requests are numbered in each session; number,
-        session and `seed` determine their tokens.
+        """Wrap an engine. Inputs without sampling parameters use `cfg.sampling_params`.
+
+        A request's randomness is a function of `seed`, the session, and the number of the request in its session.
         """
         self._engine = engine
         self._tokenizer = tokenizer
@@ -69,11 +70,11 @@ class InferenceEngineClient:
     async def generate(
         self, inputs: InferenceEngineInput | Sequence[EngineRequest]
     ) -> InferenceEngineOutput | list[EngineResult]:
-        """Return one response for each prompt, or one result for each request, in order.
+        """Return one response per prompt, or one result per request, in order.
 
         Raises:
-            DataError: the input has both or neither of `prompts` and `prompt_token_ids`, other lists of another length,
-                or an unknown sampling parameter.
+            DataError: the input has both or neither of `prompts` and `prompt_token_ids`, a different number of
+                `session_ids`, or an unknown sampling parameter.
             EngineError: generation failed.
         """
         if not isinstance(inputs, Mapping):
@@ -109,11 +110,11 @@ class InferenceEngineClient:
         return requests
 
     def _encode(self, prompt: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens of a conversation, and of the header of the next assistant turn."""
+        """Return the tokens of a conversation and of the next assistant header."""
         return self._template.encode(self._template.render(prompt, adds_header=True))
 
     async def _next_seed(self, session_id: str | None) -> int:
-        """Return the seed of the next request of a session; end the one that was idle for longest beyond the limit."""
+        """Return the seed of a session's next request. Above `MAX_SESSIONS`, end the least recently used session."""
         number = self._n_requests.pop(session_id, 0)
         self._n_requests[session_id] = number + 1
         if len(self._n_requests) > MAX_SESSIONS:
@@ -126,9 +127,9 @@ class InferenceEngineClient:
 def get_sampling_params_for_backend(
     backend: str, sampling_params: SamplingConfig | Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return sampling parameters as a dictionary with vLLM's names, which every backend takes.
+    """Return sampling parameters as a dictionary with vLLM's names. Every backend accepts them.
 
-    `sampling_params` is a section of the configuration, or a dictionary under the names of SkyRL.
+    `sampling_params` is a section of the configuration, or a dictionary with SkyRL's names.
     """
     if isinstance(sampling_params, SamplingConfig):
         return to_sampling_params(SamplingParams.from_config(sampling_params))

@@ -1,4 +1,4 @@
-"""SkyRL's task of Ray: `ray.get(skyrl_entrypoint.remote(cfg))` runs the experiment of a configuration."""
+"""SkyRL's Ray task: `ray.get(skyrl_entrypoint.remote(cfg))` runs an experiment."""
 
 from __future__ import annotations
 

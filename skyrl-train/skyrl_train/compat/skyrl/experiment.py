@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 class WholeRun:
-    """A run that `train` sets up, trains and closes."""
+    """A whole run: `train` sets it up, trains and closes it."""
 
     def __init__(self, experiment: BasePPOExp) -> None:
         self._experiment = experiment
 
     async def train(self) -> None:
-        """Train to the last step, as `BasePPOExp.run` does without torchrun."""
+        """Train to the last step, like `BasePPOExp.run` without torchrun."""
         self._experiment.check_run_folder()
         with self._experiment.running():
             await self._experiment._run()
@@ -49,16 +49,16 @@ class BasePPOExp(RLExperiment):
     is_stock = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise ConfigError for a subclass that overrides a method of SkyRL that would never be called."""
+        """Raise ConfigError if the subclass overrides a method of SkyRL that nothing calls here."""
         super().__init_subclass__(**kwargs)
         refuse_overrides(cls, BasePPOExp, EXPERIMENT_METHODS)
 
     def _setup_trainer(self) -> WholeRun:
-        """Return what an override of `run`, as in SkyRL's asynchronous example, awaits: `await trainer.train()`."""
+        """Return an object for overrides of `run` that call `await trainer.train()`, like SkyRL's async example."""
         return WholeRun(self)
 
     def engine_client(self, engine: InferenceEngine) -> InferenceEngine:
-        """Return the engine with SkyRL's interface beside its own."""
+        """Wrap the engine with SkyRL's interface."""
         return cast(
             InferenceEngine, InferenceEngineClient(engine, self.tokenizer, self.cfg.generator, self.cfg.trainer.seed)
         )
@@ -80,13 +80,17 @@ class BasePPOExp(RLExperiment):
         generator: RolloutGenerator,
         colocate_pg: None,
     ) -> RayPPOTrainer:
-        """Create the trainer. Without an override, `trainer_class` is used."""
+        """Create the trainer. Runs call this only if it is overridden, and use `trainer_class` otherwise."""
         return RayPPOTrainer(
             cfg, tracker, tokenizer, train_dataset, eval_dataset, inference_engine_client, generator, colocate_pg
         )
 
     def new_trainer(self, parts: RunParts) -> Trainer:
-        """Create the trainer with `get_trainer` if a script overrides it; ConfigError if it is no `RayPPOTrainer`."""
+        """Create the trainer, with `get_trainer` if a script overrides it.
+
+        Raises:
+            ConfigError: `get_trainer` did not return a `RayPPOTrainer`.
+        """
         if not self.replaces("get_trainer"):
             return super().new_trainer(parts)
         trainer = self.get_trainer(
@@ -119,7 +123,7 @@ class BasePPOExp(RLExperiment):
         return trainer
 
     def _enable_fully_async(self, launcher: Launcher) -> None:
-        """Turn asynchronous training on; ConfigError if the engine generates in this process."""
+        """Turn asynchronous training on. Raise ConfigError if the engine generates in this process."""
         if self.cfg.trainer.fully_async.enabled:
             return
         if launcher.policy is not None and self.cfg.generator.run_engines_locally:

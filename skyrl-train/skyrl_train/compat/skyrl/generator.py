@@ -1,4 +1,4 @@
-"""Generators as SkyRL writes them: `generate` takes and returns parallel lists."""
+"""SkyRL's interface for generators: `generate` takes and returns parallel lists."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class GeneratorInput(TypedDict):
     prompts: list[ConversationType]
     env_classes: list[str | None]
     env_extras: list[dict[str, Any]]
-    sampling_params: dict[str, Any]  # under vLLM's names; None: those of the configuration
-    trajectory_ids: list[TrajectoryID]  # None: random ones
+    sampling_params: dict[str, Any]  # under vLLM's names; None: from the configuration
+    trajectory_ids: list[TrajectoryID]  # None: random IDs
     batch_metadata: BatchMetadata  # None: step 0
 
 
 class GeneratorOutput(TypedDict):
     """SkyRL's output: n trajectories as parallel lists of length n, in input order. Other keys are ignored.
 
-    A step-wise trajectory has several adjacent entries, separated by `trajectory_ids` and `is_last_step`. The fields of
-    the trajectory are those of its last entry. SkyRL does not know the last five lists.
+    A step-wise trajectory has several adjacent entries. They share a trajectory ID, and the last entry has
+    `is_last_step` set. Fields of the whole trajectory come from its last entry. The last five lists are our additions.
     """
 
     prompt_token_ids: list[list[int]]
@@ -53,7 +53,7 @@ class GeneratorOutput(TypedDict):
     reward_components: NotRequired[list[dict[str, float]]]  # totals by name
     trajectory_ids: NotRequired[list[TrajectoryID] | None]
     is_last_step: NotRequired[list[bool] | None]
-    rollout_metrics: NotRequired[dict[str, Any] | None]  # numbers to log beside the trainer's own
+    rollout_metrics: NotRequired[dict[str, Any] | None]  # numbers to log with the trainer's own
     sampling_logprobs: NotRequired[list[list[float] | None]]
     turns: NotRequired[list[tuple[Turn, ...]]]
     timing: NotRequired[list[dict[str, float]]]
@@ -66,18 +66,17 @@ COPIED = ("env_metrics", "reward_components", "timing", "n_attempts")
 
 
 class GeneratorInterface(RolloutGenerator):
-    """A generator that implements `generate`, on SkyRL's parallel lists, or `rollout`. Each defaults to the other.
+    """Base class of generators that implement SkyRL's `generate` or our `rollout`. Each is implemented by the other.
 
-    If both are overridden along the inheritance chain, the trainer calls the one in the most derived class, and
-    `rollout` if that class has both.
+    If both are overridden, the trainer calls the method of the most derived class, or `rollout` if that class has both.
     """
 
-    generator_cfg: GeneratorConfig  # optional: the sampling parameters of `generate` without any
+    generator_cfg: GeneratorConfig  # optional; its sampling parameters are the default of `generate`
     _reported: Mapping[Phase, Sequence[Mapping[str, Any]]] = {}
     _returned_totals: bool | None = None  # by the last call of `generate`, if a subclass implements it
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """Return one trajectory for each prompt, in order."""
+        """Return one trajectory per prompt, in order."""
         self._check_implemented()
         sampling = to_sampling(input_batch.get("sampling_params"), getattr(self, "generator_cfg", None))
         metadata = input_batch.get("batch_metadata") or BatchMetadata(0, "train")
@@ -87,21 +86,21 @@ class GeneratorInterface(RolloutGenerator):
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
-        """Return one trajectory for each request, in order."""
+        """Return one trajectory per request, in order."""
         self._check_implemented()
         return await self._rollout_by_generate(requests, sampling, metadata)
 
     async def play(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
-        """Play rollouts with the more derived one of `generate` and `rollout`."""
+        """Play rollouts with `generate` or `rollout`, whichever is overridden in the more derived class."""
         overridden = next(cls for cls in type(self).__mro__ if {"generate", "rollout"} & vars(cls).keys())
         if "rollout" not in vars(overridden):
             return [sanitize(t) for t in await self._rollout_by_generate(requests, sampling, metadata)]
         return await super().play(requests, sampling, metadata)
 
     def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
-        """Return the `rollout_metrics` of `generate` in a phase since the last call of this method, averaged."""
+        """Return the mean of the `rollout_metrics` that `generate` reported in a phase since the last call."""
         reported, self._reported = self._reported.get(phase, ()), {**self._reported, phase: ()}
         return default_aggregate_metrics(reported)
 
@@ -117,14 +116,14 @@ class GeneratorInterface(RolloutGenerator):
         return to_trajectories(output, input_batch)
 
     def _check_implemented(self) -> None:
-        """Raise NotImplementedError for a class with neither method: they would call each other forever."""
+        """Raise NotImplementedError if neither method is overridden: they would call each other forever."""
         cls = type(self)
         if cls.generate is GeneratorInterface.generate and cls.rollout is GeneratorInterface.rollout:
             raise NotImplementedError(f"{cls.__name__} has neither `generate` nor `rollout`; implement one of them")
 
 
 class SkyRLGymGenerator(GymGenerator, GeneratorInterface):
-    """A `GymGenerator` with SkyRL's constructor, whose subclasses may override `generate`."""
+    """A `GymGenerator` with SkyRL's constructor. Subclasses may override `generate`."""
 
     def __init__(
         self,
@@ -138,7 +137,7 @@ class SkyRLGymGenerator(GymGenerator, GeneratorInterface):
         super().__init__(generator_cfg, skyrl_gym_cfg, inference_engine_client, tokenizer)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise TypeError for a subclass that defines SkyRL's `agent_loop`, which is never called here."""
+        """Raise TypeError if the subclass defines SkyRL's `agent_loop`: nothing calls it here."""
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "agent_loop"):
             raise TypeError(
@@ -150,8 +149,8 @@ class SkyRLGymGenerator(GymGenerator, GeneratorInterface):
 def returns_totals(generator: RolloutGenerator) -> bool:
     """Return True if lists have one reward per response instead of one per token.
 
-    A `generate` of the user's own decides it with its last answer. Otherwise it is as in SkyRL: with
-    `generator.batched` and a single turn.
+    A custom `generate` decides by its last output. Otherwise SkyRL's rule applies: totals with `generator.batched` and
+    a single turn.
     """
     if isinstance(generator, GeneratorInterface) and generator._returned_totals is not None:
         return generator._returned_totals
@@ -183,7 +182,7 @@ def to_requests(input_batch: GeneratorInput) -> list[RolloutRequest]:
 
 
 def to_generator_output(trajectories: Sequence[Trajectory], *, with_totals: bool = False) -> GeneratorOutput:
-    """Convert trajectories to parallel lists. With `with_totals`, the reward of a response is one number."""
+    """Convert trajectories to parallel lists. `with_totals` gives one reward per response instead of one per token."""
     pairs = [(t, segment) for t in trajectories for segment in t.segments]
     output = GeneratorOutput(
         prompt_token_ids=[segment.prompt_ids for _, segment in pairs],
@@ -212,11 +211,11 @@ def to_generator_output(trajectories: Sequence[Trajectory], *, with_totals: bool
 def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> list[Trajectory]:
     """Convert parallel lists to trajectories, with the IDs of the input.
 
-    A `generate` may shorten responses: turns and `sampling_logprobs` that no longer fit are dropped. A reward for an
+    `generate` may shorten responses. Turns and `sampling_logprobs` that no longer fit are dropped. A reward for an
     empty response makes the trajectory invalid.
 
     Raises:
-        DataError: lists have different lengths, or answer other requests.
+        DataError: lists have different lengths, or their IDs are not the requested ones.
     """
     return _read_lists(output, to_requests(input_batch))
 
@@ -227,10 +226,10 @@ def edit_as_lists(
     *,
     with_totals: bool,
 ) -> list[Trajectory]:
-    """Return valid trajectories after `edit` has changed their parallel lists, which it may do in place.
+    """Convert valid trajectories to lists, apply `edit`, and convert back. `edit` may change the lists in place.
 
     Raises:
-        DataError: lists have different lengths or lack a reward, or `edit` returned something else.
+        DataError: the edited lists have different lengths or lack a reward, or `edit` returned something else.
     """
     lists = to_generator_output(trajectories, with_totals=with_totals)
     copied: Any = {
@@ -287,7 +286,7 @@ def _read_lists(output: GeneratorOutput, requests: Sequence[RolloutRequest]) -> 
 
 
 def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segment:
-    """Convert entry `i` of the lists."""
+    """Convert entry `i` of the lists to a segment."""
     id = _at(output.get("trajectory_ids"), i)
     if id is not None and (id.instance_id, id.repetition_id) != (request.id.instance_id, request.id.repetition_id):
         raise DataError(f"trajectory_ids[{i}]={id} where {request.id} was requested; keep the order of the prompts")
@@ -313,7 +312,7 @@ def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segmen
 
 
 def put_on_last_token(reward: float, loss_mask: Sequence[int]) -> list[float]:
-    """Return the reward of a response as one for each token [r]: on its last sampled token."""
+    """Return per-token rewards [r] with the response's reward on its last sampled token."""
     rewards = [0.0] * len(loss_mask)
     if rewards:
         rewards[last_sampled(loss_mask)] = float(reward)

@@ -1,7 +1,7 @@
-"""Functions for generators that are written for SkyRL, under the module name that they import.
+"""Functions for generators written for SkyRL.
 
-Those for messages tokenize them, which can differ from the tokens that were sampled. Generators that know the sampled
-tokens should return those.
+The functions that take messages tokenize them, and the result can differ from the sampled tokens. Return the sampled
+tokens if your generator knows them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ BASE: Messages = [
     {"role": "system", "content": "You are a helpful assistant."},
     {"role": "user", "content": "I am a user."},
 ]
-"""The conversation after which messages are rendered: a template may render the first messages in another way."""
+"""Messages are rendered after this conversation, because a template may render the first messages differently."""
 
 
 def get_generation_prompt_ids(tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> list[int]:
-    """Return the tokens of the header of an assistant turn."""
+    """Return the tokens of an assistant header."""
     user = [{"role": "user", "content": ""}]
     without = _render(user, tokenizer, chat_template)
     return _render(user, tokenizer, chat_template, add_generation_prompt=True)[len(without) :]
@@ -57,13 +57,13 @@ def get_response_ids_and_loss_mask_from_messages(
     assistant_logprobs: Sequence[Sequence[float] | None] | None = None,
     chat_template: str | None = None,
 ) -> tuple[list[int], list[int], list[float] | None]:
-    """Return the tokens of the messages after a prompt, their loss mask, and their log-probs if those are given.
+    """Return the tokens of the messages after a prompt, their loss mask, and their log-probs if given.
 
-    The mask is 1 on what assistants wrote, with the EOS token that ends it. `assistant_logprobs` has the log-probs of
-    these tokens for each assistant message; they are 0 on other tokens.
+    The mask is 1 on the text of assistant messages and the EOS token after it. `assistant_logprobs` lists the log-probs
+    of exactly these tokens, one list per assistant message. Other tokens get log-prob 0.
 
     Raises:
-        ValueError: a message is neither of the user nor of the assistant, or log-probs do not fit its tokens.
+        ValueError: a message is neither from the user nor the assistant, or log-probs do not match its tokens.
     """
     n_replies = sum(message["role"] == "assistant" for message in messages)
     if assistant_logprobs is not None and len(assistant_logprobs) != n_replies:
@@ -95,7 +95,7 @@ def get_response_ids_and_loss_mask_from_messages(
 def apply_overlong_filtering(
     loss_masks: Sequence[list[int]], response_ids: Sequence[Sequence[int]], eos_token_id: int
 ) -> list[list[int]]:
-    """Return the loss masks, all 0 for responses that do not end with the EOS token."""
+    """Zero the loss masks of responses that do not end with the EOS token."""
     return [
         list(mask) if ids and ids[-1] == eos_token_id else [0] * len(mask)
         for mask, ids in zip(loss_masks, response_ids, strict=True)
@@ -103,9 +103,9 @@ def apply_overlong_filtering(
 
 
 def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> GeneratorOutput:
-    """Join the lists that all outputs have; `rollout_metrics` are averaged.
+    """Join the lists that all outputs have, and average their `rollout_metrics`.
 
-    An output without `is_last_step` has one row for each trajectory.
+    An output without `is_last_step` has one row per trajectory.
     """
     dicts = cast(Sequence[Mapping[str, Any]], outputs)
     if any("is_last_step" in output for output in dicts):
@@ -127,7 +127,7 @@ def get_rollout_metrics(
     env_metrics: Sequence[dict[str, Any]] | None = None,
     env_classes: Sequence[str] | None = None,
 ) -> dict[str, float]:
-    """Return `generate/*` of lengths and `environment/*`, which the trainer also computes itself."""
+    """Return the metrics `generate/*` of lengths, and `environment/*`. The trainer also computes them itself."""
     trajectories = []
     for number, (response, reward) in enumerate(zip(responses, rewards, strict=True)):
         mask = [1] * len(response)
@@ -146,7 +146,7 @@ def get_rollout_metrics(
 
 
 def _find_reply(token_ids: list[int], header: list[int], eos_token_id: int | None) -> tuple[int, int]:
-    """Return the start and the end of the sampled tokens in those of an assistant message."""
+    """Return the range (start, end) of the sampled tokens in an assistant message."""
     if token_ids[: len(header)] != header:
         raise ValueError("the chat template does not begin the messages of an assistant with its generation prompt")
     end = len(token_ids)

@@ -65,7 +65,7 @@ MEMORY_WITHOUT_EFFECT = {
         for role in ("policy", "critic")
     },
 }
-"""Keys of other versions that change the memory or the speed of a computation, but no result."""
+"""Keys of other versions that only change memory or speed."""
 
 WITHOUT_EFFECT = {
     **MEMORY_WITHOUT_EFFECT,
@@ -101,7 +101,7 @@ WITHOUT_EFFECT = {
     "actor_rollout_ref.rollout.load_format": "the engine gets the policy's weights before the first rollout",
     "actor_rollout_ref.model.use_shm": "models are read from their folder, which the system caches",
 }
-"""Keys of other versions on which nothing depends here, each with the reason; they are accepted with a log line."""
+"""Keys of other versions that have no effect here, each with the reason. They are accepted with a log line."""
 
 
 _MODEL_CONFIG = (
@@ -187,5 +187,5 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.log_path": ((None,), "the log is train.log in the run folder; set trainer.output_dir"),
     "trainer.enable_ray_gpu_monitor": ((False,), "GPUs are monitored by Weights & Biases and by Ray's dashboard"),
 }
-"""Keys of SkyRL for what does not exist here: the values that turn it off, and the reason, with what to use instead.
-Keys of a section come before the section itself."""
+"""Keys of SkyRL for features that do not exist here: the values that turn the feature off, and the reason or the
+replacement. Keys of a section come before the section itself."""

@@ -1,4 +1,4 @@
-"""A model that scores the last tokens of its rows, with the constructor and `forward` that SkyRL's scripts call."""
+"""A model that scores the last tokens of each row, with SkyRL's constructor and `forward`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCE = "pretrain_or_model"
 
 
 class HFModelWrapper(torch.nn.Module):
-    """A causal language model of Hugging Face, `model`, and its log-probs of chosen tokens."""
+    """A Hugging Face causal language model (`model`) that returns log-probs of tokens."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class HFModelWrapper(torch.nn.Module):
         exclude_modules: str | list[str] | None = None,
         temperature: float = 1.0,
     ) -> None:
-        """Load the model at a path or of a name, in bfloat16 or float32, or take a loaded one.
+        """Load a model by path or name, in bfloat16 or float32, or wrap a loaded model.
 
-        Above 0, `lora_rank` adds an adapter and freezes everything else. `temperature` divides the logits.
-        `use_flash_attention_2` has no effect: attention is PyTorch's, which has a flash kernel on a GPU.
+        `lora_rank` > 0 adds an adapter and freezes everything else. `temperature` divides the logits.
+        `use_flash_attention_2` has no effect, because PyTorch's attention already uses a flash kernel on GPUs.
 
         Raises:
-            ConfigError: no model is at the path, or its log-probs would be wrong; `lora_dropout` is above 0.
+            ConfigError: there is no model at the path, its log-probs would be wrong, or `lora_dropout` > 0.
         """
         super().__init__()
         if lora_dropout > 0:
@@ -71,7 +71,7 @@ class HFModelWrapper(torch.nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the log-probs (B, num_actions) of the last tokens of `sequences` (B, L), 0 on padding.
 
-        With `return_output`, also return a dictionary, which has their `entropy` (B, num_actions) if `compute_entropy`.
+        `return_output` adds a dictionary to the result. With `compute_entropy`, it has `entropy` (B, num_actions).
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)

@@ -1,7 +1,7 @@
-"""Names of SkyRL in this project's own modules, e.g. `skyrl_train.trainer.RayPPOTrainer`.
+"""SkyRL's names in our own modules, e.g. `skyrl_train.trainer.RayPPOTrainer`.
 
-The modules do not know these names. An importer, which `skyrl_train` installs, lets each of them look up a missing
-name here. Modules that exist for SkyRL's scripts only are files of three lines, which a test lists.
+The modules themselves do not define these names. `skyrl_train` installs an importer that looks up a module's missing
+names here. Modules that exist only for SkyRL's scripts are files of three lines, listed in a test.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ HOMES = {
     "utils": UTILS,
     "utils.utils": UTILS,
 }
-"""Home of each name, by module. All modules are below `skyrl_train`."""
+"""The module that defines each name, by the module it is imported from. All are relative to `skyrl_train`."""
 
 
 def install() -> None:
-    """Let imports find SkyRL's names, and refuse those that do not exist with what to do instead."""
+    """Make SkyRL's names importable. For names that do not exist here, imports fail with a suggestion."""
     sys.meta_path.insert(0, _Names())
-    sys.meta_path.append(AbsentModules())  # asked last, for modules that do not exist
+    sys.meta_path.append(AbsentModules())  # last, because it is for modules that no other importer finds
 
 
 def find_name(module: str, name: str) -> Any:
-    """Return SkyRL's `name` of a module. ImportError says what to do instead of using a name that does not exist."""
+    """Return SkyRL's `name` in a module. If it does not exist here, raise ImportError with a suggestion."""
     from skyrl_train.entrypoints.command import importing_torch
 
     home = HOMES.get(module, {}).get(name)
@@ -65,7 +65,7 @@ def find_name(module: str, name: str) -> Any:
 
 
 class _Names(MetaPathFinder):
-    """An importer of the modules that have names of SkyRL."""
+    """An importer for the modules in which SkyRL's scripts expect names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -80,7 +80,7 @@ class _Names(MetaPathFinder):
 
 
 class _WithNames(Loader):
-    """A loader that adds `find_name` as the `__getattr__` of its module."""
+    """A loader that installs `find_name` as the module's `__getattr__`."""
 
     def __init__(self, loader: Loader, module: str) -> None:
         self._loader, self._module = loader, module
@@ -93,5 +93,5 @@ class _WithNames(Loader):
         self._loader.exec_module(module)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the loader of source files, such as `get_code`, which `python -m` calls."""
+        """Return an attribute of the wrapped loader. `python -m` calls its `get_code`."""
         return getattr(self._loader, name)

@@ -1,4 +1,4 @@
-"""Metrics backends with the constructor that SkyRL's scripts call."""
+"""Metrics backends with SkyRL's constructor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Tracking"]
 
 
 class Tracking(tracking.Tracking):
-    """Backends of a run, for `BasePPOExp.get_tracker`."""
+    """The metrics backends of a run, for `BasePPOExp.get_tracker`."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Tracking(tracking.Tracking):
         backends: str | Sequence[str] = "console",
         config: SkyRLConfig | DictConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        """Log to `backends`, and to `metrics.jsonl` in the run folder: that of `config`, or one in `outputs/`.
+        """Log to `backends`, and to `metrics.jsonl` in the run folder (from `config`, or else below `outputs/`).
 
         Raises:
             ConfigError: a backend is unknown, or cannot start.

@@ -1,4 +1,4 @@
-"""The trainer with the constructor and the hooks of SkyRL, for scripts that subclass it."""
+"""SkyRL's trainer, with its constructor and hooks, for scripts that subclass it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from skyrl_train.types import Metrics, TrainingBatch, Trajectory
 
 
 class RayPPOTrainer(Trainer):
-    """A `Trainer` with the constructor of SkyRL, for `BasePPOExp.get_trainer`.
+    """A `Trainer` with SkyRL's constructor, for `BasePPOExp.get_trainer`.
 
-    Subclasses may override these hooks of SkyRL, beside the stages of `Trainer`: `postprocess_generator_output`,
+    Subclasses may override the stages of `Trainer`, and these hooks of SkyRL: `postprocess_generator_output`,
     `apply_reward_kl_penalty`, `compute_advantages_and_returns` and `eval`. In the first three, `global_step` is the
-    current step. Numbers in `all_metrics`, and seconds in `all_timings`, are logged with the step.
+    current step. Numbers added to `all_metrics` and seconds added to `all_timings` are logged with the step.
 
     The experiment adds the models with `attach`.
     """
@@ -60,16 +60,16 @@ class RayPPOTrainer(Trainer):
         self._evaluation: Evaluation | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise ConfigError for a subclass that overrides a method of SkyRL that would never be called."""
+        """Raise ConfigError if the subclass overrides a method of SkyRL that nothing calls here."""
         super().__init_subclass__(**kwargs)
         refuse_overrides(cls, RayPPOTrainer, TRAINER_METHODS)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError; the message says what to do instead of using an attribute of SkyRL's trainer."""
+        """Raise AttributeError. For attributes of SkyRL's trainer, the message suggests a replacement."""
         raise AttributeError(describe_missing(self, name, TRAINER_METHODS | TRAINER_ATTRIBUTES))
 
     def attach(self, *, callbacks: Sequence[Callback], **parts: Any) -> None:
-        """Add what the constructor of `Trainer` takes beside the configuration."""
+        """Complete the trainer with the remaining arguments of `Trainer`."""
         self._evaluation = next((callback for callback in callbacks if isinstance(callback, Evaluation)), None)
         if self._overrides("eval"):
             callbacks = [EvaluationByTrainer(c, self) if isinstance(c, Evaluation) else c for c in callbacks]
@@ -86,9 +86,9 @@ class RayPPOTrainer(Trainer):
     # -- the hooks
 
     def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
-        """Return the rollouts of a step with a reward for each token; that of a whole response is on its last one.
+        """Return the rollouts with per-token rewards. A single reward goes to the response's last sampled token.
 
-        `uids` has the dataset row of each response. An override may also take `data_sources`.
+        `uids` identifies the dataset row of each response. An override may also take `data_sources`.
         """
         rewards: Any = [
             reward if isinstance(reward, list) else put_on_last_token(reward or 0.0, loss_mask)
@@ -109,7 +109,7 @@ class RayPPOTrainer(Trainer):
         return data
 
     async def eval(self) -> dict[str, float]:
-        """Return the metrics of an evaluation of the current weights; none without validation data."""
+        """Evaluate the current weights and return the metrics. Without validation data, return {}."""
         return {} if self._evaluation is None else await self._evaluation.measure(self)
 
     # -- the stages that call them
@@ -160,7 +160,7 @@ class RayPPOTrainer(Trainer):
 
     @contextmanager
     def _in_hook(self, step: Step, name: str) -> Iterator[None]:
-        """Count `step` as the current one, and name the hook in timings and errors. Nothing may be awaited inside."""
+        """Run a hook: `global_step` is the current step, and timings and errors name the hook. Await nothing inside."""
         finished, self.global_step = self.global_step, step.number
         try:
             with step.timer(name):
@@ -172,13 +172,13 @@ class RayPPOTrainer(Trainer):
 
 
 def _without_uids(output: Any) -> GeneratorOutput:
-    """Return the rollouts of a hook that returns them alone, or with their uids, as since SkyRL's new layout."""
+    """Drop the uids from a hook's result. Hooks of SkyRL's new layout return (rollouts, uids)."""
     rollouts: GeneratorOutput = output[0] if isinstance(output, tuple) else output
     return rollouts
 
 
 def _checked(data: object) -> TrainingInputBatch:
-    """Return what a hook returned; DataError if it is no batch, or a tensor has another shape."""
+    """Return a hook's result. Raise DataError if it is not a batch, or if the shape of a tensor has changed."""
     if not isinstance(data, TrainingInputBatch):
         raise DataError(f"it returned a {type(data).__name__}; return the batch that it was given")
     data.to_batch()
@@ -188,12 +188,12 @@ def _checked(data: object) -> TrainingInputBatch:
 class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     """A `RayPPOTrainer` that trains while rollouts are generated.
 
-    It turns `trainer.fully_async.enabled` on if the engines run in other processes.
+    It turns on `trainer.fully_async.enabled`. The engines must run in other processes.
     """
 
 
 class EvaluationByTrainer(Callback):
-    """A callback that evaluates with `trainer.eval`, at the steps of `evaluation`."""
+    """A callback that evaluates with `trainer.eval`, at the steps when `evaluation` is due."""
 
     def __init__(self, evaluation: Evaluation, trainer: RayPPOTrainer) -> None:
         self._evaluation = evaluation

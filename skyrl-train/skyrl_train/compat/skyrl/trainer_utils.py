@@ -1,4 +1,4 @@
-"""Functions around a training step under the module name that SkyRL's scripts import."""
+"""SkyRL's helper functions around a training step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class ResumeMode(Enum):
 
 
 def validate_generator_output(num_prompts: int, generator_output: GeneratorOutput) -> None:
-    """Raise DataError unless the lists have `num_prompts` trajectories, with as many values as tokens."""
+    """Raise DataError unless the lists have `num_prompts` trajectories and one value per token."""
     prompts = GeneratorInput(prompts=[[]] * num_prompts, env_classes=[None] * num_prompts)  # type: ignore[typeddict-item]
     to_trajectories({**generator_output, "trajectory_ids": None}, prompts)
 
 
 def zero_variance_filter(rewards: Sequence[float | Sequence[float]], uids: Sequence[str]) -> list[int]:
-    """Return the indices of responses whose uid has responses of unequal rewards, or only one response."""
+    """Return the indices of responses to keep: groups (by uid) with unequal rewards, or with only one response."""
     groups = {uid: number for number, uid in enumerate(dict.fromkeys(uids))}
     totals = [float(reward) if isinstance(reward, int | float) else float(sum(reward)) for reward in rewards]
     kept = informative_groups(totals, [groups[uid] for uid in uids], TOLERANCE)

@@ -1,4 +1,4 @@
-"""The type of a rank under SkyRL's names: one class serves every role and strategy."""
+"""SkyRL's worker classes. One class serves every role and strategy."""
 
 from skyrl_train.workers.worker import Worker
 

@@ -1,1 +1,1 @@
-"""Command lines, keys and metrics of verl."""
+"""verl's command lines, keys and metrics."""

@@ -24,7 +24,7 @@ def verl(
 ) -> None:
     """Run a command line of verl.
 
-    A line says what each option became; options that have no counterpart here are refused by name.
+    Prints how each option is translated. Options without a counterpart here are refused.
     """
     from skyrl_train.compat.verl.command import find_torchrun_flags, read_command
     from skyrl_train.compat.verl.programs import MAIN_PPO

@@ -1,4 +1,4 @@
-"""Command lines of verl's `main_ppo` and `fsdp_sft_trainer`, as overrides of this configuration."""
+"""Translation of command lines for verl's `main_ppo` and `fsdp_sft_trainer` into our overrides."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RESUME_MODES = {"auto": "latest", "disable": "none", "resume_path": "from_path"}
-"""Values of `trainer.resume_mode`, a key of both."""
+"""verl's values of `trainer.resume_mode`, mapped to ours."""
 
 PROCESSES = {
     "nnodes": "trainer.placement.policy_num_nodes",
     "nproc_per_node": "trainer.placement.policy_num_gpus_per_node",
 }
-"""The keys of a launcher's options."""
+"""Options of torchrun, mapped to our keys."""
 
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
@@ -48,17 +48,17 @@ REJECTIONS = {
     "seq_sum_k1": ("product_mask", "product"),
     "seq_mean_k1": ("geo_mask", "geometric"),
 }
-"""Values of `rollout_rs`: the keys of the bounds, without `_low` and `_high`, and the `sequence_mask_metric`."""
+"""Values of `rollout_rs`, mapped to our keys for the bounds (without `_low` or `_high`) and `sequence_mask_metric`."""
 
 
 def read_command(words: Sequence[str]) -> tuple[VerlProgram, list[str]]:
-    """Return the program and its overrides in this configuration.
+    """Return the program, and its options as our overrides.
 
     `words` may be a whole command line: `torchrun --nproc_per_node=1 -m verl.trainer.fsdp_sft_trainer optim.lr=2e-6`.
-    Logs a line for each option, and for the command that would start the program.
+    Each translated option is logged, and so is the launcher that the command line starts with.
 
     Raises:
-        ConfigError: the words name no program, or it lists every option that cannot be honored.
+        ConfigError: the words name no program, or options cannot be honored. The message lists all of them.
     """
     position = _find_program(words)
     program = PROGRAMS[_last_name(words[position])]
@@ -66,7 +66,7 @@ def read_command(words: Sequence[str]) -> tuple[VerlProgram, list[str]]:
 
 
 def find_torchrun_flags(words: Sequence[str]) -> list[str]:
-    """Return the flags of torchrun in a command line, without those for the number of processes."""
+    """Return the flags of torchrun in a command line, except the flags for the number of processes."""
     flags = _split_torchrun_flags(words[: _find_program(words)])
     return [word for flag in flags if _find_count(flag) is None for word in flag]
 
@@ -87,7 +87,7 @@ def _last_name(word: str) -> str:
 
 
 def _read_launcher(words: Sequence[str], program: VerlProgram) -> Iterator[str]:
-    """Yield overrides for the command before a program, with a line for each flag of torchrun."""
+    """Yield overrides for the part of the command line before the program. Log each flag of torchrun."""
     ignored = list(takewhile(lambda word: not _is_torchrun(word), words))
     if not all(word == "-m" or re.fullmatch(r"(.*/)?python[\d.]*", word) for word in ignored):
         logger.warning("%s has no effect: skyrl runs the program, and starts its processes", " ".join(ignored))
@@ -114,7 +114,7 @@ def _is_torchrun(word: str) -> bool:
 
 
 def _split_torchrun_flags(words: Sequence[str]) -> list[list[str]]:
-    """Return the flags after `torchrun`, each with its value if that is a separate word; nothing without `torchrun`."""
+    """Return the flags after `torchrun`, each with its value if that is a separate word, or [] without `torchrun`."""
     start = next((index for index, word in enumerate(words) if _is_torchrun(word)), len(words))
     flags: list[list[str]] = []
     for word in words[start + 1 :]:
@@ -126,21 +126,21 @@ def _split_torchrun_flags(words: Sequence[str]) -> list[list[str]]:
 
 
 def _find_count(flag: Sequence[str]) -> str | None:
-    """Return the key of a flag for a number of processes; None for other flags."""
+    """Return our key if a flag sets a number of processes, and None otherwise."""
     return PROCESSES.get(flag[0].partition("=")[0].lstrip("-").replace("-", "_"))
 
 
 def translate(argv: Sequence[str], program: VerlProgram) -> list[str]:
-    """Return the options of a program of verl as overrides of its configuration here, in their order.
+    """Translate the options of a verl program into our overrides, in order.
 
-    Logs a line for each option that is dropped or changed, and for verl's defaults; the alias tables log the others.
+    Options that are dropped or changed are logged, and so are verl's defaults. The alias tables log the rest.
 
     Raises:
-        ConfigError: it lists every option that cannot be parsed or honored.
+        ConfigError: options cannot be parsed or honored. The message lists all of them.
     """
     options: dict[str, object] = {}  # the last value of each
     parsed: list[Override | str] = []
-    problems: dict[str, str] = {}  # by option: the last value counts
+    problems: dict[str, str] = {}  # by option, because only its last value counts
     for text in argv:
         try:
             parsed.append(parse_override(text) if is_override(text) else text)
@@ -172,7 +172,7 @@ def translate(argv: Sequence[str], program: VerlProgram) -> list[str]:
 
 
 def _read_settings(overrides: Sequence[Override], program: VerlProgram) -> Settings:
-    """Return the keys that overrides set, in any spelling, or delete."""
+    """Return our keys that the overrides set or delete, under any alias."""
     schema, settings = program.schema, dict[str, object]()
     for override in overrides:
         if override.is_delete():
@@ -183,12 +183,12 @@ def _read_settings(overrides: Sequence[Override], program: VerlProgram) -> Setti
             alias = schema.aliases.get(key)
             settings |= {key: value} if alias is None else dict(alias.readings(value))
     if "trainer.policy.optimizer_config.num_warmup_steps" in settings:
-        settings.setdefault("trainer.policy.optimizer_config.warmup_ratio", None)  # either sets the warm-up
+        settings.setdefault("trainer.policy.optimizer_config.warmup_ratio", None)  # the two are alternatives
     return settings
 
 
 def _translate_option(option: Override, options: Mapping[str, object], program: VerlProgram) -> list[str]:
-    """Return the overrides of an option, none if it has no effect; ConfigError if it cannot be honored."""
+    """Return the overrides for an option, or [] if it has no effect. Raise ConfigError if it cannot be honored."""
     key, value = option.key_or_group, option.value()
     if option.is_delete():
         return [str(option.input_line)]
@@ -210,7 +210,7 @@ def _translate_option(option: Override, options: Mapping[str, object], program: 
 
 
 def _rename(key: str, program: VerlProgram) -> str | None:
-    """Return our name of an option that is in no alias table."""
+    """Return our name for an option that is in no alias table."""
     if key == "hydra.run.dir":
         return "trainer.output_dir"
     if key.startswith(f"{ENGINE_OPTIONS}."):
@@ -220,7 +220,7 @@ def _rename(key: str, program: VerlProgram) -> str | None:
 
 
 def _find_reason(key: str, value: object, options: Mapping[str, object], program: VerlProgram) -> str | None:
-    """Return why an option has no effect; None if it has one."""
+    """Return the reason if an option has no effect, and None otherwise."""
     if _look_up(key, program.refused) is not None or (key == REJECTION and _is_off(value)):
         return "the option is off"
     if (conditional := _look_up(key, program.conditional)) is not None:
@@ -240,10 +240,10 @@ def _find_reason(key: str, value: object, options: Mapping[str, object], program
 
 
 def _read_rejection(options: Mapping[str, object]) -> list[str]:
-    """Return the overrides for verl's rejection of tokens or trajectories, which combines three options.
+    """Return the overrides for verl's rejection of tokens or trajectories. It combines three options.
 
     Raises:
-        ConfigError: it has no counterpart, or no threshold.
+        ConfigError: the kind of rejection has no counterpart, or its threshold is missing or invalid.
     """
     name, threshold = options[REJECTION], options.get(f"{REJECTION}_threshold")
     if str(name) not in REJECTIONS:
@@ -261,7 +261,7 @@ def _read_rejection(options: Mapping[str, object]) -> list[str]:
 
 
 def _read_interval(threshold: object, lower: object) -> tuple[float, float]:
-    """Return the bounds of a ratio: `2.0` is 0.5 to 2, and `0.5_2.0` names both."""
+    """Return the (lower, upper) bounds of a ratio: `2.0` means 0.5 to 2, and `0.5_2.0` gives both."""
     texts = ["" if value is None else str(value) for value in (lower, threshold)]
     below, separator, above = texts[1].rpartition("_")
     try:
@@ -275,7 +275,7 @@ def _read_interval(threshold: object, lower: object) -> tuple[float, float]:
 
 
 def _find_problem(key: str, value: object, program: VerlProgram) -> str | None:
-    """Return a sentence if an option of verl cannot be honored, with what to do instead."""
+    """Return the problem and its fix if an option of verl cannot be honored, and None otherwise."""
     option = f"{key}={show(value)}"
     if (fix := _look_up(key, program.refused)) is not None:
         return None if _is_off(value) else f"{option} is not supported; {fix}"
@@ -299,14 +299,14 @@ def _is_off(value: object) -> bool:
 
 
 def _look_up(key: str, table: Mapping[str, T]) -> T | None:
-    """Return the entry of an option, or of the innermost section that has one."""
+    """Return the table's entry for an option, or else for the innermost section around it."""
     while key not in table and "." in key:
         key = key.rpartition(".")[0]
     return table.get(key)
 
 
 def _nearest_option(key: str, program: VerlProgram) -> str | None:
-    """Return the option of verl in the same section whose name is most similar, if it is a likely misspelling."""
+    """Return the most similar option of verl in the same section, if a misspelling is likely."""
     section, _, name = key.rpartition(".")
     similarity = {
         option: SequenceMatcher(None, name, option.rpartition(".")[2]).ratio()

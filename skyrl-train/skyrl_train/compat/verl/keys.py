@@ -1,4 +1,4 @@
-"""Keys of verl that have the same meaning here."""
+"""Keys of verl with the same meaning here, mapped to ours."""
 
 from __future__ import annotations
 
@@ -232,4 +232,4 @@ SFT_ALIASES = {
     "trainer.save_freq": Alias("trainer.ckpt_interval"),
     "trainer.test_freq": Alias("trainer.eval_interval"),
 }
-"""Keys of verl's SFT trainer that mean the same here."""
+"""Keys of verl's SFT trainer with the same meaning here."""

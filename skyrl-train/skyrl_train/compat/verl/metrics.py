@@ -1,4 +1,4 @@
-"""Metrics of reinforcement learning under the names of verl, and those of recipes for verl."""
+"""Metrics of reinforcement learning under the names that verl and its recipes use."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ NAMES = {
     "train/entropy": "policy/policy_entropy",
     "train/learning_rate": "policy/policy_lr",
 }
-"""Our metric of each name. A step without it, as one without a critic, has no such metric."""
+"""verl's names, mapped to ours. If a step lacks our metric (e.g. without a critic), verl's is missing too."""
 
 
 def verl_metrics(
     metrics: Mapping[str, float], trajectories: Sequence[Trajectory], step: int, cfg: SkyRLConfig
 ) -> dict[str, float]:
-    """Return the metrics of a step under those names, with its number, the speed of rollouts, and `system/`.
+    """Return the metrics of a step under verl's names, the step number, the speed of rollouts, and `system/`.
 
-    A step without trajectories, which only evaluates, has the scores of the evaluation only.
+    A step without trajectories is an evaluation before training. It only has evaluation scores.
     """
     scores = dict(_name_scores(metrics, cfg.generator.eval_n_samples_per_prompt))
     if not trajectories:
@@ -79,7 +79,7 @@ def verl_metrics(
 
 
 def _name_scores(metrics: Mapping[str, float], n_samples: int) -> Iterator[tuple[str, float]]:
-    """Yield the mean score of each data source that was evaluated."""
+    """Yield the mean score of each evaluated data source."""
     for name, value in metrics.items():
         found = re.fullmatch(r"eval/([^/]+)/avg_score", name)
         if found is not None and found[1] != "all":
@@ -87,7 +87,7 @@ def _name_scores(metrics: Mapping[str, float], n_samples: int) -> Iterator[tuple
 
 
 def _describe_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return means and extremes of scores and lengths, and the fraction of truncated responses."""
+    """Return the mean, minimum and maximum of scores and lengths, and the fraction of truncated responses."""
     if not trajectories:
         return {}
     values: dict[str, list[float]] = {
@@ -106,7 +106,7 @@ def _describe_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, floa
 def _describe_speed(
     metrics: Mapping[str, float], trajectories: Sequence[Trajectory], cfg: SkyRLConfig
 ) -> dict[str, float]:
-    """Return tokens, tokens per second and GPU, milliseconds per token, and memory in units of 2³⁰ bytes."""
+    """Return the number of tokens, tokens per second and GPU, milliseconds per token, and memory in GiB."""
     n_tokens = sum(t.n_tokens for t in trajectories)
     n_tokens_of = {
         "gen": sum(t.n_response_tokens for t in trajectories),

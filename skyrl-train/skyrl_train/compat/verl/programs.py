@@ -1,6 +1,6 @@
-"""Programs of verl: the options that have no key of the same meaning here, and verl's defaults.
+"""verl's programs: their defaults, and the options without an equivalent key here.
 
-Options with such a key are in the alias tables.
+Options with an equivalent key are in the alias tables.
 """
 
 from __future__ import annotations
@@ -14,53 +14,53 @@ from skyrl_train.config.loading import RL, Schema
 from skyrl_train.config.sft import SFT
 
 Settings = Mapping[str, object]
-"""The keys that a command line sets, each with its last value; None for a key that it deletes."""
+"""The keys that a command line sets, each with its last value. A deleted key has the value None."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """An option that is accepted and dropped, because this system always behaves in one way."""
+    """An option that is accepted and dropped, because our behavior is fixed."""
 
     reason: str
     values: tuple[object, ...] | None = None
-    """The values that describe that behavior; None if results do not depend on the option."""
+    """The values that match our behavior. None accepts any value, because results do not depend on the option."""
 
     def accepts(self, value: object) -> bool:
-        """Return True if a value describes the behavior."""
+        """Return True if the value matches our behavior."""
         return self.values is None or any(value == known and type(value) is type(known) for known in self.values)
 
 
 @dataclass(frozen=True)
 class Conditional:
-    """An option that is read only if another one, `switch`, is on."""
+    """An option that has an effect only if the option `switch` is on."""
 
     switch: str
     key: str | None = None
-    """Our key of the same meaning; None if `switch` is read together with the option."""
+    """Our equivalent key. None if the option is translated together with `switch`."""
 
 
 @dataclass(frozen=True)
 class VerlProgram:
-    """A program of verl: the configuration that its options are read into, and the options without a key in it.
+    """A program of verl: the configuration that its options become, and the options without a key in it.
 
-    In the tables of options, the name of a section stands for all options below it.
+    In the tables, the name of a section stands for all options below it.
     """
 
     schema: Schema[Any]
     defaults: Settings
-    """Our keys with the defaults of verl, where others would change what is computed."""
+    """verl's defaults under our keys, wherever our own defaults would give different results."""
     fixed: Mapping[str, Fixed]
     refused: Mapping[str, str]
-    """Options that cannot be honored, each with what to do instead. Null and false are accepted."""
+    """Options that cannot be honored, each with its fix. Null and false are accepted."""
     conditional: Mapping[str, Conditional]
     combined: tuple[str, ...] = ()
-    """Options and sections whose meaning depends on that of others."""
+    """Options and sections whose meaning depends on other options."""
     derive: Callable[[Settings], Settings] = lambda _: {}
-    """A function that returns defaults which depend on other settings."""
+    """Returns the defaults that depend on other settings."""
 
 
 def derive_defaults(settings: Settings) -> dict[str, object]:
-    """Return the defaults of `main_ppo` that depend on other settings: of the critic, of losses, and of engines."""
+    """Return the defaults of `main_ppo` that depend on other settings: for the critic, losses and engines."""
     defaults: dict[str, object] = {}
     if "trainer.critic.model.path" in settings:
         defaults |= {"trainer.algorithm.value_clip": 0.5, "trainer.critic.optimizer_config.lr": 1e-5}
@@ -75,7 +75,7 @@ def derive_defaults(settings: Settings) -> dict[str, object]:
 
 
 def _count_engines(settings: Settings) -> int:
-    """Return the number of engines on the policy's GPUs: verl samples on all of them."""
+    """Return the number of engines that fill the policy's GPUs, because verl samples on all of them."""
     placement, engine = "trainer.placement", "generator.inference_engine"
     is_shared = settings.get(f"{placement}.colocate_all") is not False
     if not is_shared or settings.get("generator.run_engines_locally") is False:
@@ -92,7 +92,7 @@ def _count_engines(settings: Settings) -> int:
 
 
 def _as_count(value: object) -> int:
-    """Return a positive integer; 1 for anything else, which validation refuses."""
+    """Return the value if it is a positive integer, and 1 otherwise (validation refuses it later)."""
     return int(text) if (text := str(value)).isdecimal() and int(text) else 1
 
 
@@ -434,4 +434,4 @@ FSDP_SFT_TRAINER = VerlProgram(
 )
 
 PROGRAMS = {"main_ppo": MAIN_PPO, "fsdp_sft_trainer": FSDP_SFT_TRAINER, "sft_trainer": FSDP_SFT_TRAINER}
-"""verl's programs by the last part of their module; verl 0.10 has renamed `fsdp_sft_trainer` to `sft_trainer`."""
+"""verl's programs by the last part of their module. verl 0.10 renamed `fsdp_sft_trainer` to `sft_trainer`."""

@@ -13,10 +13,7 @@ from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
     """Warn that evaluations without prompts are skipped, as in SkyRL."""
     if not cfg.data.val_data and cfg.data.custom_cls.path is None and cfg.trainer.eval_interval > 0:
-        yield (
-            f"data.val_data=[] leaves nothing to evaluate every trainer.eval_interval={cfg.trainer.eval_interval} "
-            "steps, so there are no evaluations; set data.val_data, or trainer.eval_interval=-1"
-        )
+        yield "No evaluations, because data.val_data=[]. Set it, or set trainer.eval_interval=-1"
 
 
 def training_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
