@@ -58,7 +58,7 @@ class Experiment(ABC):
     def run(self) -> None:
         """Train to the last step; KeyboardInterrupt if a callback or a signal stopped the run before it.
 
-        Under torchrun, rank 0 trains, and the others are its ranks.
+        Under torchrun, rank 0 trains. All other processes serve it as ranks.
         """
         torchrun = Torchrun.find()
         if torchrun is not None and torchrun.rank > 0:
@@ -204,11 +204,10 @@ class Experiment(ABC):
         )
 
     def new_model_launcher(self, roles: Sequence[Role]) -> ModelLauncher:
-        """Create the launcher of a run without an engine, which is that of torchrun if it has started several
-        processes.
+        """Create the launcher of a run without an engine. It uses the processes of torchrun, if there are several.
 
         Raises:
-            ConfigError: as `new_launcher`, or `trainer.placement` asks for other processes than those of torchrun.
+            ConfigError: as `new_launcher`, or `trainer.placement` does not match the processes of torchrun.
         """
         torchrun, placement = Torchrun.find(), self.cfg.trainer.placement
         if not placement.uses_torchrun and (torchrun is None or torchrun.size == 1):

@@ -368,4 +368,6 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    from skyrl_train.entrypoints import cli  # `COMMANDS` add theirs to the app of the imported module
+
+    cli.run()

@@ -110,8 +110,8 @@ def sync_tolerance(
 ) -> float | None:
     """Return the largest allowed difference between the log-probs of engine and policy; None if they are not compared.
 
-    `is_copied` is False if the engine generates with the policy's own tensors. `device` is that of the policy, and
-    `engine_dtype` that of the engine's weights, if it is known.
+    `is_copied` is False if the engine generates with the policy's own tensors. `device` holds the policy.
+    `engine_dtype` is the dtype of the engine's weights, if known.
     """
     check = cfg.generator.weight_sync_check
     if check in ("off", "checksum") or (check == "auto" and not is_copied):

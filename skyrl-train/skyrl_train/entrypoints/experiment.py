@@ -50,8 +50,9 @@ logger = logging.getLogger(__name__)
 
 
 class _AllocatedMemory(Callback):
-    """A callback that ends the reservation of memory for gradients and moments: an engine that replaces another one
-    after the first update finds them allocated.
+    """A callback that ends the reservation of memory for gradients and moments after the first update.
+
+    From then on they are allocated, so an engine that replaces a lost engine sees them in the memory that is taken.
     """
 
     def __init__(self, experiment: RLExperiment) -> None:
@@ -66,7 +67,7 @@ class RLExperiment(Experiment):
     """One training run, assembled from its configuration."""
 
     is_stock: ClassVar[bool] = True
-    """Set on the classes whose parts are those of the configuration. What other classes override is checked less."""
+    """Set on classes that create every part as configured. If another class overrides a part, fewer checks apply to it."""
 
     trainer_class: type[Trainer] = Trainer
     """Set this to a subclass of `Trainer` to change a stage of the training step."""
@@ -91,7 +92,7 @@ class RLExperiment(Experiment):
     async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, RolloutGenerator]]:
         """Create an engine for the policy `model` and a generator that plays with it; close both at the end.
 
-        `model` is None if the policy is in other processes; the engine is then in another one.
+        `model` is None if the policy is in other processes. Then the engine has a process of its own, too.
         """
         delete_weight_files(self.cfg)
         async with AsyncExitStack() as stack:

@@ -47,7 +47,7 @@ class CheckedSync:
         ).tolist()
 
     async def __call__(self, version: int) -> Metrics:
-        """Send the weights as those of `version`.
+        """Send the weights of `version`.
 
         Raises:
             SyncError: an engine holds other weights than the policy.

@@ -49,7 +49,7 @@ class EnginePlan:
 
     @property
     def receiving_servers(self) -> list[str]:
-        """Servers that receive tensors. The others read files."""
+        """Servers that receive tensors. Servers of other kinds read files."""
         return [] if self.traits.reads_files else list(self.servers)
 
 
