@@ -67,7 +67,7 @@ class RLExperiment(Experiment):
     """One training run, assembled from its configuration."""
 
     is_stock: ClassVar[bool] = True
-    """Set on classes that create every part as configured. If another class overrides a part, fewer checks apply to it."""
+    """Set on classes that create every part as configured. A part that another class overrides has fewer checks."""
 
     trainer_class: type[Trainer] = Trainer
     """Set this to a subclass of `Trainer` to change a stage of the training step."""
