@@ -1,5 +1,3 @@
-"""The tree of errors, and pickling of errors across process boundaries."""
-
 from __future__ import annotations
 
 import pickle

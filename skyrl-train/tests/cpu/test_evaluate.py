@@ -1,5 +1,3 @@
-"""Evaluation: playing every prompt as configured, metrics per source, and the dump."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The learner counts trajectories, independent of their number of rows."""
-
 from __future__ import annotations
 
 import copy

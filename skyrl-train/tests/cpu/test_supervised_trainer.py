@@ -1,5 +1,3 @@
-"""Supervised fine-tuning: what a run learns and logs, and that a resumed one ends like an uninterrupted one."""
-
 from __future__ import annotations
 
 import json

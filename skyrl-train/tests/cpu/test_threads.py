@@ -1,5 +1,3 @@
-"""The number of computing threads follows the cores that other processes leave free."""
-
 from __future__ import annotations
 
 import os

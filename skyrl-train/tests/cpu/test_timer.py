@@ -1,5 +1,3 @@
-"""The step timer, and SkyRL's timer."""
-
 from __future__ import annotations
 
 import time

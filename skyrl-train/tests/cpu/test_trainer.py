@@ -1,5 +1,3 @@
-"""The training loop: failing rollouts, scoring passes, and callbacks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -11,7 +11,7 @@ import pytest
 from ray.cluster_utils import Cluster
 from train_kit.datasets import write_answers, write_pairs
 from train_kit.processes import TRAIN_FOLDER, find_descendants, python, wait_until
-from train_kit.runs import assert_close_runs, expect_error, preference_run, run_of, supervised_run, train
+from train_kit.runs import assert_close_runs, preference_run, run_of, supervised_run, train
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -76,13 +76,3 @@ def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
     assert len(run.steps) < 6
     subprocess.run(command, check=True, **options)
     assert_close_runs(run, train(*overrides_of("sft", "inline"), command="sft"), rel=1e-4)
-
-
-def test_a_request_beyond_the_cluster_is_refused_at_once(
-    start_cluster: Callable[..., Cluster], overrides_of: Overrides, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SKYRL_RAY_PG_TIMEOUT_IN_S", "10000")  # longer than the test
-    start_cluster(1, 2)
-    message = expect_error(*overrides_of("sft", "out", "trainer.placement.policy_num_gpus_per_node=3"), command="sft")
-    assert "asks for 1 × 3 CPUs for policy" in message
-    assert "the Ray cluster has 3 CPUs on 2 nodes: 1 + 2" in message

@@ -1,5 +1,3 @@
-"""Estimators and losses that break their contract are refused before a run starts, with the reason."""
-
 from __future__ import annotations
 
 import pickle

@@ -1,5 +1,3 @@
-"""Dynamic sampling: group collection for each type, the counts it reports, and the limit on sampled batches."""
-
 from __future__ import annotations
 
 from itertools import count

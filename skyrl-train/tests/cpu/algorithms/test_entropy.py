@@ -1,5 +1,3 @@
-"""The mask of high-entropy tokens, counted by hand."""
-
 from __future__ import annotations
 
 import math

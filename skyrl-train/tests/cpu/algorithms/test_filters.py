@@ -1,5 +1,3 @@
-"""Filters for truncated trajectories and uninformative groups, and overlong punishments."""
-
 from __future__ import annotations
 
 from dataclasses import replace

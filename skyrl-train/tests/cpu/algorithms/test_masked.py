@@ -1,5 +1,3 @@
-"""Masked statistics against those of torch on the selected values."""
-
 from __future__ import annotations
 
 import math

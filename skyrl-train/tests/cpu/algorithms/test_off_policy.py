@@ -1,5 +1,3 @@
-"""Corrections for the rollout–policy mismatch: each step by hand, the order of steps, and invariances."""
-
 from __future__ import annotations
 
 import math

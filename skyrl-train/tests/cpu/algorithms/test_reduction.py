@@ -1,5 +1,3 @@
-"""One divisor per mini-batch: the loss is independent of splitting, padding, order and untrained rows."""
-
 from __future__ import annotations
 
 import math

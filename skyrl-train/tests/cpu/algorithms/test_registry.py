@@ -1,5 +1,3 @@
-"""Registration and lookup: user functions, names already taken, and unknown names."""
-
 from __future__ import annotations
 
 import inspect

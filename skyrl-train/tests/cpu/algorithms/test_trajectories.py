@@ -1,5 +1,3 @@
-"""Advantages are independent of how a trajectory is split into rows."""
-
 from __future__ import annotations
 
 from typing import Any

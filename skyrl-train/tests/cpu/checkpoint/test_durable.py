@@ -1,5 +1,3 @@
-"""Faults of disks."""
-
 from __future__ import annotations
 
 import pytest

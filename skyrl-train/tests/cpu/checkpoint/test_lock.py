@@ -1,5 +1,3 @@
-"""A folder belongs to one process at a time."""
-
 from __future__ import annotations
 
 import json

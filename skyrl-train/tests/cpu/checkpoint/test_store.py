@@ -1,5 +1,3 @@
-"""Saving, finding, keeping and removing checkpoints."""
-
 from __future__ import annotations
 
 import asyncio

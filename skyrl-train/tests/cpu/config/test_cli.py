@@ -1,5 +1,3 @@
-"""Command lines as users write them."""
-
 from __future__ import annotations
 
 import re
@@ -11,74 +9,23 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from train_kit import golden
+from train_kit.rules import show_values
 
 from skyrl_train.config import get_default_config, load_config, parse_cli, rewrite_overrides, to_yaml
-from skyrl_train.config.base import value_at
 from skyrl_train.errors import ConfigError
 
-OVERRIDES: list[tuple[str, str, object]] = [
-    ("trainer.epochs=3", "trainer.epochs", 3),
-    ("+trainer.epochs=3", "trainer.epochs", 3),
-    ("++trainer.epochs=3", "trainer.epochs", 3),
-    ("trainer.policy.optimizer_config.lr=1e-5", "trainer.policy.optimizer_config.lr", 1e-5),
-    ("trainer.logger=tensorboard", "trainer.logger", ["tensorboard"]),
-    ("trainer.logger='console'", "trainer.logger", ["console"]),
-    ('trainer.logger=["console","jsonl"]', "trainer.logger", ["console", "jsonl"]),
-    ("data.train_data=['$HOME/a.parquet','b c.parquet']", "data.train_data", ["$HOME/a.parquet", "b c.parquet"]),
-    ("data.train_data=$HOME/a.parquet", "data.train_data", ["$HOME/a.parquet"]),
-    ("trainer.policy.model.path=Qwen/Qwen3-0.6B-Base", "trainer.policy.model.path", "Qwen/Qwen3-0.6B-Base"),
-    ("trainer.resume_mode=null", "trainer.resume_mode", "none"),
-    ("trainer.resume_mode=none", "trainer.resume_mode", "none"),
-    ("trainer.bf16=False", "trainer.bf16", False),
-    ("generator={max_turns:3}", "generator.max_turns", 3),
-    ("generator.sampling_params.stop=['</a>','x=y']", "generator.sampling_params.stop", ["</a>", "x=y"]),
-    ("trainer.run_name=run-${trainer.seed}", "trainer.run_name", "run-42"),
-    ("trainer.run_name=2026_11_28", "trainer.run_name", "2026_11_28"),
-    ("++trainer.run_name=1e3", "trainer.run_name", "1e3"),
-    ("trainer.policy.model.path=7", "trainer.policy.model.path", "7"),
-    ("trainer.max_training_steps=1_0", "trainer.max_training_steps", 10),
-    ("~trainer.epochs", "trainer.epochs", 1),
-    ("environment.skyrl_gym.search.topk=3", "environment.skyrl_gym.search", {"topk": 3}),
-    ("+environment.skyrl_gym.search.topk=3", "environment.skyrl_gym.search", {"topk": 3}),
-    ("environment.skyrl_gym.max_env_workers=0", "environment.skyrl_gym.max_env_workers", 0),
-    ("trainer.algorithm.custom.tau=0.3", "trainer.algorithm.custom", {"tau": 0.3}),
-    ("+trainer.algorithm.custom.tau=0.3", "trainer.algorithm.custom", {"tau": 0.3}),
-    ("++trainer.algorithm.custom.tau=0.3", "trainer.algorithm.custom", {"tau": 0.3}),
-    ("trainer.algorithm.custom={tau:0.3,on:true}", "trainer.algorithm.custom", {"tau": 0.3, "on": True}),
-    ("+trainer.algorithm.custom={tau:0.3}", "trainer.algorithm.custom", {"tau": 0.3}),
-    ("trainer.algorithm={custom:{tau:0.3}}", "trainer.algorithm.custom.tau", 0.3),
-    ("trainer.algorithm.custom.a.b=[1,x]", "trainer.algorithm.custom", {"a": {"b": [1, "x"]}}),
-    ("trainer.algorithm.custom.folder=${trainer.output_dir}", "trainer.algorithm.custom.folder", "outputs"),
-    ("trainer.algorithm.gdpo.weights.format=0.5", "trainer.algorithm.gdpo.weights", {"format": 0.5}),
-    ("+trainer.algorithm.gdpo.weights.exact-match=1", "trainer.algorithm.gdpo.weights", {"exact-match": 1.0}),
-    ("trainer.algorithm.kl_estimator_type=k3+", "trainer.algorithm.kl_estimator_type", "k3+"),
-    ("trainer.algorithm.kl_estimator_type=k1", "trainer.algorithm.kl_estimator_type", "k1"),
-    (
-        "trainer.algorithm.advantage_estimator=reinforce++-baseline",
-        "trainer.algorithm.advantage_estimator",
-        "reinforce++-baseline",
-    ),
-    ("trainer.critic.model.path=null", "trainer.critic.model.path", None),
-    ("actor_rollout_ref.rollout.n=7", "generator.n_samples_per_prompt", 7),
-    ("+trainer.total_epochs=7", "trainer.epochs", 7),
-    ("hydra.verbose=true", "trainer.epochs", 1),
-]
 
-
-def test_overrides_are_applied() -> None:
-    remaining = OVERRIDES
+def test_overrides_are_applied(pytestconfig: pytest.Config) -> None:
+    cases = golden.read("config/overrides")
+    printed, remaining = {}, dict(cases)
     while remaining:  # a command line sets each section once
-        argv, later = {}, []
-        for case in remaining:
-            section = ".".join(case[1].split(".")[:3])
-            if section in argv:
-                later.append(case)
-            else:
-                argv[section] = case
-        cfg = parse_cli([override for override, _, _ in argv.values()])
-        for override, key, value in argv.values():
-            assert value_at(cfg, key) == value, override
-        remaining = later
+        argv: dict[str, str] = {}
+        for override, (setting,) in remaining.items():
+            argv.setdefault(".".join(setting.partition("=")[0].split(".")[:3]), override)
+        cfg = parse_cli(list(argv.values()))
+        for override in argv.values():
+            printed[override] = show_values(cfg, remaining.pop(override))
+    golden.compare("config/overrides", {override: printed[override] for override in cases}, pytestconfig)
 
 
 def test_the_home_directory_needs_no_quotes() -> None:
@@ -224,32 +171,6 @@ def test_a_wrong_file_is_refused(text: str | None, expected: str, tmp_path: Path
         assert expected in find_error(argv, tmp_path / "run.yaml")
 
 
-WRONG = [
-    "trainer.epochs",
-    "--epochs",
-    "--batched=true",
-    "--trainer.epochs=3",
-    "--multirun",
-    "trainer.logger=console,jsonl",
-    "trainer.run_name=a~b",
-    "trainer.epoch=3",
-    "trainer.algorithm.custom.tau=0.3 trainer.algorithm.eps_clip_hgh=0.3",
-    "trainer.algorithm.custm.tau=0.3",
-    "generator={max_turn:3}",
-    "trainer.algorithm.custom.tau=0.1,0.2",
-    "trainer.logger=[console] trainer.logger.policy.lr=1",
-    "~trainer.nothing",
-    "~trainer.epoch",
-    "~trainer.epochs.a.b",
-    "~trainer.epochs ~trainer.epochs",
-    "~trainer.epochs=3",
-    "trainer.epochs@x=3",
-    "a/b=c",
-    "hydra.nothing=1",
-    "trainer.epochs=three +trainer.epoch=3 foo.bar=1 environment.skyrl_gym.search=3",
-]
-
-
 def find_error(argv: list[str], file: Path | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         parse_cli(argv, file=file)
@@ -257,7 +178,8 @@ def find_error(argv: list[str], file: Path | None = None) -> str:
 
 
 def test_a_wrong_command_line_is_refused_with_a_fix(pytestconfig: pytest.Config) -> None:
-    golden.compare("config/command_lines", {line: [find_error(line.split())] for line in WRONG}, pytestconfig)
+    printed = {line: [find_error(line.split())] for line in golden.read("config/command_lines")}
+    golden.compare("config/command_lines", printed, pytestconfig)
 
 
 def test_rewriting_keeps_flags_and_keys_of_hydra() -> None:
@@ -311,29 +233,20 @@ def test_a_hydra_script_reads_the_packaged_configuration_and_writes_no_files(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["app.py"]
 
 
-def test_a_hydra_script_without_rewrite_overrides_accepts_additions(tmp_path: Path) -> None:
-    argv = ["+trainer.algorithm.custom.tau=0.3", "++trainer.algorithm.gdpo.weights.format=0.5"]
+def test_a_hydra_script_without_rewrite_overrides_accepts_additions_aliases_and_own_keys(tmp_path: Path) -> None:
+    argv = ["+trainer.algorithm.custom.tau=0.3", "++trainer.algorithm.gdpo.weights.format=0.5", "trainer.run_name="]
     argv += ["trainer.algorithm.kl_estimator_type=k3+", "+trainer.algorithm.use_tis=true"]
+    argv += ["trainer.algorithm.overlong_buffer.len=3", "+trainer.algorithm.overlong_buffer.penalty_factor=0.5"]
+    argv += ["generator.inference_engine.max_num_seqs=4", "environment.skyrl_gym.judge.model=small"]
     script = SCRIPT.replace(REWRITING, "")
     assert script != SCRIPT
     done = run_script(tmp_path, *argv, script=script)
     assert done.returncode == 0, done.stderr
-    algorithm = load_config(yaml.safe_load(done.stdout)).trainer.algorithm
+    cfg = load_config(yaml.safe_load(done.stdout))
+    algorithm = cfg.trainer.algorithm
     assert (algorithm.custom, algorithm.gdpo.weights) == ({"tau": 0.3}, {"format": 0.5})
     assert (algorithm.kl_estimator_type, algorithm.off_policy_correction.tis_ratio_type) == ("k3+", "token")
-
-
-def test_a_hydra_script_accepts_aliases_and_own_keys_in_its_sections(tmp_path: Path) -> None:
-    argv = ["trainer.algorithm.overlong_buffer.len=3", "+trainer.algorithm.overlong_buffer.penalty_factor=0.5"]
-    argv += [
-        "generator.inference_engine.max_num_seqs=4",
-        "environment.skyrl_gym.judge.model=small",
-        "trainer.run_name=",
-    ]
-    done = run_script(tmp_path, *argv, script=SCRIPT.replace(REWRITING, ""))
-    assert done.returncode == 0, done.stderr
-    cfg = load_config(yaml.safe_load(done.stdout))
-    assert cfg.trainer.algorithm.overlong_buffer == (3, 0.5)
+    assert algorithm.overlong_buffer == (3, 0.5)
     assert cfg.generator.max_num_seqs == 4
     assert cfg.environment.skyrl_gym.env_config("judge") == {"model": "small"}
     assert cfg.trainer.run_name.startswith("skyrl-")

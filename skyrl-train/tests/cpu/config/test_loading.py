@@ -1,5 +1,3 @@
-"""`load_config`: derived values, errors, and the round trip through YAML."""
-
 from __future__ import annotations
 
 import os
@@ -11,6 +9,8 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from train_kit import golden
+from train_kit.rules import show_values
 
 from skyrl_train.config import (
     SkyRLConfig,
@@ -22,10 +22,7 @@ from skyrl_train.config import (
     validate_cfg,
 )
 from skyrl_train.config.base import value_at
-from skyrl_train.config.problems import show
 from skyrl_train.errors import ConfigError
-
-TEMPLATE = "generator.chat_template.name_or_path"
 
 
 def nested(*pairs: tuple[str, Any]) -> dict[str, Any]:
@@ -40,76 +37,18 @@ def nested(*pairs: tuple[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def message(*pairs: tuple[str, Any]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(nested(*pairs))
-    return str(caught.value)
-
-
-def test_without_a_source_the_default_configuration_is_loaded() -> None:
-    named = {"trainer": {"run_name": "r"}}
-    assert load_config(named) == load_config(OmegaConf.merge(get_default_config(), named))
-    assert load_config().trainer.epochs == load_config(None).trainer.epochs == load_config({}).trainer.epochs
-
-
-HOME = os.path.expanduser("~")
-FILLED_IN = f"""
-trainer.policy.model.path=tiny → trainer.ref.model.path=tiny
-trainer.policy.model.path=a trainer.ref.model.path=b → trainer.ref.model.path=b
-trainer.policy.model.path=~/model → trainer.ref.model.path={HOME}/model
-trainer.policy.model.path=~/model → trainer.critic.model.path=null
-trainer.algorithm.advantage_estimator=gae trainer.critic.model.path=$HOME/c → trainer.critic.model.path={HOME}/c
-trainer.policy.model.lora.lora_path=~/a → trainer.policy.model.lora.lora_path={HOME}/a
-trainer.critic.model.lora.lora_path=$HOME/a → trainer.critic.model.lora.lora_path={HOME}/a
-generator.chat_template.source=file {TEMPLATE}=~/chat.jinja → {TEMPLATE}={HOME}/chat.jinja
-trainer.run_name=r → trainer.ckpt_path=outputs/skyrl/r/ckpts
-trainer.run_name=r → trainer.export_path=outputs/skyrl/r/export
-trainer.ckpt_path=$HOME/ckpts → trainer.ckpt_path={HOME}/ckpts
-trainer.output_dir=~/runs trainer.run_name=r → trainer.export_path={HOME}/runs/skyrl/r/export
-trainer.algorithm.gdpo.weights.a=1 → trainer.algorithm.gdpo.weights={{a:1.0}}
-generator.sampling_params.temperature=0.7 → trainer.algorithm.temperature=0.7
-generator.sampling_params.max_generate_length=7 → generator.eval_sampling_params.max_generate_length=7
-trainer.max_prompt_length=100 → generator.max_input_length=100
-generator.max_turns=3 → generator.max_input_length=null
-trainer.max_prompt_length=100 → trainer.algorithm.max_seq_len=1124
-generator.max_turns=3 → trainer.algorithm.max_seq_len=null
-generator.max_turns=3 generator.max_input_length=600 → trainer.algorithm.max_seq_len=1624
-trainer.resume_mode=null → trainer.resume_mode=none
-trainer.logger=console → trainer.logger=[console]
-data.train_data=a.parquet → data.train_data=[a.parquet]
-generator.sampling_params.stop=</a> → generator.sampling_params.stop=[</a>]
-trainer.policy.optimizer_config.lr=1 → trainer.policy.optimizer_config.lr=1.0
-"""
-
-
-@pytest.mark.parametrize("case", FILLED_IN.strip().splitlines())
-def test_values_are_filled_in_and_normalized(case: str) -> None:
-    overrides, _, expected = case.partition(" → ")
-    key = expected.partition("=")[0]
-    assert f"{key}={show(value_at(load_config(OmegaConf.from_dotlist(overrides.split())), key))}" == expected
+def test_values_are_filled_in_and_normalized(pytestconfig: pytest.Config) -> None:
+    printed = {}
+    for overrides, expected in golden.read("config/filled_in").items():
+        values = show_values(load_config(OmegaConf.from_dotlist(overrides.split())), expected)
+        printed[overrides] = [value.replace(os.path.expanduser("~"), "…") for value in values]
+    golden.compare("config/filled_in", printed, pytestconfig)
 
 
 def test_tuples_and_keys_that_are_no_texts_are_normalized() -> None:
     betas, custom = "trainer.policy.optimizer_config.adam_betas", "trainer.algorithm.custom"
     cfg = load_config(nested((betas, (0.5, 0.6)), (custom, {3: (1, "x")})))
     assert (value_at(cfg, betas), value_at(cfg, custom)) == ((0.5, 0.6), {"3": [1, "x"]})
-
-
-def test_all_problems_are_in_one_error() -> None:
-    text = message(("trainer.epochs", 0), ("trainer.sed", 1), ("generator.total_epochs", 2))
-    lines = text.splitlines()
-    assert lines[0] == "3 problems in the configuration:"
-    assert sorted(line.split("=")[0] for line in lines[1:]) == [
-        "  - generator.total_epochs",
-        "  - trainer.epochs",
-        "  - trainer.sed",
-    ]
-
-
-def test_an_unknown_section_is_reported_key_by_key() -> None:
-    text = message(("trainer.polcy.model.path", "x"), ("trainer.polcy.optimizer_config.lr", 1.0))
-    assert "trainer.polcy.model.path=x" in text
-    assert "trainer.polcy.optimizer_config.lr=1.0" in text
 
 
 def test_a_source_that_is_not_a_mapping_is_refused() -> None:

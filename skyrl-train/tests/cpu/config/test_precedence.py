@@ -1,5 +1,3 @@
-"""Keys that are set in several spellings: the last one wins, and what cannot be ordered is refused."""
-
 from __future__ import annotations
 
 import logging
@@ -8,55 +6,17 @@ from pathlib import Path
 
 import pytest
 from train_kit import golden
+from train_kit.rules import show_values
 
 from skyrl_train.config import compose_config, load_config, parse_cli
-from skyrl_train.config.base import value_at
 from skyrl_train.config.precedence import apply_aliases
-from skyrl_train.config.problems import show
 from skyrl_train.errors import ConfigError
 
-ALGORITHM = "trainer.algorithm"
-ACTOR = "actor_rollout_ref.actor"
-OPTIM, SCHEDULER = f"{ACTOR}.optim", "trainer.policy.optimizer_config.scheduler"
-TEMPLATE = "generator.chat_template_kwargs"
-COEF = "algorithm.kl_ctrl.kl_coef"
-KL = f"algorithm.use_kl_in_reward=true {ACTOR}.use_kl_loss=false"
-KL_OFF_IN_VERL = f"{ACTOR}.use_kl_loss=true algorithm.use_kl_in_reward=false"
-KL_ON = f"{ALGORITHM}.use_kl_loss=false {ALGORITHM}.use_kl_in_reward=true"
 
-
-LAST_WINS = f"""
-trainer.total_epochs=10 trainer.epochs=1 → trainer.epochs=1
-trainer.epochs=1 trainer.total_epochs=10 → trainer.epochs=10
-trainer.total_epochs=10 trainer.epochs=3 → trainer.epochs=3
-trainer.epochs=3 trainer.total_epochs=10 trainer.epochs=2 → trainer.epochs=2
-trainer.total_epochs=10 trainer={{epochs:1}} → trainer.epochs=1
-trainer.total_epochs=10 ~trainer.epochs → trainer.epochs=1
-~trainer.epochs trainer.total_epochs=10 → trainer.epochs=10
-trainer.total_epochs=10 ~trainer → trainer.epochs=1
-trainer.total_epochs=10 ~trainer.total_epochs → trainer.epochs=1
-{OPTIM}.warmup_style=cosine {OPTIM}.lr_scheduler_type=constant → {SCHEDULER}=constant_with_warmup
-{OPTIM}.lr_scheduler_type=constant {OPTIM}.warmup_style=cosine → {SCHEDULER}=cosine
-{OPTIM}.lr_scheduler_type=cosine {OPTIM}.warmup_style=cosine → {SCHEDULER}=cosine
-{ACTOR}.clip_ratio=0.3 {ALGORITHM}.eps_clip_high=0.2 → {ALGORITHM}.eps_clip_high=0.2
-{ACTOR}.clip_ratio=0.3 {ALGORITHM}.eps_clip_high=0.2 → {ALGORITHM}.eps_clip_low=0.3
-{ACTOR}.clip_ratio_high=0.28 {ACTOR}.clip_ratio=0.3 → {ALGORITHM}.eps_clip_high=0.28
-{ACTOR}.clip_ratio=0.2 {ACTOR}.clip_ratio_high=0.28 → {ALGORITHM}.eps_clip_high=0.28
-{ACTOR}.clip_ratio_high=0.28 {ALGORITHM}.eps_clip_high=0.25 {ACTOR}.clip_ratio=0.3 → {ALGORITHM}.eps_clip_high=0.25
-{ALGORITHM}.eps_clip_high=0.25 {ACTOR}.clip_ratio_high=0.28 {ACTOR}.clip_ratio=0.3 → {ALGORITHM}.eps_clip_high=0.28
-{KL} {COEF}=0.1 {ACTOR}.kl_loss_coef=0.2 {ALGORITHM}.kl_loss_coef=0.3 → {ALGORITHM}.kl_loss_coef=0.3
-{KL_OFF_IN_VERL} {KL_ON} {COEF}=0.1 → {ALGORITHM}.kl_loss_coef=0.1
-data.apply_chat_template_kwargs.a=1 {TEMPLATE}={{b:2,a:3}} → {TEMPLATE}={{b:2,a:3}}
-{TEMPLATE}={{b:2,a:3}} data.apply_chat_template_kwargs.a=1 → {TEMPLATE}={{b:2,a:1}}
-{TEMPLATE}.a=1 data.apply_chat_template_kwargs={{}} → {TEMPLATE}={{a:1}}
-"""
-
-
-@pytest.mark.parametrize("case", LAST_WINS.strip().splitlines())
-def test_the_last_spelling_on_a_command_line_wins(case: str) -> None:
-    command, _, expected = case.partition(" → ")
-    key = expected.partition("=")[0]
-    assert f"{key}={show(value_at(parse_cli(command.split()), key))}" == expected
+def test_the_last_spelling_on_a_command_line_wins(pytestconfig: pytest.Config) -> None:
+    cases = golden.read("config/last_wins").items()
+    printed = {command: show_values(parse_cli(command.split()), settings) for command, settings in cases}
+    golden.compare("config/last_wins", printed, pytestconfig)
 
 
 @pytest.mark.parametrize("option", ["trainer.epochs=1", "trainer.total_epochs=1"])
@@ -86,22 +46,10 @@ def test_two_spellings_in_one_file_must_agree(epochs: int, tmp_path: Path) -> No
     )
 
 
-LOSS, GREEDY = f"{ACTOR}.kl_loss_coef=0.2", "actor_rollout_ref.rollout.val_kwargs.do_sample=false"
-WARM = "actor_rollout_ref.rollout.val_kwargs.temperature=0.7"
-CONFLICTS = [
-    f"{KL} {COEF}=0.1 {LOSS}",
-    f"{KL} {LOSS} {COEF}=0.1",
-    f"{KL} algorithm.kl_penalty=kl {ACTOR}.kl_loss_type=mse",
-    f"{KL} {ACTOR}.kl_loss_type=mse algorithm.kl_penalty=kl",
-    f"trainer.eval_interval=-1 {GREEDY} {WARM}",
-    f"trainer.eval_interval=-1 {WARM} {GREEDY}",
-    f"{KL} {COEF}=0.1 {ALGORITHM}.kl_loss_coef=0.3 {LOSS}",  # our key between them does not hide that they differ
-    f"{KL} {LOSS} {ALGORITHM}.kl_loss_coef=0.3 {COEF}=0.1",
-]
-
-
 def test_options_of_verl_with_different_meanings_do_not_override_each_other(pytestconfig: pytest.Config) -> None:
-    printed = {line: [golden.catch(ConfigError, partial(parse_cli, line.split()))] for line in CONFLICTS}
+    printed = {
+        line: [golden.catch(ConfigError, partial(parse_cli, line.split()))] for line in golden.read("config/conflicts")
+    }
     golden.compare("config/conflicts", printed, pytestconfig)
 
 

@@ -1,5 +1,3 @@
-"""Trajectories to tensors and back, and rows to micro-batches."""
-
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,3 @@
-"""Datasets and reward functions from a user's file, from the command to the metrics."""
-
 from __future__ import annotations
 
 import shutil
@@ -170,8 +168,6 @@ def test_errors_of_a_function_are_counted_and_are_no_rewards(catch_run: list[str
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("data.custom_cls.path=/no/such.py", ["data.custom_cls.path=/no/such.py", "does not exist"]),
-        ("custom_reward_function.path=/no/such.py", ["custom_reward_function.path=/no/such.py", "does not exist"]),
         ("data.custom_cls.name=Summs", ["data.custom_cls.name=Summs", "Did you mean 'Sums'"]),
         ("custom_reward_function.name=score", ["has no 'score'", "compute_score"]),
         ("+data.custom_cls.config.columns={env_class: aime}", ["env_class=aime", "custom_reward_function"]),

@@ -1,5 +1,3 @@
-"""Reading and writing dataset files, and the errors for unreadable ones."""
-
 from __future__ import annotations
 
 import json
@@ -7,7 +5,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -20,28 +17,6 @@ from skyrl_train.dataset.files import Rows, read_rows, write_jsonl
 from skyrl_train.errors import DataError
 
 ROWS = [prompt_row("Wie geht’s?", extra_info={"index": 0}), prompt_row("two\nlines", extra_info={"index": 1})]
-
-
-@pytest.mark.parametrize("name", ["rows.parquet", "rows.json", "rows.jsonl"])
-def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
-    assert read_rows(write_rows(tmp_path, ROWS, name)) == ROWS
-
-
-def test_messages_in_parquet_have_their_own_fields_only(tmp_path: Path) -> None:
-    """A table has every field in every message; some templates test whether a field is there."""
-
-    def call(arguments: dict[str, str]) -> dict[str, Any]:
-        return {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
-        }
-
-    rows = [
-        {"prompt": [{"role": "user", "content": "Rome?"}, call({"city": "Rome"})], "extra_info": {"a": 1, "b": None}},
-        {"prompt": [{"role": "user", "content": "CET?"}, call({"zone": "CET"})], "extra_info": {"a": None, "b": 2}},
-    ]
-    assert read_rows(write_rows(tmp_path, rows, "rows.parquet")) == rows
 
 
 def test_home_and_variables_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

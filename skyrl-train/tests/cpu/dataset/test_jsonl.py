@@ -1,5 +1,3 @@
-"""Files of JSON lines that are read by their offsets."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Shares of data sources in batches."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -120,14 +118,6 @@ def test_any_mixture_fills_its_batches_fairly_and_resumes(sizes: dict[str, int],
             assert abs(counts[name] - expected) < len(sizes)
         elif weight:
             assert all(sum(uid[0] == name for uid in batch) >= min_per_batch for batch in drawn)
-
-
-def test_weights_can_be_changed() -> None:
-    prompts = mixed({"games": 1, "maths": 1})
-    assert shares(prompts) == {"games": 2, "maths": 2}
-    prompts.set_weights({"games": 0, "maths": 1})
-    assert prompts.weights == {"games": 0.0, "maths": 1.0}
-    assert shares(prompts) == {"maths": 4}
 
 
 @pytest.mark.parametrize("resumes_weights", [True, False])

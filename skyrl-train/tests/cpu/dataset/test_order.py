@@ -1,31 +1,14 @@
-"""The order of prompts in training."""
-
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from train_kit.rollouts import Numbers
 
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.errors import DataError, SkippedRow
 from skyrl_train.types import PromptRow
-
-
-class Numbers:
-    """A minimal dataset for shuffling: rows 0 to n - 1."""
-
-    def __init__(self, n_rows: int, fingerprint: str = "numbers") -> None:
-        self._n_rows = n_rows
-        self.fingerprint = fingerprint
-
-    def __len__(self) -> int:
-        return self._n_rows
-
-    def __getitem__(self, index: int) -> PromptRow:
-        return PromptRow(str(index), [], None, {})
 
 
 def shuffled(n_rows: int, batch_size: int, seed: int = 0) -> ShuffledPrompts:
@@ -94,16 +77,11 @@ def test_a_position_in_other_data_is_refused(n_rows: int, seed: int, difference:
 
 
 def test_a_position_in_a_dataset_with_another_fingerprint_is_refused() -> None:
-    other = ShuffledPrompts(Numbers(10, fingerprint="letters"), 2, 0)  # type: ignore[arg-type]
+    letters = Numbers(10)
+    letters.fingerprint = "letters"
+    other = ShuffledPrompts(letters, 2, 0)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"fingerprint=numbers .* fingerprint=letters"):
         other.load_state_dict(shuffled(10, 2).state_dict())
-
-
-def test_the_state_survives_a_round_trip_through_a_file(tmp_path: Path) -> None:
-    prompts = shuffled(7, 3)
-    uids(prompts, 3)
-    torch.save(prompts.state_dict(), tmp_path / "data.pt")
-    assert torch.load(tmp_path / "data.pt", weights_only=True) == prompts.state_dict()
 
 
 def test_a_dataset_smaller_than_a_batch_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_kit import golden
 from train_kit.datasets import read_demonstrations, write_rows
-from train_kit.messages import assistant, system, user
+from train_kit.messages import assistant, user
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config.preferences import PreferenceDataConfig
@@ -128,26 +129,10 @@ def test_equal_answers_are_reported(
     assert "2 of 2 pairs have equal answers, which teach nothing" in caplog.text
 
 
-WRONG: list[dict[str, Any]] = [
-    {"prompt": "a", "chosen": "x"},
-    {"prompt": "a", "chosen": "", "rejected": "x"},
-    {"prompt": "a", "chosen": None, "rejected": "x"},
-    {"prompt": "a", "chosen": " ", "rejected": "x"},
-    {"prompt": "a", "chosen": 3, "rejected": "x"},
-    {"prompt": "a", "chosen": [ASK], "rejected": "x"},
-    {"chosen": "x y", "rejected": "a b"},
-    {"chosen": [GOOD], "rejected": [BAD]},
-    {"chosen": "x y", "rejected": [ASK, BAD]},
-    {"prompt": [ASK], "chosen": [user("2 + 2? "), GOOD], "rejected": [ASK, BAD]},
-    {"prompt": "2 + 2?", "chosen": [ASK, GOOD], "rejected": [system("Add."), ASK, BAD]},
-    {"prompt": 3, "chosen": "x", "rejected": "y"},
-    {"prompt": "a", "chosen": [GOOD], "rejected": [{**BAD, "weight": 0}]},
-]
-
-
 def test_wrong_rows_are_refused(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     def find_error(row: dict[str, Any]) -> str:
         path = write_rows(tmp_path, [row])
         return golden.catch(DataError, lambda: read_demonstrations(path, PreferenceDataConfig()), tmp_path)
 
-    golden.compare("dataset/preferences", {str(row): [find_error(row)] for row in WRONG}, pytestconfig)
+    rows = {row: [find_error(json.loads(row))] for row in golden.read("dataset/preferences")}
+    golden.compare("dataset/preferences", rows, pytestconfig)

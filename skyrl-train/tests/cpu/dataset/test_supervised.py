@@ -1,9 +1,7 @@
-"""Tokens and masks of demonstrations: the answers with their EOS tokens, and nothing else."""
-
 from __future__ import annotations
 
+import json
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from train_kit import golden
 from train_kit.datasets import read_demonstrations, write_rows
-from train_kit.messages import assistant, system, user
+from train_kit.messages import assistant, user
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config.preferences import PreferenceDataConfig
@@ -24,11 +22,6 @@ from skyrl_train.dataset.supervised import ConversationEncoder, SupervisedDatase
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.types import DrawnPrompt
 
-FORGETS_REASONING = (  # of all turns of the assistant but the last, as Qwen3's template does
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 WITHOUT_EOS = (
     "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}### assistant: {% endif %}"
@@ -78,13 +71,6 @@ def test_a_prompt_and_a_response_train_the_response_and_its_eos_token(
     assert batch.sequences[0].tolist() == segment.token_ids
 
 
-def test_every_turn_of_the_assistant_is_trained(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [system("s"), user("a"), assistant("b"), user("c"), assistant("d")]
-    ((text, trained),) = encode(tiny_tokenizer, messages)
-    assert trained == ["b<|im_end|>", "d<|im_end|>"]
-    assert text + "\n" == tiny_tokenizer.apply_chat_template(messages, tokenize=False)
-
-
 def test_assistant_messages_of_a_prompt_are_context(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     prompt = [user("a"), assistant("b"), user("c")]
     path = write_rows(tmp_path, [{"prompt": prompt, "response": "d"}])
@@ -92,30 +78,6 @@ def test_assistant_messages_of_a_prompt_are_context(tiny_tokenizer: PreTrainedTo
     assert demonstration.n_context == 3
     ((_, trained),) = encode(tiny_tokenizer, demonstration.messages, n_context=3)
     assert trained == ["d<|im_end|>"]
-
-
-def test_a_template_that_rewrites_history_gets_a_row_for_each_history(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [user("a"), assistant("x</think>b"), user("c"), assistant("y</think>d")]
-    first, second = encode(tiny_tokenizer, messages, FORGETS_REASONING)
-    assert first[1] == ["x</think>b<|im_end|>"]
-    assert "x</think>" not in second[0]
-    assert second[1] == ["y</think>d<|im_end|>"]
-
-
-def test_an_answer_follows_the_header_that_generation_uses(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    template = FORGETS_REASONING.replace(
-        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think></think>{% endif %}"
-    )
-    messages = [user("a"), assistant("<b"), user("c"), assistant("d")]
-    first, second = encode(tiny_tokenizer, messages, template)
-    assert first == (
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think></think><b<|im_end|>",
-        ["<b<|im_end|>"],
-    )
-    assert second[0].endswith(
-        "assistant\n<b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think></think>d<|im_end|>"
-    )
-    assert second[1] == ["d<|im_end|>"]
 
 
 def test_a_template_without_eos_gets_one_after_the_content(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -240,43 +202,13 @@ def calling(*calls: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": list(calls)}
 
 
-REFUSED: list[dict[str, Any]] = [
-    {"prompt": "a"},
-    {"prompt": "a", "response": ""},
-    {"prompt": "a", "response": " \n"},
-    {"prompt": math.nan, "response": "a"},
-    {"prompt": "a", "response": 7},
-    {"prompt": 7, "response": "b"},
-    {"messages": []},
-    {"messages": [{"role": "user"}]},
-    {"messages": [{"role": "assistant", "content": None}]},
-    {"messages": [user("a")]},
-    {"messages": [{**assistant(""), "tool_calls": "f()"}]},
-    {"messages": [calling(7)]},
-    {"messages": [user("a"), calling({"name": "f", "arguments": '{"city": "Par'})]},
-    {"messages": [user("a"), calling({"name": "f", "arguments": "[1]"})]},
-    {"prompt": "a", "response": "b", "tools": "["},
-    {"prompt": "a", "response": "b", "tools": {"a": 1}},
-    {"messages": [user("a"), {**assistant("b"), "weight": 0}]},
-    {"messages": [user("a"), {**assistant("b"), "weight": 0.5}]},
-    {"messages": [{**user("a"), "train": True}, assistant("b")]},
-    {"messages": [user("a"), {**assistant("b"), "function_call": {"name": "f", "arguments": "{}"}}]},
-    {"messages": [user("a"), {**assistant("b"), "refusal": "No."}]},
-    {"messages": [user("a"), {**assistant("b"), "prefix": True}]},
-    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}, assistant("b")]},
-    {"prompt": "a", "response": "b", "images": ["a.png"]},
-    {"prompt": "a", "response": "b", "image": "a.png"},
-    {"prompt": "a", "response": "b", "image": {"bytes": "…", "path": None}},
-    {"prompt": [user("a"), calling({"name": "f", "arguments": {}})], "response": "b"},
-]
-
-
 def test_a_bad_row_is_refused_with_its_number(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     def find_error(row: dict[str, Any]) -> str:
         path = write_rows(tmp_path, [row])
         return golden.catch(DataError, lambda: read_demonstrations(path, SFTDataConfig()), tmp_path)
 
-    golden.compare("dataset/demonstrations", {str(row): [find_error(row)] for row in REFUSED}, pytestconfig)
+    rows = {row: [find_error(json.loads(row))] for row in golden.read("dataset/demonstrations")}
+    golden.compare("dataset/demonstrations", rows, pytestconfig)
 
 
 @pytest.mark.parametrize(
@@ -345,20 +277,6 @@ def test_tools_that_the_template_does_not_write_are_refused(tiny_tokenizer: PreT
         encode(tiny_tokenizer, [user("a"), assistant("b")], tools=[{"type": "function", "function": {"name": "f"}}])
 
 
-def test_the_fingerprint_depends_on_the_rows_and_not_on_the_date(
-    tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    def fingerprint(day: str, *messages: Any) -> str:
-        encoder = ConversationEncoder(tiny_tokenizer, {"chat_template": day + str(tiny_tokenizer.chat_template)})
-        path = write_rows(tmp_path, [{"messages": [user("a"), *messages]}])
-        return SupervisedDataset([path], encoder, SFTDataConfig()).fingerprint
-
-    first = fingerprint("Monday", assistant("b"), assistant("c"))
-    assert fingerprint("Tuesday", assistant("b"), assistant("c")) == first
-    assert fingerprint("Monday", assistant("b"), {**assistant("c"), "weight": 0}) != first
-    assert fingerprint("Monday", assistant("b"), assistant("d")) != first
-
-
 def test_a_greeting_is_context(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = write_rows(tmp_path, [{"messages": [assistant("Hi"), user("a"), assistant("b")]}])
     ((row,),) = read_demonstrations(path, SFTDataConfig())
@@ -381,14 +299,6 @@ def test_keys_may_be_nested(tmp_path: Path) -> None:
     assert [m["content"] for m in row.messages] == ["a", "b"]
     with pytest.raises(DataError, match="has no 'reply': its extra_info has the keys question, answer"):
         read_demonstrations(path, SFTDataConfig.model_validate(keys | inner | {"response_dict_keys": ["reply"]}))
-
-
-def test_empty_columns_of_parquet_are_left_out(tmp_path: Path) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    as_text = {"type": "function", "function": {"name": "f", "arguments": ""}}
-    messages = [user("a"), {**calling(as_text), "content": None}]
-    ((row,),) = read_demonstrations(write_rows(tmp_path, [{"messages": messages}], "rows.parquet"), SFTDataConfig())
-    assert row.messages == [user("a"), calling(call)]
 
 
 @pytest.mark.parametrize("is_nested", [True, False])
@@ -441,9 +351,9 @@ def test_rows_that_are_checked_when_they_are_drawn_have_the_same_tokens(
 
 def test_the_fingerprint_covers_tokens_masks_and_order(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     """The template shows no roles, so that the same tokens with another mask are other data."""
-    encoder = ConversationEncoder(tiny_tokenizer, {"chat_template": WITHOUT_ROLES})
 
-    def fingerprint(*rows: list[dict[str, str]]) -> str:
+    def fingerprint(*rows: list[dict[str, str]], day: str = "") -> str:
+        encoder = ConversationEncoder(tiny_tokenizer, {"chat_template": day + WITHOUT_ROLES})
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         path = write_rows(folder, [{"messages": messages} for messages in rows])
@@ -454,4 +364,4 @@ def test_the_fingerprint_covers_tokens_masks_and_order(tiny_tokenizer: PreTraine
     other = [user("a"), assistant("b"), user("c"), assistant("e")]
     data = [(answered,), (all_trained,), (other,), (answered, other), (other, answered)]
     assert len({fingerprint(*rows) for rows in data}) == len(data)
-    assert fingerprint(answered) == fingerprint(answered)
+    assert fingerprint(answered) == fingerprint(answered, day="Tuesday"), "the date is no change"

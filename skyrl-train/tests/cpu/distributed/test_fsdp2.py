@@ -1,5 +1,3 @@
-"""The parts of the weights that ranks of FSDP2 hold, in a group of more ranks than this machine has processors."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Ranks train like one process, with FSDP2 and Megatron-Core in every layout."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Configurations as the commands check them."""
-
 from __future__ import annotations
 
 import pytest

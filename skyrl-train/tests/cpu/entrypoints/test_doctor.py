@@ -1,5 +1,3 @@
-"""`skyrl doctor`."""
-
 from __future__ import annotations
 
 import socket

@@ -1,5 +1,3 @@
-"""The choice of the engine of a run, and its memory."""
-
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor

@@ -1,5 +1,3 @@
-"""The evaluation command."""
-
 from __future__ import annotations
 
 from pathlib import Path

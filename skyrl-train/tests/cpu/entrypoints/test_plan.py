@@ -1,5 +1,3 @@
-"""Plans of runs: steps, models, memory and processes, before anything is loaded."""
-
 from __future__ import annotations
 
 import shutil
@@ -106,12 +104,6 @@ def test_a_gpu_that_does_not_report_its_memory_has_no_forecast(
         assert plan_run(cfg).forecast_memory() is None
     assert "The free memory of the GPUs is unknown" in caplog.text
     assert contexts == [True] * (not settings)
-
-
-def test_a_dry_run_refuses_data_that_does_not_fill_a_batch(catch_run: list[str]) -> None:
-    batch = ["trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16"]
-    message = expect_error(*catch_run, *batch, "--dry-run")
-    assert "data.train_data has 8 usable rows, fewer than trainer.train_batch_size=16; lower the batch size" in message
 
 
 def test_trained_weights_count_in_float32(describe: Callable[..., str], tiny_model_path: Path) -> None:

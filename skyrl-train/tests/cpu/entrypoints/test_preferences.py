@@ -1,5 +1,3 @@
-"""Runs of `skyrl dpo` and `skyrl reward`: what they compute, log and leave."""
-
 from __future__ import annotations
 
 import math
@@ -283,30 +281,3 @@ def test_rows_of_a_reward_model_fit_into_its_context(
         write_jsonl(data / f"{name}.jsonl", rows)
     limits = [f"data.max_length={max_length}", "data.truncation=right", "trainer.max_training_steps=1"]
     train(*named("run", f"trainer.policy.model.path='{model}'", *limits), command="reward")
-
-
-DROPOUT = "trainer.policy.model.lora.dropout=0.1"
-
-
-@pytest.mark.parametrize(
-    ("command", "mistake", "answer"),
-    [
-        ("dpo", "trainer.dpo.loss_type=hinge", "trainer.dpo.loss_type=hinge must be one of sigmoid, ipo"),
-        ("dpo", "trainer.dpo.beta=0", "trainer.dpo.beta=0 must be a number > 0"),
-        ("dpo", "trainer.dpo.label_smoothing=0.5", "label_smoothing=0.5 must be a number >= 0 and < 0.5"),
-        (
-            "dpo",
-            "trainer.dpo.loss_type=ipo trainer.dpo.label_smoothing=0.1",
-            "trainer.dpo.label_smoothing=0.1 has no effect on trainer.dpo.loss_type=ipo",
-        ),
-        ("dpo", "trainer.ref.model.path=/nowhere", "trainer.ref.model.path=/nowhere: there is no such folder"),
-        ("dpo", "data.chosen_key=better", "has no 'better': it has the keys prompt, chosen, rejected; set data.cho"),
-        ("dpo", "data.response_key=x", "there is no key data.response_key"),
-        ("dpo", DROPOUT, f"{DROPOUT} would score the answers of a pair with different"),
-        ("reward", DROPOUT, f"{DROPOUT} would score the answers of a pair with different"),
-        ("reward", "trainer.dpo.beta=0.1", "there is no key trainer.dpo"),
-        ("reward", "data.max_length=5", "tokens, more than data.max_length=5; raise it, or set data.truncation"),
-    ],
-)
-def test_mistakes_are_answered_in_a_sentence(command: str, mistake: str, answer: str, named: Overrides) -> None:
-    assert answer in expect_error(*named("run", *mistake.split()), command=command)

@@ -1,5 +1,3 @@
-"""Checks of a run before anything is loaded: folders and data."""
-
 from __future__ import annotations
 
 from pathlib import Path

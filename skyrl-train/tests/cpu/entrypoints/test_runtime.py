@@ -1,5 +1,3 @@
-"""The garbage collector and signals while a run works."""
-
 from __future__ import annotations
 
 import asyncio

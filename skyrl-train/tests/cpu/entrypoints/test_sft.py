@@ -1,5 +1,3 @@
-"""The command `skyrl sft`: its plan, its settings, verl's command line, and chat templates."""
-
 from __future__ import annotations
 
 import json

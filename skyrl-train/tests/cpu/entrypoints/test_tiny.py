@@ -1,5 +1,3 @@
-"""The tiny model: a small, reproducible Hugging Face model with a lossless tokenizer."""
-
 from __future__ import annotations
 
 import torch

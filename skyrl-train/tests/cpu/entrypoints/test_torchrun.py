@@ -1,5 +1,3 @@
-"""Training on fixed data under torchrun: two ranks train like one process, and end together."""
-
 from __future__ import annotations
 
 import json
@@ -157,23 +155,6 @@ def test_a_dry_run_names_the_ranks_and_ends_them(overrides_of: Callable[..., lis
 
 
 # -- settings
-
-
-@pytest.mark.parametrize(
-    ("launcher", "message"),
-    [
-        (
-            "torchrun --nnodes=2 --nproc_per_node=2",
-            "--rdzv_endpoint=<first node>:29400 --no-python skyrl … on each node",
-        ),
-        ("torchrun --nproc_per_node=gpu", "trainer.placement.policy_num_gpus_per_node=gpu must be an integer >= 1"),
-    ],
-)
-def test_a_command_line_that_does_not_say_which_ranks_to_start_is_refused(
-    launcher: str, message: str, overrides_of: Callable[..., list[str]]
-) -> None:
-    program = f"{launcher} -m verl.trainer.fsdp_sft_trainer".split()
-    assert message in expect_error(*program, *overrides_of("sft", "out"), command="verl")
 
 
 def test_a_script_whose_ranks_torchrun_has_not_started_is_refused(overrides_of: Callable[..., list[str]]) -> None:

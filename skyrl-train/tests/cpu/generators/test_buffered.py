@@ -1,5 +1,3 @@
-"""Asynchronous rollouts: bounded staleness, each prompt trained once, errors, and the end of a run."""
-
 from __future__ import annotations
 
 import asyncio

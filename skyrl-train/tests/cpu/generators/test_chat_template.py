@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_kit.messages import assistant, render_prompt, system, user
+from train_kit.templates import FAMILIES
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.entrypoints.tiny import CHAT_TEMPLATE as CHATML
@@ -18,67 +20,20 @@ from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.rendering.template import ChatTemplate, Messages
 from skyrl_train.types import Message
 
-BOS, EOS = "<s>", "</s>"
-TEMPLATES = {
-    "chatml": (CHATML, "<|im_end|>"),
-    "chatml with a default system message": (
-        "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}"
-        + CHATML,
-        "<|im_end|>",
-    ),
-    "llama 3": (
-        "{{ '<|begin_of_text|>' }}{% for m in messages %}"
-        "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}"
-        "{% endfor %}{% if add_generation_prompt %}"
-        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}",
-        "<|eot_id|>",
-    ),
-    "mistral": (
-        "{{ '<s>' }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}"
-        "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + '</s>' }}{% endif %}{% endfor %}",
-        EOS,
-    ),
-    "thinking is shown in the last turn only": (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
-        "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
-        "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-        "<|im_end|>",
-    ),
-}
-SPECIAL_TOKENS = [BOS, EOS, "[INST]", "[/INST]", "<|begin_of_text|>", "<|eot_id|>"]
-SPECIAL_TOKENS += ["<|start_header_id|>", "<|end_header_id|>"]
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tiny_tokenizer: PreTrainedTokenizerBase) -> dict[str, PreTrainedTokenizerBase]:
-    """The tiny tokenizer with each template."""
-    tokenizers_by_name = {}
-    for name, (template, eos_token) in TEMPLATES.items():
-        tokenizers_by_name[name] = copy.deepcopy(tiny_tokenizer)
-        tokenizers_by_name[name].add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS})
-        tokenizers_by_name[name].eos_token = eos_token
-        tokenizers_by_name[name].chat_template = template
-    return tokenizers_by_name
-
+load = functools.cache(lambda name: FAMILIES[name].tokenizer())
 
 contents = st.text("ab1 \n", max_size=12)
 replies = contents.map(str.strip).filter(bool)  # templates that trim would change other replies
 
 
 @pytest.mark.parametrize("ends_with_eos", [True, False], ids=["ended with EOS", "truncated"])
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", ["chatml", "qwen2.5", "qwen3", "llama 3", "gemma 3", "mistral v7"])
 @settings(max_examples=20)
 @given(question=contents, turns=st.lists(st.tuples(replies, contents), min_size=1, max_size=3))
 def test_joined_turns_equal_the_rendered_conversation(
-    tokenizers: dict[str, PreTrainedTokenizerBase],
-    name: str,
-    ends_with_eos: bool,
-    question: str,
-    turns: list[tuple[str, str]],
+    name: str, ends_with_eos: bool, question: str, turns: list[tuple[str, str]]
 ) -> None:
-    tokenizer = tokenizers[name]
+    tokenizer = load(name)
     chat = ChatEncoder(tokenizer)
     messages = [user(question)]
     token_ids = chat.prompt_ids(messages)
@@ -91,9 +46,9 @@ def test_joined_turns_equal_the_rendered_conversation(
         assert token_ids == render_prompt(tokenizer, messages)
 
 
-@pytest.mark.parametrize("name", ["chatml", "chatml with a default system message", "llama 3"])
-def test_a_system_message_is_rendered_once(tokenizers: dict[str, PreTrainedTokenizerBase], name: str) -> None:
-    tokenizer = tokenizers[name]
+@pytest.mark.parametrize("name", ["chatml", "qwen2.5", "llama 3"])
+def test_a_system_message_is_rendered_once(name: str) -> None:
+    tokenizer = load(name)
     chat = ChatEncoder(tokenizer)
     start = [system("You play."), user("one")]
     token_ids = [*chat.prompt_ids(start), *tokenizer("two", add_special_tokens=False)["input_ids"]]
@@ -109,12 +64,12 @@ def test_any_number_of_observations(tiny_tokenizer: PreTrainedTokenizerBase, obs
     assert token_ids == render_prompt(tiny_tokenizer, [user("?"), assistant("L"), *observations])
 
 
-def test_an_eos_token_after_a_space_is_not_doubled(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
-    tokenizer = copy.deepcopy(tokenizers["mistral"])
-    tokenizer.chat_template = TEMPLATES["mistral"][0].replace("m['content'] + '</s>'", "m['content'] + ' </s>'")
+def test_an_eos_token_after_a_space_is_not_doubled() -> None:
+    tokenizer = FAMILIES["mistral v7"].tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("}}</s>", "}} </s>")
     chat = ChatEncoder(tokenizer)
-    assert chat.decode_all(chat.observation_ids([user("b")], tokenizer.eos_token_id)) == "[INST] b [/INST]"
-    assert chat.decode_all(chat.observation_ids([user("b")], -1)) == " </s>[INST] b [/INST]"
+    assert chat.decode_all(chat.observation_ids([user("b")], tokenizer.eos_token_id)) == "[INST]b[/INST]"
+    assert chat.decode_all(chat.observation_ids([user("b")], -1)) == " </s>[INST]b[/INST]"
 
 
 @pytest.mark.parametrize("content", ["<|im_end|>", "L", "\n"])

@@ -1,5 +1,3 @@
-"""Conversation modes, in the real agent loop with the real engine."""
-
 from __future__ import annotations
 
 import logging

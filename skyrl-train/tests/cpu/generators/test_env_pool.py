@@ -1,5 +1,3 @@
-"""Environments in this process: blocking calls are bounded, and neither a hang nor an error affects other rollouts."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Environments in separate processes: they may hang or crash, and leave nothing running."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""The agent loop with the real engine: trajectories contain exactly the sampled tokens."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Metrics of rollouts against values computed by hand."""
-
 from __future__ import annotations
 
 import statistics

@@ -1,5 +1,3 @@
-"""A reward model as the reward of reinforcement learning."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Reward functions by group, batch and token; judges that fail; combination with rewards of the environment."""
-
 from __future__ import annotations
 
 import asyncio

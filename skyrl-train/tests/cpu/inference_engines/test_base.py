@@ -1,5 +1,3 @@
-"""Sampling parameters of inference engines."""
-
 from __future__ import annotations
 
 from typing import Any

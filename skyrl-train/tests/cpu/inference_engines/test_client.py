@@ -1,5 +1,3 @@
-"""Several engines behind one interface: the engine contract, routing, and engines that are lost."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""An engine in another process: the engine contract, failures, and a clean end."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Sampling: the right distribution and support, and randomness that depends on the request alone."""
-
 from __future__ import annotations
 
 import math

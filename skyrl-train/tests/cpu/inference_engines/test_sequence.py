@@ -1,5 +1,3 @@
-"""The end of a response: stop strings that are longer than a token, or start or end inside one."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Runs in one process that send their weights to servers."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Rank processes that end."""
-
 from __future__ import annotations
 
 import os

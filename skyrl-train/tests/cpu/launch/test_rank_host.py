@@ -1,5 +1,3 @@
-"""Processes of ranks."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""The time for which ranks wait for each other."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Fused operations give the values and gradients of the model's own."""
-
 from __future__ import annotations
 
 import sys

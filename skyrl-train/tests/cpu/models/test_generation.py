@@ -1,5 +1,3 @@
-"""The generation config in a model's folder."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Scores of a linear head against a plain softmax in float64."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""Loading models and tokenizers, and the errors for those that cannot be loaded."""
-
 from __future__ import annotations
 
 import shutil

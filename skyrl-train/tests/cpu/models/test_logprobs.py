@@ -1,5 +1,3 @@
-"""Scores of trained tokens against a naive loop over rows with the logits of every position."""
-
 from __future__ import annotations
 
 import copy

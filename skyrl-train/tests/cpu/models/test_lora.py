@@ -1,5 +1,3 @@
-"""Low-rank adapters: the same computation as explicit matrices, peft's files, and refused settings."""
-
 from __future__ import annotations
 
 import copy

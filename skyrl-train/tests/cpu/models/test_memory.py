@@ -1,5 +1,3 @@
-"""Estimates of the memory that a model takes."""
-
 from __future__ import annotations
 
 import pytest

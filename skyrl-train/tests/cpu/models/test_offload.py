@@ -1,5 +1,3 @@
-"""The memory of tensors: released, and restored bit for bit."""
-
 from __future__ import annotations
 
 import resource

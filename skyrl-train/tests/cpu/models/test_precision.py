@@ -1,5 +1,3 @@
-"""Types of weights that are trained, and of those that are written."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Shared prefixes change neither scores nor gradients."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Messages of every source in the form that chat templates read."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Turns of template families: the prompt of generation, and after it exactly the tokens of the rendered text."""
-
 from __future__ import annotations
 
 from functools import lru_cache, partial

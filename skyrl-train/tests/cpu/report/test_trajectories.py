@@ -1,5 +1,3 @@
-"""The comparison of evaluated trajectories."""
-
 from __future__ import annotations
 
 import json

@@ -55,8 +55,6 @@ def test_a_curriculum_changes_the_shares_and_resumes(arguments: list[str]) -> No
     [
         ("data.mixture.curriculum=nowhere:f", r"data\.mixture\.curriculum=nowhere:f: No module named 'nowhere'"),
         (f"data.mixture.curriculum={__name__}:towards_sum", "Did you mean 'towards_sums'"),
-        ("data.mixture.weights.games=1", "weights names games, but the data sources are: sums, synthetic_catch"),
-        ("data.mixture.min_per_batch=3", "min_per_batch=3 of each of 2 data sources"),
     ],
 )
 def test_mistakes_are_reported_before_training(

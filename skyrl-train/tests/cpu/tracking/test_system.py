@@ -1,5 +1,3 @@
-"""Metrics of the machine."""
-
 from __future__ import annotations
 
 import mmap

@@ -1,5 +1,3 @@
-"""Files that are written in the background: a disk that stalls, refuses or recovers."""
-
 from __future__ import annotations
 
 import errno

@@ -1,5 +1,3 @@
-"""Batches: shape checks at construction, splitting and joining."""
-
 from __future__ import annotations
 
 from dataclasses import replace

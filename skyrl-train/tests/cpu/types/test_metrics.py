@@ -1,5 +1,3 @@
-"""Metrics do not depend on how samples are split into micro-batches, ranks and updates."""
-
 from __future__ import annotations
 
 import math

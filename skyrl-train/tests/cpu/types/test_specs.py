@@ -1,5 +1,3 @@
-"""Specifications of ranks."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Trajectories and prompts: shape checks at construction, totals, and names."""
-
 from __future__ import annotations
 
 from dataclasses import replace

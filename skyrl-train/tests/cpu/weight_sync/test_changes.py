@@ -1,5 +1,3 @@
-"""Exact changes between two versions of a tensor."""
-
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,3 @@
-"""Checksums of tensors."""
-
 from __future__ import annotations
 
 import zlib

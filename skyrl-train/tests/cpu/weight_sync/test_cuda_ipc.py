@@ -1,5 +1,3 @@
-"""Handles of GPU memory as text."""
-
 from __future__ import annotations
 
 from hypothesis import given

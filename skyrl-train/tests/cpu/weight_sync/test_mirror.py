@@ -1,5 +1,3 @@
-"""Whole tensors from syncs of changes and of adapters."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Ends of a sync that are missing, slow, or fail: each is named, and ends the sync."""
-
 from __future__ import annotations
 
 import threading

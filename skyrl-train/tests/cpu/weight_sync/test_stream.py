@@ -1,5 +1,3 @@
-"""Weights from a sender to receivers, through shared memory and gloo."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""Weight syncs between models in this process."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Tensors of a stream, and changes since those that were sent before."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

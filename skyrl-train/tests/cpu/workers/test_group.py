@@ -1,5 +1,3 @@
-"""Groups of ranks of which one fails."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Random state of the process: saving and restoring it."""
-
 from __future__ import annotations
 
 import random

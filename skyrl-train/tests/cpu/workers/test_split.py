@@ -1,5 +1,3 @@
-"""The division of a batch among ranks and micro-batches."""
-
 from __future__ import annotations
 
 import numpy as np

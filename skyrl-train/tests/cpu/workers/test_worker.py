@@ -1,5 +1,3 @@
-"""A policy worker: scores, bad gradients, gradient checkpointing, and checkpoints."""
-
 from __future__ import annotations
 
 import copy

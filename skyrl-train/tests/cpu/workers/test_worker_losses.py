@@ -102,25 +102,6 @@ def test_a_scalar_loss_equals_its_per_token_form(policy: PreTrainedModel, batch:
     assert scalar_metrics["policy/policy_loss"] == pytest.approx(metrics["policy/policy_loss"])
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        {"off_policy_correction": {"tis_ratio_type": "token"}},
-        {"off_policy_sequence_mask_threshold": 0.001},
-        {"top_entropy_quantile": 0.5},
-    ],
-    ids=lambda algorithm: next(iter(algorithm)),
-)
-def test_token_weights_refuse_a_scalar_loss_and_ignore_micro_batches(
-    policy: PreTrainedModel, batch: TrainingBatch, algorithm: dict[str, Any]
-) -> None:
-    with pytest.raises(ConfigError, match="returns a scalar"):
-        make_worker(policy, scalar_reinforce, algorithm=algorithm)
-    weighted, divided = (train(policy, batch, n_rows=n_rows, **algorithm)[0] for n_rows in (N_ROWS, 3))
-    assert_same_gradients(weighted, divided)
-    assert largest_difference(weighted, train(policy, batch)[0]) > 1e-5
-
-
 def test_a_correction_without_rollout_log_probs_is_refused(policy: PreTrainedModel, batch: TrainingBatch) -> None:
     batch.rollout_logprobs = None
     with pytest.raises(ConfigError, match="log-probs of the engine"):

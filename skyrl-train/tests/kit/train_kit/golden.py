@@ -1,7 +1,7 @@
 """Texts that the code prints, kept in files under `tests/golden`, so that tests list only the cases.
 
-A test compares all cases of a file at once. `pytest --update` rewrites the file, and the diff of the commit shows what
-changed:
+A case that is a command line may be in the file only, see `read`: add a line there to add one. A test compares all
+cases of a file at once. `pytest --update` rewrites the file, and the diff of the commit shows what changed:
 
     trainer.train_batch_size=64 trainer.policy_mini_batch_size=48
         trainer.policy_mini_batch_size=48 must divide trainer.train_batch_size=64; try 32 or 64
@@ -30,6 +30,17 @@ def compare(name: str, cases: Mapping[str, Iterable[str]], config: pytest.Config
             expected.splitlines(), text.splitlines(), f"golden/{name}.txt", "this run", n=1, lineterm=""
         )
         pytest.fail("\n".join([*diff, "If the new text is right, run this test with --update."]), pytrace=False)
+
+
+def read(name: str) -> dict[str, list[str]]:
+    """Return the cases in `golden/<name>.txt`, its lines without indent, and the lines of each."""
+    cases: dict[str, list[str]] = {}
+    for line in (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith(" "):
+            cases[next(reversed(cases))].append(line.strip())
+        elif line:
+            cases[line] = []
+    return cases
 
 
 def catch(kind: type[Exception], call: Callable[[], object], folder: Path | None = None) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import ClassVar
 
@@ -21,14 +22,10 @@ from skyrl_train.config.validation import RULES, WARNINGS, find_problems
 from skyrl_train.errors import ConfigError
 from train_kit import golden
 
-Cases = Mapping[str, Sequence[str]]
-"""Overrides that break a rule, each with the overrides to append so that they do not."""
-
 ALGORITHM = "trainer.algorithm"
 CORRECTION = f"{ALGORITHM}.off_policy_correction"
 KL_IN_REWARD = f"{ALGORITHM}.use_kl_loss=false {ALGORITHM}.use_kl_in_reward=true"
 GAE = f"{ALGORITHM}.advantage_estimator=gae trainer.critic.model.path=tiny"
-ASYNC = "trainer.fully_async.enabled=true"
 SERVER = "generator.backend=vllm generator.run_engines_locally=false generator.remote_inference_engine_urls=[gpu:8000]"
 
 THRESHOLDS = f"{CORRECTION}.token_mask_is_threshold_low=0.5 {CORRECTION}.token_mask_is_threshold_high=2.0"
@@ -42,6 +39,7 @@ CORRECTION_SWITCHES = {
 }
 """Settings that turn a part of the off-policy correction on."""
 
+PASSES = "passes: "
 SETTING = re.compile(r"(?:[a-z_]+\.)+[a-z_]+=[^\s,;]+")
 
 
@@ -77,6 +75,12 @@ def describe(overrides: str) -> list[str]:
     if refusal := find_refusal(overrides):
         return [f"error: {refusal}"]
     return [f"warning: {sentence}" for sentence in find_warnings(overrides)] or ["accepted"]
+
+
+def show_values(cfg: SkyRLConfig, settings: Iterable[str]) -> list[str]:
+    """Return the given settings, e.g. `trainer.epochs=1`, with their values in a configuration."""
+    keys = [setting.partition("=")[0] for setting in settings]
+    return [f"{key}={show(value_at(cfg, key))}" for key in keys]
 
 
 def find_lines(overrides: str) -> set[tuple[str, int]]:
@@ -115,35 +119,41 @@ def shows(sentence: str, key: str, value: object) -> bool:
 
 
 class RuleContract:
-    """Tests of a module of rules, whose cases are those of a subclass."""
+    """Tests of a module of rules, whose cases are in its golden file; `passes:` are overrides that solve a case."""
 
     module: ClassVar[ModuleType]
-    refused: ClassVar[Cases]
-    warned: ClassVar[Cases]
     tested_elsewhere: ClassVar[Sequence[str]] = ()
     """Functions of the module whose sentences depend on the machine or belong to another kind of run."""
 
+    @property
+    def golden_file(self) -> str:
+        return self.module.__name__.removeprefix("skyrl_train.").replace(".", "/")
+
+    @functools.cached_property
+    def cases(self) -> dict[str, list[str]]:
+        """Overrides that break a rule, each with the overrides to append so that they do not."""
+        lines = golden.read(self.golden_file).items()
+        return {case: [line.removeprefix(PASSES) for line in text if line.startswith(PASSES)] for case, text in lines}
+
     def test_sentences(self, pytestconfig: pytest.Config) -> None:
-        printed = {case: describe(case) for case in [*self.refused, *self.warned]}
+        printed = {case: describe(case) for case in self.cases}
         assert ["accepted"] not in printed.values()
-        golden.compare(self.module.__name__.removeprefix("skyrl_train.").replace(".", "/"), printed, pytestconfig)
+        lines = {case: [*printed[case], *(PASSES + change for change in self.cases[case])] for case in self.cases}
+        golden.compare(self.golden_file, lines, pytestconfig)
 
     def test_a_sentence_names_a_setting_and_its_value(self) -> None:
-        for case in [*self.refused, *self.warned]:
+        for case in self.cases:
             cfg = resolve_only(case)
             for sentence in self._sentences(case):
                 assert any(shows(sentence, key, value_at(cfg, key)) for key in FIELDS if key in sentence), sentence
 
     def test_similar_configurations_pass(self) -> None:
-        for case, changes in self.refused.items():
+        for case, changes in self.cases.items():
             for change in changes:
-                assert not find_refusal(f"{case} {change}"), f"{case} {change}"
-        for case, changes in self.warned.items():
-            for change in changes:
-                assert not find_warnings(f"{case} {change}"), f"{case} {change}"
+                assert not any(self._sentences(f"{case} {change}", case)), f"{case} {change}"
 
     def test_suggestions_solve_the_problem(self) -> None:
-        for case in [*self.refused, *self.warned]:
+        for case in self.cases:
             for sentence in self._sentences(case):
                 for suggestion in find_suggestions(sentence):
                     assert sentence not in self._sentences(f"{case} {suggestion}", case), f"{case} {suggestion}"
@@ -156,8 +166,8 @@ class RuleContract:
             for node in ast.walk(function)
             if isinstance(node, ast.Yield)
         }
-        assert lines <= set().union(*map(find_lines, [*self.refused, *self.warned]))
+        assert lines <= set().union(*map(find_lines, self.cases))
 
     def _sentences(self, overrides: str, case: str | None = None) -> list[str]:
-        """Return the error or the warnings of overrides, depending on the table of their case."""
-        return [find_refusal(overrides)] if (case or overrides) in self.refused else find_warnings(overrides)
+        """Return the error or the warnings of overrides, depending on what their case has."""
+        return [find_refusal(overrides)] if find_refusal(case or overrides) else find_warnings(overrides)

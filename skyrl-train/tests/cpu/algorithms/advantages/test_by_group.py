@@ -1,5 +1,3 @@
-"""Estimators that compare a trajectory with its group: values computed by hand, and edge cases."""
-
 from __future__ import annotations
 
 import statistics

@@ -1,5 +1,3 @@
-"""Per-token estimators against values computed by hand and by loops over rows."""
-
 from __future__ import annotations
 
 import math

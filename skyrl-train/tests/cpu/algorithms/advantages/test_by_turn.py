@@ -1,5 +1,3 @@
-"""Per-turn estimators against values computed by hand and by loops over turns."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""GDPO against values computed by hand, and its errors."""
-
 from __future__ import annotations
 
 import statistics

@@ -1,5 +1,3 @@
-"""Statistics over interleaved groups, and scores that differ by rounding only."""
-
 from __future__ import annotations
 
 import math

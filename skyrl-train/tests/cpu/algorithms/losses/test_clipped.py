@@ -1,5 +1,3 @@
-"""Clipped losses and their gradients, token by token, against values computed by hand."""
-
 from __future__ import annotations
 
 import math

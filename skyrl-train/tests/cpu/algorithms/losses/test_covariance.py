@@ -1,5 +1,3 @@
-"""Tokens selected by their covariance, by hand, and the effect on their loss."""
-
 from __future__ import annotations
 
 import math

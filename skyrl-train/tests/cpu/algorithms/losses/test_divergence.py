@@ -1,5 +1,3 @@
-"""DPPO: the trust region in probabilities, and the weight of the tokens inside it."""
-
 from __future__ import annotations
 
 import math

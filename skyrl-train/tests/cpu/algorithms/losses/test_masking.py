@@ -1,5 +1,3 @@
-"""`within_mask` around a user-defined loss."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""The critic's loss and its gradient by hand, on both sides of the clip."""
-
 from __future__ import annotations
 
 import pytest

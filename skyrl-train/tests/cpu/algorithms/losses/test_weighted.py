@@ -1,5 +1,3 @@
-"""Weighted policy gradients against values computed by hand."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Direct preference optimization on the trainer core, with a frozen copy as reference."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Supervised fine-tuning with the trainer core: batches without samples, rewards or advantages."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Adapters merged into their base, and failures that leave nothing behind."""
-
 from __future__ import annotations
 
 import copy

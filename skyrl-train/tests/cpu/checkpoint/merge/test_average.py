@@ -1,5 +1,3 @@
-"""Averages of models."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Checkpoints of policies merged into Hugging Face folders."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Packed forward passes: properties beyond correct numbers, which `test_contract.py` covers."""
-
 from __future__ import annotations
 
 import pytest

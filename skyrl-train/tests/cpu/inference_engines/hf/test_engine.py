@@ -1,5 +1,3 @@
-"""Tokens that the embedded engine reads, and independence of its results from batches and cache."""
-
 from __future__ import annotations
 
 import asyncio
@@ -226,20 +224,6 @@ async def test_bfloat16_autocast_runs_on_float32_weights(
         assert second.logprobs == pytest.approx(trainer_logprobs(tiny_model, turn, second), abs=0.02)
     pools = [pool for layer in engine._memory._layers.values() for pool in layer]
     assert {pool.dtype for pool in pools} == {torch.bfloat16}
-
-
-async def test_an_ended_session_is_read_again(new_engine: NewEngine) -> None:
-    engine = new_engine()
-    await engine.generate([request(prompt(30), session="game")])
-    await engine.end_session("game")
-    assert (await engine.generate([request(prompt(30), session="game")]))[0].n_reused == 0
-
-
-async def test_an_engine_asleep_holds_no_memory(new_engine: NewEngine) -> None:
-    engine = new_engine()
-    await engine.generate([request(prompt(10), session="s")])
-    await engine.sleep()
-    assert not engine._memory._layers
 
 
 @pytest.mark.parametrize("n_cached", [4000, 1200], ids=["much memory", "little memory"])

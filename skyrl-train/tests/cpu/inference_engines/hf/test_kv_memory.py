@@ -1,5 +1,3 @@
-"""The memory of keys and values."""
-
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,3 @@
-"""Regions: under any sequence of operations, each sequence finds only its own tokens."""
-
 from __future__ import annotations
 
 from itertools import pairwise
@@ -127,6 +125,9 @@ class Regions(RuleBasedStateMachine):
         assert by_session == {(r.session_id, r) for r in self.busy if r.session_id is not None}
         assert not any(region.is_ended for region in self.table._idle)
         assert set(self.table._sessions.values()) <= set(self.table._idle)
+
+
+TestRegions = Regions.TestCase
 
 
 def place_region(table: RegionTable, token_ids: list[int], session: str | None = None) -> Region:

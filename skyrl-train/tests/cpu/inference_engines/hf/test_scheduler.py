@@ -1,5 +1,3 @@
-"""The scheduler: first come, first served, over a memory that holds token ids instead of keys and values."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""The SGLang engine against a server that follows SGLang's API: the engine contract, refusals and failures."""
-
 from __future__ import annotations
 
 import asyncio

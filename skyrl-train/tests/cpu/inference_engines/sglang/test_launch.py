@@ -1,5 +1,3 @@
-"""A server of SGLang as a child process, with the stand-in."""
-
 from __future__ import annotations
 
 import asyncio

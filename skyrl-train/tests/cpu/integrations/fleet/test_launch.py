@@ -51,18 +51,6 @@ def test_the_settings_of_a_task_file_are_valid(task: Path) -> None:
     assert cfg.environment.skyrl_gym.max_env_workers >= n_rollouts  # separate processes play all of a step at once
 
 
-def test_the_defaults_of_the_first_task_file() -> None:
-    assert {
-        "trainer.policy.model.path=Qwen/Qwen2.5-1.5B-Instruct",
-        "trainer.algorithm.advantage_estimator=grpo",
-        "trainer.policy.optimizer_config.lr=1e-6",
-        "trainer.train_batch_size=4",
-        "trainer.epochs=20",
-        "generator.max_turns=50",
-        "trainer.ckpt_interval=10",
-    } <= set(overrides(FIRST_TASK))
-
-
 def bash(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run bash in the root of the repository, with these variables only."""
     variables = {"PATH": os.environ["PATH"], **environment}
