@@ -6,15 +6,23 @@ from pathlib import Path
 import pytest
 from agent_kit.containers import DockerStandIn, create_docker, podman_image
 
+from skyrl_agent.workspaces import LocalWorkspace
+
 
 @pytest.fixture
 def docker(tmp_path: Path) -> DockerStandIn:
-    """A stand-in for Docker with an empty image."""
     return create_docker(tmp_path / "docker")
+
+
+@pytest.fixture
+def local_workspace() -> Iterator[LocalWorkspace]:
+    workspace = LocalWorkspace()
+    workspace.start()
+    yield workspace
+    workspace.close()
 
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An image of Podman."""
     with podman_image(tmp_path_factory.mktemp("workspaces")) as name:
         yield name

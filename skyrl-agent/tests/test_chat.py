@@ -1,5 +1,3 @@
-"""The messages of a trajectory, and the tokens that are sampled and trained on."""
-
 from __future__ import annotations
 
 import copy
@@ -7,13 +5,11 @@ from typing import Any
 
 import pytest
 from agent_kit.engines import TOKENIZER, ScriptedEngine, tool_call
-from agent_kit.trajectories import GENERAL, ROW, new_runner, play_one
+from agent_kit.trajectories import FINISH, GENERAL, ROW, play_one
 
 from skyrl_agent import AgentConfig, AutoAgentRunner, BaseAgent, Outcome
 from skyrl_train.errors import ConfigError
 from skyrl_train.rendering.template import ChatTemplate
-
-FINISH = tool_call("finish", answer="Paris")
 
 
 async def test_a_turn_that_is_cut_off_at_its_own_limit_continues() -> None:
@@ -33,11 +29,10 @@ class Impatient(BaseAgent):
 
 @pytest.mark.parametrize(("max_tokens", "is_valid"), [(100, False), (5, True)])
 async def test_a_second_reply_needs_a_message_unless_the_first_was_cut_off(max_tokens: int, is_valid: bool) -> None:
-    settings: dict[str, Any] = {"sampling_params": {"max_tokens": max_tokens}, "n_retries": 0, "num_trajectories": 1}
-    agents = new_runner(["hello there"] * 2, agent_cls=f"{__name__}.Impatient", tools=(), **settings)
-    output = await agents.run([ROW])
-    assert [reward is not None for reward in output["traj_rewards"]] == [is_valid]
-    await agents.close()
+    settings: dict[str, Any] = {"sampling_params": {"max_tokens": max_tokens}, "n_retries": 0}
+    trajectory, _ = await play_one(["hello there"] * 2, agent_cls=f"{__name__}.Impatient", tools=(), **settings)
+    assert trajectory.is_valid == is_valid
+    assert is_valid or "append a message before the next one" in str(trajectory.error)
 
 
 async def test_thoughts_are_removed_from_the_history_and_trained_on() -> None:
@@ -94,14 +89,8 @@ async def test_text_that_cannot_fit_is_not_tokenized(where: str, monkeypatch: py
         return encode(self, text)
 
     monkeypatch.setattr(ChatTemplate, "encode", record)
-    agents = new_runner(
-        ScriptedEngine(["hm", "hm"], context_length=20_000),
-        agent_cls=f"{__name__}.Verbose",
-        tools=(),
-        num_trajectories=1,
-        n_retries=0,
-    )
-    output = await agents.run([{**ROW, "where": where, "n_chars": 10_000_000}])
-    await agents.close()
-    assert output["stop_reasons"] == ["prompt_too_long" if where == "prompt" else "CONTEXT_WINDOW_EXCEEDED"]
+    row = {**ROW, "where": where, "n_chars": 10_000_000}
+    settings: dict[str, Any] = {"context_length": 20_000, "tools": (), "n_retries": 0}
+    trajectory, _ = await play_one(["hm", "hm"], row, agent_cls=f"{__name__}.Verbose", **settings)
+    assert trajectory.stop_reason == ("prompt_too_long" if where == "prompt" else "CONTEXT_WINDOW_EXCEEDED")
     assert max(lengths) < 1_000_000

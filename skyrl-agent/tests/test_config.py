@@ -1,5 +1,3 @@
-"""Task files."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,34 +8,7 @@ from agent_kit.engines import TOKENIZER, ScriptedEngine
 from skyrl_agent import AgentConfig, AutoAgentRunner
 from skyrl_train.errors import ConfigError, DataError
 
-SKYRL_AGENT = """
-agent_cls: skyrl_agent.agents.react.ReActAgent
-task: skyrl_agent.tasks.general_react.utils.GeneralReactTask
-tools: [finish, code_interpreter]
-data:
-  instance_key: null
-  instance_id_key: extra_info.index
-  data_source_key: data_source
-generator:
-  infer_backend: skyrl-train
-  backend_config: null
-  num_trajectories: 4
-  max_iterations: 10
-  max_prompt_length: 31232
-  sampling_params: {temperature: 0.8, top_p: 0.95, max_tokens: 4096, stop: ["</function>"]}
-  vision_is_active: false
-  qwen3_enable_thinking: true
-  qwen3_acc_thinking: true
-  val_config:
-    num_trajectories: 1
-    sampling_params: {temperature: 0.6}
-dispatcher:
-  type: async_pipeline
-  scheduler: naive
-  max_parallel_agents: 32
-  max_eval_parallel_agents: 8
-  val_config: {max_parallel_agents: 64, max_eval_parallel_agents: 16}
-"""
+SKYRL_AGENT = Path(__file__).with_name("task_of_skyrl_agent.yaml").read_text(encoding="utf-8")
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -1,5 +1,3 @@
-"""The guide to agents agrees with the code."""
-
 from __future__ import annotations
 
 import re

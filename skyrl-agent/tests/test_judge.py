@@ -1,5 +1,3 @@
-"""Answers that a model grades."""
-
 from __future__ import annotations
 
 import re
@@ -20,7 +18,6 @@ from skyrl_train.errors import EnvError
 
 
 def grade(answer: str, data_source: str, task: type[BaseTask] = GeneralReactTask) -> float:
-    """Grade an answer whose truth is Paris."""
     row = {"prompt": [{"role": "user", "content": "How?"}], "reward_spec": {"ground_truth": "Paris"}}
     task.check_instance(row, data_source)
     return float(task.evaluate_result(answer, row, data_source))

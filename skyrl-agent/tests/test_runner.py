@@ -1,5 +1,3 @@
-"""Batches of rows, and the lists and metrics that a runner returns for them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -8,16 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 from agent_kit.engines import ScriptedEngine, tool_call
-from agent_kit.trajectories import ROW, new_runner
+from agent_kit.trajectories import FINISH, ROW, SimpleTask, new_runner
 from train_kit.trajectories import make_trajectory
 
-from skyrl_agent import BaseTask
 from skyrl_agent.runner import _Played, agent_metrics, to_rows
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, rollout_requests
-from skyrl_train.types import DrawnPrompt, Message, PromptRow
+from skyrl_train.types import DrawnPrompt, PromptRow
 
-FINISH = [tool_call("finish", answer="Paris")]
 EXTRAS = {key: value for key, value in ROW.items() if key != "prompt"}
 
 
@@ -40,12 +36,8 @@ async def test_output_has_skyrl_agents_lists() -> None:
     await agents.close()
 
 
-class Ungraded(BaseTask):
+class Ungraded(SimpleTask):
     """A task whose grader fails for a row without a reward."""
-
-    @classmethod
-    def get_instruction(cls) -> list[Message]:
-        return [Message(role="user", content="Go")]
 
     @classmethod
     def evaluate_result(cls, instance: Any) -> float:
@@ -53,7 +45,7 @@ class Ungraded(BaseTask):
 
 
 async def test_an_invalid_trajectory_is_in_no_mean() -> None:
-    agents = new_runner(FINISH, f"{__name__}.Ungraded", num_trajectories=1, n_retries=0)
+    agents = new_runner([FINISH], f"{__name__}.Ungraded", num_trajectories=1, n_retries=0)
     output = await agents.run([{"x": 1}, {"reward": 0.5}])
     assert output["traj_rewards"] == [None, 0.5]
     assert output["rollout_metrics"]["raw_reward"] == 0.5
@@ -62,7 +54,7 @@ async def test_an_invalid_trajectory_is_in_no_mean() -> None:
 
 
 async def test_metrics_do_not_depend_on_the_number_of_calls() -> None:
-    together, apart = (new_runner(FINISH, num_trajectories=2) for _ in range(2))
+    together, apart = (new_runner([FINISH], num_trajectories=2) for _ in range(2))
     expected = (await together.run([ROW] * 4))["rollout_metrics"]
     sampling, metadata = apart.cfg.generator.sampling(is_training=True), BatchMetadata(0, "train")
     prompts = [DrawnPrompt(n, PromptRow(str(n), list(ROW["prompt"]), None, EXTRAS), n) for n in range(4)]  # type: ignore[call-overload]
@@ -83,7 +75,7 @@ def test_batches_of_several_kinds_become_rows() -> None:
 
 
 async def test_rows_of_numpy_and_rows_without_a_prompt_are_read() -> None:
-    agents = new_runner(FINISH, num_trajectories=1, n_retries=0)
+    agents = new_runner([FINISH], num_trajectories=1, n_retries=0)
     prompt = np.array([{"role": "user", "content": "Capital?"}], dtype=object)
     rows = [
         {**ROW, "prompt": prompt, "extra_info": {"n": np.int64(3)}},
@@ -95,7 +87,7 @@ async def test_rows_of_numpy_and_rows_without_a_prompt_are_read() -> None:
 
 
 async def test_each_call_has_its_own_sessions_and_seeds() -> None:
-    engine = ScriptedEngine(FINISH)
+    engine = ScriptedEngine([FINISH])
     agents = new_runner(engine, num_trajectories=2)
     for rows in ([ROW, ROW], [ROW], [ROW]):
         await agents.run(rows)

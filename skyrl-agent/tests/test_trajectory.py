@@ -11,18 +11,16 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
-from agent_kit.engines import tool_call
-from agent_kit.trajectories import new_runner, play_one
+from agent_kit.trajectories import FINISH, HELD, Held, SimpleTask, cancel_a_task, new_runner, play_one
+from train_kit.processes import wait_until
 
-from skyrl_agent import BaseAgent, BaseTask, BaseTool, Outcome
+from skyrl_agent import BaseAgent, Outcome
 from skyrl_agent.agents.base import AgentContext
 from skyrl_train.errors import EngineError
 from skyrl_train.types import Message
 
-FINISH = [tool_call("finish", answer="Paris")]
 
-
-class Faulty(BaseTask):
+class Faulty(SimpleTask):
     """A task that fails in the phase that the row names."""
 
     closed: ClassVar[list[str]] = []
@@ -35,7 +33,7 @@ class Faulty(BaseTask):
     @classmethod
     async def get_instruction(cls, instance: Any) -> list[Message]:
         cls.fail(instance, "get_instruction")
-        return [Message(role="user", content="Go")]
+        return super().get_instruction()
 
     @classmethod
     def complete_runtime(cls, instance: Any, runtime: str) -> None:
@@ -77,7 +75,7 @@ FAULTY = f"{__name__}.Faulty"
 )
 async def test_a_failure_is_retried_then_invalid_and_closes_its_runtime(phase: str, reason: str, n_closed: int) -> None:
     Faulty.closed.clear()
-    trajectory, _ = await play_one(FINISH, {"fails": phase}, task=FAULTY)
+    trajectory, _ = await play_one([FINISH], {"fails": phase}, task=FAULTY)
     assert not trajectory.is_valid
     assert (trajectory.stop_reason, trajectory.n_attempts) == (reason, 2)
     assert f"{phase} failed" in str(trajectory.error)
@@ -86,7 +84,7 @@ async def test_a_failure_is_retried_then_invalid_and_closes_its_runtime(phase: s
 
 @pytest.mark.parametrize(("reward", "is_valid"), [(None, False), (float("nan"), False), ("1", False), (0.5, True)])
 async def test_an_unknown_reward_is_not_zero(reward: Any, is_valid: bool) -> None:
-    trajectory, _ = await play_one(FINISH, {"reward": reward}, task=FAULTY, n_retries=0)
+    trajectory, _ = await play_one([FINISH], {"reward": reward}, task=FAULTY, n_retries=0)
     assert trajectory.is_valid == is_valid
 
 
@@ -95,7 +93,7 @@ async def test_an_unknown_reward_is_not_zero(reward: Any, is_valid: bool) -> Non
     [("hangs", "took longer than 0.2 s"), ("cancels itself", "CancelledError"), ("exits", "SystemExit: 0")],
 )
 async def test_a_grader_that_hangs_or_ends_its_program_ends_only_its_trajectory(grader: str, message: str) -> None:
-    trajectory, _ = await play_one(FINISH, {"grader": grader}, task=FAULTY, task_timeout=0.2, n_retries=0)
+    trajectory, _ = await play_one([FINISH], {"grader": grader}, task=FAULTY, task_timeout=0.2, n_retries=0)
     assert trajectory.stop_reason == "error_evaluation"
     assert message in str(trajectory.error)
 
@@ -110,7 +108,7 @@ async def test_engine_failures_are_retried_then_invalid() -> None:
 
 
 async def test_a_prompt_longer_than_the_context_is_named_and_not_retried() -> None:
-    trajectory, engine = await play_one(FINISH, context_length=100)
+    trajectory, engine = await play_one([FINISH], context_length=100)
     assert (trajectory.stop_reason, trajectory.n_attempts) == ("prompt_too_long", 1)
     assert "and the engine reads 100, those of the reply included" in str(trajectory.error)
     assert not engine.requests
@@ -141,24 +139,20 @@ async def test_trajectories_that_end_early_are_graded_and_not_trained_on(
 
 
 async def test_a_row_without_a_column_is_invalid_alone() -> None:
-    agents = new_runner(FINISH, FAULTY, data={"instance_key": "extra.instance"}, n_retries=0)
+    agents = new_runner([FINISH], FAULTY, data={"instance_key": "extra.instance"}, n_retries=0)
     output = await agents.run([{"extra": {"instance": {}}}, {"other": 1}])
     assert output["traj_rewards"] == [1.0] * 8 + [None] * 8
     assert set(output["stop_reasons"][8:]) == {"error_initialization"}
     await agents.close()
 
 
-class WritesToInstance(BaseTask):
+class WritesToInstance(SimpleTask):
     """A task that writes into its instance, and collects nothing, as tasks of SkyRL-Agent do."""
 
     @classmethod
     def initialize_runtime(cls, *args: Any, **kwargs: Any) -> None:
         seen = kwargs["instance"]["seen"]
         seen["n"] = seen.get("n", 0) + 1
-
-    @classmethod
-    def get_instruction(cls, *args: Any, **kwargs: Any) -> list[Message]:
-        return [Message(role="user", content="Go")]
 
     @classmethod
     def complete_runtime(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -172,7 +166,7 @@ class WritesToInstance(BaseTask):
 
 async def test_each_attempt_has_its_own_instance_and_nothing_collected_keeps_the_answer() -> None:
     row: dict[str, Any] = {"seen": {}}
-    agents = new_runner(FINISH, f"{__name__}.WritesToInstance", num_trajectories=4)
+    agents = new_runner([FINISH], f"{__name__}.WritesToInstance", num_trajectories=4)
     assert (await agents.run([row]))["traj_rewards"] == [1.0] * 4
     assert row == {"seen": {}}
     await agents.close()
@@ -180,12 +174,6 @@ async def test_each_attempt_has_its_own_instance_and_nothing_collected_keeps_the
 
 class Fatal(BaseException):
     """An error that `except Exception` does not catch. pytest and torch.distributed.checkpoint raise such errors."""
-
-
-async def cancel_a_task() -> None:
-    task = asyncio.create_task(asyncio.sleep(3600))
-    task.cancel()
-    await task
 
 
 async def cancel_oneself() -> None:
@@ -215,7 +203,7 @@ AGENT_FAULTS = {
     "group": Fault(partial(raise_error, BaseExceptionGroup("tasks", [Fatal("no")])), "BaseExceptionGroup"),
     "exit in a thread": Fault(partial(asyncio.to_thread, sys.exit, 0), "SystemExit: 0"),
     "stop iteration": Fault(partial(next, iter(())), "StopIteration"),
-    "tuple": Fault(lambda: ("FINISH", None), "Unruly.run returned ('FINISH', None); return an Outcome"),
+    "tuple": Fault(lambda: ("[FINISH]", None), "Unruly.run returned ('[FINISH]', None); return an Outcome"),
     "nothing": Fault(lambda: None, "Unruly.run returned None; return an Outcome"),
     "no reason": Fault(partial(Outcome, None), "Unruly.run returned Outcome(finish_reason=None"),  # type: ignore[arg-type]
     "number": Fault(partial(Outcome, 5), "Unruly.run returned Outcome(finish_reason=5"),  # type: ignore[arg-type]
@@ -236,7 +224,7 @@ class Unruly(BaseAgent):
     async def run(self) -> Any:
         await self.chat.generate()
         if self.fault is None:
-            return Outcome("FINISH")
+            return Outcome("[FINISH]")
         end = AGENT_FAULTS[self.fault].end()
         return await end if inspect.isawaitable(end) else end
 
@@ -252,13 +240,13 @@ async def test_an_agents_fault_ends_only_its_trajectory(fault: str, caplog: pyte
     await agents.close()
     reason = "trajectory_timeout" if fault == "hangs" else "error_runtime"
     assert output["traj_rewards"] == [None, 1.0]
-    assert output["stop_reasons"] == [reason, "FINISH"]
+    assert output["stop_reasons"] == [reason, "[FINISH]"]
     assert output["rollout_metrics"][reason] == 0.5
     assert AGENT_FAULTS[fault].message in caplog.text
     assert len(Faulty.closed) == 2
 
 
-class SlowStart(BaseTask):
+class SlowStart(SimpleTask):
     """A task whose blocking start returns when the test says so, long after its limit."""
 
     may_return: ClassVar[threading.Event]
@@ -271,14 +259,6 @@ class SlowStart(BaseTask):
         cls.may_return.wait(60)
         cls.started.append(runtime := object())
         return runtime
-
-    @classmethod
-    def get_instruction(cls) -> list[Message]:
-        return [Message(role="user", content="Go")]
-
-    @classmethod
-    def evaluate_result(cls) -> float:
-        return 1.0
 
     @classmethod
     def close_runtime(cls, runtime: object) -> Any:
@@ -306,9 +286,8 @@ def slow_start(request: pytest.FixtureRequest) -> type[SlowStart]:
 
 @pytest.mark.parametrize("closes_first", [False, True], ids=["then_close", "close_first"])
 async def test_a_runtime_that_starts_after_its_limit_is_closed(slow_start: type[SlowStart], closes_first: bool) -> None:
-    agents = new_runner(
-        *(FINISH, f"{__name__}.{slow_start.__name__}"), num_trajectories=1, n_retries=1, task_timeout=0.1
-    )
+    task = f"{__name__}.{slow_start.__name__}"
+    agents = new_runner([FINISH], task, num_trajectories=1, n_retries=1, task_timeout=0.1)
     output = await agents.run([{}])
     assert output["stop_reasons"] == ["error_initialization"]
     assert not SlowStart.closed
@@ -320,39 +299,14 @@ async def test_a_runtime_that_starts_after_its_limit_is_closed(slow_start: type[
     await agents.close()
 
 
-class Held(BaseTool):
-    """A tool that is created when the test says so, and may fail to close."""
-
-    name = "held"
-    description = "Held."
-    parameters: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}}
-    waits: ClassVar[bool] = False
-    may_start: ClassVar[threading.Event]
-    has_started: ClassVar[threading.Event]
-    is_closed: ClassVar[threading.Event]
-
-    def __init__(self, settings: Any = None) -> None:
-        super().__init__(settings)
-        if Held.waits:
-            Held.has_started.set()
-            Held.may_start.wait(60)
-
-    def call(self, params: dict[str, Any], **kwargs: Any) -> str:
-        return ""
-
-    def close(self) -> None:
-        if Held.waits:
-            Held.is_closed.set()
-
-
 @pytest.mark.parametrize("how", ["times out", "is cancelled"])
 async def test_tools_that_are_created_too_late_are_closed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = (f"{__name__}.Held", "finish")
     limit_s = 0.1 if how == "times out" else 60
-    agents = new_runner(FINISH, FAULTY, tools, num_trajectories=1, n_retries=0, tool_timeout=limit_s)
-    for name in ("may_start", "has_started", "is_closed"):
+    agents = new_runner([FINISH], FAULTY, (HELD, "finish"), num_trajectories=1, n_retries=0, tool_timeout=limit_s)
+    for name in ("may_start", "has_started"):
         monkeypatch.setattr(Held, name, threading.Event(), raising=False)
     monkeypatch.setattr(Held, "waits", True)
+    monkeypatch.setattr(Held, "n_open", 0)
     running = asyncio.create_task(agents.run([{}]))
     assert await asyncio.to_thread(Held.has_started.wait, 60)
     if how == "is cancelled":
@@ -364,5 +318,5 @@ async def test_tools_that_are_created_too_late_are_closed(how: str, monkeypatch:
     else:
         assert (await running)["stop_reasons"] == ["error_runtime"]
         Held.may_start.set()
-    assert await asyncio.to_thread(Held.is_closed.wait, 60)
+    await asyncio.to_thread(wait_until, lambda: Held.n_open == 0)
     await agents.close()

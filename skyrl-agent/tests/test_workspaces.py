@@ -170,13 +170,11 @@ class TestLocalWorkspace:
         workspace.close()
         assert not root.exists()
 
-    def test_output_without_end_is_limited_on_disk(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_output_without_end_is_limited_on_disk(
+        self, local_workspace: LocalWorkspace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("skyrl_agent.workspaces.MAX_OUTPUT_FILE_BYTES", 1 << 20)
-        workspace = LocalWorkspace()
-        workspace.start()
-        result = workspace.execute("yes", 60)
-        workspace.close()
-        assert result.status not in (0, None)
+        assert local_workspace.execute("yes", 60).status not in (0, None)
 
     async def test_cancellation_closes_an_open_workspace(self) -> None:
         workspace, sleep = LocalWorkspace(), unique_sleep()

@@ -26,7 +26,6 @@ def clean_registry() -> Iterator[None]:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Path:
-    """Return a database of a shop."""
     goods = "(2, 'pen', 1.5), (1, 'ink', 4.0), (2, 'pen', 1.5), (3, CAST(x'ff' AS TEXT), NULL)"
     script = f"CREATE TABLE goods (id INTEGER, name TEXT, price REAL); INSERT INTO goods VALUES {goods}"
     return write_database(tmp_path / "sho?p" / "sho?p.sqlite", script)  # "?" is special in URIs

@@ -57,12 +57,8 @@ def _memory(_freed: list[int]) -> Iterator[None]:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-# -- models
-
-
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
-    """Each model family."""
     name: str = request.param
     return name
 
@@ -78,7 +74,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def folder(models: Path, family: str) -> Path:
-    """The folder of a model, for each family."""
     return models / family
 
 
@@ -96,9 +91,6 @@ def minimal_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("minimal")
     save_minimal_model(folder)
     return folder
-
-
-# -- databases and engines
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,5 @@ def generated(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def served_model() -> Iterator[ServedModel]:
-    """A model behind an OpenAI-compatible endpoint."""
     with serving_model() as model:
         yield model

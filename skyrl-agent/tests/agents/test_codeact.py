@@ -1,5 +1,3 @@
-"""The tools of CodeActAgent, and the end of its loops."""
-
 from __future__ import annotations
 
 from pathlib import Path

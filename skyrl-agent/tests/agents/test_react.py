@@ -1,12 +1,8 @@
-"""The loop of ReActAgent: replies, tool results, and what the model is told."""
-
 from __future__ import annotations
 
 import pytest
 from agent_kit.engines import TOKENIZER, tool_call
-from agent_kit.trajectories import play_one
-
-FINISH = tool_call("finish", answer="Paris")
+from agent_kit.trajectories import FINISH, play_one
 
 
 async def test_each_prompt_is_the_previous_one_the_sampled_tokens_and_every_new_message() -> None:

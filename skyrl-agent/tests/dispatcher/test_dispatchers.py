@@ -8,18 +8,21 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import pytest
-from agent_kit.engines import ScriptedEngine, tool_call
-from agent_kit.trajectories import ROW, new_runner
+from agent_kit.engines import ScriptedEngine
+from agent_kit.trajectories import FINISH, HELD, ROW, Held, SimpleTask, new_runner
 
-from skyrl_agent import BaseTask, BaseTool
 from skyrl_train.errors import EngineError
 from skyrl_train.types import Message
 
-FINISH = [tool_call("finish", answer="Paris")]
 KINDS = ("async_pipeline", "async_batch", "async_fix_pool")
 
 
-class Phases(BaseTask):
+def of_kind(kind: str, *envs: str, **limits: int) -> dict[str, Any]:
+    """Return a section `dispatcher`; only a fixed pool has environments."""
+    return {"type": kind, **limits, **({"envs": envs} if kind == "async_fix_pool" else {})}
+
+
+class Phases(SimpleTask):
     """A task that counts how many trajectories are in each phase at once."""
 
     n_now: ClassVar[dict[str, int]] = {}
@@ -40,10 +43,6 @@ class Phases(BaseTask):
         return env or "runtime"
 
     @classmethod
-    def get_instruction(cls) -> list[Message]:
-        return [Message(role="user", content="Go")]
-
-    @classmethod
     async def complete_runtime(cls) -> None:
         await cls.enter("generate")
 
@@ -53,7 +52,7 @@ class Phases(BaseTask):
         return 1.0
 
 
-class Runtimes(BaseTask):
+class Runtimes(SimpleTask):
     """A task that counts its open runtimes, and takes a while in the phase `slow`."""
 
     n_open: ClassVar[int] = 0
@@ -84,12 +83,12 @@ class Runtimes(BaseTask):
     def get_instruction(cls, instance: Any) -> list[Message]:
         if instance.get("fails"):
             raise ValueError("no instruction")
-        return [Message(role="user", content="Go")]
+        return super().get_instruction()
 
     @classmethod
     def evaluate_result(cls) -> float:
         cls.wait("evaluate")
-        return 1.0
+        return super().evaluate_result()
 
     @classmethod
     def close_runtime(cls, runtime: Any) -> None:
@@ -109,15 +108,12 @@ def _reset_counts() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_limits_hold_across_concurrent_calls(kind: str) -> None:
-    dispatcher: dict[str, Any] = {"type": kind, "max_parallel_agents": 4, "max_eval_parallel_agents": 2}
     limit, envs = (3, {"a", "b", "c"}) if kind == "async_fix_pool" else (4, {None})
-    if kind == "async_fix_pool":
-        dispatcher["envs"] = tuple(envs)
-    agents = new_runner(FINISH, f"{__name__}.Phases", num_trajectories=8, dispatcher=dispatcher)
+    dispatcher = of_kind(kind, *"abc", max_parallel_agents=4, max_eval_parallel_agents=2)
+    agents = new_runner([FINISH], f"{__name__}.Phases", num_trajectories=8, dispatcher=dispatcher)
     outputs = await asyncio.gather(agents.run([{}]), agents.run([{}]))
     assert [output["traj_rewards"] for output in outputs] == [[1.0] * 8] * 2
-    assert Phases.n_max["initialize"] <= limit
-    assert Phases.n_max["generate"] <= limit
+    assert max(Phases.n_max["initialize"], Phases.n_max["generate"]) <= limit
     assert Phases.n_max["evaluate"] <= 2
     assert Phases.envs == envs
     await agents.close()
@@ -127,8 +123,7 @@ async def test_limits_hold_across_concurrent_calls(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_cancelled_run_leaves_no_runtime(phase: str, kind: str) -> None:
     Runtimes.slow = phase
-    dispatcher: dict[str, Any] = {"type": kind, **({"envs": ("a", "b")} if kind == "async_fix_pool" else {})}
-    agents = new_runner(FINISH, RUNTIMES, num_trajectories=2, dispatcher=dispatcher)
+    agents = new_runner([FINISH], RUNTIMES, num_trajectories=2, dispatcher=of_kind(kind, "a", "b"))
     running = asyncio.create_task(agents.run([{}]))
     await asyncio.to_thread(Runtimes.reached.wait, 100)
     running.cancel()
@@ -159,7 +154,7 @@ async def test_runtimes_of_cancelled_generations_are_closed() -> None:
 
 async def test_runtimes_count_until_they_are_closed() -> None:
     Runtimes.slow = "close"
-    agents = new_runner(FINISH, RUNTIMES, num_trajectories=5, dispatcher={"max_parallel_agents": 1})
+    agents = new_runner([FINISH], RUNTIMES, num_trajectories=5, dispatcher={"max_parallel_agents": 1})
     assert (await agents.run([{}]))["traj_rewards"] == [1.0] * 5
     assert Runtimes.n_max == 2  # one that generates or closes, and one that waits
     await agents.close()
@@ -168,7 +163,7 @@ async def test_runtimes_count_until_they_are_closed() -> None:
 async def test_failed_trajectories_do_not_keep_their_runtimes_while_others_are_evaluated() -> None:
     Runtimes.slow = "evaluate"
     dispatcher = {"max_parallel_agents": 2, "max_eval_parallel_agents": 1}
-    agents = new_runner(FINISH, RUNTIMES, num_trajectories=1, n_retries=0, dispatcher=dispatcher)
+    agents = new_runner([FINISH], RUNTIMES, num_trajectories=1, n_retries=0, dispatcher=dispatcher)
     output = await agents.run([{"fails": i % 2 == 1} for i in range(8)])
     assert output["traj_rewards"] == [1.0, None] * 4
     assert Runtimes.n_max <= 4
@@ -180,21 +175,24 @@ async def test_an_engine_that_cannot_end_a_session_occupies_no_environment() -> 
         async def end_session(self, session_id: str) -> None:
             raise EngineError("lost")
 
-    agents = new_runner(Stubborn(FINISH), RUNTIMES, dispatcher={"type": "async_fix_pool", "envs": ("a",)})
+    agents = new_runner(Stubborn([FINISH]), RUNTIMES, dispatcher=of_kind("async_fix_pool", "a"))
     for _ in range(2):
         assert (await agents.run([{}]))["traj_rewards"] == [1.0] * 8
     assert Runtimes.n_open == 0
     await agents.close()
 
 
-def test_a_runner_plays_in_several_event_loops() -> None:
-    agents = new_runner(FINISH, num_trajectories=4, dispatcher={"max_parallel_agents": 1})
+def test_a_runner_plays_in_several_event_loops_and_ends_its_threads() -> None:
+    before = set(threading.enumerate())
+    agents = new_runner([FINISH], num_trajectories=4, dispatcher={"max_parallel_agents": 1})
     for _ in range(2):
         assert asyncio.run(agents.run([ROW]))["traj_rewards"] == [1.0] * 4
+    assert {thread.name for thread in set(threading.enumerate()) - before} >= {"task-0", "tool-0"}
     asyncio.run(agents.close())
+    assert set(threading.enumerate()) <= before
 
 
-class Exclusive(BaseTask):
+class Exclusive(SimpleTask):
     """A task that counts the trajectories that hold each environment until their runtime is closed."""
 
     n_users: ClassVar[Counter[str]] = Counter()
@@ -210,38 +208,11 @@ class Exclusive(BaseTask):
         return name
 
     @classmethod
-    def get_instruction(cls) -> list[Message]:
-        return [Message(role="user", content="Go")]
-
-    @classmethod
-    def evaluate_result(cls) -> float:
-        return 1.0
-
-    @classmethod
     async def close_runtime(cls, runtime: str) -> None:
         cls.is_closing.set()
         await cls.may_close.wait()
         await asyncio.sleep(0)
         cls.n_users[runtime] -= 1
-
-
-class Held(BaseTool):
-    """A tool that counts how many of it are open."""
-
-    name = "held"
-    description = "Held."
-    parameters: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}}
-    n_open: ClassVar[int] = 0
-
-    def __init__(self, settings: Any = None) -> None:
-        super().__init__(settings)
-        Held.n_open += 1
-
-    def call(self, params: dict[str, Any], **kwargs: Any) -> str:
-        return ""
-
-    def close(self) -> None:
-        Held.n_open -= 1
 
 
 @pytest.fixture
@@ -253,8 +224,8 @@ def exclusive() -> type[Exclusive]:
 
 
 async def test_an_environment_is_borrowed_again_once_its_runtime_is_closed(exclusive: type[Exclusive]) -> None:
-    dispatcher = {"type": "async_fix_pool", "envs": ("a", "b")}
-    agents = new_runner(FINISH, f"{__name__}.Exclusive", num_trajectories=6, dispatcher=dispatcher)
+    dispatcher = of_kind("async_fix_pool", "a", "b")
+    agents = new_runner([FINISH], f"{__name__}.Exclusive", num_trajectories=6, dispatcher=dispatcher)
     running = asyncio.create_task(agents.run([{}]))
     await exclusive.is_closing.wait()
     for _ in range(100):  # nothing else can begin meanwhile
@@ -271,10 +242,9 @@ async def test_a_cancellation_while_a_runtime_is_closed_skips_no_other_release(
     kind: str, exclusive: type[Exclusive]
 ) -> None:
     """Tools, the engine's session and the environment are released, too."""
-    engine = ScriptedEngine(FINISH)
-    dispatcher = {"type": kind, **({"envs": ("a",)} if kind == "async_fix_pool" else {})}
-    tools = (f"{__name__}.Held", "finish")
-    agents = new_runner(engine, f"{__name__}.Exclusive", tools, num_trajectories=1, dispatcher=dispatcher)
+    engine = ScriptedEngine([FINISH])
+    settings = {"num_trajectories": 1, "dispatcher": of_kind(kind, "a")}
+    agents = new_runner(engine, f"{__name__}.Exclusive", (HELD, "finish"), **settings)
     running = asyncio.create_task(agents.run([{}]))
     await exclusive.is_closing.wait()
     running.cancel()

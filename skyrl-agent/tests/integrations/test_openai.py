@@ -1,5 +1,3 @@
-"""Evaluation with a model behind a completions API."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Training and evaluation of agents with skyrl-train: the real trainer, engine and command line."""
-
 from __future__ import annotations
 
 import json
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from agent_kit.runs import write_run, write_task
+from click.testing import Result
 from typer.testing import CliRunner
 
 from skyrl_agent.cli import app
@@ -47,9 +46,13 @@ def test_a_task_file_for_another_backend_is_refused(tmp_path: Path) -> None:
         parse_task(path, [])
 
 
+def skyrl(command: str, folder: Path, *more: str, data_source: str = "nq") -> Result:
+    task, overrides = write_task(folder), write_run(folder, data_source)
+    return CliRunner().invoke(app, [command, str(task), *overrides, *more])
+
+
 def test_the_command_trains_and_evaluates(tmp_path: Path) -> None:
-    task, overrides = write_task(tmp_path), write_run(tmp_path)
-    result = CliRunner().invoke(app, ["train", str(task), *overrides])
+    result = skyrl("train", tmp_path)
     assert result.exit_code == 0, result.output
     folder = tmp_path / "outputs" / "agents" / "run"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -59,7 +62,7 @@ def test_the_command_trains_and_evaluates(tmp_path: Path) -> None:
         assert row["avg_turn_assistant"] == 2.0
         assert row["iter_cap_ratio"] == 1.0
         assert row["tool_calls_total"] == 0.0
-    result = CliRunner().invoke(app, ["generate", str(task), *overrides, "trainer.run_name=evaluated"])
+    result = skyrl("generate", tmp_path, "trainer.run_name=evaluated")
     assert result.exit_code == 0, result.output
     assert "eval/all/avg_score" in result.output
     lines = (folder.with_name("evaluated") / "evals" / "eval_only" / "nq.jsonl").read_text().splitlines()
@@ -72,10 +75,7 @@ def test_reward_functions_are_added(tmp_path: Path) -> None:
         return [0.25 for _ in samples]
 
     try:
-        task, overrides = write_task(tmp_path), write_run(tmp_path)
-        result = CliRunner().invoke(
-            app, ["generate", str(task), *overrides, "generator.reward_functions=[agent_bonus]"]
-        )
+        result = skyrl("generate", tmp_path, "generator.reward_functions=[agent_bonus]")
     finally:
         del REWARD_FUNCTIONS["agent_bonus"]
     assert result.exit_code == 0, result.output
@@ -83,19 +83,17 @@ def test_reward_functions_are_added(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_the_plan(tmp_path: Path) -> None:
-    task, overrides = write_task(tmp_path), write_run(tmp_path)
-    result = CliRunner().invoke(app, ["train", str(task), *overrides, "--dry-run"])
+    result = skyrl("train", tmp_path, "--dry-run")
     assert result.exit_code == 0, result.output
     assert "2 samples" in result.output or "2 × 2" in result.output
     assert not (tmp_path / "outputs").exists()
-    missing = CliRunner().invoke(app, ["train", str(task), *overrides, f"data.train_data={tmp_path / 'none.jsonl'}"])
+    missing = skyrl("train", tmp_path, f"data.train_data={tmp_path / 'none.jsonl'}")
     assert missing.exit_code == 1
     assert "none.jsonl" in missing.output + missing.stderr
 
 
 def test_rows_that_the_task_refuses_are_named_before_the_run(tmp_path: Path) -> None:
-    task, overrides = write_task(tmp_path), write_run(tmp_path, data_source="boxes")
-    result = CliRunner().invoke(app, ["train", str(task), *overrides])
+    result = skyrl("train", tmp_path, data_source="boxes")
     assert result.exit_code == 1
     assert "GeneralReactTask refuses 4 of 4 rows; the first: row 0 of" in result.output + result.stderr
     assert "no grader is known for data_source='boxes'" in result.output + result.stderr

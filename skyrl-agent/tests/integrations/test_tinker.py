@@ -1,5 +1,3 @@
-"""Training of agents with a Tinker service: a real server with a tiny model."""
-
 from __future__ import annotations
 
 from pathlib import Path

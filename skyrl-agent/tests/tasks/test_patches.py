@@ -65,16 +65,12 @@ def test_a_patch_has_all_changes_since_the_start_committed_or_not(
     assert Path(fresh.cwd, "link").is_symlink()
 
 
-def test_a_change_in_the_second_of_the_commit_that_keeps_the_size_is_found() -> None:
-    workspace = LocalWorkspace()
-    workspace.start()
+def test_a_change_in_the_second_of_the_commit_that_keeps_the_size_is_found(local_workspace: LocalWorkspace) -> None:
     commit = "git -c user.name=a -c user.email=a@b commit -qm base"
-    workspace.run(f"echo a >a; git init -q; git add a; {commit}; echo b >a; touch -r .git/index a")
-    workspace.base_tree = "HEAD"
-    workspace.run("sleep 1.1")
-    patch = collect_patch(workspace)
-    workspace.close()
-    assert "+b" in patch
+    local_workspace.run(f"echo a >a; git init -q; git add a; {commit}; echo b >a; touch -r .git/index a")
+    local_workspace.base_tree = "HEAD"
+    local_workspace.run("sleep 1.1")
+    assert "+b" in collect_patch(local_workspace)
 
 
 def test_binary_files_are_left_out(workspaces: tuple[LocalWorkspace, LocalWorkspace]) -> None:
@@ -174,14 +170,11 @@ def test_a_closed_workspace_is_a_failure(workspaces: tuple[LocalWorkspace, Local
         apply_patch(fresh, "diff", [])
 
 
-def test_a_folder_without_a_repository_is_a_failure() -> None:
-    workspace = LocalWorkspace()
-    workspace.start()
+def test_a_folder_without_a_repository_is_a_failure(local_workspace: LocalWorkspace) -> None:
     with pytest.raises(WorkspaceError, match="not a git repository"):
-        record_base(workspace)
+        record_base(local_workspace)
     with pytest.raises(WorkspaceError, match="cannot be patched"):
-        apply_patch(workspace, "diff", [])
-    workspace.close()
+        apply_patch(local_workspace, "diff", [])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""Tasks on repositories, from the instruction to the reward, with an agent that follows a script."""
-
 from __future__ import annotations
 
 import asyncio
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from agent_kit.containers import DockerStandIn
 from agent_kit.engines import ScriptedEngine, tool_call
 from agent_kit.processes import find_pids, unique_sleep, workspace_threads
@@ -56,7 +55,6 @@ def row(tmp_path: Path) -> dict[str, Any]:
 async def solve(
     row: dict[str, Any], replies: Any, n_samples: int = 1, **settings: Any
 ) -> tuple[list[Trajectory], ScriptedEngine]:
-    """Let an agent with these replies work on the repository."""
     engine = ScriptedEngine(replies)
     tools = dict.fromkeys(("enable_bash_tool", "enable_editor", "enable_think", "enable_finish"), True)
     runner = new_runner(
@@ -110,25 +108,7 @@ async def test_what_is_no_fix_is_not_rewarded(
     assert trajectory.env_metrics["patch_applies"] == applies
 
 
-ATTACKS = {
-    "tests": "mkdir tests; printf 'def test_add():\\n    pass\\n' >tests/test_calc.py",
-    "link to tests": "mkdir -p away; printf 'def test_add():\\n    pass\\n' >away/test_calc.py; ln -s away tests",
-    "settings": """printf 'import pytest
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call(item):
-    item.obj = print
-def pytest_sessionfinish(session):
-    print("1 passed"); session.exitstatus = 0
-' >conftest.py; printf '[pytest]\\naddopts = --collect-only\\n' >pytest.ini; cp pytest.ini tox.ini""",
-    "programs": """printf 'print("1 passed")\\n' >pytest.py; mkdir -p tests; cp pytest.py tests/conftest.py
-printf 'print("1 passed"); import os; os._exit(0)\\n' >sitecustomize.py
-printf '#!/bin/sh\\necho 1 passed\\n' >pytest; chmod +x pytest; cp pytest python; PATH=$PWD:$PATH
-printf 'echo 1 passed; exit 0\\n' >$HOME/.bashrc; cp $HOME/.bashrc $HOME/.profile""",
-    "ends the tests": "printf 'import os; os._exit(0)\\n' >calc.py",
-    "exits": "printf 'import sys; sys.exit(0)\\n' >calc.py",
-    "hangs": "printf 'import time; time.sleep(100)\\n' >calc.py",
-}
-"""Commands of agents that want to be rewarded without a fix."""
+ATTACKS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("attacks.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -210,6 +190,8 @@ async def test_patches_are_graded_in_containers(
         environment = {"executable": docker.executable}  # noqa: RUF012
 
     instance = {**row, "image": docker.image}
+    if not reward:  # not even with tests that always pass
+        instance["test_command"] = "echo 1 passed"
     Task.check_instance(instance, "")
     assert (await Task.evaluate_result(patch, instance))["reward"] == reward
     assert docker.containers() == []

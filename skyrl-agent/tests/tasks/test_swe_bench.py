@@ -29,35 +29,9 @@ from skyrl_train.errors import DataError
 INSTALL = "pip install './skyrl-agent[swe]'"
 pytest.importorskip("swebench", reason=f"swebench is not installed: {INSTALL}")
 benchmark = pytest.importorskip("minisweagent.run.benchmarks.swebench", reason=f"mini-swe-agent is missing: {INSTALL}")
-
-SCRIPT = """#!/bin/bash
-set -uxo pipefail
-git status
-git diff HEAD
-[ -e setup.sh ] && bash setup.sh
-git checkout HEAD tests/test_calc.sh
-git apply -v - <<'EOF_1'
-diff --git a/tests/test_calc.sh b/tests/test_calc.sh
---- a/tests/test_calc.sh
-+++ b/tests/test_calc.sh
-@@ -1,1 +1,2 @@
- check test_old 1 1 1
-+check test_new 2 3 5
-EOF_1
-: '>>>>> Start Test Output'
-bash tests/run.sh
-: '>>>>> End Test Output'
-git checkout HEAD tests/test_calc.sh
-"""
-TEST = "check test_old 1 1 1\n"
-RUN = """failed=0
-check() {
-    if [ "$(bash add.sh "$2" "$3")" = "$4" ]; then echo "PASSED tests/test_calc.sh::$1"; else
-    echo "FAILED tests/test_calc.sh::$1 - wrong"; failed=1; fi
-}
-. tests/test_calc.sh
-exit $failed
-"""
+FOLDER = Path(__file__).parent / "swe_bench"
+SCRIPT = (FOLDER / "evaluate.sh").read_text(encoding="utf-8")
+RUN, TEST = ((FOLDER / "repository/tests" / name).read_text(encoding="utf-8") for name in ("run.sh", "test_calc.sh"))
 ROW = {
     "instance_id": "calc__calc-1",
     "repo": "calc/calc",
@@ -101,16 +75,13 @@ def log(new: str = "PASSED", old: str = "PASSED", exit_code: int | None = None) 
         (f"+ : '{START}'\nPASSED tests/test_calc.sh::test_new\n", False),
         (log() + ">>>>> Patch Apply Failed\n", False),
         (log().replace("starts", "\ufffd\ud800"), True),
+        (log(exit_code=0), True),
+        (log(exit_code=1), False),  # which contradicts the log
     ],
-    ids=["passed", "new", "old", "error", "missing", "colour", "nothing", "no end", "apply", "surrogate"],
+    ids=["passed", "new", "old", "error", "missing", "colour", "nothing", "no end", "apply", "surrogate", "0", "1"],
 )
 def test_logs_are_graded_by_swebench(text: str, expected: bool) -> None:
     assert is_resolved(make_spec(ROW), text) is expected
-
-
-def test_a_log_that_contradicts_the_exit_status_of_the_tests_does_not_resolve() -> None:
-    assert is_resolved(make_spec(ROW), log(exit_code=0))
-    assert not is_resolved(make_spec(ROW), log(exit_code=1))
 
 
 def test_a_failure_of_the_machine_is_not_graded() -> None:
@@ -159,10 +130,7 @@ def test_markers_without_the_nonce_do_not_count() -> None:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
-    (folder / "tests").mkdir()
-    (folder / "add.sh").write_text("echo $(($1 * $2))\n", encoding="utf-8")
-    (folder / "tests" / "run.sh").write_text(RUN, encoding="utf-8")
-    (folder / "tests" / "test_calc.sh").write_text(TEST, encoding="utf-8")
+    shutil.copytree(FOLDER / "repository", folder, dirs_exist_ok=True)
     git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "base"]):
         subprocess.run([*git, *command], check=True)
@@ -182,7 +150,6 @@ class Task(SWEBenchTask):
 
 @pytest.fixture(params=["stand-in", "podman"])
 def row(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A row whose image has the repository."""
     if request.param == "podman":
         image, settings = request.getfixturevalue("podman"), {**SWEBenchTask.environment, "executable": "podman"}
     else:

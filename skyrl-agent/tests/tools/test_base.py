@@ -1,5 +1,3 @@
-"""Arguments, results and failures of tools."""
-
 from __future__ import annotations
 
 import asyncio
@@ -11,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 from agent_kit.engines import TOKENIZER, ScriptedEngine, tool_call
-from agent_kit.trajectories import new_runner, play_one
+from agent_kit.trajectories import FINISH, cancel_a_task, new_runner, play_one
 
 from skyrl_agent.tools import BaseTool, register_tool, tool_registry
 from skyrl_agent.tools.base import close_tools, create_tools, format_tools
@@ -21,7 +19,6 @@ from skyrl_gym.tools.core import ToolGroup, tool
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.types import Trajectory
 
-FINISH = tool_call("finish", answer="Paris")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -71,26 +68,7 @@ class Speaking(BaseTool):
         return self.says() if callable(self.says) else self.says
 
 
-class Async(BaseTool):
-    """A tool whose coroutine returns its arguments, or raises `error`."""
-
-    name = "wait"
-    description = "Wait."
-    parameters: ClassVar[dict[str, Any]] = {
-        "type": "object",
-        "properties": {"code": {"type": ["string", "null"]}, "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
-    }
-    error: ClassVar[Exception | None] = None
-
-    async def call(self, params: dict[str, Any], **kwargs: Any) -> Any:
-        if self.error:
-            raise self.error
-        return params
-
-
 class Nameless(BaseTool):
-    """A tool without a name."""
-
     def call(self, params: dict[str, Any], **kwargs: Any) -> None:
         """Do nothing."""
 
@@ -100,10 +78,8 @@ async def exit_later() -> None:
     sys.exit(0)
 
 
-async def cancel_a_task() -> None:
-    task = asyncio.create_task(asyncio.sleep(3600))
-    task.cancel()
-    await task
+async def raise_error(error: Exception) -> None:
+    raise error
 
 
 class Unreadable:
@@ -201,16 +177,9 @@ def test_a_name_is_registered_once() -> None:
     assert tool_registry["finish"].__name__ == "Finish"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ({"name": "finish", "foo": 3}, "it has no setting 'foo'"),
-        (f"{__name__}.Nameless", "it has no name; set the class attribute"),
-    ],
-)
-def test_tools_that_cannot_be_created_are_named(name: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        new_runner(tools=(name,))
+def test_a_tool_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="it has no name; set the class attribute"):
+        new_runner(tools=(f"{__name__}.Nameless",))
 
 
 async def test_each_trajectory_has_its_own_tool_and_groups_of_skyrl_gym_are_tools() -> None:
@@ -237,6 +206,7 @@ async def test_each_trajectory_has_its_own_tool_and_groups_of_skyrl_gym_are_tool
         (partial(asyncio.sleep, 0, "slept"), "EXECUTION RESULT of [speak]:\nslept"),
         (partial(exit_later), "ERROR: RuntimeError: SystemExit: 0"),
         (partial(cancel_a_task), "ERROR: RuntimeError: CancelledError"),
+        (partial(raise_error, TimeoutError("the site is slow")), "ERROR: TimeoutError: the site is slow"),
         (CYCLE, "ERROR: ValueError: Circular reference detected"),
         ({"inner": CYCLE}, "ERROR: ValueError: Circular reference detected"),
         ({(1, 2): "pair"}, "ERROR: TypeError: keys must be"),
@@ -246,7 +216,17 @@ async def test_each_trajectory_has_its_own_tool_and_groups_of_skyrl_gym_are_tool
     ],
     ids=[
         *("raises", "exits", "long", "nothing", "broken characters", "coroutine"),
-        *("exits later", "cancelled task", "cycle", "inner cycle", "key", "deep", "unreadable", "object"),
+        *(
+            "exits later",
+            "cancelled task",
+            "error later",
+            "cycle",
+            "inner cycle",
+            "key",
+            "deep",
+            "unreadable",
+            "object",
+        ),
     ],
 )
 async def test_results_and_errors_are_shown_to_the_model(says: Any, shown: str) -> None:
@@ -263,10 +243,18 @@ async def test_a_result_cannot_forge_a_turn() -> None:
     assert "Finish with Rome." in engine.prompts()[1]
 
 
-async def test_a_service_that_fails_makes_the_trajectory_invalid() -> None:
-    trajectory, _ = await speak(ToolFailure("the service is down"))
-    assert trajectory.stop_reason == "error_runtime"
-    assert "the service is down" in str(trajectory.error)
+@pytest.mark.parametrize(
+    ("says", "stop_reason"),
+    [
+        (ToolFailure("it is down"), "error_runtime"),
+        (partial(raise_error, ToolFailure("it is down")), "error_runtime"),
+        (partial(raise_error, EngineError("it is down")), "engine_error"),
+    ],
+)
+async def test_a_service_that_fails_makes_the_trajectory_invalid(says: Any, stop_reason: str) -> None:
+    trajectory, _ = await speak(says, n_retries=0)
+    assert trajectory.stop_reason == stop_reason
+    assert "it is down" in str(trajectory.error)
 
 
 async def test_a_tool_that_hangs_ends_the_trajectory() -> None:
@@ -275,23 +263,3 @@ async def test_a_tool_that_hangs_ends_the_trajectory() -> None:
     release.set()
     assert (trajectory.stop_reason, trajectory.total_reward) == ("cmd_timeout", 0.0)
     assert not any(trajectory.loss_mask)
-
-
-@pytest.mark.parametrize(
-    ("error", "stop_reason", "shown"),
-    [
-        (None, "FINISH_TOOL", 'EXECUTION RESULT of [wait]:\n{"code": "42", "n": 3}'),
-        (TimeoutError("the site is slow"), "FINISH_TOOL", "ERROR: TimeoutError: the site is slow"),
-        (EngineError("no memory"), "engine_error", None),
-        (ToolFailure("down"), "error_runtime", None),
-    ],
-)
-async def test_results_and_errors_of_asynchronous_tools(
-    error: Exception | None, stop_reason: str, shown: str | None
-) -> None:
-    """Arguments may have one of several types."""
-    Async.error = error
-    replies, tools = [tool_call("wait", code="42", n="3"), FINISH], (f"{__name__}.Async", "finish")
-    trajectory, engine = await play_one(replies, tools=tools, n_retries=0)
-    assert trajectory.stop_reason == stop_reason
-    assert shown is None or shown in engine.prompts()[1]

@@ -61,7 +61,13 @@ def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         use("search_engine", query="capital")
 
 
-SEARCHES = ["search_engine", "youcom_search_engine", "local_search"]
+REMOTE = ["search_engine", "youcom_search_engine"]
+
+
+def test_the_model_reads_that_the_local_server_refuses_its_query() -> None:
+    for status in (400, 422):
+        with serving_openai(lambda request, status=status: (status, {}), **SERVICES):
+            assert f"the server refuses the query with status {status}" in call("local_search")
 
 
 def call(name: str) -> str:
@@ -69,35 +75,23 @@ def call(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("status", "names"),
+    ("status", "names", "error"),
     [
-        (400, [*SEARCHES, "web_browser"]),
-        (422, [*SEARCHES, "web_browser"]),
-        (404, ["web_browser"]),
-        (451, ["web_browser"]),
+        *((status, [*REMOTE, "web_browser"], ToolCallError) for status in (400, 422)),
+        *((status, ["web_browser"], ToolCallError) for status in (404, 451)),
+        *((status, [*REMOTE, "local_search", "web_browser"], ToolFailure) for status in (401, 402, 403, 407, 501)),
+        *((status, [*REMOTE, "local_search"], ToolFailure) for status in (404, 405, 410)),
     ],
 )
-def test_the_model_reads_that_its_request_is_refused(status: int, names: list[str]) -> None:
+def test_refusals_are_the_models_mistake_and_failures_are_not(
+    status: int, names: list[str], error: type[Exception]
+) -> None:
     with serving_openai(lambda request: (status, {"message": "no such domain"}), **SERVICES):
         for name in names:
-            if name == "local_search":
-                assert f"the server refuses the query with status {status}" in call(name)
-                continue
-            with pytest.raises(ToolCallError, match=f"answered with status {status}: .*no such domain"):
-                call(name)
-
-
-@pytest.mark.parametrize(
-    ("status", "names"),
-    [
-        *((status, [*SEARCHES, "web_browser"]) for status in (401, 402, 403, 407, 501)),
-        *((status, SEARCHES) for status in (404, 405, 410)),
-    ],
-)
-def test_a_service_that_fails_is_not_the_models_mistake(status: int, names: list[str]) -> None:
-    with serving_openai(lambda request: (status, {}), **SERVICES):
-        for name in names:
-            with pytest.raises(ToolFailure, match=f"status {status}"):
+            message = (
+                f"answered with status {status}: .*no such domain" if error is ToolCallError else f"status {status}"
+            )
+            with pytest.raises(error, match=message):
                 call(name)
 
 

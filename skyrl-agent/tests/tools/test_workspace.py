@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,11 +48,8 @@ class Tools:
 
 
 @pytest.fixture
-def tools() -> Iterator[Tools]:
-    workspace = LocalWorkspace()
-    workspace.start()
-    yield Tools(workspace)
-    workspace.close()
+def tools(local_workspace: LocalWorkspace) -> Tools:
+    return Tools(local_workspace)
 
 
 def test_the_shell_reports_output_and_exit_status(tools: Tools) -> None:
@@ -63,16 +59,11 @@ def test_the_shell_reports_output_and_exit_status(tools: Tools) -> None:
     assert tools.bash("false; nosuch") == tools.bash("false; nosuch"), "equal commands have equal results"
 
 
-def test_the_shell_says_that_a_command_was_killed(tools: Tools) -> None:
+def test_the_shell_says_that_a_command_was_killed(tools: Tools, local_workspace: LocalWorkspace) -> None:
+    """The time limit of a command ends before that of the call."""
     result = tools.bash("echo a; sleep 60", timeout="1")
     assert result == "a\n[The command was killed because it took longer than 1 seconds.]"
-
-
-def test_the_time_limit_of_a_command_ends_before_that_of_the_call() -> None:
-    workspace = LocalWorkspace()
-    workspace.start()
-    result = Tools(workspace, tool_timeout=1).bash("sleep 60", timeout=1000)
-    workspace.close()
+    result = Tools(local_workspace, tool_timeout=1).bash("sleep 60", timeout=1000)
     assert result == "[The command was killed because it took longer than 0.9 seconds.]"
 
 

@@ -50,7 +50,6 @@ def recorder() -> Any:
 
 
 def last_action(env: GymnasiumEnv) -> Any:
-    """Return the last action of the environment."""
     return env._env.unwrapped.actions[-1]  # type: ignore[union-attr]
 
 

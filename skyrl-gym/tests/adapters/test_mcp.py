@@ -25,7 +25,6 @@ def url() -> Iterator[str]:
 
 
 def length_reward(answer: str, extras: Any) -> float | None:
-    """Return the length of the answer, or None without one."""
     return len(answer) / 10 if answer else None
 
 

@@ -1,5 +1,3 @@
-"""Rewards from a function in a file."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -35,7 +35,6 @@ class FirstFreeCell:
 
 
 def rule_breaker(seen: str) -> str:
-    """Plays an illegal move."""
     return "[99]"
 
 

@@ -43,8 +43,6 @@ class FailsToClose(GoodEnv):
 
 
 class QuotesReply(GoodEnv):
-    """Quotes the reply in its error and in its reward."""
-
     def step(self, action: str) -> Any:
         if len(action) < 10:
             raise ValueError(action)

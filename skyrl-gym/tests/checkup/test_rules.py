@@ -25,6 +25,9 @@ from skyrl_gym.envs import BUILT_IN
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.envs.registration import EnvSpec
 
+FIRST_RULE = "can be constructed and initialized"
+ANY_REPLY = "accepts any reply"
+ISOLATION = "isolates its episodes"
 Step = Callable[[GoodEnv, str], Any]
 released = threading.Event()
 """Set after each test, so that hanging calls return."""
@@ -39,7 +42,6 @@ def release_hanging_calls() -> Iterator[None]:
 
 
 def find(cls: type[BaseTextEnv] | str, row: Any = ROW, timeout_seconds: float = 60.0, **config: Any) -> list[Finding]:
-    """Return the findings of all rules."""
     before = copy.deepcopy(row)
     findings = list(Checkup(EnvSpec("mine", cls), row, config, timeout_seconds).run())
     assert row == before
@@ -109,47 +111,19 @@ def test_built_in_environments_pass_all_rules(id: str, max_turns: int | None) ->
     assert {finding.verdict for finding in find(BUILT_IN[id], ROW | {"max_turns": max_turns})} == {"passed"}
 
 
-# -- "can be constructed and initialized"
-
-
 def test_check_ends_if_the_environment_cannot_be_constructed() -> None:
     def need_map(self: GoodEnv, env_config: Any, extras: dict[str, Any]) -> None:
         extras["map"]
 
     (finding,) = find(env_with(__init__=need_map))
-    assert (finding.rule, finding.verdict) == ("can be constructed and initialized", "failed")
+    assert (finding.rule, finding.verdict) == (FIRST_RULE, "failed")
     assert "the constructor raised KeyError: 'map' (test_rules.py, line " in finding.detail
     assert find(BUILT_IN["gsm8k"], grader="nobody")[0].verdict == "failed"
-
-
-def test_close_may_be_called_twice() -> None:
-    def close(self: Any) -> None:
-        assert not hasattr(self, "is_closed"), "closed already"
-        self.is_closed = True
-
-    for message in ("close() raised AssertionError: closed already", ", the second time"):
-        check_finding(env_with(close=close), "can be constructed and initialized", message)
-
-
-# -- "accepts any reply"
 
 
 class Ambiguous:
     def __bool__(self) -> bool:
         raise ValueError("perhaps")
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ({"reward": float("nan")}, "step() returned reward=nan; it must be a finite number"),
-        ({"metadata": ["fact"]}, "step() returned metadata=['fact']; it must be a dict"),
-        ({"done": Ambiguous()}, "it must be True or False"),
-        ({"observations": [{"role": "user", "content": 3}]}, "step() returned a message with content=3"),
-    ],
-)
-def test_output_of_step_is_validated(output: dict[str, Any], message: str) -> None:
-    check_finding(env_returning(**output), "accepts any reply", message)
 
 
 def leave_a_closed_loop(self: GoodEnv, action: str) -> Any:
@@ -174,66 +148,6 @@ async def stop_the_loop(self: GoodEnv, action: str) -> Any:
     return GoodEnv.step(self, action)
 
 
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
-        (lambda self, reply: reply.split()[-1], "step() raised IndexError: list index out of range (test_rules.py"),
-        (lambda self, reply: reply.split()[-1], "for the reply: empty text"),
-        (lambda self, reply: sys.exit("I am leaving"), "step() raised SystemExit: I am leaving"),
-        (lambda self, reply: asyncio.get_event_loop(), "RuntimeError: There is no current event loop in thread"),
-        (lambda self, reply: signal.signal(14, signal.SIG_DFL), "ValueError: signal only works in main thread of"),
-        (
-            lambda self, reply: signal.signal(14, signal.SIG_DFL),
-            "; training makes calls in threads other than the main",
-        ),
-        (leave_a_closed_loop, "step() raised RuntimeError: Event loop is closed"),
-        (nest_loops, "RuntimeError: This event loop is already running (test_rules.py"),
-        (stop_the_loop, "it stopped the event loop, in which the trainer and all other"),
-    ],
-)
-def test_step_that_fails_in_training_is_reported(step: Step, message: str) -> None:
-    method = "step_async" if asyncio.iscoroutinefunction(step) else "step"
-    check_finding(env_with(**{method: step}), "accepts any reply", message)
-
-
-def test_environment_that_owns_a_thread_is_reported() -> None:
-    def open_database(self: Any, prompt: Any) -> Any:
-        self.database = sqlite3.connect(":memory:")
-        return prompt, {}
-
-    cls = env_with(lambda self, action: self.database.execute("SELECT 1"), init=open_database)
-    check_finding(cls, "accepts any reply", "SQLite objects created in a thread can only be used in that same")
-
-
-# -- "ends by its last turn" and "returns no observations when done"
-
-
-def test_advice_on_the_last_turn() -> None:
-    check_finding(env_returning(done=False), "ends by its last turn", "it was not done after 3 turns", "advice")
-    talkative = env_returning(observations=user("Bye."))
-    check_finding(talkative, "returns no observations when done", "observations with done=True", "advice")
-
-
-# -- "does not modify its dataset row"
-
-
-def test_modified_rows_are_reported() -> None:
-    def modify_extras(self: GoodEnv, env_config: Any, extras: dict[str, Any]) -> None:
-        GoodEnv.__init__(self, env_config, extras)
-        extras["seen"] = True
-
-    def modify_prompt(self: GoodEnv, prompt: Any) -> Any:
-        prompt.extend(user("Think!"))
-        return prompt, {}
-
-    rule = "does not modify its dataset row"
-    check_finding(env_with(__init__=modify_extras), rule, "it modified extras")
-    check_finding(env_with(init=modify_prompt), rule, "it modified the messages passed to init()")
-
-
-# -- "isolates its episodes" and "is deterministic"
-
-
 shared = {"steps": 0}
 """State of all instances."""
 
@@ -250,10 +164,6 @@ def count_shared(self: GoodEnv, action: str) -> Any:
 
 def reward_shared(self: GoodEnv, action: str) -> Any:
     return count_shared(self, action) | {"reward": shared["steps"]}
-
-
-SharesCounter = env_with(reward_shared, init=reset_shared)
-SharesMetrics = env_with(count_shared, init=reset_shared, get_metrics=lambda self: shared)
 
 
 latest_reply = ""
@@ -285,43 +195,96 @@ class RefusesConcurrency(GoodEnv):
         return super().step(action)
 
 
+def close_once(self: Any) -> None:
+    assert not hasattr(self, "is_closed"), "closed already"
+    self.is_closed = True
+
+
+def open_database(self: Any, prompt: Any) -> Any:
+    self.database = sqlite3.connect(":memory:")
+    return prompt, {}
+
+
+def modify_extras(self: GoodEnv, env_config: Any, extras: dict[str, Any]) -> None:
+    GoodEnv.__init__(self, env_config, extras)
+    extras["seen"] = True
+
+
+def modify_prompt(self: GoodEnv, prompt: Any) -> Any:
+    prompt.extend(user("Think!"))
+    return prompt, {}
+
+
+def draw_reward(self: GoodEnv, action: str) -> Any:
+    return GoodEnv.step(self, action) | {"reward": random.random()}
+
+
+LAST_TURN, NO_NEWS = "ends by its last turn", "returns no observations when done"
+ROW_RULE, METRICS, JSON = "does not modify its dataset row", "reports numeric metrics", "can run in a separate process"
+LOCK = threading.Lock()
+SIGNALS = env_with(lambda self, reply: signal.signal(14, signal.SIG_DFL))
+SPLITS = env_with(lambda self, reply: reply.split()[-1])
+BROKEN: list[tuple[type[GoodEnv], str, str]] = [
+    (env_with(close=close_once), FIRST_RULE, "close() raised AssertionError: closed already"),
+    (env_with(close=close_once), FIRST_RULE, ", the second time"),
+    (env_returning(reward=float("nan")), ANY_REPLY, "step() returned reward=nan; it must be a finite number"),
+    (env_returning(metadata=["fact"]), ANY_REPLY, "step() returned metadata=['fact']; it must be a dict"),
+    (env_returning(done=Ambiguous()), ANY_REPLY, "it must be True or False"),
+    (env_returning(observations=[{"role": "user", "content": 3}]), ANY_REPLY, "returned a message with content=3"),
+    (SPLITS, ANY_REPLY, "step() raised IndexError: list index out of range (test_rules.py"),
+    (SPLITS, ANY_REPLY, "for the reply: empty text"),
+    (env_with(lambda self, reply: sys.exit("I am leaving")), ANY_REPLY, "step() raised SystemExit: I am leaving"),
+    (env_with(lambda self, reply: asyncio.get_event_loop()), ANY_REPLY, "There is no current event loop in thread"),
+    (SIGNALS, ANY_REPLY, "ValueError: signal only works in main thread of"),
+    (SIGNALS, ANY_REPLY, "; training makes calls in threads other than the main"),
+    (env_with(leave_a_closed_loop), ANY_REPLY, "step() raised RuntimeError: Event loop is closed"),
+    (env_with(step_async=nest_loops), ANY_REPLY, "RuntimeError: This event loop is already running (test_rules.py"),
+    (env_with(step_async=stop_the_loop), ANY_REPLY, "it stopped the event loop, in which the trainer and all other"),
+    (
+        env_with(lambda self, action: self.database.execute("SELECT 1"), init=open_database),
+        ANY_REPLY,
+        "SQLite objects created in a thread can only be used in that same",
+    ),
+    (env_with(__init__=modify_extras), ROW_RULE, "it modified extras"),
+    (env_with(init=modify_prompt), ROW_RULE, "it modified the messages passed to init()"),
+    (env_with(reward_shared, init=reset_shared), ISOLATION, "interleaved episodes had other results than a single one"),
+    (
+        env_with(count_shared, init=reset_shared, get_metrics=lambda self: shared),
+        ISOLATION,
+        "interleaved episodes had other results than a single one",
+    ),
+    (env_with(race), ISOLATION, "episodes with concurrent calls had other results"),
+    (env_with(partialmethod(race, pause_s=0.01)), ISOLATION, "episodes with concurrent calls had other results"),
+    (env_with(step_async=race_async), ISOLATION, "episodes with concurrent calls had other results"),
+    (RefusesConcurrency, ISOLATION, "among other episodes with concurrent calls"),
+    (RefusesConcurrency, ISOLATION, "step() raised AssertionError: one at a time, please"),
+    (
+        env_with(aggregate_metrics=staticmethod(divide_by_zero)),
+        METRICS,
+        "aggregate_metrics() raised ZeroDivisionError",
+    ),
+    (
+        env_with(aggregate_metrics=staticmethod(lambda metrics: 3.0)),
+        METRICS,
+        "aggregate_metrics() returned 3.0; return a dict",
+    ),
+]
+ADVISED: list[tuple[type[GoodEnv], str, str]] = [
+    (env_returning(done=False), LAST_TURN, "it was not done after 3 turns"),
+    (env_returning(observations=user("Bye.")), NO_NEWS, "observations with done=True"),
+    (env_with(draw_reward), ISOLATION, "had other results together than alone: they are random, or"),
+    (env_with(draw_reward), "is deterministic", "had different results"),
+    (env_returning(metadata={"lock": LOCK}), JSON, "cannot be written as JSON"),
+    (env_with(init=lambda self, prompt: (prompt, {"lock": LOCK})), JSON, "cannot be written as JSON"),
+]
+
+
 @pytest.mark.parametrize(
-    ("cls", "message"),
-    [
-        (SharesCounter, "interleaved episodes had other results than a single one"),
-        (SharesMetrics, "interleaved episodes had other results than a single one"),
-        (env_with(race), "episodes with concurrent calls had other results"),
-        (env_with(partialmethod(race, pause_s=0.01)), "episodes with concurrent calls had other results"),
-        (env_with(step_async=race_async), "episodes with concurrent calls had other results"),
-        (RefusesConcurrency, "among other episodes with concurrent calls"),
-        (RefusesConcurrency, "step() raised AssertionError: one at a time, please"),
-    ],
+    ("cls", "rule", "message", "verdict"),
+    [*((*case, "failed") for case in BROKEN), *((*case, "advice") for case in ADVISED)],
 )
-def test_interference_of_episodes_is_reported(cls: type[GoodEnv], message: str) -> None:
-    check_finding(cls, "isolates its episodes", message)
-
-
-def test_random_environment_gets_advice() -> None:
-    cls = env_with(lambda self, action: GoodEnv.step(self, action) | {"reward": random.random()})
-    check_finding(cls, "isolates its episodes", "had other results together than alone: they are random, or", "advice")
-    check_finding(cls, "is deterministic", "had different results", "advice")
-
-
-# -- "reports numeric metrics", "can run in a separate process" and "releases its resources"
-
-
-def test_metrics_that_cannot_be_aggregated_are_reported() -> None:
-    rule = "reports numeric metrics"
-    failing = env_with(aggregate_metrics=staticmethod(divide_by_zero))
-    check_finding(failing, rule, "aggregate_metrics() raised ZeroDivisionError")
-    number = env_with(aggregate_metrics=staticmethod(lambda metrics: 3.0))
-    check_finding(number, rule, "aggregate_metrics() returned 3.0; return a dict")
-
-
-def test_answers_that_cannot_be_written_as_json_get_advice() -> None:
-    lock = threading.Lock()
-    for cls in (env_returning(metadata={"lock": lock}), env_with(init=lambda self, prompt: (prompt, {"lock": lock}))):
-        check_finding(cls, "can run in a separate process", "cannot be written as JSON", "advice")
+def test_broken_rule_is_reported(cls: type[GoodEnv], rule: str, message: str, verdict: Verdict) -> None:
+    check_finding(cls, rule, message, verdict)
 
 
 def test_leaked_threads_and_processes_get_advice() -> None:
@@ -340,9 +303,6 @@ def test_leaked_threads_and_processes_get_advice() -> None:
     for process in processes:
         process.kill()
         process.wait()
-
-
-# -- calls that do not return
 
 
 def hang(*args: Any, **kwargs: Any) -> Any:
@@ -379,9 +339,6 @@ class HangsAmongOthers(GoodEnv):
         HangsAmongOthers.n_playing = 0
 
 
-FIRST_RULE = "can be constructed and initialized"
-
-
 @pytest.mark.parametrize(
     ("cls", "rule", "message"),
     [
@@ -389,10 +346,10 @@ FIRST_RULE = "can be constructed and initialized"
         (env_with(init=hang), FIRST_RULE, "init() did not return within 0.2 s. It is in"),
         (env_with(get_metrics=hang), FIRST_RULE, "get_metrics() did not return within 0.2 s. It is in"),
         (env_with(close=hang), FIRST_RULE, "close() did not return within 0.2 s. It is in"),
-        (env_with(hang_at_tools), "accepts any reply", "did not return within 0.2 s, for the reply: unclosed tags. It"),
-        (HangsAsync, "accepts any reply", "in answer: await asyncio.Event().wait()"),
-        (env_with(step_async=block_the_loop), "accepts any reply", "in block_the_loop: hang()"),
-        (HangsAmongOthers, "isolates its episodes", "among other episodes: step() did not return within"),
+        (env_with(hang_at_tools), ANY_REPLY, "did not return within 0.2 s, for the reply: unclosed tags. It"),
+        (HangsAsync, ANY_REPLY, "in answer: await asyncio.Event().wait()"),
+        (env_with(step_async=block_the_loop), ANY_REPLY, "in block_the_loop: hang()"),
+        (HangsAmongOthers, ISOLATION, "among other episodes: step() did not return within"),
         (
             env_with(aggregate_metrics=hang),
             "reports numeric metrics",

@@ -15,7 +15,3 @@ def test_defaults() -> None:
     assert info == env.get_metrics() == {}
     with pytest.raises(NotImplementedError, match="BaseTextEnv must implement step"):
         env.step("yes")
-
-
-def test_metrics_are_averaged_by_default() -> None:
-    assert BaseTextEnv.aggregate_metrics([{"steps": 1}, {"steps": 2}]) == {"steps": 1.5}

@@ -1,5 +1,3 @@
-"""The environments that come with the package."""
-
 from __future__ import annotations
 
 import json
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 from gym_kit.databases import write_database
-from gym_kit.messages import message_text
+from gym_kit.messages import message_text, user
 from gym_kit.processes import run_python
 
 import skyrl_gym
@@ -80,6 +78,59 @@ def test_unavailable_grader_raises_in_the_constructor(env_class: str, monkeypatc
     with pytest.raises(ModuleNotFoundError, match=r"pip install '\./skyrl-gym\[maths\]'"):
         SKYRL[env_class]({"grader": "math_verify"}, ROW)
     SKYRL[env_class]({}, ROW).close()  # other graders do not need it
+
+
+@pytest.mark.parametrize(
+    ("env_class", "reply", "reward", "parsed"),
+    [
+        ("gsm8k", "6 * 7 = 42\n#### 42", 1.0, {"parsed_answer": "42"}),
+        ("gsm8k", "#### 41", 0.0, {"parsed_answer": "41"}),
+        ("gsm8k", "42", 0.0, {"parsed_answer": None}),
+        ("gsm8k", "", 0.0, {"parsed_answer": None}),
+        ("aime", "6 * 7 = 42\nAnswer: 42", 1.0, {"acc": True, "pred": "42"}),
+        ("aime", "Answer: 41", -1.0, {"acc": False, "pred": "41"}),
+        ("aime", "42", -1.0, {"acc": False, "pred": "[INVALID]"}),
+    ],
+)
+def test_episodes_of_one_reply(env_class: str, reply: str, reward: float, parsed: dict[str, Any]) -> None:
+    prompt = user("What is 6 * 7?")
+    with SKYRL[env_class]({}, ROW) as env:
+        assert env.init(prompt) == (prompt, {})
+        metadata = {**parsed, "undecided": None}
+        assert env.step(reply) == {"observations": [], "reward": reward, "done": True, "metadata": metadata}
+        assert env.turns == env.max_turns == 1
+        assert env.get_metrics() == {}
+
+
+@pytest.mark.parametrize(
+    ("env_class", "reply", "right"),
+    [
+        ("gsm8k", "It is 42.", {"flexible"}),
+        ("gsm8k", "#### 42 then 41", {"strict"}),
+        ("aime", "Answer: 42", {"minerva", "math_verify"}),
+        ("aime", r"\boxed{42}", {"strict_box", "math_verify"}),
+        ("aime", r"Answer: \frac{84}{2}", {"math_verify"}),
+    ],
+)
+def test_the_section_chooses_the_grader(env_class: str, reply: str, right: set[str]) -> None:
+    graders = {"gsm8k": ("strict", "flexible"), "aime": ("minerva", "strict_box", "math_verify")}[env_class]
+    found = {grader for grader in graders if SKYRL[env_class]({"grader": grader}, ROW).step(reply)["reward"] == 1.0}
+    assert found == right
+
+
+def test_rows_of_aime_may_have_both_fields() -> None:
+    both = {"reward_model": {"ground_truth": "42"}, "reward_spec": {"ground_truth": "41"}}
+    assert AIMEEnv({}, both).step("Answer: 42")["reward"] == 1.0
+
+
+@pytest.mark.parametrize("env_class", ["aime", "gsm8k", "gsm8k_multi_turn"])
+def test_math_verify_may_grade_and_what_it_cannot_decide_counts_as_wrong(env_class: str) -> None:
+    for answer, is_right, undecided in ((r"\frac{84}{2}", True, None), ("1" * 10_000, False, "length")):
+        env = SKYRL[env_class]({"grader": "math_verify"}, ROW)
+        step = env.step(rf"\boxed{{{answer}}}")
+        assert (step["reward"] == 1.0, step["metadata"]["undecided"]) == (is_right, undecided)
+        assert step["reward"] in (1.0, 0.0, -1.0)
+        assert env.get_metrics()["undecided"] == int(not is_right)
 
 
 @pytest.mark.parametrize("env_class", SKYRL)

@@ -6,6 +6,7 @@ Each YAML file has the answers to one grader, in groups: the ground truth, the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,27 @@ from hypothesis import strategies as st
 from skyrl_gym import maths, queries
 from skyrl_gym.adapters.mcp import _reward
 from skyrl_gym.envs.aime.env import AIMEEnv
+from skyrl_gym.envs.aime.grading import normalize_answer
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.envs.gsm8k.env import GSM8kEnv
+from skyrl_gym.envs.gsm8k.grading import extract_solution
 from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
 from skyrl_gym.envs.lcb.env import LCBEnv
+from skyrl_gym.envs.lcb.grading import extract_code
 from skyrl_gym.envs.multiply.env import MultiplyEnv
 from skyrl_gym.envs.openspiel.answers import parse_answer
 from skyrl_gym.envs.openspiel.moves import LegalMoves
 from skyrl_gym.envs.search.env import SearchEnv
 from skyrl_gym.envs.searchcode.env import SearchCodeEnv
-from skyrl_gym.envs.sql.grading import Match, compute_score
+from skyrl_gym.envs.sql.grading import Match, compute_score, has_order
 from skyrl_gym.tools.calls import strip_thoughts
 
 FOLDER = Path(__file__).parent
 SUMS = [{"input": f"{a}\n{b}\n", "output": str(a + b), "testtype": "stdin"} for a, b in ((1, 2), (-3, 3))]
+CALLS = [
+    {"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional", "metadata": {"func_name": "add"}},
+    {"input": "[]\n1", "output": "[]", "testtype": "functional", "metadata": '{"func_name": "add"}'},
+]
 
 Score = Callable[[Any, Any], float | None]
 
@@ -104,6 +112,7 @@ SCORES: dict[str, Score] = {
     "gsm8k_multi_turn": lambda replies, gold: play(GSM8kMultiTurnEnv(None, row(gold) | {"max_turns": 5}), replies),
     "gsm8k_strict": lambda reply, gold: play(GSM8kEnv(None, row(gold)), reply),
     "lcb": lambda code, _: play(LCBEnv({"timeout": 5.0}, row(SUMS)), f"```python\n{code}\n```"),
+    "lcb_functional": lambda code, _: play(LCBEnv({"timeout": 5.0}, row(CALLS)), f"```python\n{code}\n```"),
     "lcb_reply": lambda reply, output: play(LCBEnv(None, row([{"input": "", "output": output}])), reply),
     "math_reply": lambda reply, gold: play(GSM8kEnv({"grader": "math_verify"}, row(gold)), reply),
     "math_verify": lambda answer, gold: float(maths.verify(answer, gold).is_correct),
@@ -127,6 +136,24 @@ def test_score(grader: str, gold: Any, answer: Any, score: float, shop: Path) ->
         assert compute_score(answer, gold, shop) == score
     else:
         assert SCORES[grader](answer, gold) == score
+
+
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "aime.normalize_answer": normalize_answer,
+    "gsm8k.flexible": partial(extract_solution, method="flexible"),
+    "gsm8k.strict": extract_solution,
+    "lcb.extract_code": extract_code,
+    "maths.final_answer": maths.final_answer,
+    "maths.last_boxed": maths.last_boxed,
+    "sql.has_order": has_order,
+}
+PARSED: dict[str, dict[Any, list[str]]] = yaml.safe_load((FOLDER / "parsed/texts.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("parser", PARSED)
+def test_what_is_read_in_texts(parser: str) -> None:
+    for expected, texts in PARSED[parser].items():
+        assert {text: PARSERS[parser](text) for text in texts} == dict.fromkeys(texts, expected)
 
 
 ATTEMPTS = {

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from gym_kit.attacked_trainer import attacks_by_task
-from gym_kit.attacks import ATTACKS
+from gym_kit.attacks import ATTACKS, HOSTILE
 from gym_kit.containment import Identity, identities, problem, run_contained, supported_levels
-from gym_kit.hostile_programs import HARMLESS, HOSTILE
 
 from skyrl_gym.isolation.program import Level
 
@@ -23,7 +22,6 @@ SECONDS_PER_PROGRAM = 3.0  # on a busy machine
 
 
 CASES = [(level, identity) for level in supported_levels() for identity in identities()]
-NOTHING_LEFT: dict[str, Any] = {}
 
 
 def nightly_if(condition: bool) -> tuple[pytest.MarkDecorator, ...]:
@@ -68,7 +66,7 @@ def test_attack_does_no_harm(level: Level, identity: Identity, task: str, name: 
     ("level", "identity"), [pytest.param(*case, marks=nightly_if(case[1] != identities()[0])) for case in CASES]
 )
 def test_attacks_leave_nothing_behind(level: Level, identity: Identity) -> None:
-    assert report("attacks", level, identity)["left"] == NOTHING_LEFT
+    assert report("attacks", level, identity)["left"] == {}
 
 
 HOSTILE_LEVELS = [pytest.param(level, marks=nightly_if(level != "limits")) for level in supported_levels()]
@@ -79,16 +77,16 @@ HOSTILE_LEVELS = [pytest.param(level, marks=nightly_if(level != "limits")) for l
 @pytest.mark.parametrize("level", HOSTILE_LEVELS)
 def test_hostile_program_is_contained(level: Level, name: str) -> None:
     result = report("hostile", level, "user")["hostile"][name]
-    assert result["end"] in HOSTILE[name][1]
+    assert result["end"] in HOSTILE[name]["ends"].split()
     assert len(result["stdout"]) <= 100_000
-    if name not in HARMLESS:
+    if not HOSTILE[name].get("may_succeed"):
         assert (result["end"], result["status"]) != ("exit", 0)
 
 
 @pytest.mark.parametrize("level", HOSTILE_LEVELS)
 def test_hostile_programs_leave_nothing_behind_and_end_with_their_warden(level: Level) -> None:
     result = report("hostile", level, "user")
-    assert result["left"] == NOTHING_LEFT
+    assert result["left"] == {}
     assert result["orphaned"] in ("lost", "processes")
 
 
@@ -99,4 +97,4 @@ def test_hostile_programs_leave_nothing_behind_and_end_with_their_warden(level: 
 def test_many_programs_get_the_right_verdicts(level: Level, identity: Identity) -> None:
     result = report("many", level, identity, N_PROGRAMS)
     assert result["mistakes"] == []
-    assert (result["harm"], result["left"]) == ({}, NOTHING_LEFT)
+    assert (result["harm"], result["left"]) == ({}, {})

@@ -52,9 +52,6 @@ def no_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
         assert [one for one in environments if one.get("HOME", "").startswith(folder)] == []
 
 
-# -- well-behaved programs
-
-
 @pytest.mark.parametrize(
     ("source", "stdin", "stdout"),
     [
@@ -220,9 +217,6 @@ def test_program_that_cannot_be_confined_is_not_run(tmp_path: Path, monkeypatch:
     assert os.listdir(tmp_path) == []
 
 
-# -- programs that look around
-
-
 def test_secrets_and_processes_are_out_of_reach(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     result = run_once(f"import os; print(dict(os.environ)); os.kill({os.getpid()}, 0)", limits=SMALL, level=level)
@@ -299,9 +293,6 @@ class TestNamespaces:
 
 def test_machine_supports_what_it_claims() -> None:
     assert isolation_level() == LEVELS[0]
-
-
-# -- limits themselves
 
 
 @pytest.mark.parametrize("limits", [{"seconds": 0}, {"seconds": math.inf}, {"seconds": math.nan}, {"cpu_seconds": -1}])

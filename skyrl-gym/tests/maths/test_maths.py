@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from skyrl_gym import maths
-from skyrl_gym.maths import Grade, __main__, choose_grader, final_answer, last_boxed, verify
+from skyrl_gym.maths import Grade, __main__, choose_grader, final_answer, verify
 from skyrl_gym.runtime.env_config import EnvConfig
 
 MODULE = "skyrl_gym.maths"
@@ -95,50 +95,6 @@ def test_invalid_ground_truth_raises(gold: str) -> None:
 def test_timeout_must_be_positive(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"timeout_seconds=.* must be a positive number"):
         verify("42", "42", timeout_seconds=seconds)
-
-
-@pytest.mark.parametrize(
-    ("text", "inside"),
-    [
-        (r"\boxed{42}", "42"),
-        (r"\boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed {42}", "42"),
-        (r"\boxed 42.", "42"),
-        (r"$\boxed42$", "42"),
-        (r"\boxed{41} in \boxed", "41"),
-        (r"\fbox{42}", "42"),
-        (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
-        (r"\boxed{a\\}", r"a\\"),
-        (r"\boxed{}", ""),
-        (r"\boxed{1} \boxed{2", None),
-        ("boxed{42}", None),
-        ("", None),
-    ],
-)
-def test_last_boxed(text: str, inside: str | None) -> None:
-    assert last_boxed(text) == inside
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"So \boxed{41}, no: \boxed{ 42 }", "42"),
-        (r"\boxed{41}, rather" + "\n#### 42", "42"),
-        ("Answer: $x < 5$", "$x < 5$"),
-        ("ANSWER:\n\n42\nfor sure", "42"),
-        ("Answer: 42<|im_end|>", "42"),
-        ("The answer is 3.5. I hope it is correct.", "3.5"),
-        ("The answer is clear. Answer: 42", "42"),
-        (r"\boxed{42}" + "\nThe answer is above", "42"),
-        (r"Answer: 42 \boxed{", r"42 \boxed{"),
-        (r"\boxed{}", None),
-        ("#### \n", None),
-        ("", None),
-    ],
-)
-def test_final_answer(text: str, answer: str | None) -> None:
-    assert final_answer(text) == answer
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ class RunningServer:
 
 @contextmanager
 def running(name: str, capacity: int) -> Iterator[RunningServer]:
-    """Run a server of `serve.py`."""
     port = free_port()
     with run_server([str(PYTHON), str(HERE / "serve.py"), name, str(port), str(capacity)], port) as process:
         yield RunningServer(f"http://127.0.0.1:{port}", capacity, process)

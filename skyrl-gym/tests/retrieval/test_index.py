@@ -18,8 +18,6 @@ def documents(tmp_path: Path) -> Any:
 
 
 class LetterEncoder:
-    """Encodes a text by its letter counts."""
-
     def encode(self, sentences: list[str], *, normalize_embeddings: bool, **_: Any) -> np.ndarray:
         vectors = np.array([[text.lower().count(chr(97 + i)) for i in range(26)] for text in sentences], dtype=float)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if normalize_embeddings else vectors

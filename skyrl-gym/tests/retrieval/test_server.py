@@ -18,7 +18,6 @@ from skyrl_gym.tools.search import MAX_QUERY_CHARS, call_search_api
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the address of a server started with its command line."""
     file, port = tmp_path_factory.mktemp("corpus") / "corpus.jsonl", free_port()
     file.write_text(LINES, encoding="utf-8")
     command = [sys.executable, "-m", "skyrl_gym.retrieval", "--corpus", str(file), "--port", str(port)]

@@ -22,7 +22,6 @@ def task() -> Task:
 
 
 def whole_file_diff(task: Task, new: str) -> str:
-    """Return a diff that replaces the file."""
     removed = "".join(f"-{line}\n" for line in task.facts["file"].splitlines())
     added = "".join(f"+{line}\n" for line in new.splitlines())
     return f"```diff\n--- a/{PATH}\n+++ b/{PATH}\n@@ -1 +1 @@\n{removed}{added}```"

@@ -1,5 +1,3 @@
-"""Tools of a real MCP server, over pipes and over HTTP."""
-
 from __future__ import annotations
 
 import json

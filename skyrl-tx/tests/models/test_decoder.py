@@ -9,56 +9,28 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from tx_kit.models import VOCABULARY, with_families
+from tx_kit.models import VOCABULARY
 
-from tx.models import attention, config
+from tx.models import config
 from tx.models.checkpoints import load_params, named_tensors, params_of
 from tx.models.config import ModelConfig, read_config
 from tx.models.decoder import Params, hidden_states, logits_of
 
 
-@partial(jax.jit, static_argnames=("shape", "remat"))
-def logits(shape: ModelConfig, params: Params, tokens: np.ndarray, *, remat: bool = False) -> jax.Array:
+@partial(jax.jit, static_argnames="shape")
+def logits(shape: ModelConfig, params: Params, tokens: np.ndarray) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = hidden_states(shape, params, None, jnp.asarray(tokens), positions, remat=remat)
+    hidden, _ = hidden_states(shape, params, None, jnp.asarray(tokens), positions)
     return logits_of(params, None, hidden)
-
-
-def random_tokens(*size: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, VOCABULARY, size)
-
-
-def expected_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    with torch.no_grad():
-        found: np.ndarray = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(tokens)).logits.numpy()
-    return found
 
 
 @pytest.mark.parametrize("length", [7, pytest.param(200, marks=pytest.mark.nightly)])
 def test_logits_match_transformers(folder: Path, length: int) -> None:
-    shape, tokens = read_config(folder), random_tokens(3, length)
+    shape, tokens = read_config(folder), np.random.default_rng(0).integers(0, VOCABULARY, (3, length))
     ours = logits(shape, load_params(folder, shape, jnp.float32), tokens)
-    np.testing.assert_allclose(ours, expected_logits(folder, tokens), atol=1e-5)
-
-
-@with_families("llama")
-def test_attention_over_long_rows_is_blocked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 64)
-    shape, tokens = read_config(folder), random_tokens(2, 192)
-    ours = logits(shape, load_params(folder, shape, jnp.float32), tokens)
-    np.testing.assert_allclose(ours, expected_logits(folder, tokens), atol=1e-5)
-
-
-@with_families("qwen3", "qwen3_moe")
-def test_layers_may_be_scanned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, tokens = read_config(folder), random_tokens(2, 20)
-    assert shape.blocks == (1, 1)
-    apart = logits(shape, load_params(folder, shape, jnp.float32), tokens)
-    monkeypatch.setattr(config, "MAX_UNROLLED", 1)
-    assert shape.blocks == (2,)
-    params = load_params(folder, shape, jnp.float32)
-    np.testing.assert_allclose(logits(shape, params, tokens), apart, atol=1e-5)
-    np.testing.assert_allclose(logits(shape, params, tokens, remat=True), apart, atol=1e-5)
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize("max_unrolled", [0, 8])

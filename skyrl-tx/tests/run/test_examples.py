@@ -38,7 +38,6 @@ def examples(tokenizer: PreTrainedTokenizerFast, folder: Path, max_length: int =
 
 
 def trained_text(tokenizer: PreTrainedTokenizerFast, datum: Datum) -> str:
-    """Return the trained text of a datum."""
     targets = datum.inputs["target_tokens"][datum.inputs["weights"] == 1.0]
     return str(tokenizer.decode(targets))
 

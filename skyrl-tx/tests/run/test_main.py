@@ -12,7 +12,6 @@ from tx.run import status
 
 
 def tx(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command like a user."""
     command = [python(), "-m", "tx.run.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=child_environment(), timeout=60)
 
@@ -31,6 +30,7 @@ def test_a_server_whose_model_is_unusable_exits(tmp_path: Path) -> None:
     wrong = tx("serve", *flags)
     assert wrong.returncode == 1
     assert f"giving up: {tmp_path} has no config.json; use the folder of a Hugging Face model" in wrong.stderr
+    assert "Traceback" not in wrong.stderr  # of the engine, which foresees this
 
 
 def test_status_without_a_server() -> None:

@@ -25,7 +25,6 @@ N_STEPS = 120
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a tokenizer, and a dataset."""
     folder = tmp_path_factory.mktemp("train")
     save_chat_model("qwen3", folder / "model", n_layers=1)
     rows = [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(N_ROWS)]
@@ -34,7 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(folder: Path, output: Path, **flags: object) -> list[str]:
-    """Return the arguments of a run of forty epochs."""
     settings = {
         "base_model": folder / "model",
         "dataset": folder / "rows.jsonl",
@@ -60,7 +58,6 @@ def weights(output: Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of an uninterrupted run."""
     output = tmp_path_factory.mktemp("whole")
     main(arguments(folder, output))
     return output

@@ -18,14 +18,12 @@ FLAGS = {"qwen3": (), "llama": ("--compress-passes",)}
 
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One folder per model family."""
     base = tmp_path_factory.mktemp("models")
     return {family: save_model(family, base / "tiny" / family) for family in FLAGS}
 
 
 @pytest.fixture(scope="session")
 def urls(model_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """One server per model family."""
     state = tmp_path_factory.mktemp("state")
     variables = {"XLA_FLAGS": "", "XDG_CACHE_HOME": str(ENVIRONMENTS / "cache")}  # not those of the tests
     with ExitStack() as stack:

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from tx_kit.sdk import NEWEST, environment, processes_with, python
 
 N_ROWS, N_STEPS = 16, 30
 N_AHEAD = 2
 """Steps that the recipe has sent when it saves, and repeats after resuming: the one it saves for, and one ahead."""
 RECIPE_SECONDS = 120
+SETTINGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("cookbook.yaml").read_text("utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +34,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def recipe(name: str, url: str, home: Path, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a recipe; kill it if it still runs at the end."""
-    command = [python(NEWEST), "-m", f"tinker_cookbook.recipes.{name}"]
+def recipe(url: str, home: Path, *, module: str, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a recipe, which logs to `home / "run"`; kill it if it still runs at the end."""
+    command = [python(NEWEST), "-m", f"tinker_cookbook.recipes.{module}"]
+    settings |= {"renderer_name": "qwen3_disable_thinking", "log_path": home / "run"}
     command += [f"{key}={value}" for key, value in settings.items()]
     with (home / "recipe.log").open("a") as log:
         process = subprocess.Popen(
@@ -49,7 +52,6 @@ def recipe(name: str, url: str, home: Path, **settings: object) -> Iterator[subp
 
 
 def finish(process: subprocess.Popen[bytes], home: Path) -> None:
-    """Wait for a process, and check that it succeeded."""
     assert process.wait(RECIPE_SECONDS) == 0, (home / "recipe.log").read_text()[-5000:]
 
 
@@ -62,29 +64,17 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def test_supervised_learning_resumes_after_a_kill(
     urls: dict[str, str], model_folders: dict[str, Path], rows: Path, tmp_path: Path
 ) -> None:
-    settings = {
-        "model_name": model_folders["qwen3"],
-        "renderer_name": "qwen3_disable_thinking",
-        "dataset": rows,
-        "batch_size": N_ROWS,
-        "num_epochs": N_STEPS,
-        "lora_rank": 8,
-        "learning_rate": 0.01,
-        "lr_schedule": "constant",
-        "max_length": 512,
-        "save_every": 10,
-        "eval_every": 0,
-        "log_path": tmp_path / "run",
-    }
+    data = {"dataset": rows, "batch_size": N_ROWS, "num_epochs": N_STEPS}
+    settings = {**SETTINGS["supervised learning"], **data, "model_name": model_folders["qwen3"]}
     log = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + RECIPE_SECONDS
-    with recipe("chat_sl.train", urls["qwen3"], tmp_path, **settings, behavior_if_log_dir_exists="raise") as process:
+    with recipe(urls["qwen3"], tmp_path, **settings, behavior_if_log_dir_exists="raise") as process:
         while not 0 < last_saved(tmp_path / "run") < len(losses(log)) - N_AHEAD:
             assert process.poll() is None, (tmp_path / "recipe.log").read_text()[-5000:]
             assert time.monotonic() < deadline
             time.sleep(0.02)
     before, saved = losses(log), last_saved(tmp_path / "run")
-    with recipe("chat_sl.train", urls["qwen3"], tmp_path, **settings, behavior_if_log_dir_exists="resume") as process:
+    with recipe(urls["qwen3"], tmp_path, **settings, behavior_if_log_dir_exists="resume") as process:
         finish(process, tmp_path)
     words = (tmp_path / "recipe.log").read_text()
     assert "Resumed training from tinker://" in words
@@ -111,22 +101,8 @@ def losses(log: Path) -> list[float]:
 
 def test_reinforcement_learning(urls: dict[str, str], model_folders: dict[str, Path], tmp_path: Path) -> None:
     """A model learns to end its answers, which the recipe of sums rewards."""
-    settings = {
-        "model_name": model_folders["llama"],
-        "renderer_name": "qwen3_disable_thinking",
-        "env": "arithmetic",
-        "loss_fn": "importance_sampling",
-        "group_size": 16,
-        "groups_per_batch": 4,
-        "max_tokens": 16,
-        "max_steps": 8,
-        "lora_rank": 8,
-        "learning_rate": 0.01,
-        "save_every": 0,
-        "eval_every": 0,
-        "log_path": tmp_path / "run",
-    }
-    with recipe("math_rl.train", urls["llama"], tmp_path, **settings) as process:
+    settings = {**SETTINGS["reinforcement learning"], "model_name": model_folders["llama"]}
+    with recipe(urls["llama"], tmp_path, **settings) as process:
         finish(process, tmp_path)
     steps = [one for one in read_log(tmp_path / "run" / "metrics.jsonl") if "env/all/format" in one]
     assert len(steps) == 8
@@ -134,31 +110,6 @@ def test_reinforcement_learning(urls: dict[str, str], model_folders: dict[str, P
     assert np.mean(ended[-2:]) > np.mean(ended[:2]) + 0.25, ended
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]), rewards
     assert max(abs(one["optim/kl_sample_train_v1"]) for one in steps) < 1e-3
-
-
-RL = {"lora_rank": 8, "learning_rate": 1e-3, "max_tokens": 16, "save_every": 0, "eval_every": 0}
-MATH = {**RL, "env": "arithmetic", "loss_fn": "importance_sampling", "group_size": 4, "groups_per_batch": 4}
-SDFT = {**RL, "dataset": "toolalpaca", "groups_per_batch": 4, "max_context_length": 512}
-RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "off-policy RL": ("math_rl.train", {**MATH, "max_steps_off_policy": 2}),
-    "streamed minibatches": (
-        "math_rl.train",
-        {**MATH, "stream_minibatch_config.groups_per_batch": 4, "stream_minibatch_config.num_minibatches": 2},
-    ),
-    "RL that measures its divergence": ("math_rl.train", {**MATH, "compute_post_kl": True}),
-    "preferences between samples": (
-        "preference.shorter.train",
-        {"batch_size": 4, "group_size": 4, "max_tokens": 16, "eval_every": 0},
-    ),
-    "prompt distillation": (
-        "prompt_distillation.train",
-        {"lora_rank": 8, "batch_size": 4, "max_length": 512, "save_every": 0, "eval_every": 0},
-    ),
-    "self-distillation with importance sampling": ("sdft.train", {**SDFT, "topk": 0}),
-    "self-distillation of likely tokens": ("sdft.train", {**SDFT, "topk": 5}),
-    "reverse self-distillation": ("sdft.train", {**SDFT, "topk": 5, "reverse": True, "teacher_sync_every": 1}),
-}
-"""Recipes that need neither a network, other packages nor a long context, with settings that make them short."""
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +127,7 @@ def datasets(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SETTINGS["short runs"])
 def test_short_runs(
     name: str,
     urls: dict[str, str],
@@ -185,11 +136,9 @@ def test_short_runs(
     tmp_path: Path,
 ) -> None:
     """The recipe runs unmodified, and each of its steps is finite."""
-    module, settings = RECIPES[name]
-    model = model_folders["qwen3"]
-    settings = {**settings, **datasets.get(module, {}), "model_name": model, "max_steps": 2}
-    settings |= {"renderer_name": "qwen3_disable_thinking", "log_path": tmp_path / "run"}
-    with recipe(module, urls["qwen3"], tmp_path, **settings, behavior_if_log_dir_exists="delete") as process:
+    settings = {**SETTINGS["short runs"][name], "model_name": model_folders["qwen3"], "max_steps": 2}
+    settings |= datasets.get(settings["module"], {})
+    with recipe(urls["qwen3"], tmp_path, **settings, behavior_if_log_dir_exists="delete") as process:
         finish(process, tmp_path)
     steps = read_log(tmp_path / "run" / "metrics.jsonl")
     assert len({one["step"] for one in steps}) >= 2

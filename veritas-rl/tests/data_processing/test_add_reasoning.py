@@ -11,7 +11,6 @@ from data_processing.jobs import read_records
 
 
 def reason(path: Path, model: ServedModel, *flags: str) -> int:
-    """Add explanations to a file, and return the exit status."""
     return add_reasoning.main(["--input", str(path), *model.flags, *flags])
 
 

@@ -11,7 +11,6 @@ from skyrl_gym.tasks import compute_score
 
 
 def convert(tasks: Path, folder: Path, *flags: str) -> int:
-    """Convert a file of tasks, and return the exit status."""
     return convert_to_parquet.main(["--input", str(tasks), "--out-dir", str(folder), *flags])
 
 

@@ -14,7 +14,6 @@ from skyrl_gym.tasks.logic.family import FIRST_NUMBER, SEEDS_PER_TYPE
 
 
 def evaluate(model: ServedModel, output: Path, *flags: str) -> int:
-    """Evaluate a model, and return the exit status."""
     return evaluate_local_model.main([*model.flags, "--output", str(output), *flags])
 
 

@@ -33,7 +33,6 @@ class DockerStandIn:
         return str(self.folder / "image")
 
     def containers(self) -> list[str]:
-        """Return the names of the containers that exist."""
         return sorted(path.name for path in self.folder.iterdir() if path.name not in ("docker", "image"))
 
 
@@ -73,7 +72,6 @@ def podman_image(folder: Path, testbed: Path | None = None) -> Iterator[str]:
 
 
 def _write_root(folder: Path, testbed: Path | None) -> None:
-    """Write the root folder of an image."""
     for path in ("proc", "sys", "dev", "tmp", "root", "etc", "run", "usr/bin", "usr/lib/git-core"):
         (folder / path).mkdir(parents=True)
     for program in PROGRAMS.split():

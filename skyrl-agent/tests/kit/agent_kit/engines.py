@@ -19,7 +19,6 @@ TOKENIZER: PreTrainedTokenizerBase = train_tokenizer([DEFAULT_TEXT])
 
 
 def tool_call(name: str, **arguments: str) -> str:
-    """Return a reply that calls a tool."""
     parameters = "\n".join(f"<parameter={key}>{value}</parameter>" for key, value in arguments.items())
     return f"<function={name}>\n{parameters}\n</function>"
 
@@ -35,7 +34,6 @@ class ScriptedEngine:
         self._turns: dict[str | None, int] = {}
 
     def prompts(self) -> list[str]:
-        """Return the text of each prompt so far."""
         return [str(TOKENIZER.decode(request.prompt_ids)) for request in self.requests]
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:

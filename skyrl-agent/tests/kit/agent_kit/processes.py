@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from contextlib import suppress
-from pathlib import Path
 
+import psutil
 from train_kit.processes import wait_until
 
 _NUMBERS = itertools.count()
@@ -20,16 +19,10 @@ def unique_sleep() -> str:
 
 def find_pids(command: str) -> list[int]:
     """Return the processes of this machine with these arguments."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended
-            if path.read_bytes().replace(b"\0", b" ").strip() == command.encode():
-                found.append(int(path.parent.name))
-    return found
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or ()) == command]
 
 
 def wait_for_end(*commands: str) -> None:
-    """Wait until no process has these arguments."""
     wait_until(lambda: not any(map(find_pids, commands)), timeout_s=30)
 
 

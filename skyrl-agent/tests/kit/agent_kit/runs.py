@@ -23,7 +23,6 @@ GENERATOR: dict[str, Any] = {
 
 
 def write_task(folder: Path, **generator: Any) -> Path:
-    """Write a task file with settings of `generator`."""
     task = {"task": "skyrl_agent.tasks.general_react.GeneralReactTask", "tools": ["finish"]}
     path = folder / "task.yaml"
     path.write_text(yaml.safe_dump({**task, "generator": GENERATOR | generator}))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from agent_kit.engines import TOKENIZER, Script, ScriptedEngine
-from skyrl_agent import AgentConfig, AgentRunner, AutoAgentRunner
+from agent_kit.engines import TOKENIZER, Script, ScriptedEngine, tool_call
+from skyrl_agent import AgentConfig, AgentRunner, AutoAgentRunner, BaseTask, BaseTool
 from skyrl_train.generators.base import BatchMetadata, play, rollout_requests
-from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
+from skyrl_train.types import DrawnPrompt, Message, PromptRow, Trajectory
 
 GENERAL = "skyrl_agent.tasks.general_react.GeneralReactTask"
 ROW = {
@@ -16,6 +18,54 @@ ROW = {
     "data_source": "nq",
     "reward_spec": {"ground_truth": {"target": ["Paris"]}},
 }
+FINISH = tool_call("finish", answer="Paris")
+"""The reply that solves `ROW`."""
+
+
+class SimpleTask(BaseTask):
+    """A task whose every result has the reward 1."""
+
+    @classmethod
+    def get_instruction(cls) -> list[Message]:
+        return [Message(role="user", content="Go")]
+
+    @classmethod
+    def evaluate_result(cls) -> float:
+        return 1.0
+
+
+class Held(BaseTool):
+    """A tool that counts how many of it are open. If it waits, its constructor returns when the test says so."""
+
+    name = "held"
+    description = "Held."
+    parameters: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}}
+    n_open: ClassVar[int] = 0
+    waits: ClassVar[bool] = False
+    has_started: ClassVar[threading.Event]
+    may_start: ClassVar[threading.Event]
+
+    def __init__(self, settings: Any = None) -> None:
+        super().__init__(settings)
+        Held.n_open += 1
+        if Held.waits:
+            Held.has_started.set()
+            Held.may_start.wait(60)
+
+    def call(self, params: dict[str, Any], **kwargs: Any) -> str:
+        return ""
+
+    def close(self) -> None:
+        Held.n_open -= 1
+
+
+HELD = f"{__name__}.Held"
+
+
+async def cancel_a_task() -> None:
+    task = asyncio.create_task(asyncio.sleep(3600))
+    task.cancel()
+    await task
 
 
 def new_runner(

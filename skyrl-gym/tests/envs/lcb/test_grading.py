@@ -26,21 +26,6 @@ def test_waiting_counts_towards_the_total_time() -> None:
     assert verdict == Verdict(n_passed=1, n_tests=3, failure="time")
 
 
-@pytest.mark.parametrize(
-    ("reply", "code"),
-    [
-        ("```\na\n```", "a\n"),
-        ("```python\na\n```\n```py\nb\n```", "b\n"),
-        ("```python\na\n```\n```py\nb", "a\n"),
-        ("```python\nprint(1)```", "print(1)"),
-        ("```\n```", ""),
-        *((text, None) for text in ("```a```", "a", "", "```")),
-    ],
-)
-def test_last_code_block_is_extracted(reply: str, code: str | None) -> None:
-    assert extract_code(reply) == code
-
-
 @given(st.lists(st.sampled_from(["```", "\n", "x", "`", "python"])).map("".join) | st.text())
 def test_extracted_code_is_part_of_the_reply(reply: str) -> None:
     code = extract_code(reply)

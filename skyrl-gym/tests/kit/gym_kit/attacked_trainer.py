@@ -28,8 +28,7 @@ from typing import Any
 
 import psutil
 
-from gym_kit.attacks import ATTACKS, COMMON
-from gym_kit.hostile_programs import HOSTILE
+from gym_kit.attacks import ATTACKS, COMMON, HOSTILE
 from skyrl_gym.envs.lcb.grading import grade, limits_per_test, parse_tests
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.isolation import Limits, cgroup
@@ -65,7 +64,6 @@ WRONG = ["print(2)", "print(int(input()) * 2 + 1)", "input() + 1", "x =", "print
 
 
 def main(task: str, level: Level, n_programs: str) -> None:
-    """Do a task and print its report."""
     try:
         run_once("", level=level)  # also finds out about cgroups
     except ToolFailure as failure:
@@ -80,7 +78,7 @@ def main(task: str, level: Level, n_programs: str) -> None:
             }
     elif task == "hostile":
         report["hostile"] = {
-            name: asdict(run_once(source, limits=SHORT, level=level)) for name, (source, _) in HOSTILE.items()
+            name: asdict(run_once(program["source"], limits=SHORT, level=level)) for name, program in HOSTILE.items()
         }
         report["orphaned"] = end_of_fork_bomb_without_warden(level)
     else:
@@ -195,7 +193,7 @@ def many(level: Level, n_programs: int) -> tuple[list[Any], dict[str, Any]]:
     with _targets() as targets:
         before = targets.state()
         names = itertools.chain(*attacks_by_task(level, os.geteuid() == 0).values())
-        harm = [source for source, _ in HOSTILE.values()]
+        harm = [program["source"] for program in HOSTILE.values()]
         harm += [targets.common + PAY_FOR_HARM + ATTACKS[name].source for name in names]
         sample = [(harm[i % len(harm)], False) for i in range(n_programs // 4)]
         sample += [(RIGHT[i % len(RIGHT)], True) for i in range(n_programs // 2)]

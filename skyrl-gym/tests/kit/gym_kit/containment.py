@@ -29,7 +29,6 @@ SECONDS = 280.0
 
 
 def supported_levels() -> tuple[Level, ...]:
-    """Return the levels that this machine supports, the best one first."""
     problems = {"namespaces": program._namespace_problem, "landlock": program._landlock_problem}
     return (*(level for level in ("namespaces", "landlock") if problems[level]() is None), "limits")
 

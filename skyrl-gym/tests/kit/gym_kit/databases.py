@@ -1,5 +1,3 @@
-"""SQLite databases."""
-
 from __future__ import annotations
 
 import sqlite3
@@ -8,7 +6,6 @@ from pathlib import Path
 
 
 def write_database(file: Path, script: str) -> Path:
-    """Write a database with the statements of `script`, and return its file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with closing(sqlite3.connect(file)) as connection:
         connection.executescript(script)

@@ -1,5 +1,3 @@
-"""Messages as models and environments write them."""
-
 from __future__ import annotations
 
 import json
@@ -8,12 +6,10 @@ from typing import Any
 
 
 def user(content: str) -> list[dict[str, Any]]:
-    """Return a conversation of one message of the user."""
     return [{"role": "user", "content": content}]
 
 
 def call(name: str, **arguments: Any) -> str:
-    """Return a tool call as a model writes it."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 

@@ -25,12 +25,6 @@ class EchoAction(Action):
     message: str
 
 
-class PairAction(Action):
-    x: float
-    label: str
-    note: str = ""
-
-
 class CallToolAction(Action):
     type: Literal["call_tool"] = "call_tool"
     tool_name: str
@@ -72,22 +66,18 @@ class Echo:
 
 
 class Fields(Echo):
-    """Repeats the fields of actions."""
-
     def step(self, action: Any) -> dict[str, Any]:
         return {"observation": {"got": action.model_dump(exclude={"metadata"})}, "reward": 1.0, "done": False}
 
-
-class Columns(Fields):
-    action = create_model("ColumnAction", __base__=Action, column=(int, ...))
-
-
-class Moves(Fields):
-    action = create_model("MoveAction", __base__=Action, move=(Literal["left", "right"], ...))
+    @classmethod
+    def of(cls, **fields: Any) -> type[Fields]:
+        """Return an environment whose actions have these fields."""
+        return type("FieldsEnv", (cls,), {"action": create_model("FieldsAction", __base__=Action, **fields)})
 
 
-class Pairs(Fields):
-    action = PairAction
+Columns = Fields.of(column=(int, ...))
+Moves = Fields.of(move=(Literal["left", "right"], ...))
+Pairs = Fields.of(x=(float, ...), label=(str, ...), note=(str, ""))
 
 
 class Tools(Echo):
@@ -117,16 +107,11 @@ class Broken(Echo):
 
 
 TOOLS = [
-    {
-        "name": "echo_message",
-        "description": "Say something.",
-        "input_schema": {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]},
-    },
-    {
-        "name": "add",
-        "description": "Add two numbers.",
-        "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    },
+    {"name": name, "description": description, "input_schema": {"type": "object", "properties": properties, **more}}
+    for name, description, properties, more in (
+        ("echo_message", "Say something.", {"message": {"type": "string"}}, {"required": ["message"]}),
+        ("add", "Add two numbers.", {"a": {"type": "integer"}, "b": {"type": "integer"}}, {}),
+    )
 ]
 
 

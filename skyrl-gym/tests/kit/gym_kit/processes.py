@@ -61,13 +61,11 @@ async def wait_until_async(is_true: Callable[[], object]) -> None:
 
 
 async def wait_for_no_tasks() -> None:
-    """Wait until this task is the only one of its event loop."""
     await asyncio.sleep(0.01)  # a call from another thread starts its task a moment later
     await wait_until_async(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and is not a zombie."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
@@ -106,7 +104,6 @@ def _is_worker(child: psutil.Process, module: str) -> bool:
 
 
 def count_descriptors() -> int:
-    """Return the number of open file descriptors of this process."""
     return len(os.listdir("/dev/fd"))
 
 

@@ -1,5 +1,3 @@
-"""Servers that run during a test."""
-
 from __future__ import annotations
 
 import json
@@ -68,7 +66,6 @@ class ModelServer:
 
 @contextmanager
 def run_model_server() -> Iterator[ModelServer]:
-    """Run a `ModelServer` on a free port."""
     model = ModelServer()
 
     class Handler(BaseHTTPRequestHandler):
@@ -113,7 +110,6 @@ class ScriptedServer:
 
 @contextmanager
 def run_scripted_server(*answers: bytes) -> Iterator[ScriptedServer]:
-    """Run a `ScriptedServer` on a free port."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = ScriptedServer(f"http://127.0.0.1:{listener.getsockname()[1]}")
 

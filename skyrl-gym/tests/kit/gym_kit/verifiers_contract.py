@@ -26,7 +26,6 @@ ODD_TEXTS = ("", "\0", "\ud800", "٤", "</think>", "<think>4", '<tool_call>{"nam
 
 
 def make_row(env_id: str, index: int = 0, **arguments: Any) -> dict[str, Any]:
-    """Return a row of an environment's dataset."""
     return list(rows(env_id, n_rows=index + 1, **arguments))[index]
 
 

@@ -31,22 +31,16 @@ Load = Callable[[Path], Backend]
 
 
 def load(backend: BackendName, folder: Path, **settings: Any) -> Backend:
-    """Load a backend with the model in a folder."""
     return new_backend(backend, folder, SIZES | settings, NAME)
 
 
-# -- training
-
-
 def random_datum(length: int, seed: int = 0, weight: float = 1.0) -> Datum:
-    """Return a random sequence with random targets."""
     rng = np.random.default_rng(seed * 1000 + length)
     tokens, targets = rng.integers(0, VOCABULARY, (2, length)).astype(np.int32)
     return Datum(tokens, {"target_tokens": targets, "weights": np.full(length, weight, np.float32)})
 
 
 def random_data(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Datum]:
-    """Return random sequences."""
     return [random_datum(length, seed) for length in lengths]
 
 
@@ -56,7 +50,6 @@ def next_tokens(tokens: np.ndarray) -> Datum:
 
 
 def run_passes(backend: Backend, *passes: Pass) -> list[PassResult]:
-    """Run interleaved passes; return their results."""
     results: dict[int, PassResult] = {}
     waiting = deque((number, backend.compute(one)) for number, one in enumerate(passes))
     while waiting:
@@ -70,7 +63,6 @@ def run_passes(backend: Backend, *passes: Pass) -> list[PassResult]:
 
 
 def run_pass(backend: Backend, model_id: str, data: Sequence[Datum], loss_fn: str = "cross_entropy") -> PassResult:
-    """Run a forward and backward pass."""
     (result,) = run_passes(backend, Pass(model_id, data, loss_fn))
     return result
 
@@ -97,20 +89,15 @@ def saved_tensors(backend: Backend, model_id: str, folder: Path) -> dict[str, np
     }
 
 
-# -- sampling
-
-
 def sample_request(
     prompt: Sequence[int] = (5, 6, 7), *, n: int = 1, max_tokens: int = 8, scores_prompt: bool = False, **params: Any
 ) -> SampleRequest:
-    """Return a request with a seed."""
     return SampleRequest(
         prompt, SamplingParams(max_tokens=max_tokens, **({"seed": 1} | params)), n, wants_prompt_logprobs=scores_prompt
     )
 
 
 def sample(sampler: Sampler, *requests: tuple[SampleRequest, Weights]) -> list[SampleResult]:
-    """Run concurrent requests; return their results."""
     found: dict[int, SampleResult | Exception] = {}
     for number, (request, weights) in enumerate(requests):
         sampler.sample(request, weights, lambda result, number=number: found.update({number: result}))  # type: ignore[misc]
@@ -131,12 +118,8 @@ def prompt_logprobs(backend: Backend, prompt: np.ndarray, weights: Weights) -> n
 
 
 def running_and_waiting(backend: Backend) -> tuple[int, int]:
-    """Return the numbers of running samples and of waiting requests."""
     counts = backend.counts()
     return counts["samples running"], counts["sample requests waiting"]
-
-
-# -- comparisons
 
 
 def assert_close_tensors(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> None:
@@ -147,12 +130,10 @@ def assert_close_tensors(one: Mapping[str, np.ndarray], other: Mapping[str, np.n
 
 
 def assert_close_arrays(one: Sequence[np.ndarray], other: Sequence[np.ndarray], tolerance: float = 1e-4) -> None:
-    """Compare arrays pairwise."""
     for a, b in zip(one, other, strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 def assert_same(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:
-    """Compare bitwise."""
     for a, b in zip(one, other, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -28,7 +28,6 @@ SECONDS_TO_START = 30
 
 
 def find_programs() -> Path | None:
-    """Return the folder of PostgreSQL's executables."""
     found = shutil.which("initdb")
     if found is not None:
         return Path(found).resolve().parent
@@ -106,7 +105,6 @@ def database_url(server_url: str, name: str) -> str:
 
 
 def new_database_url(server_url: str) -> str:
-    """Return the URL of a new database on the server."""
     return database_url(server_url, f"tx_{secrets.token_hex(8)}")
 
 

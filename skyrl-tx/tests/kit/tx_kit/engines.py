@@ -71,7 +71,6 @@ def engine_for(running: Running, backend: Backend) -> Iterator[Engine]:
 
 @contextmanager
 def serving_with_engine(folder: Path, backend: Backend, **settings: Any) -> Iterator[Running]:
-    """Run a server with an engine."""
     with serving(folder, engine=False, **settings) as running, engine_for(running, backend):
         yield running
 
@@ -91,53 +90,43 @@ class Desk:
         self.start()
 
     def close(self) -> None:
-        """Close the engine and the database."""
         self.engine.close()
         self.database.dispose()
 
     # -- the database
 
     def change(self, change: Callable[[Session], T]) -> T:
-        """Run a transaction."""
         with writing(self.database) as db:
             return change(db)
 
     def set(self, kind: type[Any], key: Any, **fields: Any) -> None:
-        """Change columns of a row."""
         change_row(self.database, kind, key, **fields)
 
     def row(self, request_id: int) -> Request:
-        """Return a request's row."""
         return read_row(self.database, Request, request_id)
 
     def model_row(self, model_id: str) -> Model:
-        """Return a model's row."""
         return read_row(self.database, Model, model_id)
 
     def error(self, request_id: int) -> tuple[str | None, str]:
-        """Return the category and the message of a failed request."""
         row = self.row(request_id)
         return row.error_category, row.error or ""
 
     def result(self, request_id: int) -> bytes:
-        """Return the result of a finished request."""
         row = self.row(request_id)
         assert row.status is RequestStatus.DONE, row
         assert row.result is not None
         return row.result
 
     def loss(self, request_id: int) -> float:
-        """Return the loss of a finished pass."""
         return float(pb.ForwardBackwardOutput.FromString(self.result(request_id)).metrics["loss:sum"])
 
     # -- requests
 
     def submit(self, accept: Callable[[Submission], int]) -> int:
-        """Queue a request; return its number."""
         return self.change(lambda db: accept(Submission(db, LOCAL_USER, self.config, self._admission)))
 
     def session(self, name: str = "s") -> str:
-        """Create a session."""
         self.change(lambda db: db.add(ClientSession(session_id=name)))
         return name
 
@@ -180,16 +169,13 @@ class Desk:
         return self.submit(lambda to: submission.forward_backward(to, pass_, None, payload))
 
     def score(self, model_id: str, tokens: Sequence[int] = (1, 2, 3)) -> int:
-        """Queue a forward pass."""
         return self.run_pass(model_id, tokens, is_forward_only=True)
 
     def step(self, model_id: str, learning_rate: float = 0.1) -> int:
-        """Queue an optimizer step."""
         body = wire.OptimStepRequest(model_id=model_id, adam_params=wire.AdamSettings(learning_rate=learning_rate))
         return self.submit(lambda to: submission.optim_step(to, body))
 
     def train(self, model_id: str, tokens: Sequence[int] = (1, 2, 3)) -> int:
-        """Queue a pass and a step; return the step's number."""
         self.run_pass(model_id, tokens)
         return self.step(model_id)
 
@@ -205,7 +191,6 @@ class Desk:
         return self.submit(lambda to: accept_sample(to, sample_request(to, body)))
 
     def save(self, model_id: str, path: str = "x", **fields: Any) -> int:
-        """Queue a training checkpoint."""
         body = wire.SaveWeightsRequest(model_id=model_id, path=path, **fields)
         return self.submit(lambda to: submission.save_weights(to, body))
 
@@ -222,7 +207,6 @@ class Desk:
         return self.submit(lambda to: submission.load_weights(to, body))
 
     def unload(self, model_id: str) -> int:
-        """Queue unloading a model."""
         return self.submit(lambda to: submission.unload_model(to, wire.ModelRequest(model_id=model_id)))
 
     # -- the engine
@@ -260,7 +244,6 @@ class Desk:
             self.engine._write_points()
 
     def write_points(self) -> None:
-        """Write restore points."""
         self.begin_points()
         self.engine._points.wait()
 
@@ -270,11 +253,9 @@ class Desk:
         self.engine._report()
 
     def state(self) -> EngineState:
-        """Return the engine's state as the server sees it."""
         return read_row(self.database, EngineState, 1)
 
     def current_loss(self, model_id: str) -> float:
-        """Return the loss of a forward pass."""
         scored = self.score(model_id, (7, 8, 9))
         self.work()
         return self.loss(scored)

@@ -11,15 +11,19 @@ import re
 import urllib.parse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import httpx
 import numpy as np
+import yaml
 import zstandard
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tx.tinker.losses import LOSSES
+from tx.tinker.wire import codec
 from tx.tinker.wire import tinker_pb2 as pb
 from tx_kit.servers import BASE_MODEL, new_model, new_sampler, new_session
 
@@ -46,8 +50,6 @@ def fuzzed(n_examples: int) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class Post:
-    """A request on the wire."""
-
     method: str
     path: str
     body: bytes = b""
@@ -147,7 +149,6 @@ def _of_kind(value: Any, names: Sequence[str]) -> Strategy:
 
 @st.composite
 def broken(draw: st.DrawFn, body: bytes) -> bytes:
-    """Change some bytes, or truncate."""
     if not body or draw(st.booleans()):
         return body[: draw(st.integers(0, len(body)))]
     start = draw(st.integers(0, len(body) - 1))
@@ -159,21 +160,18 @@ def broken(draw: st.DrawFn, body: bytes) -> bytes:
 
 
 def valid_pass(model_id: str) -> pb.ForwardBackwardRequest:
-    """Return a client's valid pass."""
-    message = pb.ForwardBackwardRequest(model_id=model_id, loss_fn="cross_entropy")
+    data = []
     for n_tokens in (3, 5):
-        tokens, ones = np.arange(n_tokens), np.ones(n_tokens, "<f4").tobytes()
-        target = pb.Tensor(dense=tokens.astype("<i8").tobytes(), dtype=pb.DTYPE_INT64, shape=[n_tokens])
-        datum = message.data.add()
-        datum.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
-        datum.loss_fn_inputs["target_tokens"].CopyFrom(target)
-        datum.loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=ones, dtype=pb.DTYPE_FLOAT32, shape=[n_tokens]))
-    return message
+        target = {"data": list(range(n_tokens)), "dtype": "int64", "shape": [n_tokens]}
+        weights = {"data": [1.0] * n_tokens, "dtype": "float32", "shape": [n_tokens]}
+        inputs = {"target_tokens": target, "weights": weights}
+        data.append({"model_input": {"chunks": [{"tokens": target["data"]}]}, "loss_fn_inputs": inputs})
+    fields = {"data": data, "loss_fn": "cross_entropy"}
+    return codec.message_from_json(model_id, None, fields, is_forward_only=False)
 
 
 @st.composite
 def wrong_tensor(draw: st.DrawFn, tensor: pb.Tensor) -> None:
-    """Corrupt a tensor."""
     part = draw(st.sampled_from(["dense", "sparse", "dtype", "shape", "nothing"]))
     numbers = draw(st.lists(st.sampled_from([0, 1, 2, -1, 2**31, 2**62, -(2**63)]), max_size=4))
     if part == "dense":
@@ -194,7 +192,6 @@ def wrong_tensor(draw: st.DrawFn, tensor: pb.Tensor) -> None:
 
 @st.composite
 def passes(draw: st.DrawFn, model_ids: Sequence[str]) -> bytes:
-    """Generate almost valid messages."""
     message = valid_pass(draw(st.sampled_from(model_ids)))
     message.seq_id = draw(st.sampled_from([0, 1, 2, -1, 2**31 - 1]))
     message.forward_only = draw(st.booleans())
@@ -244,56 +241,15 @@ def settle(http: httpx.Client) -> dict[str, str]:
 
 def valid_bodies(mine: dict[str, str]) -> dict[str, Any]:
     """Return a valid body for some paths."""
-    datum = {
-        "model_input": {"chunks": [{"tokens": [1, 2, 3]}]},
-        "loss_fn_inputs": {"target_tokens": {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}},
-    }
-    sampling = {"max_tokens": 1, "seed": 1, "stop": [2], "temperature": 1.0, "top_k": -1, "top_p": 1.0}
-    session, model = {"session_id": mine["session"]}, {"model_id": mine["model"]}
-    bodies = {
-        "create_session": {"tags": ["a"], "user_metadata": {"a": {"b": [1]}}, "display_name": "x"},
-        "session_heartbeat": session,
-        "sessions/search": {"session_id": mine["session"], "statuses": [{"type": "active"}], "limit": 5},
-        "create_model": {**session, "model_seq_id": 1, "base_model": BASE_MODEL, "lora_config": {"rank": 4, "seed": 1}},
-        "get_info": model,
-        "optim_step": {**model, "seq_id": 7, "adam_params": {"learning_rate": 0.1, "beta1": 0.9, "eps": 1e-9}},
-        "forward_backward": {**model, "forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"}},
-        "save_weights": {**model, "path": "new", "ttl_seconds": 3600, "user_metadata": {"a": "b"}},
-        "save_weights_for_sampler": {**model, "sampling_session_seq_id": 3},
-        "load_weights": {**session, "model_seq_id": 2, "path": mine["path"], "optimizer": True},
-        "create_sampling_session": {**session, "sampling_session_seq_id": 1, "base_model": BASE_MODEL},
-        "asample": {
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
-            "sampling_params": sampling,
-            "sampling_session_id": mine["sampler"],
-            "seq_id": 1,
-            "num_samples": 2,
-            "prompt_logprobs": True,
-            "topk_prompt_logprobs": 2,
-        },
-        "retrieve_future": {"request_id": mine["request"], "allow_metadata_only": True},
-        "cancel_future": {"request_id": mine["request"]},
-        "weights_info": {"tinker_path": mine["path"]},
-        "copy_weights": {"source_path": mine["path"], "destination_project_id": "p", "ttl_seconds": 3600},
-    }
+    text = Path(__file__).with_name("bodies.yaml").read_text("utf-8")
+    bodies = yaml.safe_load(Template(text).substitute(mine, base=BASE_MODEL))
     return {f"/api/v1/{path}": body for path, body in bodies.items()}
 
 
 # -- whole requests
 
-SEGMENTS = [
-    "-1",
-    "९",
-    "*",
-    "a:train:0",
-    "weights/x",
-    "weights/../../x",
-    "sampler_weights/..%2f..%2fx",
-    "../../../../etc/passwd",
-    "..",
-    "%2e%2e",
-]
-SEGMENTS += ["%00", "%ff%fe", "%ed%a0%80", "a" * 8000]
+SEGMENTS = ["-1", "९", "*", "a:train:0", "weights/x", "weights/../../x", "sampler_weights/..%2f..%2fx", "..", "%2e%2e"]
+SEGMENTS += ["../../../../etc/passwd", "%00", "%ff%fe", "%ed%a0%80", "a" * 8000]
 QUERIES = ["", "?limit=-1", "?limit=99999999999999999999&offset=1", "?offset=nan", "?project_id=%00", "?limit=%ff"]
 METHODS = ["get", "head", "put", "delete", "options", "trace", "brew"]
 CONTENT_TYPES = ["", "text/plain", PROTOBUF, JSON + "; charset=utf-16", "a/b;;=,"]
@@ -301,8 +257,6 @@ CONTENT_TYPES = ["", "text/plain", PROTOBUF, JSON + "; charset=utf-16", "a/b;;=,
 
 @st.composite
 def addressed(draw: st.DrawFn, path: str, names: Sequence[str]) -> str:
-    """Fill in the parameters of a path."""
-
     def segment(_: object) -> str:
         text = draw(st.sampled_from([*SEGMENTS, *names]))
         return text if draw(st.booleans()) else urllib.parse.quote(text, safe="%")
@@ -320,7 +274,6 @@ class Surface:
 
     @classmethod
     def of(cls, description: dict[str, Any]) -> Surface:
-        """Parse `openapi.json`."""
         known, bodies, paths = dict(description["components"]["schemas"]), {}, []
         for path, methods in description["paths"].items():
             for method, one in methods.items():

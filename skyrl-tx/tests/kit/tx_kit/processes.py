@@ -18,11 +18,10 @@ from typing import Any
 
 import httpx
 import psutil
-import tinker
 from train_kit.zygote import Zygote
 
 from tx_kit.databases import url_for
-from tx_kit.servers import API_KEY, BASE_MODEL
+from tx_kit.servers import BASE_MODEL, Address
 
 SECONDS = 120
 """Timeout for operations that take a few seconds on an idle machine."""
@@ -61,11 +60,10 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def start_python(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """Start a Python program."""
     return subprocess.Popen([python(), *arguments], env=child_environment(), text=True, **options)
 
 
-class ServerProcess:
+class ServerProcess(Address):
     """A server with its state in a folder, always on the same port."""
 
     def __init__(self, folder: Path, arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
@@ -79,17 +77,10 @@ class ServerProcess:
         self.start()
 
     @property
-    def url(self) -> str:
-        """The address of the server."""
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
     def log(self) -> str:
-        """The output of the server."""
         return self._log.read_text()
 
     def start(self) -> None:
-        """Start or restart the server."""
         with self._log.open("a") as log:
             n_said = len(self.log)
             command = (*self._command, f"--port={self.port}", *self._arguments)
@@ -125,18 +116,9 @@ class ServerProcess:
         (child,) = self.process.children()
         return child
 
-    def client(self, **headers: str) -> httpx.Client:
-        """Return an HTTP client, for requests that the SDK never sends."""
-        return httpx.Client(base_url=f"{self.url}/api/v1", headers=headers, timeout=30)
-
     def n_pending(self) -> int:
-        """Return the number of pending requests."""
         numbers = re.findall(r"^tx_requests_pending\{.*\} (\S+)$", httpx.get(f"{self.url}/metrics").text, re.MULTILINE)
         return int(sum(map(float, numbers)))
-
-    def sdk(self) -> tinker.ServiceClient:
-        """Return a real client."""
-        return tinker.ServiceClient(base_url=self.url, api_key=API_KEY)
 
     def kill(self) -> None:
         """Kill the server, as an out-of-memory killer would; the engine exits by itself."""

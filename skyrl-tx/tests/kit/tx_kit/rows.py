@@ -15,19 +15,16 @@ R = TypeVar("R", bound=SQLModel)
 
 
 def model_row(session_id: str = "s", number: int = 0, **fields: Any) -> Model:
-    """Return a model of a session."""
     defaults = {"model_seq_id": number, "base_model": "m", "rank": 4, "lora": {"rank": 4}}
     return Model(model_id=f"{session_id}:train:{number}", session_id=session_id, **(defaults | fields))
 
 
 def checkpoint_row(model_id: str = "s:train:0", name: str = "x", **fields: Any) -> Checkpoint:
-    """Return a training checkpoint of a model."""
     defaults = {"kind": CheckpointKind.TRAINING, "base_model": "m", "lora": {"rank": 4}, "size_bytes": 1}
     return Checkpoint(model_id=model_id, name=name, **(defaults | fields))
 
 
 def request_row(kind: Kind = Kind.SAMPLE, **fields: Any) -> Request:
-    """Return a pending request."""
     return Request(kind=kind, **({"payload": b"p", "payload_hash": ""} | fields))
 
 
@@ -39,13 +36,11 @@ def add_all(db: Db, *rows: SQLModel) -> None:
 
 
 def add_rows(database: Database, *rows: SQLModel) -> None:
-    """Add rows in one transaction."""
     with writing(database) as db:
         add_all(db, *rows)
 
 
 def change_row(database: Database, kind: type[SQLModel], key: Any, **fields: Any) -> None:
-    """Change columns of a row."""
     with writing(database) as db:
         row = db.get_one(kind, key)
         for name, value in fields.items():
@@ -53,7 +48,6 @@ def change_row(database: Database, kind: type[SQLModel], key: Any, **fields: Any
 
 
 def read_row(database: Database, kind: type[R], key: Any) -> R:
-    """Return a row by its primary key."""
     with reading(database) as db:
         return db.get_one(kind, key)
 

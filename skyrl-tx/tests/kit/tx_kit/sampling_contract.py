@@ -33,7 +33,6 @@ from tx_kit.training_contract import trained_model
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Return a random prompt."""
     tokens: list[int] = random_datum(length, seed).tokens.tolist()
     return tokens
 
@@ -201,8 +200,6 @@ class SamplingContract:
         while backend.step():
             pass
         assert [len(one.tokens) for result in found for one in result.samples] == [20] * 160  # type: ignore[union-attr]
-
-    # -- turns
 
     def test_one_sample_does_not_wait_for_thousands(self, backend: Backend, base: Weights) -> None:
         found: dict[str, SampleResult | Exception] = {}

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -27,13 +28,11 @@ N_DATA, N_TOKENS = 6, 15
 
 
 def save_model(family: str, folder: Path) -> Path:
-    """Save a model that clients train; return its folder."""
     save_chat_model(family, folder, sharpness=SHARPNESS)
     return folder
 
 
 def python(version: str) -> str:
-    """Return the interpreter of an SDK."""
     path = ENVIRONMENTS / version / "bin" / "python"
     assert path.exists(), f"{path} is not there; make test-tinker makes it"
     return str(path)
@@ -90,12 +89,5 @@ def reference_data(folder: Path) -> list[dict[str, Any]]:
 
 def processes_with(words: str) -> list[str]:
     """Return the command lines of running processes that contain these words."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = file.read_text(errors="replace")
-        except OSError:  # it has just ended
-            continue
-        if words in line:
-            found.append(line.replace("\0", " "))
-    return found
+    lines = [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if words in line]

@@ -35,52 +35,49 @@ SECONDS = 60
 """Timeout for operations that take less than a second on an idle machine."""
 
 
-@dataclass
-class Running:
-    """A running server."""
+class Address:
+    """A port of this machine on which a server listens, and its clients."""
 
-    service: Service
     port: int
-    is_engine_paused: bool = False
-    fails_with: tuple[str, str] | None = None  # error and category of the next requests, if they are to fail
 
     @property
     def url(self) -> str:
-        """The address of the server."""
         return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def config(self) -> TxConfig:
-        """The server's settings."""
-        return self.service.config
 
     def client(self, **headers: str) -> httpx.Client:
         """Return an HTTP client, for requests that the SDK never sends."""
         return httpx.Client(base_url=f"{self.url}/api/v1", headers=headers, timeout=30)
 
     def sdk(self, **options: Any) -> tinker.ServiceClient:
-        """Return a real client."""
         return tinker.ServiceClient(base_url=self.url, api_key=API_KEY, **options)
+
+
+@dataclass
+class Running(Address):
+    service: Service
+    port: int
+    is_engine_paused: bool = False
+    fails_with: tuple[str, str] | None = None  # error and category of the next requests, if they are to fail
+
+    @property
+    def config(self) -> TxConfig:
+        return self.service.config
 
     def rest(self) -> tinker.RestClient:
         """Return a real client for listings."""
         return tinker.RestClient(base_url=self.url, api_key=API_KEY)
 
     def change(self, change: Callable[[Session], T]) -> T:
-        """Run a transaction."""
         with writing(self.service.database) as db:
             return change(db)
 
     def set(self, kind: type[Any], key: Any, **fields: Any) -> None:
-        """Change columns of a row."""
         change_row(self.service.database, kind, key, **fields)
 
     def get(self, kind: type[R], key: Any) -> R:
-        """Return a row by its primary key."""
         return read_row(self.service.database, kind, key)
 
     def model(self, **headers: str) -> str:
-        """Create a session and a model."""
         with self.client(**headers) as http:
             session_id = new_session(http)
             return str(result_of(http, new_model(http, session_id))["model_id"])
@@ -91,31 +88,26 @@ class Running:
 
 
 def new_session(http: httpx.Client) -> str:
-    """Create a session over HTTP."""
     return str(http.post("create_session", json={"tags": [], "display_name": "<my run>"}).json()["session_id"])
 
 
 def new_model(http: httpx.Client, session_id: str, number: int = 0, rank: int = 4) -> httpx.Response:
-    """Request a model; return the response."""
     fields = {"session_id": session_id, "model_seq_id": number, "base_model": BASE_MODEL, "lora_config": {"rank": rank}}
     return http.post("create_model", json=fields)
 
 
 def new_sampler(http: httpx.Client, session_id: str, number: int = 0) -> str:
-    """Create a sampling session of the base model."""
     fields = {"session_id": session_id, "sampling_session_seq_id": number, "base_model": BASE_MODEL}
     return str(http.post("create_sampling_session", json=fields).json()["sampling_session_id"])
 
 
 def result_of(http: httpx.Client, accepted: httpx.Response, **headers: str) -> dict[str, Any]:
-    """Poll once for the result of an accepted request."""
     assert accepted.status_code == 200, accepted.text
     body = {"request_id": accepted.json()["request_id"], "allow_metadata_only": True}
     return dict(http.post("retrieve_future", json=body, headers=headers).json())
 
 
 def wait_until(is_true: Callable[[], object]) -> None:
-    """Wait until a condition holds."""
     deadline = time.monotonic() + SECONDS
     while not is_true():
         assert time.monotonic() < deadline

@@ -34,7 +34,6 @@ DATA = random_data()
 
 
 def trained_model(backend: Backend, lora: LoraConfig = LORA) -> str:
-    """Create a model and train it for two steps."""
     backend.create_model("m", lora)
     for seed in range(2):
         train(backend, "m", random_data(seed))
@@ -178,8 +177,6 @@ class TrainingContract:
         assert norms[0] == norms[1] > 0
         assert np.isfinite(target_logprobs(backend, "m", DATA)[0]).all()
 
-    # -- folders
-
     def test_the_size_of_files_is_known_before_they_are_written(self, backend: Backend, tmp_path: Path) -> None:
         for name, lora in (("adapter", LORA), ("whole", WHOLE)):
             backend.create_model(name, lora)
@@ -210,8 +207,6 @@ class TrainingContract:
         backend.load_model("n", tmp_path, with_optimizer=False)
         with pytest.raises(UserError, match="no optimizer state"):
             backend.load_model("o", tmp_path, with_optimizer=True)
-
-    # -- log-probs
 
     def test_sample_logprobs_match_prompt_logprobs(self, backend: Backend, model: str) -> None:
         weights = backend.weights_of(model)

@@ -32,7 +32,6 @@ class Server:
 
 
 def datum_of(tokens: list[int], targets: list[int], **inputs: Any) -> types.Datum:
-    """Return a datum with all inputs of a loss."""
     arrays = {name: np.asarray(value, np.float32) for name, value in inputs.items()}
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens),
@@ -41,12 +40,10 @@ def datum_of(tokens: list[int], targets: list[int], **inputs: Any) -> types.Datu
 
 
 def logprobs_of(training: tinker.TrainingClient, data: list[types.Datum]) -> list[np.ndarray]:
-    """Return the log-probs of the targets from a forward pass."""
     return outputs_of(training.forward(data, "cross_entropy").result())
 
 
 def outputs_of(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
-    """Return the log-probs in the output of a pass."""
     return [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]
 
 
@@ -66,5 +63,4 @@ def assert_close(ours: list[np.ndarray], theirs: list[np.ndarray], atol: float) 
 
 
 def distance(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    """Return the largest difference."""
     return max(float(np.abs(one - other).max()) for one, other in zip(ours, theirs, strict=True))

@@ -1,5 +1,3 @@
-"""The same calls in asyncio, as recipes use them."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Saved and loaded weights."""
-
 from __future__ import annotations
 
 import io

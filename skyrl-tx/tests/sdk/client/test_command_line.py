@@ -1,5 +1,3 @@
-"""The SDK's own command, `tinker`."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Lists of a user's objects, and changes to them."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,84 +17,72 @@ from tinker import types
 CE = "cross_entropy"
 SECONDS = 10
 """Less than the retries of the SDKs take."""
-PARAMS = {"max_tokens", "stop"}
 PROMPT = types.ModelInput.from_ints([5])
 
-Mistake = Callable[[Server, tinker.ServiceClient, tinker.TrainingClient], Any]
+
+class User(NamedTuple):
+    """A user of a server, who makes mistakes."""
+
+    server: Server
+    service: tinker.ServiceClient
+    training: tinker.TrainingClient
+
+    def create(self, base_model: str = "", rank: int = 4) -> Any:
+        return client_of(self.service.create_lora_training_client(base_model or self.server.base_model, rank=rank))
+
+    def forward(self, *data: types.Datum) -> Any:
+        return self.training.forward(list(data), CE).result()
+
+    def train(self, loss: str, settings: dict | None = None) -> Any:
+        return self.training.forward_backward(self.server.data, loss, settings).result()
+
+    def sample(self, prompt: types.ModelInput = PROMPT, max_tokens: int = 1, stop: Any = None, **options: Any) -> Any:
+        sampler = client_of(self.service.create_sampling_client(base_model=self.server.base_model))
+        return sampler.sample(prompt, 1, types.SamplingParams(max_tokens=max_tokens, stop=stop), **options).result()
+
+    def sample_for_another_loss(self) -> Any:
+        sampler = self.service.create_sampling_client(base_model=self.server.base_model, record_stability_info=True)
+        return client_of(sampler).sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result()
 
 
 def image() -> types.Datum:
-    """Return a datum with an image only."""
     chunk = types.ImageChunk(data=b"x", format="png", expected_tokens=1)
     inputs = {"target_tokens": np.array([1])}
     return types.Datum(model_input=types.ModelInput(chunks=[chunk]), loss_fn_inputs=inputs)
 
 
-def asking(prompt: types.ModelInput = PROMPT, **options: Any) -> Mistake:
-    """Return a sample request of the base model."""
-    params = types.SamplingParams(**{"max_tokens": 1, **{name: options.pop(name) for name in PARAMS & options.keys()}})
-
-    def ask(server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient) -> Any:
-        sampler = client_of(service.create_sampling_client(base_model=server.base_model))
-        return sampler.sample(prompt, 1, params, **options).result()
-
-    return ask
+def too_long(user: User) -> types.Datum:
+    tokens = [5] * (user.server.context + 1)
+    return datum_of(tokens, tokens)
 
 
-MISTAKES: dict[str, tuple[str, Mistake]] = {
-    "another model": (
-        "'other/model' is not served here",
-        lambda server, service, training: client_of(service.create_lora_training_client("other/model", rank=4)),
-    ),
-    "too large a rank": (
-        "rank=100000 is more than",
-        lambda server, service, training: client_of(service.create_lora_training_client(server.base_model, 100000)),
-    ),
-    "lacking input": (
-        "lacks 'logprobs'",
-        lambda server, service, training: training.forward_backward(server.data, "ppo").result(),
-    ),
-    "too few weights": (
-        r"shape \[1\]",
-        lambda server, service, training: training.forward([datum_of([5, 6], [6, 7], weights=[1])], CE).result(),
-    ),
-    "too long": (
-        "the maximum is",
-        lambda server, service, training: training.forward_backward(
-            [datum_of([5] * (server.context + 1), [5] * (server.context + 1))], CE
-        ).result(),
-    ),
-    "no such token": (
-        "has token 99999",
-        lambda server, service, training: training.forward([datum_of([99999], [5])], CE).result(),
-    ),
-    "no such checkpoint": (
-        "there is no checkpoint",
-        lambda server, service, training: client_of(
-            service.create_training_client_from_state(f"tinker://{training.model_id}/weights/gone")
-        ),
-    ),
-    "no name": (
-        "cannot name a checkpoint",
-        lambda server, service, training: training.save_state("../../up").result(),
-    ),
-    "no such setting": (
-        "'beta'",
-        lambda server, service, training: training.forward_backward(server.data, CE, {"beta": 1.0}).result(),
-    ),
-    "a misspelled input": (
-        "'weight', which no loss uses",
-        lambda server, service, training: training.forward([datum_of([5], [6], weight=[1])], CE).result(),
-    ),
+def resume(user: User) -> Any:
+    return client_of(user.service.create_training_client_from_state(f"tinker://{user.training.model_id}/weights/gone"))
+
+
+MISTAKES: dict[str, tuple[str, Callable[[User], Any]]] = {
+    "another model": ("'other/model' is not served here", lambda user: user.create("other/model")),
+    "too large a rank": ("rank=100000 is more than", lambda user: user.create(rank=100000)),
+    "lacking input": ("lacks 'logprobs'", lambda user: user.train("ppo")),
+    "too few weights": (r"shape \[1\]", lambda user: user.forward(datum_of([5, 6], [6, 7], weights=[1]))),
+    "too long": ("the maximum is", lambda user: user.forward(too_long(user))),
+    "no such token": ("has token 99999", lambda user: user.forward(datum_of([99999], [5]))),
+    "no such checkpoint": ("there is no checkpoint", resume),
+    "no name": ("cannot name a checkpoint", lambda user: user.training.save_state("../../up").result()),
+    "no such setting": ("'beta'", lambda user: user.train(CE, {"beta": 1.0})),
+    "a misspelled input": ("'weight', which no loss uses", lambda user: user.forward(datum_of([5], [6], weight=[1]))),
     "checkpoint path": (
         "is not a checkpoint path",
-        lambda server, service, training: client_of(service.create_sampling_client(model_path="tinker://x/y")),
+        lambda user: client_of(user.service.create_sampling_client(model_path="tinker://x/y")),
     ),
-    "no token to sample from": ("is empty", asking(types.ModelInput.from_ints([]))),
-    "no such token to sample from": ("has token 99999", asking(types.ModelInput.from_ints([99999]))),
-    "too long a sample": ("the maximum for this prompt is", asking(max_tokens=100000)),
-    "too long a text to stop at": ("99 characters", asking(stop=["x" * 99])),
-    "too many of the likeliest": ("topk_prompt_logprobs=2000", asking(topk_prompt_logprobs=2000)),
+    "no token to sample from": ("is empty", lambda user: user.sample(types.ModelInput.from_ints([]))),
+    "no such token to sample from": (
+        "has token 99999",
+        lambda user: user.sample(types.ModelInput.from_ints([99999])),
+    ),
+    "too long a sample": ("the maximum for this prompt is", lambda user: user.sample(max_tokens=100000)),
+    "too long a text to stop at": ("99 characters", lambda user: user.sample(stop=["x" * 99])),
+    "too many of the likeliest": ("topk_prompt_logprobs=2000", lambda user: user.sample(topk_prompt_logprobs=2000)),
 }
 """For every SDK."""
 
@@ -102,34 +90,21 @@ if hasattr(types, "DimuonParams"):  # older ones do not send it, or have their o
     MISTAKES |= {
         "another optimizer": (
             "'dimuon' is not supported",
-            lambda server, service, training: training.optim_step(types.DimuonParams(learning_rate=0.1)).result(),
+            lambda user: user.training.optim_step(types.DimuonParams(learning_rate=0.1)).result(),
         ),
-        "no such loss": (
-            "loss_fn='mean'",
-            lambda server, service, training: training.forward_backward(server.data, "mean").result(),
-        ),
-        "a weight that is no number": (
-            "is nan",
-            lambda server, service, training: training.forward([datum_of([5], [6], weights=[np.nan])], CE).result(),
-        ),
-        "an image": (
-            "chunk of kind image",
-            lambda server, service, training: training.forward([image()], CE).result(),
-        ),
+        "no such loss": ("loss_fn='mean'", lambda user: user.train("mean")),
+        "a weight that is no number": ("is nan", lambda user: user.forward(datum_of([5], [6], weights=[np.nan]))),
+        "an image": ("chunk of kind image", lambda user: user.forward(image())),
     }
 if "prompt_logprobs_last_n" in inspect.signature(tinker.SamplingClient.sample).parameters:
     MISTAKES["some log-probs of a prompt"] = (
         "prompt_logprobs_last_n is not supported",
-        asking(include_prompt_logprobs=True, prompt_logprobs_last_n=1),
+        lambda user: user.sample(include_prompt_logprobs=True, prompt_logprobs_last_n=1),
     )
 if "record_stability_info" in inspect.signature(tinker.ServiceClient.create_sampling_client).parameters:
     MISTAKES["samples for a loss that is not there"] = (
         "'stable_reinforce', which is not supported; use importance_",
-        lambda server, service, training: (
-            client_of(service.create_sampling_client(base_model=server.base_model, record_stability_info=True))
-            .sample(PROMPT, 1, types.SamplingParams(max_tokens=1))
-            .result()
-        ),
+        User.sample_for_another_loss,
     )
 
 
@@ -139,7 +114,7 @@ def test_mistakes(name: str, server: Server, service: tinker.ServiceClient, trai
     words, mistake = MISTAKES[name]
     started = time.monotonic()
     with pytest.raises((tinker.BadRequestError, tinker.NotFoundError, tinker.RequestFailedError), match=words):
-        mistake(server, service, training)
+        mistake(User(server, service, training))
     assert time.monotonic() - started < SECONDS
 
 

@@ -13,7 +13,6 @@ N_TOKENS, N_SAMPLES, N_STEPS = 4, 64, 10
 
 
 def reward(tokens: list[int]) -> float:
-    """Return the fraction of even tokens."""
     return sum(token % 2 == 0 for token in tokens) / len(tokens)
 
 

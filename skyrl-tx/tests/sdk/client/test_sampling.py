@@ -1,5 +1,3 @@
-"""Samples and their log-probs."""
-
 from __future__ import annotations
 
 import pickle
@@ -17,7 +15,6 @@ N_TOKENS = 8
 
 
 def sample_tokens(sampler: tinker.SamplingClient, n_samples: int = 1, **params: Any) -> list[list[int]]:
-    """Return the tokens of samples."""
     settings = types.SamplingParams(**{"max_tokens": N_TOKENS, "stop": [], **params})
     return [one.tokens for one in sampler.sample(PROMPT, n_samples, settings).result().sequences]
 

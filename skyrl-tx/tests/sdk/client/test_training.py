@@ -1,5 +1,3 @@
-"""Passes and steps."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

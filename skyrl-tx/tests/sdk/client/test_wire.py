@@ -20,8 +20,6 @@ HOP_BY_HOP = ("connection", "content-length", "host", "transfer-encoding")
 
 
 class Exchange(NamedTuple):
-    """A request and its reply."""
-
     path: str
     sent: str
     encoding: str

@@ -29,7 +29,6 @@ NORM = "model.norm.weight"  # numbers about 1, where bfloat16 has steps of 0.004
 
 @pytest.fixture(scope="module", params=["jax", "torch"])
 def name(request: pytest.FixtureRequest) -> BackendName:
-    """A backend's name."""
     backend: BackendName = request.param
     return backend
 

@@ -25,7 +25,7 @@ def sampler_of(port: int, folder: Path, answer_sec: float = SECONDS) -> VllmSamp
 
 @pytest.fixture
 def answering(tmp_path: Path) -> Iterator[VllmSampler]:
-    with answering_server() as (url, _), closing(VllmSampler(f"{url}/v1", "EMPTY", tmp_path, SECONDS)) as sampler:
+    with answering_server() as server, closing(VllmSampler(f"{server.url}/v1", "EMPTY", tmp_path, SECONDS)) as sampler:
         yield sampler
 
 
@@ -57,7 +57,6 @@ def test_a_cancelled_result_is_not_reported(answering: VllmSampler) -> None:
 
 
 def ask(sampler: VllmSampler, request: SampleRequest = ASKED) -> SampleResult | Exception:
-    """Return the result of one request."""
     found: list[SampleResult | Exception] = []
     sampler.sample(request, None, found.append)
     wait_until(lambda: sampler.step() and bool(found))

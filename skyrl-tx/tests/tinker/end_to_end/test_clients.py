@@ -1,19 +1,15 @@
-"""The real client with a server whose engine is a thread of the test."""
-
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import tinker
 from tinker import types
 from tx_kit.servers import BASE_MODEL, SECONDS, Running, serving, wait_until
 
-from tx.tinker.db_models import Kind, Model, SessionStatus
-from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.db_models import Kind
 from tx.tinker.wire.requests import CreateModelRequest, OptimStepRequest
 from tx.tinker.wire.sample_job import SampleJob
 
@@ -37,32 +33,6 @@ def service(server: Running) -> Iterator[tinker.ServiceClient]:
 @pytest.fixture
 def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
     return service.create_lora_training_client(BASE_MODEL, rank=4, user_metadata={"renderer_name": "plain"}).result()
-
-
-# -- sessions
-
-
-def test_finishing_unloads(server: Running) -> None:
-    client = server.sdk()
-    training = client.create_lora_training_client(BASE_MODEL, rank=4).result()
-    client.close(status="errored", detail="by test")
-
-    def unloaded() -> list[str | None]:
-        return [one.model_id for one in server.rows(Kind.UNLOAD_MODEL)]
-
-    wait_until(lambda: training.model_id in unloaded())
-    assert unloaded().count(training.model_id) == 1
-
-    def check(db: Any) -> None:
-        session = db.get(ClientSession, training.model_id.partition(":")[0])
-        assert (session.status, session.end_reason) == (SessionStatus.FINISHED, "errored: by test")
-        assert db.get(Model, training.model_id) is not None
-
-    server.change(check)
-    with server.client() as http:
-        late = http.post("optim_step", json={"model_id": training.model_id, "seq_id": 1, "adam_params": {}})
-    assert late.status_code == 400
-    assert "is finished; create a new one" in late.text
 
 
 def test_polls_are_held(server: Running, training: tinker.TrainingClient, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,12 +60,6 @@ def test_the_engine_gets_the_users_settings(server: Running, training: tinker.Tr
     assert created.lora_config.seed is not None
     step = OptimStepRequest.model_validate_json(server.rows(Kind.OPTIM_STEP)[-1].payload).adam()
     assert (step.learning_rate, step.beta2, step.eps, step.grad_clip_norm) == (1e-3, 0.95, 1e-12, 1.0)
-
-
-# -- training
-
-
-# -- sampling
 
 
 def last_job(server: Running) -> SampleJob:
@@ -136,9 +100,6 @@ def test_a_checkpoint_is_loaded_before_other_requests(
     other = service.create_lora_training_client(BASE_MODEL, rank=8).result()
     with pytest.raises(tinker.BadRequestError, match="has rank 4"):
         other.load_state(path).result()
-
-
-# -- checkpoints, as older programs and clients request them
 
 
 def test_external_weights_are_hidden_from_older_clients(server: Running, training: tinker.TrainingClient) -> None:

@@ -27,14 +27,7 @@ from tx_kit.processes import ServerProcess, process
 from tx_kit.rows import add_rows, change_row, checkpoint_row
 from tx_kit.servers import BASE_MODEL, config_for, wait_until
 
-from tx.tinker.db_models import (
-    Checkpoint,
-    Model,
-    ModelStatus,
-    Request,
-    SamplingSession,
-    Session,
-)
+from tx.tinker.db_models import Checkpoint, Model, ModelStatus, Request, SamplingSession, Session
 from tx.tinker.store.database import open_database, reading
 
 logger = logging.getLogger(__name__)
@@ -70,7 +63,6 @@ def add_checkpoint(server: ServerProcess, database: Database, owned: dict[str, s
 
 
 def rows_of(database: Database, owned: dict[str, str]) -> str:
-    """Return all rows of a user as text."""
     with reading(database) as db:
         owner = db.get_one(Session, owned["session"]).owner
         found = [
@@ -125,8 +117,6 @@ def send(server: ServerProcess, post: Post, *, sent: float = 1.0) -> tuple[int, 
 
 @dataclass(frozen=True)
 class Size:
-    """Resources of a process."""
-
     memory: int
     n_files: int
     n_threads: int

@@ -48,9 +48,6 @@ def training(server: ServerProcess) -> Iterator[tinker.TrainingClient]:
     client.close(status="success").result()
 
 
-# -- kills
-
-
 def kill_engine(server: ServerProcess) -> None:
     engine = server.engine
     engine.kill()
@@ -106,11 +103,7 @@ def results_until_kill(server: ServerProcess, kind: Kind, kill: Kill, call: Call
     raise AssertionError("the engine was always too fast")
 
 
-# -- calls
-
-
 def data(seed: int) -> list[types.Datum]:
-    """Return four sequences."""
     random = np.random.default_rng(seed)
     tokens, weights = random.integers(0, MINIMAL_VOCABULARY, (4, 21)), random.normal(size=20).astype(np.float32)
     inputs = [types.ModelInput.from_ints(row[:-1].tolist()) for row in tokens]

@@ -67,6 +67,7 @@ def test_finishing_a_session_frees_its_models(
     assert words in refused.text
     end(http, first)
     assert result_of(http, new_model(http, second))["model_id"] == f"{second}:train:0"
+    assert [one.model_id for one in running.rows(Kind.UNLOAD_MODEL)].count(f"{first}:train:0") == 1
 
 
 def test_deleting_a_checkpoint_deletes_its_files(running: Running, http: httpx.Client) -> None:

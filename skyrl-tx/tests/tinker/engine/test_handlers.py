@@ -1,5 +1,3 @@
-"""All requests of a model except passes."""
-
 from __future__ import annotations
 
 import json
@@ -16,7 +14,6 @@ from tx.tinker.wire import requests as wire
 
 @pytest.fixture
 def model(desk: Desk) -> str:
-    """A model after a step."""
     name = desk.model()
     desk.train(name)
     desk.work()

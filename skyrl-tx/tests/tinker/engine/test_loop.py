@@ -13,8 +13,6 @@ from tx.tinker.db_models import STALLED, EngineState, Request, RequestStatus
 from tx.tinker.engine import queue
 from tx.tinker.store.queries import cancel_sample
 
-# -- turns
-
 
 @pytest.mark.parametrize("n_prompt", [1, 63, 64, 65, 127, 128])
 def test_a_cache_of_one_context_is_enough(desk: Desk, n_prompt: int) -> None:
@@ -34,9 +32,6 @@ def test_cancelled_requests_are_skipped_at_once(desk: Desk) -> None:
     for one in ids:
         desk.set(Request, one, status=RequestStatus.CANCELLED)
     assert [desk.engine.work() for _ in range(4)] == [True, True, True, False]
-
-
-# -- cancelled requests
 
 
 def test_cancelled_samples_make_room(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +101,6 @@ def test_passes_that_do_not_fit(desk: Desk) -> None:
     desk.work()
     assert [desk.row(one).error_category for one in wrong] == ["user", "user"]
     assert desk.loss(right) > 0
-
-
-# -- the engine's state
 
 
 def test_it_reports_its_state(desk: Desk) -> None:

@@ -91,9 +91,6 @@ def test_requests_that_kill_engines_are_given_up(faulty: Desk) -> None:
     assert all(faulty.result(one) for one in innocent)
 
 
-# -- the creation of models
-
-
 def test_a_model_that_cannot_be_created(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError("no room")

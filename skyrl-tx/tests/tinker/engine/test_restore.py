@@ -22,7 +22,6 @@ from tx.tinker.types import Pass, PassResult
 
 @pytest.fixture
 def pair(desk: Desk) -> tuple[str, str]:
-    """Two equal models, each after a step."""
     model, twin = desk.models()
     for one in (model, twin):
         desk.train(one, [1, 2, 5])
@@ -32,7 +31,6 @@ def pair(desk: Desk) -> tuple[str, str]:
 
 @pytest.fixture
 def model(desk: Desk) -> str:
-    """A model after a step."""
     name = desk.model()
     desk.train(name, [1, 2, 5])
     desk.work()
@@ -46,7 +44,6 @@ def write_point(desk: Desk, model: str) -> int:
 
 
 def point_folder(desk: Desk, model: str) -> Path:
-    """Return the folder of a model's restore points."""
     return desk.config.checkpoints_base / "restore" / model.replace(":", "_")
 
 

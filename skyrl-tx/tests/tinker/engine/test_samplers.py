@@ -40,7 +40,6 @@ def save(desk: Desk, model: str, name: str = "x") -> SampleWeights:
 
 
 def save_snapshot(desk: Desk, model: str, number: int = 0) -> SampleWeights:
-    """Save unnamed weights."""
     desk.save_for_sampler(model, sampling_session_seq_id=number)
     desk.work()
     return SampleWeights(base_model="m", snapshot=f"s:sample:{number}")

@@ -71,21 +71,16 @@ def model_id(http: httpx.Client, session_id: str) -> str:
 
 
 def step(http: httpx.Client, model_id: str, **fields: Any) -> httpx.Response:
-    """Send an optimizer step."""
     return http.post("optim_step", json={"model_id": model_id, **STEP, **fields})
 
 
 def send_pass(http: httpx.Client, model_id: str, seq_id: int) -> httpx.Response:
-    """Send a pass as protobuf."""
     content = codec.message_from_json(model_id, seq_id, PASS, is_forward_only=False).SerializeToString()
     return http.post("forward_backward", content=content, headers=PROTOBUF)
 
 
 def n_requests(server: Running, kind: Kind, model_id: str) -> int:
     return sum(one.model_id == model_id for one in server.rows(kind))
-
-
-# -- repeated requests
 
 
 @pytest.mark.parametrize(("seq_ids", "n"), [((1, 2), 1), ((0, None), 2)], ids=["numbered", "without a number"])
@@ -126,9 +121,6 @@ def test_the_forward_endpoint(http: httpx.Client, server: Running, model_id: str
     assert codec.message_from_bytes(row.payload).forward_only
 
 
-# -- polls
-
-
 def test_polls_without_a_result(http: httpx.Client, server: Running, model_id: str) -> None:
     server.is_engine_paused = True
     accepted = step(http, model_id)
@@ -164,7 +156,6 @@ def test_unknown_and_forgotten_requests(http: httpx.Client, server: Running, mod
 
 
 def supervisor_of(folder: Path, program: str, *, pause_sec: float = 0.1) -> Supervisor:
-    """Return the supervisor of a stand-in for the engine."""
     command = (sys.executable, "-c", program)
     return Supervisor(config_for(folder), lambda: None, command=command, first_pause_sec=pause_sec)
 
@@ -253,9 +244,6 @@ def test_unloaded_models(http: httpx.Client, model_id: str) -> None:
     assert first.json() == second.json() == third.json()
     late = step(http, model_id)
     assert (late.status_code, "was unloaded" in late.text) == (400, True)
-
-
-# -- refusals
 
 
 def test_cancelling(http: httpx.Client, server: Running, model_id: str) -> None:

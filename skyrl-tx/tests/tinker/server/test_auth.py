@@ -1,5 +1,3 @@
-"""API keys and the separation of users."""
-
 from __future__ import annotations
 
 import base64

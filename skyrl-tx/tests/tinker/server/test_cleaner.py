@@ -58,21 +58,16 @@ def model(session_id: str, status: ModelStatus = ModelStatus.READY, **fields: An
 
 
 def old_request(model_id: str | None = None, **fields: Any) -> Request:
-    """Return a request that was done three days ago."""
     done = {"status": RequestStatus.DONE, "completed_at": now() - OLD, "result": b"r"}
     return request_row(model_id=model_id, **(done | fields))
 
 
 def new_request(**fields: Any) -> Request:
-    """Return a request that has just been done."""
     return old_request(**{"completed_at": now(), **fields})
 
 
 def pending_request(**fields: Any) -> Request:
     return old_request(**{"status": RequestStatus.PENDING, "completed_at": None, "result": None, **fields})
-
-
-# -- sessions
 
 
 async def test_silent_sessions_end(service: Service) -> None:
@@ -119,9 +114,6 @@ async def test_session_expiry_can_be_disabled(tmp_path: Path) -> None:
         assert read_row(service.database, Session, "silent").status is SessionStatus.ACTIVE
 
 
-# -- checkpoints
-
-
 async def test_expired_checkpoints(service: Service) -> None:
     times = {"over": now() - OLD, "later": now() + OLD, "always": None}
     checkpoints = [checkpoint_row("a:train:0", name, expires_at=at) for name, at in times.items()]
@@ -154,9 +146,6 @@ async def test_a_freed_name_can_be_reused_at_once(service: Service, monkeypatch:
     await Cleaner(service).clean()
     assert [file.name for file in folder.iterdir()] == saved == ["new"]
     assert [one.name for one in folder.parent.iterdir()] == ["x"]
-
-
-# -- requests
 
 
 async def test_old_results_are_deleted_in_batches(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,9 +212,6 @@ async def test_numbers_of_deleted_requests_are_not_reused(service: Service) -> N
     add_rows(service.database, old_request())
     (second,) = read_rows(service.database, Request)
     assert second.request_id == first.request_id + 1  # type: ignore[operator]
-
-
-# -- folders
 
 
 def folders(service: Service, pattern: str) -> list[str]:

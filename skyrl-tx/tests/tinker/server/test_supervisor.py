@@ -43,7 +43,6 @@ def supervise(program: str, folder: Path, on_ring: Callable[[], None] = lambda: 
 
 
 def unusable_after_the_first_start(folder: Path) -> str:
-    """Return a program."""
     before = str(folder / "before")
     return f"""
         import pathlib, sys

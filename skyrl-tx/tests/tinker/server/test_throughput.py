@@ -1,22 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tx.tinker.server.throughput import MAX_POINTS, Throughput, polyline
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_rates() -> None:
-    clock = Clock()
-    seen = Throughput(clock)
+    clock = SimpleNamespace(now=0.0)
+    seen = Throughput(lambda: clock.now)
     for clock.now, trained in ((0.0, 0), (10.0, 100), (30.0, 500), (40.0, 50), (50.0, 60)):  # restarted at 40
         seen.record({"tokens_trained": trained, "pid": 7, "models": ["m"]})
     assert seen.rates("tokens_trained") == [10, 20, 0, 1]
@@ -25,8 +18,8 @@ def test_rates() -> None:
 
 
 def test_it_covers_half_an_hour() -> None:
-    clock = Clock()
-    seen = Throughput(clock)
+    clock = SimpleNamespace(now=0.0)
+    seen = Throughput(lambda: clock.now)
     for number in range(MAX_POINTS + 50):
         clock.now = 10.0 * number
         seen.record({"tokens_sampled": number})

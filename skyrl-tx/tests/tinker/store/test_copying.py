@@ -37,7 +37,6 @@ def database(config: TxConfig, database: Database) -> Database:
 
 
 def copy(config: TxConfig, database: Database, owner: str = "alice", key: str | None = None, **fields: Any) -> str:
-    """Copy like the route."""
     body = CopyWeightsRequest.model_validate({"source_path": SOURCE, **fields})
     target = copying.target_path(owner, body, key)
     with reading(database) as db:

@@ -30,7 +30,6 @@ def elsewhere(config: TxConfig, tmp_path: Path) -> TxConfig:
 
 
 def start(config: TxConfig, *program: str) -> subprocess.Popen[str]:
-    """Start a Python program with these settings."""
     flags = [*arguments_of(config), f"--database-url={config.database_url}"]
     return start_python(*program, *flags, stderr=subprocess.PIPE)
 

@@ -1,5 +1,3 @@
-"""Files of generated tasks."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Logs of offline runs of Weights & Biases."""
-
 from __future__ import annotations
 
 import time

@@ -11,6 +11,7 @@ import peft
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM
 from veritas_kit.recipes import MODELS, VERITAS, Recipes, read_config, write_tool
 
@@ -69,64 +70,28 @@ def test_the_full_form_passes_the_checks_before_a_run(script: str, recipes: Reci
     assert set(recipes.root.rglob("*")) == before, "a dry run leaves no files"
 
 
-def test_the_defaults_of_sft_are_those_of_the_recipe(recipes: Recipes) -> None:
-    cfg = recipes.config(SFT)
-    expected = {
-        "data.max_length": 2048,
-        "trainer.train_batch_size": 32,
-        "trainer.micro_train_batch_size_per_gpu": 8,
-        "trainer.epochs": 10,
-        "trainer.ckpt_interval": 50,
-        "trainer.eval_interval": 50,
-        "trainer.policy.optimizer_config.lr": 2e-6,
-        "trainer.policy.optimizer_config.adam_betas": [0.9, 0.98],
-        "trainer.policy.optimizer_config.weight_decay": 0.05,
-        "trainer.policy.model.dtype": "bfloat16",
-        "trainer.policy.model.lora.rank": 0,
-        "trainer.placement.policy_num_gpus_per_node": 2,
-        "trainer.project_name": "Qwen3-4B-Instruct",
-    }
-    assert expected.items() <= cfg.items()
-    name = cfg["trainer.run_name"]
-    model, date, time, batch = name.rsplit("-", 4)[0], *name.split("-")[3:6]
-    assert (model.split("-2")[0], len(date), len(time), batch) == ("trained-top-sn120", 8, 6, "batch_size")
-    assert cfg["trainer.ckpt_path"] == f"{recipes.root}/train/artifacts/checkpoints/{name}"
-    assert cfg["trainer.output_dir"].startswith(f"{recipes.root}/train/outputs/20")
+SETTINGS = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text(encoding="utf-8"))
 
 
-def test_the_defaults_of_openspiel_are_those_of_the_recipe(recipes: Recipes) -> None:
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [("sft", SFT), ("sft with lora", SFT), ("openspiel", OPENSPIEL), ("grpo", GRPO), ("grpo with lora", GRPO)],
+)
+def test_settings_of_the_recipes(name: str, script: str, recipes: Recipes) -> None:
     before = set(recipes.root.rglob("*"))
-    cfg = recipes.config(OPENSPIEL)
-    expected = {
-        "trainer.policy.model.lora.rank": 32,
-        "trainer.policy.model.lora.alpha": 32,
-        "trainer.policy.model.lora.target_modules": "all-linear",
-        "trainer.policy.optimizer_config.lr": 6e-5,
-        "generator.n_samples_per_prompt": 12,
-        "trainer.train_batch_size": 32,
-        "trainer.log_verl_metrics": True,
-    }
-    assert expected.items() <= cfg.items()
-    assert cfg["trainer.ckpt_path"].startswith(f"{recipes.root}/train/artifacts/RL/checkpoints/")
+    cfg = recipes.config(script, **({"ENABLE_LORA": "1", "gpu_count": "4"} if "lora" in name else {}))
+    assert SETTINGS[name].items() <= cfg.items()
+    assert "lora" not in name or cfg["trainer.placement.policy_num_gpus_per_node"] == 4
+    run, rl = cfg["trainer.run_name"], "" if script == SFT else "RL/"
+    assert cfg["trainer.ckpt_path"] == f"{recipes.root}/train/artifacts/{rl}checkpoints/{run}"
+    assert cfg["trainer.output_dir"].startswith(f"{recipes.root}/train/outputs/20")
     assert set(recipes.root.rglob("*")) == before, "a configuration that is printed leaves no files"
 
 
-def test_the_defaults_of_grpo_train_all_weights(recipes: Recipes) -> None:
-    cfg = recipes.config(GRPO)
-    assert (cfg["trainer.policy.model.lora.rank"], cfg["trainer.policy.optimizer_config.lr"]) == (0, 6e-6)
-
-
-@pytest.mark.parametrize(("script", "rate"), [(SFT, 2e-5), (GRPO, 6e-5)])
-def test_all_recipes_train_adapters(script: str, rate: float, recipes: Recipes) -> None:
-    cfg = recipes.config(script, ENABLE_LORA="1", gpu_count="4")
-    expected = {
-        "trainer.policy.model.lora.rank": 32,
-        "trainer.policy.model.lora.alpha": 32,
-        "trainer.policy.model.lora.target_modules": "all-linear",
-        "trainer.policy.optimizer_config.lr": rate,
-        "trainer.placement.policy_num_gpus_per_node": 4,
-    }
-    assert expected.items() <= cfg.items()
+def test_the_name_of_a_run_has_its_model_time_and_batch_size(recipes: Recipes) -> None:
+    name = recipes.config(SFT)["trainer.run_name"]
+    model, date, time, batch = name.rsplit("-", 4)[0], *name.split("-")[3:6]
+    assert (model.split("-2")[0], len(date), len(time), batch) == ("trained-top-sn120", 8, 6, "batch_size")
 
 
 def test_t09_without_lora_the_learning_rate_is_that_of_full_fine_tuning(recipes: Recipes, tmp_path: Path) -> None:

@@ -98,9 +98,6 @@ def test_no_program_is_compiled_again(backend: Backend, lora: LoraConfig, tmp_pa
     assert backend.counts()["programs compiled"] == n_loaded + 1
 
 
-# -- memory
-
-
 Outcome = tuple[list[float], SampleResult | None]
 """The losses of three steps, and a sample after them."""
 
@@ -118,7 +115,6 @@ def train_and_sample(backend: Backend, *, samples: bool = True) -> Outcome:
 
 
 def save_first_step(backend: Backend, lora: LoraConfig, folder: Path) -> Path:
-    """Save the model `m` after a step to a new folder."""
     folder.mkdir()
     backend.create_model("m", lora)
     train(backend, "m", DATA)
@@ -162,9 +158,6 @@ def test_memory_settings_change_no_result(
     thrifty.load_model("m", start, with_optimizer=True)
     assert_close(train_and_sample(thrifty), expected)
     assert_close_tensors(saved_tensors(thrifty, "m", tmp_path / "thrifty"), written)
-
-
-# -- devices
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+check test_old 1 1 1
