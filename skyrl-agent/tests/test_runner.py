@@ -10,8 +10,9 @@ from agent_kit.trajectories import FINISH, ROW, SimpleTask, new_runner
 from train_kit.trajectories import make_trajectory
 
 from skyrl_agent.runner import _Played, agent_metrics, to_rows
+from skyrl_train.compat.skyrl.generator import GeneratorInput
 from skyrl_train.errors import DataError
-from skyrl_train.generators.base import BatchMetadata, GeneratorInput, rollout_requests
+from skyrl_train.generators.base import BatchMetadata, rollout_requests
 from skyrl_train.types import DrawnPrompt, PromptRow
 
 EXTRAS = {key: value for key, value in ROW.items() if key != "prompt"}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from agent_kit.engines import TOKENIZER, Script, ScriptedEngine, tool_call
 from skyrl_agent import AgentConfig, AgentRunner, AutoAgentRunner, BaseTask, BaseTool
-from skyrl_train.generators.base import BatchMetadata, play, rollout_requests
+from skyrl_train.generators.base import BatchMetadata, rollout_requests
 from skyrl_train.types import DrawnPrompt, Message, PromptRow, Trajectory
 
 GENERAL = "skyrl_agent.tasks.general_react.GeneralReactTask"
@@ -93,7 +93,7 @@ async def play_row(runner: AgentRunner, row: dict[str, Any] = ROW, n_samples: in
     prompt = DrawnPrompt(0, PromptRow("0", row.get("prompt") or [], None, extras), 0)
     sampling = runner.cfg.generator.sampling(is_training=True)
     try:
-        return await play(runner, rollout_requests([prompt], n_samples, ""), sampling, BatchMetadata(0, "train"))
+        return await runner.play(rollout_requests([prompt], n_samples, ""), sampling, BatchMetadata(0, "train"))
     finally:
         await runner.close()
 
